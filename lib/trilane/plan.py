@@ -1,0 +1,110 @@
+"""Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only input."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trilane.checks import (
+    from_mapping,
+    read_json,
+    require,
+    require_integer,
+    require_known,
+    require_positive,
+    to_mapping,
+)
+from trilane.hardware import Cluster
+from trilane.shape import ModelShape
+from trilane.topology import Topology, refusal
+
+ENGINES = ("megatron",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where the tokens come from.
+
+    source      "stdlib" (text of Python's standard library), "mock" (made on the fly), a text or JSONL file, a folder
+                of text files, or the prefix of an existing Megatron .bin/.idx pair
+    tokenizer   "bytes" (256 bytes and an end-of-document token), or a local folder with a Hugging Face tokenizer.json
+    folder      where prepared .bin/.idx pairs are kept
+    """
+
+    source: str = "stdlib"
+    tokenizer: str = "bytes"
+    folder: str = "outputs/data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_samples: int = 0
+    decay_samples: int = 0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("lr", self.lr)
+        require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must lie between 0 and lr={self.lr}")
+        require_integer("warmup_samples", self.warmup_samples, 0)
+        require_integer("decay_samples", self.decay_samples, 0)
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
+        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How long the run is and what it leaves behind."""
+
+    train_iters: int = 50
+    log_interval: int = 1
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        require_integer("train_iters", self.train_iters, 1)
+        require_integer("log_interval", self.log_interval, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that one training run needs; if it exists, it can be started. ValueError otherwise."""
+
+    label: str
+    shape: ModelShape
+    cluster: Cluster
+    topology: Topology
+    engine: str = "megatron"
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    run: Run = field(default_factory=Run)
+
+    def __post_init__(self) -> None:
+        require(bool(self.label) and "/" not in self.label, "label", repr(self.label), "must be a plain folder name")
+        require_known("engine", self.engine, ENGINES)
+        reason = refusal(self.shape, self.topology)
+        if reason:
+            raise ValueError(reason)
+        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
+        require(self.topology.gpus <= self.cluster.max_gpus, "tp x pp x dp", self.topology.gpus, rule)
+        self.cluster.gpu.flops_per_s(self.topology.precision)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as the JSON object of plan.json."""
+        return to_mapping(self)
+
+
+def plan_from_json(values: dict[str, Any]) -> Plan:
+    """The plan of a JSON object; a `prediction` beside it, as a search result carries, is set aside."""
+    fields = {k: v for k, v in values.items() if k != "prediction"} if isinstance(values, dict) else values
+    return from_mapping(Plan, fields, "plan")
+
+
+def read_plan(path: Path | str) -> Plan:
+    """The plan in the JSON file `path`; ValueError where it is missing, malformed or impossible."""
+    return plan_from_json(read_json(path, "plan"))
