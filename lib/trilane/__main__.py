@@ -1,0 +1,77 @@
+"""Thin doors for batch use: `python -m trilane run|launch ...`. Bad input is one line and exit code 2."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from trilane.checks import require
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m trilane", description=__doc__)
+    doors = parser.add_subparsers(dest="door", required=True)
+    _add_run(doors.add_parser("run", help="execute one notebook of a study, or all in order"))
+    _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
+    args = parser.parse_args(argv)
+    try:
+        return args.call(args)
+    except ValueError as error:
+        print(f"trilane: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)
+        return 130
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("notebook", help="a notebook's name, such as 02_topology, or all")
+    parser.add_argument("--study", default="demo", help="the folder below outputs/ (default: demo)")
+    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
+    parser.add_argument("--resume", action="store_true", help="go on in a study that exists")
+    parser.add_argument("--fresh", action="store_true", help="take the next free name if the study exists")
+    parser.set_defaults(call=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from trilane import notebook
+    from trilane.store import Study
+
+    require(not (args.resume and args.fresh), "resume", True, "contradicts --fresh")
+    given = dict(args.parameter)
+    chosen = notebook.DEMO if args.notebook == "all" else (args.notebook,)
+    notebook.distribute(chosen, given)  # every parameter is checked before a folder is made
+    # one notebook may join a study that does not hold it yet: 02 after 01
+    joins = args.notebook != "all" and not (Study(args.study).folder / f"{args.notebook}.ipynb").exists()
+    study = Study.create(args.study, resume=args.resume or joins, fresh=args.fresh)
+    try:
+        if args.notebook == "all":
+            report = notebook.run_all(study, given)
+        else:
+            report = notebook.run(args.notebook, study, **given)
+    except notebook.NotebookError as error:
+        print(f"trilane: {error}", file=sys.stderr)
+        print(f"the executed copy with the traceback: {study.folder / error.notebook}.ipynb", file=sys.stderr)
+        return 2 if error.is_input else 1
+    print(report)
+    return 0
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="a plan.json; its folder becomes the run folder")
+    parser.add_argument("--port", type=int, default=0, help="rendezvous port (default: a free one)")
+    parser.set_defaults(call=_launch)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from trilane.launch import run_local
+
+    outcome = run_local(Path(args.plan).parent, port=args.port)
+    print(f"{outcome.status}: {outcome.evidence}")
+    return 0 if outcome.status == "completed" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

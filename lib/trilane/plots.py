@@ -1,0 +1,145 @@
+"""One function a figure; takes values, returns a matplotlib Figure."""
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trilane.measure import Measurement
+from trilane.memory import StageMemory
+from trilane.search import Candidate
+from trilane.timing import IterationTime
+
+STYLE = {
+    "figure.dpi": 110,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e3e8ec",
+    "axes.axisbelow": True,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+}
+COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
+GIB = 2**30
+
+
+def figure(width: float = 8.0, height: float = 3.6) -> tuple[Figure, Axes]:
+    """An empty figure in the house style, closed to pyplot so that a notebook shows it once."""
+    with plt.rc_context(STYLE):
+        made, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    plt.close(made)
+    return made, axes
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+
+
+def loss_curves(measurements: Sequence[Measurement]) -> Figure:
+    """Loss (nats per token) over samples, one line a run, so that topologies of one plan lie on each other."""
+    made, axes = figure()
+    widths = [5.0, 3.0, 1.5, 0.8]  # drawn thick to thin: a line that hides another would look like a missing run
+    for i, m in enumerate(measurements):
+        table = m.log.iterations
+        width = widths[min(i, len(widths) - 1)]
+        axes.plot(table["consumed_samples"], table["lm_loss"], color=COLORS[i], lw=width, label=m.plan.topology.label)
+    axes.set(xlabel="consumed samples (sequences)", ylabel="loss (nats per token)", title="Loss")
+    _legend(axes)
+    return made
+
+
+def seconds_per_iteration(measurements: Sequence[Measurement], warm_up: int) -> Figure:
+    """Seconds of each iteration, one line a run; the shaded iterations are left out of the medians."""
+    made, axes = figure()
+    axes.axvspan(0.5, warm_up + 0.5, color="#eef1f4", label="warm-up, left out")
+    for i, m in enumerate(measurements):
+        table = m.log.iterations
+        axes.plot(table["iteration"], table["sec_per_it"], color=COLORS[i], lw=1.2, label=m.plan.topology.label)
+        axes.axhline(m.sec_per_it, color=COLORS[i], lw=0.8, ls=":")
+    axes.set(xlabel="iteration", ylabel="seconds per iteration", title="Time (dotted: the median)")
+    axes.set_ylim(bottom=0, top=1.5 * max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements))
+    _legend(axes)
+    return made
+
+
+def predicted_against_measured(
+    labels: Sequence[str],
+    measured: Sequence[float],
+    before: Sequence[tuple[float, float, float]],
+    after: Sequence[tuple[float, float, float]],
+) -> Figure:
+    """Seconds per iteration, predicted (with its 90 % interval) over measured, before and after calibration.
+
+    `before` and `after` hold (predicted, low, high). On the diagonal a prediction is right.
+    """
+    made, axes = figure(7.0, 4.2)
+    groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
+    for predictions, color, marker, name in groups:
+        middle = [p[0] for p in predictions]
+        arms = [[p[0] - p[1] for p in predictions], [p[2] - p[0] for p in predictions]]
+        axes.errorbar(measured, middle, yerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
+    highest = 1.15 * max([*measured, *(p[0] for p in before), *(p[2] for p in after)])
+    axes.plot([0, highest], [0, highest], color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
+    for label, x, p in zip(labels, measured, after, strict=True):
+        axes.annotate(label, (x, p[0]), textcoords="offset points", xytext=(8, -10), fontsize=8, color="#5b6b78")
+    axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)", title="Prediction against measurement")
+    axes.set(xlim=(0, 1.25 * max(measured)), ylim=(0, highest))
+    _legend(axes)
+    return made
+
+
+def stacked_bars(
+    labels: Sequence[str], parts: Sequence[dict[str, float]], xlabel: str, title: str, limit: float | None = None
+) -> Figure:
+    """One horizontal bar a label, its parts one after the other; `limit` is drawn where it lies in sight."""
+    made, axes = figure(8.0, 1.1 + 0.42 * len(labels))
+    names = [name for name in parts[0] if any(p[name] > 0 for p in parts)]
+    for i, name in enumerate(names):
+        left = [sum(p[earlier] for earlier in names[:i]) for p in parts]
+        words = name.replace("_", " ")
+        axes.barh(labels, [p[name] for p in parts], left=left, color=COLORS[i], label=words, height=0.62)
+    longest = max(sum(p.values()) for p in parts)
+    if limit is not None and limit < 3 * longest:
+        axes.axvline(limit, color="#b3261e", lw=1.5)
+        axes.annotate("limit", (limit, -0.5), color="#b3261e", fontsize=8, ha="right")
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel=xlabel, title=title)
+    _legend(axes)
+    return made
+
+
+def time_by_part(candidates: Sequence[Candidate]) -> Figure:
+    """Where the predicted seconds of an iteration go, one bar a topology."""
+    names = IterationTime.__dataclass_fields__
+    parts = [{name: getattr(c.prediction.time, name) for name in names} for c in candidates]
+    return stacked_bars(
+        [c.topology.label for c in candidates], parts, "seconds per iteration", "Predicted time by part"
+    )
+
+
+def memory_by_part(candidates: Sequence[Candidate], limit_bytes: float) -> Figure:
+    """What fills the fullest stage's GPU, one bar a topology, with the GPU's memory as the limit."""
+    names = StageMemory.__dataclass_fields__
+    fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in candidates]
+    parts = [{name: getattr(stage, name) / GIB for name in names} for stage in fullest]
+    labels = [c.topology.label for c in candidates]
+    return stacked_bars(labels, parts, "GiB per process", "Predicted memory of the fullest stage", limit_bytes / GIB)
+
+
+def shapes_on_the_plane(hidden: Sequence[int], layers: Sequence[int], size_m: Sequence[float], chosen: int) -> Figure:
+    """Candidate shapes, layers over hidden, the dot's area by parameters; the chosen one is filled."""
+    made, axes = figure(6.5, 3.6)
+    area = [40 + 260 * size / max(size_m) for size in size_m]
+    faces = [COLORS[1] if i == chosen else "none" for i in range(len(hidden))]
+    axes.scatter(hidden, layers, s=area, facecolors=faces, edgecolors=COLORS[0], linewidths=1.3)
+    for x, y, size in zip(hidden, layers, size_m, strict=True):
+        axes.annotate(f"{size:.1f}M", (x, y), textcoords="offset points", xytext=(0, 13), ha="center", fontsize=8)
+    axes.set(xlabel="hidden size", ylabel="layers", title="Candidate shapes (filled: the chosen one)")
+    axes.margins(0.15, 0.3)
+    return made
