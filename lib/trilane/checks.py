@@ -87,3 +87,11 @@ def read_json(path: Path | str, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{what}={path}: not JSON ({error})") from None
+
+
+def parse_integers(field: str, text: str) -> list[int]:
+    """The whole numbers of "1,2,4"; ValueError names `field` otherwise."""
+    parts = [part.strip() for part in text.split(",")]
+    ok = all(part.isdigit() and int(part) > 0 for part in parts)
+    require(ok, field, text, "must be whole numbers above zero, separated by commas")
+    return [int(part) for part in parts]

@@ -8,7 +8,9 @@ from typing import Any
 
 import nbformat
 import papermill
+from jupyter_client import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
+from traitlets import Unicode
 
 from trilane.checks import require_known
 from trilane.report import write_index, write_notebook_report
@@ -16,6 +18,12 @@ from trilane.store import REPOSITORY, Study, keep_earlier
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # what `all` runs, in this order
+
+
+class SocketFileKernelManager(AsyncKernelManager):
+    """Kernels behind socket files: over TCP every other user of a shared node could listen in."""
+
+    transport = Unicode("ipc")
 
 
 class NotebookError(Exception):
@@ -82,6 +90,7 @@ def run(name: str, study: Study, **given: object) -> Path:
             executed,
             parameters={**values, "study": study.name},
             kernel_name="python3",
+            kernel_manager_class=SocketFileKernelManager,
             cwd=str(NOTEBOOKS),
             progress_bar={"desc": name, "unit": "cell"},
             stdout_file=sys.stderr,

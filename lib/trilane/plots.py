@@ -1,6 +1,7 @@
 """One function a figure; takes values, returns a matplotlib Figure."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -11,7 +12,7 @@ from trilane.memory import StageMemory
 from trilane.search import Candidate
 from trilane.timing import IterationTime
 
-STYLE = {
+STYLE: Any = {
     "figure.dpi": 110,
     "font.size": 10,
     "axes.spines.top": False,

@@ -80,3 +80,15 @@ def candidates(layers: Iterable[int], hidden: Iterable[int], head_dim: int, seq:
         if h % head_dim == 0
     ]
     return sorted(shapes, key=lambda shape: shape.parameters)
+
+
+def largest_within(shapes: Iterable[ModelShape], seconds: Iterable[float], limit: float) -> int:
+    """Index of the shape with most parameters among those predicted to take at most `limit` seconds an iteration.
+
+    Of several equal sizes the faster one. Where none is fast enough: the fastest.
+    """
+    pairs = list(zip(shapes, seconds, strict=True))
+    fitting = [i for i, (_, time) in enumerate(pairs) if time <= limit]
+    if not fitting:
+        return min(range(len(pairs)), key=lambda i: pairs[i][1])
+    return max(fitting, key=lambda i: (pairs[i][0].parameters, -pairs[i][1]))

@@ -50,5 +50,5 @@ def render(plan: Plan, *, account: str, constraint: str, time_limit: str = "02:0
         account=_plain("account", account),
         constraint=_plain("constraint", constraint),
         repository=_plain("repository", str(Path(REPOSITORY))),
-        summary=f"{plan.shape.parameters / 1e9:.1f}B parameters, {plan.topology.label}, {gpus} GPUs, {plan.engine} engine",
+        summary=f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
     )

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import trilane
+from trilane import hardware
 from trilane.checks import read_json, require
+from trilane.hardware import Cluster
 from trilane.plan import Plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -105,6 +107,10 @@ class Study:
         require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
         return read_json(path, "study file")
 
+    def save_table(self, name: str, table: Any) -> Path:
+        """Write a pandas DataFrame as CSV; a different earlier version is kept."""
+        return write_text(self.folder / name, table.to_csv(index=False))
+
     def save_figure(self, name: str, figure: Any) -> Path:
         """Write a matplotlib figure as `figures/NAME.png`."""
         path = self.folder / "figures" / f"{name}.png"
@@ -157,3 +163,8 @@ def local_cluster_file() -> Path:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")
     return path
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster of that name or JSON file; `local` is this machine, measured at first use."""
+    return hardware.cluster(str(local_cluster_file()) if name == "local" else name)
