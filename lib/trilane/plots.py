@@ -20,10 +20,6 @@ STYLE: Any = {
     "axes.grid": True,
     "grid.color": "#e3e8ec",
     "axes.axisbelow": True,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
 }
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
 GIB = 2**30
@@ -37,8 +33,12 @@ def figure(width: float = 8.0, height: float = 3.6) -> tuple[Figure, Axes]:
     return made, axes
 
 
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", weight="bold", fontsize=11)
+
+
 def _legend(axes: Axes) -> None:
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False)
 
 
 def loss_curves(measurements: Sequence[Measurement]) -> Figure:
@@ -49,7 +49,8 @@ def loss_curves(measurements: Sequence[Measurement]) -> Figure:
         table = m.log.iterations
         width = widths[min(i, len(widths) - 1)]
         axes.plot(table["consumed_samples"], table["lm_loss"], color=COLORS[i], lw=width, label=m.plan.topology.label)
-    axes.set(xlabel="consumed samples (sequences)", ylabel="loss (nats per token)", title="Loss")
+    axes.set(xlabel="consumed samples (sequences)", ylabel="loss (nats per token)")
+    _title(axes, "Loss")
     _legend(axes)
     return made
 
@@ -62,7 +63,8 @@ def seconds_per_iteration(measurements: Sequence[Measurement], warm_up: int) -> 
         table = m.log.iterations
         axes.plot(table["iteration"], table["sec_per_it"], color=COLORS[i], lw=1.2, label=m.plan.topology.label)
         axes.axhline(m.sec_per_it, color=COLORS[i], lw=0.8, ls=":")
-    axes.set(xlabel="iteration", ylabel="seconds per iteration", title="Time (dotted: the median)")
+    axes.set(xlabel="iteration", ylabel="seconds per iteration")
+    _title(axes, "Time (dotted: the median)")
     axes.set_ylim(bottom=0, top=1.5 * max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements))
     _legend(axes)
     return made
@@ -88,7 +90,8 @@ def predicted_against_measured(
     axes.plot([0, highest], [0, highest], color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
     for label, x, p in zip(labels, measured, after, strict=True):
         axes.annotate(label, (x, p[0]), textcoords="offset points", xytext=(8, -10), fontsize=8, color="#5b6b78")
-    axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)", title="Prediction against measurement")
+    axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)")
+    _title(axes, "Prediction against measurement")
     axes.set(xlim=(0, 1.25 * max(measured)), ylim=(0, highest))
     _legend(axes)
     return made
@@ -110,7 +113,8 @@ def stacked_bars(
         axes.annotate("limit", (limit, -0.5), color="#b3261e", fontsize=8, ha="right")
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=xlabel, title=title)
+    axes.set(xlabel=xlabel)
+    _title(axes, title)
     _legend(axes)
     return made
 
@@ -141,6 +145,7 @@ def shapes_on_the_plane(hidden: Sequence[int], layers: Sequence[int], size_m: Se
     axes.scatter(hidden, layers, s=area, facecolors=faces, edgecolors=COLORS[0], linewidths=1.3)
     for x, y, size in zip(hidden, layers, size_m, strict=True):
         axes.annotate(f"{size:.1f}M", (x, y), textcoords="offset points", xytext=(0, 13), ha="center", fontsize=8)
-    axes.set(xlabel="hidden size", ylabel="layers", title="Candidate shapes (filled: the chosen one)")
+    axes.set(xlabel="hidden size", ylabel="layers")
+    _title(axes, "Candidate shapes (filled: the chosen one)")
     axes.margins(0.15, 0.3)
     return made

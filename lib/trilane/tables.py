@@ -1,0 +1,35 @@
+"""Tables that a person reads: no index, text to the left, numbers to the right."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pandas.io.formats.style import Styler
+
+LONG = 44  # characters: a longer text may wrap
+
+
+def show(columns: Any, digits: int = 3) -> "Styler":
+    """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML.
+
+    Each column of floats gets as many decimals as it needs, at most `digits`.
+    """
+    import pandas as pd
+
+    frame = pd.DataFrame(columns)
+    floats = frame.select_dtypes("float")
+    needed = {name: _decimals(floats[name].dropna(), digits) for name in floats}
+    text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
+    long = [name for name in text if frame[name].astype(str).str.len().max() > LONG]
+    left = {name: [{"selector": "th", "props": [("text-align", "left")]}] for name in text}
+    return (
+        frame.style.hide(axis="index")
+        .format({name: f"{{:,.{d}f}}" for name, d in needed.items()}, na_rep="")
+        .set_properties(subset=text, **{"text-align": "left"})
+        .set_properties(subset=long, **{"white-space": "normal", "min-width": "18rem"})
+        .set_table_styles(left)
+        .set_table_attributes('class="dataframe"')
+    )
+
+
+def _decimals(values: Any, most: int) -> int:
+    return next((d for d in range(most) if (values.round(d) == values.round(most)).all()), most)
