@@ -1,0 +1,79 @@
+"""`python -m trilane.engine plan.json` under torchrun or srun, or alone: train the plan in the folder that holds it."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from trilane.engine.parent import die_with_parent
+from trilane.plan import read_plan
+
+RANK_LOGS = "TRILANE_RANK_LOGS"
+
+
+def main(argv: list[str]) -> int:
+    """0 after the last iteration, 2 and one line from rank 0 where the plan or its data cannot be trained, 1 otherwise."""
+    die_with_parent()
+    _own_log()
+    try:
+        _run(Path(argv[0]))
+    except ValueError as error:
+        return _refuse(error)
+    return 0
+
+
+def _run(path: Path) -> None:
+    """Torch is imported only once the plan is known to be good."""
+    plan = read_plan(path)
+    # Megatron-LM insists on it: one queue keeps communication ahead of the matmuls that it overlaps with.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from trilane.engine.cpu import enable_cpu
+
+    enable_cpu()
+    import torch.distributed as dist
+
+    from trilane.engine import world as places
+
+    places.from_slurm(os.environ)
+    places.alone(os.environ)
+    world = places.join(plan)
+    from trilane.engine.loop import train
+    from trilane.engine.stamp import stamp, write_json
+
+    if world.is_first:
+        write_json(path.parent / "env.json", stamp(world))
+    train(plan, world, path.parent)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _own_log() -> None:
+    """Send what this process says to ranks/<rank>.log where the launcher asks for it: lines of ranks never glue."""
+    folder = os.environ.get(RANK_LOGS)
+    if folder:
+        log = os.open(f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+
+
+def _refuse(error: ValueError) -> int:
+    """Every rank finds the same mistake; rank 0 says it."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(error, file=sys.stderr, flush=True)
+    return 2
+
+
+def _leave(code: int) -> None:
+    """End at once: waiting for the other ranks, as the normal way out does, would hide which rank was the first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    _leave(code)

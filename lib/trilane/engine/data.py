@@ -1,0 +1,104 @@
+"""Samples in one order for every engine and topology: megatron-core's GPT dataset, addressed by consumed samples."""
+
+import hashlib
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from trilane.checks import require
+from trilane.engine.corpus import locked, prepare
+from trilane.engine.engines import Microbatch
+from trilane.engine.tokenizer import tokenizer
+from trilane.engine.world import World
+from trilane.plan import Plan
+
+
+class Feed:
+    """The plan's samples. Sample k of the run is the same whatever dp and mbs are, and whichever engine asks."""
+
+    def __init__(self, plan: Plan, world: World, replica: tuple[int, int]) -> None:
+        self._topology, self._device = plan.topology, world.device
+        self._replica, self._replicas = replica
+        self._vocabulary = plan.shape.vocab_size
+        self._samples = build_dataset(plan, world, shared_prefix(plan, world))
+
+    def microbatches(self, consumed: int) -> list[Microbatch]:
+        """This replica's share of the global batch that begins at sample `consumed`, as Megatron-LM deals it out."""
+        t = self._topology
+        starts = [consumed + (k * self._replicas + self._replica) * t.mbs for k in range(t.microbatches)]
+        return [self._microbatch(range(start, start + t.mbs)) for start in starts]
+
+    def _microbatch(self, samples: range) -> Microbatch:
+        rows = [self._samples[k] for k in samples]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        # megatron-core's cut embedding takes an id that is nobody's row for zeros, without a word.
+        largest = int(torch.maximum(tokens.max(), labels.max()))
+        require(largest < self._vocabulary, "data.source", f"token {largest}", f"vocab_size={self._vocabulary}")
+        return Microbatch(tokens=tokens.to(self._device), labels=labels.to(self._device))
+
+
+def shared_prefix(plan: Plan, world: World) -> str:
+    """The prefix of the prepared pair, made by rank 0 alone and told to all; its ValueError is raised on every rank."""
+    answer: list[str | ValueError | None] = [None]
+    if world.is_first:
+        try:
+            answer[0] = prepare(plan.data, plan.shape)
+        except ValueError as error:
+            answer[0] = error
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    assert isinstance(answer[0], str)
+    return answer[0]
+
+
+def build_dataset(plan: Plan, world: World, prefix: str) -> GPTDataset:
+    """All documents of the pair as one training set of train_iters x gbs samples, seq_length + 1 tokens each.
+
+    Rank 0 builds megatron-core's sample index, under a lock that another run would wait for; the others then map it.
+    An index that a killed run left half-written is thrown away: a file says when it is complete.
+    """
+    cache = index_folder(plan, prefix)
+    complete = cache / "complete"
+    with locked(cache.with_name(cache.name + ".lock")) if world.is_first else nullcontext():
+        if world.is_first and not complete.is_file():
+            shutil.rmtree(cache, ignore_errors=True)
+        sizes = [plan.run.train_iters * plan.topology.gbs, 0, 0]
+        train, _, _ = BlendedMegatronDatasetBuilder(
+            GPTDataset, sizes, lambda: True, dataset_config(plan, prefix, cache)
+        ).build()
+        if world.is_first:
+            complete.touch()
+    return train
+
+
+def dataset_config(plan: Plan, prefix: str, cache: Path) -> GPTDatasetConfig:
+    """megatron-core's dataset settings. Split "1" leaves nothing for validation and test."""
+    return GPTDatasetConfig(
+        random_seed=plan.run.seed,
+        sequence_length=plan.shape.seq_length,
+        blend=([prefix], None),
+        split="1",
+        path_to_cache=str(cache),
+        tokenizer=tokenizer(plan.data.tokenizer),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+
+
+def index_folder(plan: Plan, prefix: str) -> Path:
+    """Where the sample index of this plan's order is kept: one folder for each thing that decides the order."""
+    samples = plan.run.train_iters * plan.topology.gbs
+    order = [str(Path(prefix).resolve()), plan.run.seed, plan.shape.seq_length, samples]
+    digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
+    folder = Path(plan.data.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"samples-{digest}"

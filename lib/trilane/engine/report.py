@@ -1,0 +1,132 @@
+"""One iteration as a value: Megatron's line on the terminal and a JSON line in steps.jsonl say the same thing."""
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trilane.engine.engines import Step
+from trilane.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration (or the mean of several, ending here), in the units of Megatron's line but for seconds.
+
+    `tflops` is model FLOPs per GPU and second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation
+    counted where it is full. Megatron-LM of today counts causal attention half and recomputation never.
+    """
+
+    iteration: int
+    consumed_samples: int
+    sec_per_it: float
+    tflops: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float
+    loss_scale: float
+    grad_norm: float
+    skipped: int
+    nan: int
+
+    def record(self) -> str:
+        """The JSON line of steps.jsonl. A loss that is no number becomes NaN, which Python's and pandas' readers take."""
+        return json.dumps(self.__dict__)
+
+    def line(self, train_iters: int, now: datetime) -> str:
+        """Megatron-LM's line, training.py of 2025 (training_log), with the clock in front."""
+        parts = [
+            f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {self.iteration:8d}/{train_iters:8d}",
+            f"consumed samples: {self.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.sec_per_it * 1000.0:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops:.1f}",
+            f"learning rate: {self.learning_rate:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.lm_loss:.6E}",
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nan:3d} |",
+        ]
+        return " | ".join(parts)
+
+
+def iteration(plan: Plan, number: int, seconds: float, lr: float, step: Step) -> Iteration:
+    """What the engine's step number `number`, `seconds` long, means for the plan."""
+    t = plan.topology
+    flops = plan.shape.flops_per_iteration(t.gbs, recompute_full=t.recompute == "full")
+    return Iteration(
+        iteration=number,
+        consumed_samples=number * t.gbs,
+        sec_per_it=seconds,
+        tflops=flops / seconds / t.gpus / 1e12,
+        learning_rate=lr,
+        global_batch_size=t.gbs,
+        lm_loss=step.loss,
+        loss_scale=step.loss_scale,
+        grad_norm=step.grad_norm,
+        skipped=int(step.skipped),
+        nan=int(step.loss != step.loss),
+    )
+
+
+def average(window: Sequence[Iteration]) -> Iteration:
+    """What Megatron prints for the iterations since its last line: means of time, rate and loss, counts added up."""
+    last = window[-1].__dict__
+    means = {k: sum(getattr(i, k) for i in window) / len(window) for k in ("sec_per_it", "tflops", "lm_loss")}
+    counts = {k: sum(getattr(i, k) for i in window) for k in ("skipped", "nan")}
+    return Iteration(**{**last, **means, **counts})
+
+
+class Log:
+    """The terminal and steps.jsonl of a run, both from the rank that sees the loss."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._run, self._path = plan.run, folder / "steps.jsonl"
+        self._window: list[Iteration] = []
+
+    def write(self, step: Iteration) -> None:
+        """Append the JSON line; print Megatron's line every log_interval iterations and at the end."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(step.record() + "\n")
+        self._window.append(step)
+        if step.iteration % self._run.log_interval == 0 or step.iteration == self._run.train_iters:
+            print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
+            self._window = []
+
+
+def memory_line(rank: int, iterations: int, device: torch.device) -> str:
+    """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved, its peak for max."""
+    megabytes: dict[str, Any]
+    if device.type == "cuda":
+        names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        allocated, max_allocated, reserved, max_reserved = (getattr(torch.cuda, name)() for name in names)
+    else:
+        allocated = reserved = resident_bytes()
+        max_allocated = max_reserved = peak_resident_bytes()
+    megabytes = {
+        "allocated": allocated,
+        "max allocated": max_allocated,
+        "reserved": reserved,
+        "max reserved": max_reserved,
+    }
+    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in megabytes.items())
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory now; where the system does not say, its peak."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes that this process ever had in memory. getrusage(2): kilobytes on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
