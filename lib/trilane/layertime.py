@@ -13,6 +13,7 @@ from trilane.hardware import Cluster
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
 # The SIMT kernels that take unaligned operands work on 64-wide tiles.
 SIMT_TILE = 64
+CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
         product = fast
     else:
         wide = np.ceil(d / SIMT_TILE) * SIMT_TILE
-        slow = 2 * s * s * (d + wide) * batch / (gpu.fp32_flops_per_s * c.misaligned)
+        crowd = (batch / CROWD_OF_HEADS) ** c.crowding
+        slow = 2 * s * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
         product = np.where(np.mod(d, 8) == 0, fast, slow)
     one_pass = x.value_bytes * s * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
     stored = x.stores_scores

@@ -26,17 +26,21 @@ class MemoryConstants:
     spread        standard deviation of ln(measured / predicted)
     """
 
-    optimizer: float = 17.6
-    accumulated: float = 5.2
-    checkpoint: float = 1.2
-    working: float = 1.2
-    logit: float = 14.5
-    base_bytes: float = 2.2e9
-    slack: float = 0.135
-    spread: float = 0.045
+    optimizer: float = 17.4
+    accumulated: float = 4.9
+    checkpoint: float = 1.31
+    working: float = 0.89
+    logit: float = 10.9
+    base_bytes: float = 1.64e9
+    slack: float = 0.14
+    spread: float = 0.04
 
 
 DEFAULT = MemoryConstants()
+
+# DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 5e8 16-bit values, the first one doubled to
+# overlap (its configuration page, reduce_bucket_size and allgather_bucket_size).
+BUCKET_BYTES = 3 * 5e8 * 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,6 @@ class StageMemory:
     optimizer: float
     activations: float
     working: float
-    logits: float
     buffers: float
     fragmentation: float
     context: float
@@ -121,19 +124,26 @@ def stage_memory(columns: Columns, stage: Number, cluster: Cluster, constants: M
     kept = layers * in_flight(x, stage) * activation_bytes_per_layer(x) * np.where(full & (not cpu), c.checkpoint, 1)
     again = dataclasses.replace(x, recompute=0.0)
     host = np.greater(x.offload, 0) * optimizer + np.equal(x.offload, 2) * weights
+    again_bytes = full * activation_bytes_per_layer(again) * c.working
+    logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
+    engine = (x.pp == 1) & (x.dp > 1) & np.greater(x.zero, 0) & (not cpu)
     parts = dict(
         weights=np.where(np.equal(x.offload, 2), 0, weights) + gathered,
         gradients=gradients,
         optimizer=np.where(np.greater(x.offload, 0), 0, optimizer),
         activations=kept,
-        working=full * activation_bytes_per_layer(again) * c.working,
-        logits=np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp,
-        buffers=0.0 if cpu else c.base_bytes,
+        working=np.maximum(again_bytes, logits),
+        buffers=(0.0 if cpu else c.base_bytes) + engine * BUCKET_BYTES,
         context=cluster.gpu.context_bytes,
     )
     needed = sum(parts.values())
-    room = 0.0 if cpu else np.maximum(1 - needed / cluster.gpu.memory_bytes, 0)
+    room = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
     return StageMemory(**parts, fragmentation=c.slack * room * needed, host=host)
+
+
+def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
+    """Bytes of the first stage, where the chronicles read nvidia-smi."""
+    return stage_memory(columns, 0, cluster, constants).total
 
 
 def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:

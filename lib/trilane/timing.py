@@ -55,7 +55,8 @@ def data_parallel_bytes_per_s(columns: Columns, cluster: Cluster, constants: Con
     node's GPUs; min(tp, GPUs of a node) such rings share its network.
     """
     x, node = columns, cluster.gpus_per_node
-    outside = cluster.network_bytes_per_s * constants.network / np.minimum(x.tp, node)
+    ring = cluster.ring_bytes_per_s or cluster.network_bytes_per_s
+    outside = np.minimum(cluster.network_bytes_per_s / np.minimum(x.tp, node), ring) * constants.network
     inside = cluster.node_bytes_per_s * constants.node
     return np.where(x.tp * x.dp > node, np.minimum(outside, inside), inside) / slowdown(x, cluster)
 
