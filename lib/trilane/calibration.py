@@ -14,7 +14,7 @@ from trilane.hardware import Cluster
 from trilane.shape import ModelShape
 from trilane.topology import Topology
 
-FACTOR = Bound(0.5, 0.8, 0.005, 1.5)  # of what a regime leaves of a constant
+FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
 
 @dataclass(frozen=True, kw_only=True)

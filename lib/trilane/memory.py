@@ -157,9 +157,9 @@ def memory_per_stage(
     shape: ModelShape, topology: Topology, cluster: Cluster, constants: MemoryConstants = DEFAULT
 ) -> list[StageMemory]:
     """Peak memory of one GPU of each pipeline stage, first to last."""
-    columns = columns_of(shape, topology)
-    stages = [stage_memory(columns, i, cluster, constants) for i in range(topology.pp)]
-    return [StageMemory(**{f.name: float(getattr(s, f.name)) for f in fields(StageMemory)}) for s in stages]
+    every = stage_memory(columns_of(shape, topology), np.arange(topology.pp), cluster, constants)
+    parts = {f.name: np.broadcast_to(getattr(every, f.name), topology.pp).tolist() for f in fields(StageMemory)}
+    return [StageMemory(**{name: values[i] for name, values in parts.items()}) for i in range(topology.pp)]
 
 
 def stage_layers(shape: ModelShape, topology: Topology) -> list[int]:
