@@ -84,6 +84,7 @@ def run(name: str, study: Study, **given: object) -> Path:
     values = distribute([name], given)[name]
     executed = study.folder / f"{name}.ipynb"
     keep_earlier(executed)
+    executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
     try:
         papermill.execute_notebook(
             NOTEBOOKS / f"{name}.ipynb",

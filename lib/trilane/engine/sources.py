@@ -56,7 +56,10 @@ def stdlib() -> Iterator[str]:
 def mock() -> Iterator[str]:
     """Learnable nonsense: sentences of made-up words by one fixed grammar, the same on every machine."""
     chance = random.Random(0)
-    words = ["".join(chance.choice(["ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te"]) for _ in range(n)) for n in [2, 3] * 32]
+    words = [
+        "".join(chance.choice(["ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te"]) for _ in range(n))
+        for n in [2, 3] * 32
+    ]
     follows = {word: chance.sample(words, 4) for word in words}
     for _ in range(MOCK_DOCUMENTS):
         text = [chance.choice(words)]
