@@ -38,8 +38,8 @@ def test_every_loss_is_that_of_one_process(topology: dict, train: Callable, trut
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_fp32(precision: str, train: Callable, truth: list, data: Path) -> None:
-    """8 and 11 bits of mantissa, fp32 masters: losses within 2e-2 and 2e-3 over 6 iterations, none skipped."""
+    """8 and 11 bits of mantissa, fp32 masters: losses within 5e-3 and 1e-3 over 6 iterations, none skipped."""
     steps = train(small_plan(data, iters=6, tp=2, precision=precision))
     assert not any(s["skipped"] for s in steps)
-    tolerance = {"bf16": 2e-2, "fp16": 2e-3}[precision]
+    tolerance = {"bf16": 5e-3, "fp16": 1e-3}[precision]
     assert [s["lm_loss"] for s in steps] == pytest.approx([loss for loss, _ in truth[:6]], abs=tolerance, rel=0)
