@@ -12,7 +12,7 @@ RANK_LOGS = "TRILANE_RANK_LOGS"
 
 
 def main(argv: list[str]) -> int:
-    """0 after the last iteration, 2 and one line from rank 0 where the plan or its data cannot be trained, 1 otherwise."""
+    """0 after the last iteration; 2 and one line from rank 0 where plan or data cannot be trained; 1 otherwise."""
     die_with_parent()
     _own_log()
     try:

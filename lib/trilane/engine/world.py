@@ -38,7 +38,7 @@ class World:
 
 
 def from_slurm(env: MutableMapping[str, str]) -> None:
-    """Fill RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from SLURM_*, unless torchrun did.
+    """Fill RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT from SLURM_*, unless torchrun did.
 
     One task per GPU is assumed. The master is the first host of the list, its port follows from the job's number, so
     that two jobs on one node do not meet.
