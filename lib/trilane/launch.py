@@ -9,25 +9,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trilane.checks import require
 from trilane.outcome import Outcome, judge, read_status, write_status
 from trilane.plan import Plan, read_plan
+from trilane.progress import progress
 
 POLL_S = 0.1
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
 WEEK_S = 7 * 86400.0
 
 
-def run_local(folder: Path, *, port: int = 0, progress: bool = True, timeout_s: float = WEEK_S) -> Outcome:
+def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: float = WEEK_S) -> Outcome:
     """Train the plan in `folder`/plan.json here and wait; what happened is returned and written to status.json.
 
     The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json.
-    `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything starts, for a bad plan or corpus,
-    a folder that holds a run already, or a port in use. Ctrl-C ends all processes, leaves status "cancelled" and is
+    `watched` shows its progress; `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
+    starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes, leaves status "cancelled" and is
     raised again; a run longer than `timeout_s` is ended as "timeout".
     """
     folder = Path(folder).resolve()
@@ -39,7 +40,7 @@ def run_local(folder: Path, *, port: int = 0, progress: bool = True, timeout_s: 
     begin, code = time.monotonic(), 0
     try:
         with started(folder, plan, port) as child:
-            code = follow(child, folder, plan, progress, begin + timeout_s)
+            code = follow(child, folder, plan, watched, begin + timeout_s)
     except (KeyboardInterrupt, TimeoutError) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
         status, evidence = ("cancelled", "Ctrl-C") if interrupted else ("timeout", f"longer than {timeout_s:.0f} s")
@@ -71,6 +72,8 @@ def environment(processes: int) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
+        # a thread that spins while another program has its core makes an iteration ten times slower
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "TRILANE_PARENT_PID": str(os.getpid()),
@@ -116,14 +119,17 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, progress: bool, deadline: float) -> int:
+def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, watched: bool, deadline: float) -> int:
     """Copy what the ranks say to run.log and show the progress until the child ends; its exit code.
 
     Raises TimeoutError after `deadline` (seconds of the monotonic clock).
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps = Tail(folder / "steps.jsonl")
-    with (folder / "run.log").open("w", encoding="utf-8") as log, bar(plan, progress) as show:
+    with (
+        (folder / "run.log").open("w", encoding="utf-8") as log,
+        progress(plan.label, plan.run.train_iters, watched) as show,
+    ):
         try:
             while True:
                 code = child.poll()
@@ -163,24 +169,6 @@ class Tail:
         whole = new if rest else new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole.decode("utf-8", "replace").splitlines()
-
-
-@contextlib.contextmanager
-def bar(plan: Plan, wanted: bool) -> Iterator[Any]:
-    """A function that shows one step of steps.jsonl: as a progress bar where a person watches, else not at all."""
-    notebook = "ipykernel" in sys.modules
-    if not wanted or not (notebook or sys.stderr.isatty()):
-        yield lambda step: None
-        return
-    from tqdm.std import tqdm
-
-    with tqdm(total=plan.run.train_iters, desc=plan.label, unit="it", dynamic_ncols=True) as shown:
-
-        def show(step: Mapping[str, Any]) -> None:
-            shown.set_postfix_str(f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it", refresh=False)
-            shown.update(step["iteration"] - shown.n)
-
-        yield show
 
 
 def _since(begin: float) -> float:
