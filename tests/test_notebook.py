@@ -11,13 +11,14 @@ from trilane import notebook
 from trilane.report import write_index
 from trilane.store import Study
 
+PARAMETERS = """\
+study: str = "demo"  # folder
+tp: int = 2  # size
+rate: float = 1.0  # speed
+on: bool = True  # flag"""
 STORY = [
     ("markdown", "# Does it add up?\n\nA test.", []),
-    (
-        "code",
-        'study: str = "demo"  # folder\ntp: int = 2  # size\nrate: float = 1.0  # speed\non: bool = True  # flag',
-        ["parameters"],
-    ),
+    ("code", PARAMETERS, ["parameters"]),
     ("markdown", "## The sum", []),
     ("code", "from trilane.topology import Topology\nprint('tp is', Topology(tp=tp, gbs=tp).tp, rate, on)", []),
     ("code", "assert tp != 13, 'unlucky'", []),
@@ -27,9 +28,8 @@ STORY = [
 @pytest.fixture
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A little notebook of its own, in a folder of its own."""
-    made = nbformat.v4.new_notebook(
-        metadata={"kernelspec": {"name": "python3", "language": "python", "display_name": "p"}}
-    )
+    kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
+    made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
     for kind, source, tags in STORY:
         cell = getattr(nbformat.v4, f"new_{kind}_cell")(source)
         cell.metadata["tags"] = tags
@@ -68,7 +68,7 @@ def test_text_becomes_the_declared_type(story):
 
 
 def test_an_unknown_notebook_names_the_nearest(story):
-    with pytest.raises(ValueError, match="^notebook=07_stori: did you mean 07_story"):
+    with pytest.raises(ValueError, match=r"^notebook=07_stori: did you mean 07_story\?"):
         notebook.parameters("07_stori")
 
 
@@ -89,7 +89,7 @@ def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(story, ou
     study = Study.create("s")
     with pytest.raises(notebook.NotebookError) as caught:
         notebook.run(story, study, tp=tp)
-    assert str(caught.value) == f"07_story, cell {5 if is_input else 6} (The sum): {reason}"
+    assert str(caught.value) == f"07_story, cell {4 if is_input else 5} (The sum): {reason}"
     assert caught.value.is_input is is_input
     assert "Traceback" in (study.folder / "07_story.ipynb").read_text()
     assert "failed" in (study.folder / "index.html").read_text()

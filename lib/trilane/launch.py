@@ -28,8 +28,8 @@ def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: f
 
     The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json.
     `watched` shows its progress; `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
-    starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes, leaves status "cancelled" and is
-    raised again; a run longer than `timeout_s` is ended as "timeout".
+    starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes,
+    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout".
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
