@@ -1,5 +1,6 @@
 """A run on this machine ends in one of four ways, says which and why, and leaves nobody behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -42,9 +43,11 @@ def launched(folder: Path) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "trilane.launch", str(folder / "plan.json")]
     process = subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 60, "training")
+    family = psutil.Process(process.pid).children(recursive=True)
     yield process
-    if process.poll() is None:
-        process.kill()
+    for left in [process, *family]:  # a test that fails must not leave a training behind either
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
     process.communicate()
 
 
@@ -186,6 +189,21 @@ def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(tmp_pat
 def test_who_was_killed_is_blamed_even_when_others_spoke_before_he_was_found(tmp_path: Path) -> None:
     folder = failed(tmp_path, (0, 1, "Connection closed by peer"), (3, -9, "iteration 7"))
     assert culprit(folder) == (3, "killed by SIGKILL after: ")
+
+
+def test_who_aborted_or_was_ended_because_a_peer_was_gone_is_a_follower(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called"))
+    assert culprit(folder)[0] == 1
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path) -> None:
+    """Rank 0 alone says it; the empty logs of the others are older and must not be taken for the first to fail."""
+    folder = run_folder(small_plan(data, source="mock", dp=2, zero=2), tmp_path / "run")
+    outcome = run_local(folder)
+    line = "rank 0: zero=2: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)"
+    assert (outcome.status, outcome.evidence) == ("crashed", line)
+    assert (folder / "run.log").read_text() == line.removeprefix("rank 0: ") + "\n"
 
 
 def test_the_launcher_imports_no_torch() -> None:
