@@ -13,7 +13,7 @@ FLOORS = [
     {"checks", "shape", "hardware", "topology", "plan"},
     {"memory", "timing", "calibration", "prediction"},
     {"search", "sizing"},
-    {"slurm", "launch", "outcome", "progress", "store"},
+    {"slurm", "launch", "outcome", "progress", "watch", "store"},
     {"logs", "measure"},
     {"plots", "tables", "report", "notebook", "__main__"},
 ]

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -11,14 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from trilane.checks import require
-from trilane.outcome import Outcome, judge, read_status, write_status
+from trilane.outcome import Outcome, judge, write_status
 from trilane.plan import Plan, read_plan
-from trilane.progress import progress
+from trilane.watch import follow
 
-POLL_S = 0.1
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
 WEEK_S = 7 * 86400.0
 
@@ -27,29 +24,29 @@ def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: f
     """Train the plan in `folder`/plan.json here and wait; what happened is returned and written to status.json.
 
     The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json.
-    `watched` shows its progress; `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
+    `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
     starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes,
-    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout".
+    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout". The processes
+    also end with the thread that called, even where it is killed.
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
     for name in ("run.log", "steps.jsonl", "status.json"):
         require(not (folder / name).exists(), "run folder", folder, f"holds a run already ({name}); take a new one")
     port = free_port(port)
-    prepare_data(folder)
-    begin, code = time.monotonic(), 0
+    begin = time.monotonic()
     try:
+        prepare_data(folder)
         with started(folder, plan, port) as child:
             code = follow(child, folder, plan, watched, begin + timeout_s)
-    except (KeyboardInterrupt, TimeoutError) as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        status, evidence = ("cancelled", "Ctrl-C") if interrupted else ("timeout", f"longer than {timeout_s:.0f} s")
-        write_status(folder, Outcome(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin)))
-        if interrupted:
-            raise
-    else:
-        write_status(folder, judge(folder, plan.topology.gpus, code, _since(begin)))
-    return read_status(folder)
+        outcome = judge(folder, plan.topology.gpus, code, _since(begin))
+    except KeyboardInterrupt:
+        write_status(folder, _ended("cancelled", "Ctrl-C", begin))
+        raise
+    except TimeoutError:
+        outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
+    write_status(folder, outcome)
+    return outcome
 
 
 def free_port(port: int) -> int:
@@ -119,56 +116,8 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, watched: bool, deadline: float) -> int:
-    """Copy what the ranks say to run.log and show the progress until the child ends; its exit code.
-
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock).
-    """
-    tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
-    steps = Tail(folder / "steps.jsonl")
-    with (
-        (folder / "run.log").open("w", encoding="utf-8") as log,
-        progress(plan.label, plan.run.train_iters, watched) as show,
-    ):
-        try:
-            while True:
-                code = child.poll()
-                copy(tails, log)
-                for line in steps.lines():
-                    show(json.loads(line))
-                if code is not None:
-                    return code
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(POLL_S)
-        finally:
-            copy(tails, log, rest=True)
-
-
-def copy(tails: Sequence["Tail"], log: Any, rest: bool = False) -> None:
-    """Append each rank's new whole lines to `log`, one rank after the other."""
-    for tail in tails:
-        for line in tail.lines(rest):
-            log.write(line + "\n")
-    log.flush()
-
-
-class Tail:
-    """New lines of a file that somebody else is writing, and that may not be there yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def lines(self, rest: bool = False) -> list[str]:
-        """The whole lines added since the last call; with `rest` also an unfinished last one."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-        whole = new if rest else new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode("utf-8", "replace").splitlines()
+def _ended(status: str, evidence: str, begin: float) -> Outcome:
+    return Outcome(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin))
 
 
 def _since(begin: float) -> float:

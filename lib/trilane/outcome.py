@@ -42,15 +42,16 @@ def judge(folder: Path, ranks: int, code: int, seconds: float) -> Outcome:
 def culprit(folder: Path) -> tuple[int | None, str]:
     """The rank that failed first, and how if by a signal; None where torchrun itself failed.
 
-    torchrun looks ten times a second and may find several dead at once. Who was killed said nothing and cannot be a
-    follower; among the others the root fell silent first, since the rest only broke when its connections closed.
+    torchrun looks ten times a second, may find several dead at once, and lists those that it then ended itself. Who
+    was killed is no follower, unless by torchrun (SIGTERM) or by himself, as gloo and NCCL abort when a peer is gone.
+    Among equals the root fell silent first, since the rest only broke when its connections closed; who never said a
+    word left it to another.
     """
     path = folder / "ranks" / "failures.json"
     failures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     if not failures:
         return None, ""
-    spoken = lambda rank: _changed(folder / "ranks" / f"{rank}.log")  # noqa: E731
-    first = min(failures, key=lambda f: (f["exitcode"] >= 0, spoken(f["rank"])))
+    first = min(failures, key=lambda f: (_follows(f["exitcode"]), _fell_silent(folder / "ranks" / f"{f['rank']}.log")))
     if first["exitcode"] >= 0:
         return first["rank"], ""
     return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
@@ -75,5 +76,14 @@ def read_status(folder: Path) -> Outcome:
     return Outcome(**json.loads((folder / "status.json").read_text(encoding="utf-8")))
 
 
-def _changed(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+def _follows(exit_code: int) -> int:
+    """For sorting: how likely this one only followed another."""
+    if exit_code >= 0:
+        return 1
+    return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(exit_code, 0)
+
+
+def _fell_silent(log: Path) -> tuple[bool, int]:
+    """For sorting: those who said something first, by the time of their last word."""
+    facts = log.stat() if log.exists() else None
+    return (True, 0) if facts is None or facts.st_size == 0 else (False, facts.st_mtime_ns)

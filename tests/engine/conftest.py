@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from plans import run_folder, small_plan, steps
+
 from trilane.launch import environment, free_port
 from trilane.plan import Plan
 

@@ -32,6 +32,7 @@ def work(size: int, folder: str) -> int:
         return main([f"{folder}/plan.json"])
     import reference
     import torch
+
     from trilane.plan import read_plan
 
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+
 from trilane.engine.corpus import prepare
 from trilane.engine.data import build_dataset
 from trilane.engine.initial import initial_tensor

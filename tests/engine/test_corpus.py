@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plans import SHAPE, run_folder, small_plan
+
 from trilane.engine import corpus, sources
 from trilane.engine.corpus import prepare
 from trilane.engine.index import check_pair, write_pair

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from plans import changed, small_plan
+
 from trilane.engine.report import Iteration, average
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported

@@ -1,6 +1,7 @@
 """Where a process stands, read from SLURM's variables; and what the schedule asks of the learning rate."""
 
 import pytest
+
 from trilane.plan import Optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
