@@ -79,7 +79,8 @@ def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
     address, folder = lab
     page.goto(f"{address}/lab/tree/{name}.ipynb?token=test&reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function("document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'")
+    kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
+    page.wait_for_function(f"{kernel}?.status === 'idle' && {kernel}?.connectionStatus === 'connected'")
     page.click("text=Run >> nth=0")
     page.click("text=Run All Cells >> nth=0")
 

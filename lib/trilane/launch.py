@@ -33,6 +33,9 @@ def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: f
     plan = read_plan(folder / "plan.json")
     for name in ("run.log", "steps.jsonl", "status.json"):
         require(not (folder / name).exists(), "run folder", folder, f"holds a run already ({name}); take a new one")
+    node = plan.cluster.gpus_per_node
+    rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
+    require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     port = free_port(port)
     begin = time.monotonic()
     try:
