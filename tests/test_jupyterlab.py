@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BROWSER, REPOSITORY, wait_until
+from support import BROWSER, REPOSITORY, wait_until
 
 from trilane.notebook import DEMO
 

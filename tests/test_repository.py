@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from support import REPOSITORY
 
 LIB = REPOSITORY / "lib/trilane"
 FLOORS = [

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import small_plan
+from support import small_plan
 
 from trilane.store import Study, write_text
 
