@@ -58,19 +58,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", help="a plan.json; its folder becomes the run folder")
-    parser.add_argument("--port", type=int, default=0, help="rendezvous port (default: a free one)")
-    parser.set_defaults(call=_launch)
+    from trilane import launch
 
-
-def _launch(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from trilane.launch import run_local
-
-    outcome = run_local(Path(args.plan).parent, port=args.port)
-    print(f"{outcome.status}: {outcome.evidence}")
-    return 0 if outcome.status == "completed" else 1
+    launch.add_arguments(parser)
+    parser.set_defaults(call=launch.run)
 
 
 if __name__ == "__main__":

@@ -2,68 +2,54 @@
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from trilane.checks import require, require_known
+from trilane.checks import require
+from trilane.outcome import Outcome, judge, write_status
 from trilane.plan import Plan, read_plan
+from trilane.watch import follow
 
-STATUSES = ("completed", "crashed", "cancelled", "timeout")
-POLL_S = 0.1
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
 WEEK_S = 7 * 86400.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run ended, and the line that proves it. `rank` is who said that line, None where nobody is to blame."""
-
-    status: str
-    evidence: str
-    rank: int | None
-    exit_code: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        require_known("status", self.status, STATUSES)
-
-
-def run_local(folder: Path, *, port: int = 0, progress: bool = True, timeout_s: float = WEEK_S) -> Outcome:
+def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: float = WEEK_S) -> Outcome:
     """Train the plan in `folder`/plan.json here and wait; what happened is returned and written to status.json.
 
     The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json.
-    `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything starts, for a bad plan or corpus,
-    a folder that holds a run already, or a port in use. Ctrl-C ends all processes, leaves status "cancelled" and is
-    raised again; a run longer than `timeout_s` is ended as "timeout".
+    `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
+    starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes,
+    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout". The processes
+    also end with the thread that called, even where it is killed.
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
     for name in ("run.log", "steps.jsonl", "status.json"):
         require(not (folder / name).exists(), "run folder", folder, f"holds a run already ({name}); take a new one")
+    node = plan.cluster.gpus_per_node
+    rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
+    require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     port = free_port(port)
-    prepare_data(folder)
-    begin, code = time.monotonic(), 0
+    begin = time.monotonic()
     try:
+        prepare_data(folder)
         with started(folder, plan, port) as child:
-            code = follow(child, folder, plan, progress, begin + timeout_s)
-    except (KeyboardInterrupt, TimeoutError) as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        status, evidence = ("cancelled", "Ctrl-C") if interrupted else ("timeout", f"longer than {timeout_s:.0f} s")
-        write_status(folder, Outcome(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin)))
-        if interrupted:
-            raise
-    else:
-        write_status(folder, judge(folder, plan, code, _since(begin)))
-    return read_status(folder)
+            code = follow(child, folder, plan, watched, begin + timeout_s)
+        outcome = judge(folder, plan.topology.gpus, code, _since(begin))
+    except KeyboardInterrupt:
+        write_status(folder, _ended("cancelled", "Ctrl-C", begin))
+        raise
+    except TimeoutError:
+        outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
+    write_status(folder, outcome)
+    return outcome
 
 
 def free_port(port: int) -> int:
@@ -86,6 +72,8 @@ def environment(processes: int) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
+        # a thread that spins while another program has its core makes an iteration ten times slower
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "TRILANE_PARENT_PID": str(os.getpid()),
@@ -103,7 +91,7 @@ def prepare_data(folder: Path) -> None:
 
 @contextlib.contextmanager
 def started(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun over the plan's processes, in a process group of its own; gone, with its workers, when the block ends."""
+    """torchrun over the plan's processes, in its own process group; gone, with its workers, when the block ends."""
     ranks = folder / "ranks"
     ranks.mkdir()
     processes = plan.topology.gpus
@@ -131,125 +119,8 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, progress: bool, deadline: float) -> int:
-    """Copy what the ranks say to run.log and show the progress until the child ends; its exit code.
-
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock).
-    """
-    tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
-    steps = Tail(folder / "steps.jsonl")
-    with (folder / "run.log").open("w", encoding="utf-8") as log, bar(plan, progress) as show:
-        try:
-            while True:
-                code = child.poll()
-                copy(tails, log)
-                for line in steps.lines():
-                    show(json.loads(line))
-                if code is not None:
-                    return code
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                time.sleep(POLL_S)
-        finally:
-            copy(tails, log, rest=True)
-
-
-def copy(tails: Sequence["Tail"], log: Any, rest: bool = False) -> None:
-    """Append each rank's new whole lines to `log`, one rank after the other."""
-    for tail in tails:
-        for line in tail.lines(rest):
-            log.write(line + "\n")
-    log.flush()
-
-
-class Tail:
-    """New lines of a file that somebody else is writing, and that may not be there yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
-
-    def lines(self, rest: bool = False) -> list[str]:
-        """The whole lines added since the last call; with `rest` also an unfinished last one."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-        whole = new if rest else new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode("utf-8", "replace").splitlines()
-
-
-@contextlib.contextmanager
-def bar(plan: Plan, wanted: bool) -> Iterator[Any]:
-    """A function that shows one step of steps.jsonl: as a progress bar where a person watches, else not at all."""
-    notebook = "ipykernel" in sys.modules
-    if not wanted or not (notebook or sys.stderr.isatty()):
-        yield lambda step: None
-        return
-    from tqdm.std import tqdm
-
-    with tqdm(total=plan.run.train_iters, desc=plan.label, unit="it", dynamic_ncols=True) as shown:
-
-        def show(step: Mapping[str, Any]) -> None:
-            shown.set_postfix_str(f"loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it", refresh=False)
-            shown.update(step["iteration"] - shown.n)
-
-        yield show
-
-
-def judge(folder: Path, plan: Plan, code: int, seconds: float) -> Outcome:
-    """What torchrun's exit code, its list of failed ranks and their last lines amount to."""
-    if code == 0:
-        last = plan.topology.gpus - 1
-        evidence = f"rank {last}: {last_line(folder, last)}"
-        return Outcome(status="completed", evidence=evidence, rank=last, exit_code=0, seconds=seconds)
-    rank, how = culprit(folder)
-    if rank is None:
-        evidence = f"torchrun: {last_line(folder, 'torchrun')}"
-    else:
-        evidence = f"rank {rank}: {how}{last_line(folder, rank)}"
-    return Outcome(status="crashed", evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
-
-
-def culprit(folder: Path) -> tuple[int | None, str]:
-    """The rank that failed first, and how if by a signal; None where torchrun itself failed.
-
-    torchrun looks ten times a second and may find several dead at once. Who was killed said nothing and cannot be a
-    follower; among the others the root fell silent first, since the rest only broke when its connections closed.
-    """
-    path = folder / "ranks" / "failures.json"
-    failures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    if not failures:
-        return None, ""
-    spoken = lambda rank: _changed(folder / "ranks" / f"{rank}.log")  # noqa: E731
-    first = min(failures, key=lambda f: (f["exitcode"] >= 0, spoken(f["rank"])))
-    if first["exitcode"] >= 0:
-        return first["rank"], ""
-    return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
-
-
-def last_line(folder: Path, rank: int | str) -> str:
-    """The last line that is not blank in ranks/<rank>.log; "(nothing)" where there is none."""
-    path = folder / "ranks" / f"{rank}.log"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "(nothing)")
-
-
-def write_status(folder: Path, outcome: Outcome) -> None:
-    """status.json, whole or not at all."""
-    aside = folder / f".status.{os.getpid()}"
-    aside.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, folder / "status.json")
-
-
-def read_status(folder: Path) -> Outcome:
-    """The Outcome in status.json."""
-    return Outcome(**json.loads((folder / "status.json").read_text(encoding="utf-8")))
-
-
-def _changed(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+def _ended(status: str, evidence: str, begin: float) -> Outcome:
+    return Outcome(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin))
 
 
 def _since(begin: float) -> float:

@@ -1,6 +1,7 @@
 """Run a notebook of a study: papermill behind one checked door, then its HTML and the study's index."""
 
 import ast
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
 from trilane.checks import require_known
+from trilane.progress import BATCH
 from trilane.report import write_index, write_notebook_report
 from trilane.store import REPOSITORY, Study, keep_earlier
 
@@ -84,6 +86,8 @@ def run(name: str, study: Study, **given: object) -> Path:
     values = distribute([name], given)[name]
     executed = study.folder / f"{name}.ipynb"
     keep_earlier(executed)
+    os.environ[BATCH] = "1"  # kernels inherit it
+    executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
     try:
         papermill.execute_notebook(
             NOTEBOOKS / f"{name}.ipynb",
@@ -97,7 +101,7 @@ def run(name: str, study: Study, **given: object) -> Path:
             request_save_on_cell_execute=True,
         )
     except PapermillExecutionError as error:
-        cell = cell_name(executed, error.source)
+        cell = cell_name(NOTEBOOKS / f"{name}.ipynb", error.source)
         raise NotebookError(name, cell, error.evalue or error.ename, error.ename == "ValueError") from None
     finally:
         if executed.exists():
@@ -106,10 +110,10 @@ def run(name: str, study: Study, **given: object) -> Path:
     return executed.with_suffix(".html")
 
 
-def cell_name(executed: Path, source: str) -> str:
+def cell_name(notebook: Path, source: str) -> str:
     """ "cell 7 (How long does it take?)": the code cell with that source, and the heading above it."""
     heading = ""
-    for number, cell in enumerate(nbformat.read(executed, as_version=4).cells, start=1):
+    for number, cell in enumerate(nbformat.read(notebook, as_version=4).cells, start=1):
         if cell.cell_type == "markdown" and cell.source.startswith("#"):
             heading = cell.source.splitlines()[0].lstrip("# ")
         elif cell.cell_type == "code" and cell.source == source:

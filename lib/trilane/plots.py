@@ -86,10 +86,13 @@ def predicted_against_measured(
         middle = [p[0] for p in predictions]
         arms = [[p[0] - p[1] for p in predictions], [p[2] - p[0] for p in predictions]]
         axes.errorbar(measured, middle, yerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
-    highest = 1.15 * max([*measured, *(p[0] for p in before), *(p[2] for p in after)])
+    highest = 1.3 * max([*measured, *(p[0] for p in (*before, *after))])
     axes.plot([0, highest], [0, highest], color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
-    for label, x, p in zip(labels, measured, after, strict=True):
-        axes.annotate(label, (x, p[0]), textcoords="offset points", xytext=(8, -10), fontsize=8, color="#5b6b78")
+    for number, (label, x) in enumerate(sorted(zip(labels, measured, strict=True), key=lambda pair: pair[1])):
+        # below the axis' end, one above the other: runs of one speed would write on each other
+        spot = (x, 0.02 + 0.06 * number)
+        axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8)
+        axes.axvline(x, color="#c4ced6", lw=0.6, zorder=0)
     axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)")
     _title(axes, "Prediction against measurement")
     axes.set(xlim=(0, 1.25 * max(measured)), ylim=(0, highest))

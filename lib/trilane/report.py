@@ -10,6 +10,7 @@ import nbformat
 from nbconvert import HTMLExporter
 
 from trilane.store import Study, stamp, write_text
+from trilane.tables import short
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 
@@ -80,6 +81,6 @@ def _run_row(folder: Path) -> dict[str, Any]:
     return {
         "name": folder.name,
         "status": status.get("status", "not started"),
-        "evidence": status.get("evidence", ""),
+        "evidence": short(status.get("evidence", "")),
         "files": sorted(p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")),
     }

@@ -11,7 +11,7 @@ from trilane.store import REPOSITORY
 
 TEMPLATES = REPOSITORY / "slurm_templates"
 # what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@:+=%/-]*")
+PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
 
 
 def _plain(field: str, value: str) -> str:

@@ -31,21 +31,21 @@ def write_text(path: Path, text: str) -> Path:
     What stood there goes to `earlier/NAME.1`, `.2`, ... beside it: nothing is ever lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    keep_earlier(path, text)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
+    keep_earlier(path, text)
     aside.replace(path)
     return path
 
 
 def keep_earlier(path: Path, new_text: str | None = None) -> None:
-    """Move what stands at `path` to `earlier/`, unless it equals `new_text`."""
+    """Keep what stands at `path` under a second name in `earlier/` too, unless it equals `new_text`."""
     if not path.exists() or path.read_text(encoding="utf-8") == new_text:
         return
     folder = path.parent / "earlier"
     folder.mkdir(exist_ok=True)
     number = 1 + sum(1 for _ in folder.glob(f"{path.name}.*"))
-    path.replace(folder / f"{path.name}.{number}")
+    os.link(path, folder / f"{path.name}.{number}")
 
 
 def stamp() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Tables that a person reads: no index, text to the left, numbers to the right."""
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ def show(columns: Any, digits: int = 3) -> "Styler":
         .set_table_styles(left)
         .set_table_attributes('class="dataframe"')
     )
+
+
+def short(text: str, most: int = 110) -> str:
+    """One line of at most `most` characters, its runs of blanks folded."""
+    return textwrap.shorten(text, most, placeholder=" …")
 
 
 def _decimals(values: Any, most: int) -> int:

@@ -2,49 +2,56 @@
 
 import os
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from trilane.engine.parent import die_with_parent
 from trilane.plan import read_plan
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
+# Who breaks because a peer is gone waits this long before he goes too, so that torchrun, which looks ten times a second
+# and stops at the first dead it sees, sees the peer: a killed process may close its connections before it is gone.
+COURTESY_S = 1.0
 
 
 def main(argv: list[str]) -> int:
-    """0 after the last iteration, 2 and one line from rank 0 where the plan or its data cannot be trained, 1 otherwise."""
+    """0 after the last iteration; 2 and one line from rank 0 where plan or data cannot be trained; 1 otherwise."""
     die_with_parent()
     _own_log()
+    if len(argv) != 1:
+        print("usage: python -m trilane.engine plan.json", file=sys.stderr)
+        return 2
     try:
-        _run(Path(argv[0]))
+        train = _prepare(Path(argv[0]))
     except ValueError as error:
+        if not _is_ours(error):
+            raise
         return _refuse(error)
+    train()
     return 0
 
 
-def _run(path: Path) -> None:
-    """Torch is imported only once the plan is known to be good."""
+def _prepare(path: Path) -> Callable[[], None]:
+    """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
     plan = read_plan(path)
     # Megatron-LM insists on it: one queue keeps communication ahead of the matmuls that it overlaps with.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
-    import torch.distributed as dist
-
     from trilane.engine import world as places
 
     places.from_slurm(os.environ)
     places.alone(os.environ)
     world = places.join(plan)
-    from trilane.engine.loop import train
+    from trilane.engine.loop import Training
     from trilane.engine.stamp import stamp, write_json
 
     if world.is_first:
         write_json(path.parent / "env.json", stamp(world))
-    train(plan, world, path.parent)
-    dist.barrier()
-    dist.destroy_process_group()
+    return Training(plan, world, path.parent).run
 
 
 def _own_log() -> None:
@@ -54,6 +61,14 @@ def _own_log() -> None:
         log = os.open(f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether trilane itself raised it: a rule that the user broke. A library's ValueError is our mistake."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _refuse(error: ValueError) -> int:
@@ -75,5 +90,6 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except Exception:
         traceback.print_exc()
+        time.sleep(COURTESY_S)
         code = 1
     _leave(code)

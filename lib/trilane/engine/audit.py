@@ -27,7 +27,7 @@ def decay_audit(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], de
 
 
 def _weight_decays(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Iterator[float]:
-    """The weight decay of the group that holds `parameter`, or what stands for it: an fp32 copy, or this rank's part."""
+    """The weight decay of the group that holds `parameter` or what stands for it: an fp32 copy, this rank's part."""
     for optimizer in optimizers:
         if hasattr(optimizer, "model_param_group_index_map"):  # the distributed optimizer
             place = optimizer.model_param_group_index_map.get(parameter)

@@ -20,7 +20,7 @@ from trilane.shape import ModelShape
 
 
 def prepare(data: Data, shape: ModelShape) -> str:
-    """The prefix of the .bin/.idx pair that holds `data`, made now unless it is there; safe to call from anywhere twice.
+    """The prefix of the .bin/.idx pair that holds `data`, made now unless it is there; safe to call twice at once.
 
     An existing pair given as source is checked and used as it is. Raises ValueError, one line, where the source is
     missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary.

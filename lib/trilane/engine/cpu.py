@@ -1,4 +1,4 @@
-"""megatron-core has 'cuda' written into it; here is what lets it run where there is no GPU. With one, nothing happens."""
+"""megatron-core has 'cuda' written into it; here is what lets it run without a GPU. With one, nothing happens."""
 
 import functools
 import logging
@@ -39,7 +39,7 @@ def enable_cpu() -> None:
 
 
 def _skip_compiler() -> None:
-    """torch.compile hands functions back as they are: its import alone costs each process 1.5 s, and we fuse nothing."""
+    """torch.compile gives functions back as they are: its import alone takes 1.5 s a process, and we fuse nothing."""
     compiler: Any = torch
     compiler.compile = lambda model=None, **options: (lambda function: function) if model is None else model
 

@@ -30,7 +30,10 @@ class Step:
 
 
 class Engine(Protocol):
-    """One system that trains the plan's GPT. A module of this package offers it as `build(plan, world) -> Engine`."""
+    """One system that trains the plan's GPT. A module of this package offers it as `build(plan, world) -> Engine`.
+
+    Saving and loading join `step` here with the checkpoints; the loop stays the same for all.
+    """
 
     audit: dict[str, str]
     """Every parameter of this rank and its optimizer group, "decay" or "no decay"; checked when the engine is built."""

@@ -51,7 +51,7 @@ def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:
     require(size >= expected, "data.source", index, f"is truncated: {size} bytes, its header says {expected}")
     require(sequences > 0, "data.source", prefix, "is empty")
     tokens = int(np.memmap(index, np.int32, "r", HEADER.size, (sequences,)).sum(dtype=np.int64))
-    needed, size = tokens * DTYPES[code]().itemsize, data.stat().st_size
+    needed, size = tokens * np.dtype(DTYPES[code]).itemsize, data.stat().st_size
     require(size >= needed, "data.source", data, f"is truncated: {size} bytes, its index says {needed}")
     require(tokens > 0, "data.source", prefix, "is empty")
     largest = int(np.memmap(data, DTYPES[code], "r")[:SCANNED_TOKENS].max()) if largest_token else 0

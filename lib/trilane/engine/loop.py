@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from trilane.engine.data import Feed
 from trilane.engine.engines import build
 from trilane.engine.report import Log, iteration, memory_line
@@ -11,19 +13,28 @@ from trilane.engine.world import World
 from trilane.plan import Plan
 
 
-def train(plan: Plan, world: World, folder: Path) -> None:
-    """Train the plan from its initial state to its last iteration; the run folder gets steps.jsonl."""
-    engine = build(plan, world)
-    feed = Feed(plan, world, engine.replica)
-    log = Log(plan, folder)
-    gbs, iterations = plan.topology.gbs, plan.run.train_iters
-    begin = time.perf_counter()
-    for number in range(1, iterations + 1):
-        lr = learning_rate(plan.optimizer, number * gbs, iterations * gbs)
-        step = engine.step(feed.microbatches((number - 1) * gbs), lr)
-        end = time.perf_counter()
-        if world.is_last:
-            log.write(iteration(plan, number, end - begin, lr, step))
-        if number == 1:
-            print(memory_line(world.rank, number, world.device), flush=True)
-        begin = end
+class Training:
+    """A plan's engine in its initial state with its samples at hand. ValueError, on every rank, for a bad plan."""
+
+    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
+        self._plan, self._world, self._folder = plan, world, folder
+        self._engine = build(plan, world)
+        self._feed = Feed(plan, world, self._engine.replica)
+
+    def run(self) -> None:
+        """Train from the first to the last iteration; the folder gets steps.jsonl, the terminal Megatron's lines."""
+        plan, world = self._plan, self._world
+        log = Log(plan, self._folder)
+        gbs, iterations = plan.topology.gbs, plan.run.train_iters
+        begin = time.perf_counter()
+        for number in range(1, iterations + 1):
+            lr = learning_rate(plan.optimizer, number * gbs, iterations * gbs)
+            step = self._engine.step(self._feed.microbatches((number - 1) * gbs), lr)
+            end = time.perf_counter()
+            if world.is_last:
+                log.write(iteration(plan, number, end - begin, lr, step))
+            if number == 1:
+                print(memory_line(world.rank, number, world.device), flush=True)
+            begin = end
+        dist.barrier()
+        dist.destroy_process_group()

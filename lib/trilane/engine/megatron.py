@@ -21,6 +21,9 @@ from trilane.plan import Plan
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
+# DeepSpeed's default (initial_scale_power 16); megatron-core's own 2**32 skips the first 16 iterations to get there.
+INITIAL_LOSS_SCALE = 2.0**16
+
 
 def build(plan: Plan, world: World) -> "Megatron":
     """The engine on every rank together. Raises ValueError for what Megatron-LM has not: ZeRO 2, 3 and offload."""
@@ -128,6 +131,7 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
         fp16=t.precision == "fp16",
         bf16=t.precision == "bf16",
         params_dtype=DTYPES[t.precision],
+        initial_loss_scale=INITIAL_LOSS_SCALE,
         use_distributed_optimizer=t.zero == 1,
     )
 

@@ -36,7 +36,7 @@ class Iteration:
     nan: int
 
     def record(self) -> str:
-        """The JSON line of steps.jsonl. A loss that is no number becomes NaN, which Python's and pandas' readers take."""
+        """The JSON line of steps.jsonl. A loss that is no number becomes NaN, which Python's reader takes."""
         return json.dumps(self.__dict__)
 
     def line(self, train_iters: int, now: datetime) -> str:

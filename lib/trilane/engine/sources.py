@@ -10,11 +10,12 @@ from trilane.checks import require
 
 STDLIB_BYTES = 4_000_000  # enough for 50 iterations to see new text each, little enough to prepare in seconds
 STDLIB_LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+SYLLABLES = ("ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te")
 MOCK_DOCUMENTS, MOCK_WORDS = 400, 400
 
 
 def documents(source: str) -> Iterator[str]:
-    """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files, in fixed order.
+    """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files, in order.
 
     Raises ValueError where the path is missing, or a file is not UTF-8 or not JSONL.
     """
@@ -56,7 +57,7 @@ def stdlib() -> Iterator[str]:
 def mock() -> Iterator[str]:
     """Learnable nonsense: sentences of made-up words by one fixed grammar, the same on every machine."""
     chance = random.Random(0)
-    words = ["".join(chance.choice(["ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te"]) for _ in range(n)) for n in [2, 3] * 32]
+    words = ["".join(chance.choice(SYLLABLES) for _ in range(n)) for n in [2, 3] * 32]
     follows = {word: chance.sample(words, 4) for word in words}
     for _ in range(MOCK_DOCUMENTS):
         text = [chance.choice(words)]

@@ -1,4 +1,4 @@
-"""The layer that megatron-core stacks: its own linear layers around our norm and our attention core, without TE or apex.
+"""The layer that megatron-core stacks: its linear layers around our norm and attention core, without TE or apex.
 
 S sequence, B microbatch, H heads of this rank, D channels of a head.
 """
@@ -28,7 +28,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 class Attention(torch.nn.Module):
-    """Causal attention core by torch's scaled_dot_product_attention: flash, memory-efficient or plain, as the card can."""
+    """Causal attention by torch's scaled_dot_product_attention: flash, memory-efficient or plain, as the card can."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Attention(torch.nn.Module):
         """(S, B, H, D) three times -> (S, B, H D)."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H, S, D)
         if self.dropout and self.training:
-            # The tracker's generator differs on each tensor-parallel rank, as its heads do, and recomputation rewinds it.
+            # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it.
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 out = self._attend(q, k, v, self.dropout)
         else:

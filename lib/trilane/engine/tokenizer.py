@@ -16,7 +16,7 @@ END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<EOS
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """`size` ids, `end` closing each document, `digest` of everything that decides them; no tokenizers import for bytes.
+    """`size` ids, `end` closing each document, `digest` of all that decides them. Bytes need no tokenizers package.
 
     `eod`, `vocab_size` and `unique_identifiers` are what megatron-core's GPT dataset asks of a tokenizer.
     """

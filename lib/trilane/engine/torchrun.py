@@ -12,7 +12,7 @@ from trilane.engine.parent import announce, die_with_parent
 
 
 def main(argv: list[str]) -> int:
-    """torchrun's exit code; FAILURES.json is [{"rank": .., "pid": .., "exitcode": ..}, ...] of those that failed first."""
+    """torchrun's exit code; FAILURES.json holds [{"rank": .., "pid": .., "exitcode": ..}], those that failed first."""
     die_with_parent()
     os.environ.update(announce({}))
     from torch.distributed.elastic.multiprocessing.api import SignalException

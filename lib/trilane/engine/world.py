@@ -38,7 +38,7 @@ class World:
 
 
 def from_slurm(env: MutableMapping[str, str]) -> None:
-    """Fill RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from SLURM_*, unless torchrun did.
+    """Fill RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT from SLURM_*, unless torchrun did.
 
     One task per GPU is assumed. The master is the first host of the list, its port follows from the job's number, so
     that two jobs on one node do not meet.
@@ -81,17 +81,20 @@ def join(plan: Plan) -> World:
     t = plan.topology
     require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
-    device = _device(local_rank, t.precision)
+    device = _device(local_rank, local_size, t.precision)
     torch.set_num_threads(threads(local_size))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
 
 
-def _device(local_rank: int, precision: str) -> torch.device:
+def _device(local_rank: int, local_size: int, precision: str) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     cards = torch.cuda.device_count()
-    require(local_rank < cards, "local rank", local_rank, f"this host shows {cards} GPUs")
+    require(local_size <= cards, "processes per host", local_size, f"this host shows {cards} GPUs")
     torch.cuda.set_device(local_rank)
     # is_bf16_supported() answers True on a V100, which emulates it; only the capability tells the truth.
     capability = torch.cuda.get_device_capability()

@@ -1,0 +1,67 @@
+"""Small plans for the engine's tests, and the folder that a run of one leaves."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from trilane.hardware import Cluster, Gpu
+from trilane.plan import Data, Optimizer, Plan, Run
+from trilane.shape import ModelShape
+from trilane.topology import Topology
+
+CORE = Gpu(
+    name="core",
+    kind="cpu",
+    memory_bytes=2e9,
+    memory_bytes_per_s=1e10,
+    fp32_flops_per_s=5e10,
+    fp16_flops_per_s=1e9,
+    bf16_flops_per_s=1e9,
+    context_bytes=3e8,
+)
+HERE = Cluster(
+    name="local",
+    gpu=CORE,
+    gpus_per_node=8,
+    max_nodes=1,
+    node_bytes_per_s=1e9,
+    network_bytes_per_s=1e9,
+    pcie_bytes_per_s=1e10,
+    latency_s=1e-4,
+    cores_per_node=2,
+    host_memory_bytes=2e10,
+    launch_overhead_s=1e-6,
+)
+SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
+OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
+
+
+def small_plan(data: Path, *, iters: int = 20, source: str = "stdlib", **topology: Any) -> Plan:
+    """A plan for a GPT of 4 x 64 over `source`, prepared in the folder `data`; the rest is the topology."""
+    return Plan(
+        label="small",
+        shape=SHAPE,
+        cluster=HERE,
+        topology=Topology(**{"mbs": 2, "gbs": 8, **topology}),
+        data=Data(source=source, folder=str(data)),
+        optimizer=OPTIMIZER,
+        run=Run(train_iters=iters),
+    )
+
+
+def changed(plan: Plan, part: str, **fields: Any) -> Plan:
+    """The plan with `fields` of its `part` replaced."""
+    return dataclasses.replace(plan, **{part: dataclasses.replace(getattr(plan, part), **fields)})
+
+
+def run_folder(plan: Plan, folder: Path) -> Path:
+    """`folder`, made, with the plan in it."""
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(plan.to_json()))
+    return folder
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The run's steps.jsonl."""
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]

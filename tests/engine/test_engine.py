@@ -1,0 +1,104 @@
+"""What holds inside one process: the initial state, the order of samples, the groups of the optimizer."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import SHAPE, run_folder, small_plan
+
+from trilane.launch import environment
+from trilane.plan import Plan
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
+
+
+@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc2.weight"])
+def test_the_slices_of_a_tensor_make_up_the_whole(name: str) -> None:
+    """By rows for the embedding, by columns for the second matrix of the MLP."""
+    import torch
+
+    from trilane.engine.initial import initial_slice, initial_tensor, split_dim
+
+    whole = initial_tensor(name, (64, 256), 1234, SHAPE)
+    dim = split_dim(name)
+    assert dim is not None
+    local = [n // 4 if d == dim else n for d, n in enumerate(whole.shape)]
+    parts = [initial_slice(name, local, rank, 4, 1234, SHAPE) for rank in range(4)]
+    assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def test_tensors_differ_by_name_and_by_seed_and_not_by_call() -> None:
+    import torch
+
+    from trilane.engine.initial import initial_tensor
+
+    first, again = (initial_tensor("a.linear_fc1.weight", (64, 64), 1, SHAPE) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, initial_tensor("b.linear_fc1.weight", (64, 64), 1, SHAPE))
+    assert not torch.equal(first, initial_tensor("a.linear_fc1.weight", (64, 64), 2, SHAPE))
+    assert first.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
+    """0.02 / sqrt(2 L) with L = 4. Radford et al. 2019, section 2.3."""
+    from trilane.engine.initial import initial_tensor
+
+    tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), 1, SHAPE)
+    assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+
+
+def ask(plan: Plan, code: str, tmp_path: Path) -> str:
+    """What `code` prints in a world of one process, with `plan` and `world` at hand."""
+    folder = run_folder(plan, tmp_path / "ask")
+    start = (
+        "import os, sys; from trilane.engine.cpu import enable_cpu; enable_cpu();"
+        "from trilane.engine import world as w; from trilane.plan import read_plan; plan = read_plan(sys.argv[1]);"
+        "w.alone(os.environ); world = w.join(plan)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", start + code, str(folder / "plan.json")]
+    return subprocess.run(command, env=environment(8), capture_output=True, text=True, check=True).stdout
+
+
+def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(data: Path, tmp_path: Path) -> None:
+    """4 layers of 12 parameters, two embeddings, the last norm; per layer 4 weights decay, and both embeddings."""
+    code = "from trilane.engine.engines import build\nfor item in build(plan, world).audit.items(): print(*item)"
+    groups = dict(line.split(" ", 1) for line in ask(small_plan(data), code, tmp_path).splitlines())
+    assert len(groups) == 4 * 12 + 4
+    decayed = {name for name, group in groups.items() if group == "decay"}
+    assert len(decayed) == 4 * 4 + 2
+    assert all(name.endswith("weight") and "layernorm" not in name for name in decayed)
+
+
+FEED = """
+from dataclasses import replace
+from trilane.engine.data import Feed
+for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
+    many = replace(plan, topology=replace(plan.topology, **cut))
+    feeds = [Feed(many, world, (replica, many.topology.dp)) for replica in range(many.topology.dp)]
+    rows = [tuple(row) for feed in feeds for batch in feed.microbatches(16) for row in batch.tokens.tolist()]
+    print(len(set(rows)), hash(tuple(sorted(rows))))
+"""
+
+
+def test_the_global_batch_is_the_same_whatever_dp_and_mbs(data: Path, tmp_path: Path) -> None:
+    """Eight samples from the sixteenth on, no sample twice and none left out."""
+    batches = ask(small_plan(data), FEED, tmp_path).splitlines()
+    assert len(batches) == 4
+    assert len(set(batches)) == 1
+    assert batches[0].startswith("8 ")
+
+
+def test_megatron_refuses_what_megatron_has_not(data: Path, tmp_path: Path) -> None:
+    from trilane.engine.megatron import build
+
+    plan = small_plan(data, dp=2, zero=2)
+    with pytest.raises(ValueError, match="zero=2: engine megatron has ZeRO stage 0 and 1"):
+        build(plan, None)  # type: ignore[arg-type]
+    plan = small_plan(data, dp=2, zero=1, offload="optimizer")
+    with pytest.raises(ValueError, match="offload=optimizer: engine megatron does not offload"):
+        build(plan, None)  # type: ignore[arg-type]
+    plan = replace(small_plan(data), shape=replace(SHAPE, embedding_layernorm=True))
+    with pytest.raises(ValueError, match="embedding_layernorm=True"):
+        build(plan, None)  # type: ignore[arg-type]
