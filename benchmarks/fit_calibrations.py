@@ -12,8 +12,8 @@ from trilane.rows import MeasuredRow, read_rows
 DATA = Path(str(resources.files("trilane").joinpath("data")))
 # What an A100 and a V100 stack agree on travels to a cluster nobody has measured; waits and network shares of a
 # well-kept system (Megatron-LM on InfiniBand) are assumed, not fitted, and so is the node bus: nccl-tests' all-reduce
-# reaches about 230 of NVLink 3's 300 GB/s, and fits of one cluster trade it against the wait for the last rank. An H100 does not hold its boost clock in long
-# matmuls: cuBLAS is seen at 600-720 of 989 TFLOP/s.
+# reaches about 230 of NVLink 3's 300 GB/s, and the fit of one cluster trades it against the wait for the last rank. An
+# H100 does not hold its boost clock in long matmuls: cuBLAS is seen at 600-720 of 989 TFLOP/s.
 WAITS = {"launch_s": 3e-4, "skew_s": 1e-4, "handoff_s": 5e-4, "network": 0.6, "p2p": 0.6, "node": 0.77}
 HOPPER_MATMUL = 0.68
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from trilane.calibration import Calibration, default, shipped_regimes
 from trilane.checks import require_known
+from trilane.columns import columns_of
 from trilane.fitting import fit_memory, fit_time
 from trilane.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
-from trilane.columns import columns_of
 from trilane.rows import MeasuredRow, Skipped, read_rows
 from trilane.scoring import RowPrediction, figures
 from trilane.timing import iteration_time
@@ -104,7 +104,8 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     another row repeats leaves with it.
     """
     require_known("cv", by, LEAVE_OUT)
-    key, found = LEAVE_OUT[by], {}
+    key = LEAVE_OUT[by]
+    found: dict[str, RowPrediction] = {}
     for group in dict.fromkeys(map(_group, rows)):
         members = [r for r in rows if _group(r) == group]
         prior = replace(Calibration(), regimes=shipped_regimes(members[0].case.cluster.name))
@@ -122,7 +123,9 @@ def _group(row: MeasuredRow) -> str:
     return f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}".strip()
 
 
-def backtest(rows_csv: str, cluster: str | None = None, cv: str | None = None, calibrate_on: str | None = None) -> Backtest:
+def backtest(
+    rows_csv: str, cluster: str | None = None, cv: str | None = None, calibrate_on: str | None = None
+) -> Backtest:
     """Read a CSV of measured rows and predict each; see the three ways above."""
     rows, skipped = read_rows(rows_csv, cluster)
     if cv:

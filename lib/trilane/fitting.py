@@ -14,9 +14,9 @@ from trilane.hardware import Cluster
 from trilane.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.timing import iteration_columns
 
-NOISE = {"cuda": 0.02, "cpu": 0.05}  # of the logarithm of a measured time: repeats differ by 0.15-2 % (docs/planner.md)
+NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
-# Prior deviation of the logarithm of each memory constant: what DeepSpeed documents is held tighter than what is guessed
+# Prior deviation of each memory constant's logarithm: what DeepSpeed documents is held tighter than what is guessed
 MEMORY_DEVIATION = dict(
     optimizer=0.1, accumulated=0.3, checkpoint=0.2, working=0.5, logit=0.3, base_bytes=0.7, slack=0.7
 )
@@ -98,7 +98,9 @@ def fit_time(cases: Sequence[Case], measured: Sequence[float], prior: Calibratio
     )
 
 
-def fit_memory(cases: Sequence[Case], measured_bytes: Sequence[float], prior: MemoryConstants = DEFAULT) -> MemoryConstants:
+def fit_memory(
+    cases: Sequence[Case], measured_bytes: Sequence[float], prior: MemoryConstants = DEFAULT
+) -> MemoryConstants:
     """The memory constants that explain the measured bytes of a first-stage GPU, by the same robust criterion."""
     names, target, groups = list(MEMORY_DEVIATION), np.asarray(measured_bytes, float), by_cluster(cases)
 

@@ -92,53 +92,73 @@ def in_flight(columns: Columns, stage: Number) -> Number:
     return np.minimum(x.microbatches, depth)
 
 
+def stage_layers_at(columns: Columns, stage: Number) -> Number:
+    """Transformer layers of stage `stage`."""
+    first, middle, last = columns.stage_layers
+    inner = np.where(np.equal(stage, columns.pp - 1), last, middle)
+    return np.where(np.equal(stage, 0), first, inner)
+
+
 def stage_parameters(columns: Columns, stage: Number) -> Number:
     """Parameters one GPU of the stage holds: a tied embedding stands on the first and the last stage."""
     x = columns
-    first, middle, last = x.stage_layers
     ends = np.equal(stage, 0), np.equal(stage, x.pp - 1)
-    layers = np.where(ends[0], first, np.where(ends[1], last, middle))
     embedding = x.embedding_parameters
     positions = x.seq * x.hidden
     at_end = 2 * x.hidden + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
-    return layers * x.layer_parameters + ends[0] * (embedding + positions) + ends[1] * at_end
+    return stage_layers_at(x, stage) * x.layer_parameters + ends[0] * (embedding + positions) + ends[1] * at_end
 
 
-def stage_memory(columns: Columns, stage: Number, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> StageMemory:
-    """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
+def model_states(columns: Columns, stage: Number, constants: MemoryConstants) -> tuple[Number, Number, Number]:
+    """Bytes of weights, gradients and optimizer of one GPU, before any offload.
 
-    States per parameter: 16-bit 2 + 2 + optimizer, fp32 4 + 4 + 8; ZeRO stage 1 divides the optimizer by dp, 2 the
-    gradients too, 3 the weights too (Rajbhandari et al. 2020, arXiv:1910.02054, section 3) and gathers two layers at
-    a time. Offload moves the optimizer, and with "full" the weights, to host memory.
+    Per parameter: 16-bit 2 + 2 + optimizer, fp32 4 + 4 + 8; ZeRO stage 1 divides the optimizer by dp, 2 the gradients
+    too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
     """
-    x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
+    x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
     shard = [np.where(np.greater_equal(x.zero, level), x.dp, 1) for level in (1, 2, 3)]
     weights = x.value_bytes * parameters / shard[2]
-    gathered = np.equal(x.zero, 3) * 2 * x.layer_parameters * x.value_bytes
     gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
-    optimizer = np.where(wide, 8, c.optimizer) * parameters / shard[0]
-    layers = np.where(np.equal(stage, 0), x.stage_layers[0], x.stage_layers[1])
-    layers = np.where(np.equal(stage, x.pp - 1), x.stage_layers[2], layers)
-    full = np.equal(x.recompute, 2)
-    kept = layers * in_flight(x, stage) * activation_bytes_per_layer(x) * np.where(full & (not cpu), c.checkpoint, 1)
-    again = dataclasses.replace(x, recompute=0.0)
-    host = np.greater(x.offload, 0) * optimizer + np.equal(x.offload, 2) * weights
-    again_bytes = full * activation_bytes_per_layer(again) * c.working
+    return weights, gradients, np.where(wide, 8, c.optimizer) * parameters / shard[0]
+
+
+def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
+    """The most that is alive for a moment only: one layer's recomputed activations, or the logits with their loss.
+
+    They do not meet: the loss is done before the first layer is recomputed.
+    """
+    x, c = columns, constants
+    again = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0)) * c.working
     logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
-    engine = (x.pp == 1) & (x.dp > 1) & np.greater(x.zero, 0) & (not cpu)
-    parts = dict(
-        weights=np.where(np.equal(x.offload, 2), 0, weights) + gathered,
-        gradients=gradients,
-        optimizer=np.where(np.greater(x.offload, 0), 0, optimizer),
-        activations=kept,
-        working=np.maximum(again_bytes, logits),
-        buffers=(0.0 if cpu else c.base_bytes) + engine * BUCKET_BYTES,
-        context=cluster.gpu.context_bytes,
-    )
+    return np.maximum(np.equal(x.recompute, 2) * again, logits)
+
+
+def stage_memory(
+    columns: Columns, stage: Number, cluster: Cluster, constants: MemoryConstants = DEFAULT
+) -> StageMemory:
+    """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
+
+    ZeRO-3 holds two gathered layers at a time. Offload moves the optimizer, and with "full" the weights, to the host.
+    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers.
+    """
+    x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
+    weights, gradients, optimizer = model_states(x, stage, c)
+    over = np.where(np.equal(x.recompute, 2) & (not cpu), c.checkpoint, 1)
+    buckets = (x.pp == 1) & (x.dp > 1) & np.greater(x.zero, 0) & (not cpu)
+    here, away = np.equal(x.offload, 0), np.equal(x.offload, 2)
+    parts = {
+        "weights": weights * ~away + np.equal(x.zero, 3) * 2 * x.layer_parameters * x.value_bytes,
+        "gradients": gradients,
+        "optimizer": optimizer * here,
+        "activations": stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) * over,
+        "working": working_bytes(x, stage, c),
+        "buffers": (0.0 if cpu else c.base_bytes) + buckets * BUCKET_BYTES,
+        "context": cluster.gpu.context_bytes,
+    }
     needed = sum(parts.values())
     room = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
-    return StageMemory(**parts, fragmentation=c.slack * room * needed, host=host)
+    return StageMemory(**parts, fragmentation=c.slack * room * needed, host=optimizer * ~here + weights * away)
 
 
 def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:

@@ -1,4 +1,4 @@
-"""Measured rows: a CSV in the columns of data/measured.csv, each row a Case with what was measured, or a reason why not."""
+"""Measured rows: a CSV in the columns of data/measured.csv, each row a Case with its measurements, or a reason."""
 
 import csv
 import math

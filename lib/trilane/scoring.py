@@ -80,11 +80,17 @@ def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Absolute errors of memory over distinct rows, and OOM verdicts (probability above a half): caught and false."""
     distinct = [(r, p) for r, p in pairs if not r.duplicate_of]
     error = [abs(p.mem_gib_pred * 2**30 / r.memory_bytes - 1) for r, p in distinct if np.isfinite(r.memory_bytes)]
-    ran = [p.oom_probability > 0.5 for r, p in distinct if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()]
+    ran = [
+        p.oom_probability > 0.5 for r, p in distinct if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()
+    ]
     out = [p.oom_probability > 0.5 for r, p in distinct if r.ran_out]
     figures: dict[str, Any] = {"oom": f"{sum(out)}/{len(out)}", "false": f"{sum(ran)}/{len(ran)}"}
     if error:
-        figures |= {"mem_n": len(error), "mem_median": float(np.median(error)), "mem_p90": float(np.quantile(error, 0.9))}
+        figures |= {
+            "mem_n": len(error),
+            "mem_median": float(np.median(error)),
+            "mem_p90": float(np.quantile(error, 0.9)),
+        }
     return figures
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.calibration import Calibration
-from trilane.checks import require, require_known
+from trilane.checks import require_known
 from trilane.columns import Columns
 from trilane.constants import Constants
 from trilane.hardware import Cluster
@@ -23,7 +23,6 @@ from trilane.space import (
     Space,
     block_columns,
     choice_rule,
-    divisors,
     lane_rule,
     topology_of,
 )
@@ -99,8 +98,11 @@ def block_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> n
     few = dataclasses.replace(columns, mbs=sizes, gbs=sizes * columns.dp)
     layer = layer_time(few, cluster, constants)
     parts = {f.name: np.broadcast_to(getattr(layer, f.name), sizes.shape)[inverse] for f in dataclasses.fields(layer)}
-    head, embedding = head_seconds(few, cluster, constants)[inverse], embedding_seconds(few, cluster, constants)[inverse]
-    return assemble(columns, LayerTime(**parts), head, embedding, cluster, constants).total
+    head, embedding = (
+        head_seconds(few, cluster, constants)[inverse],
+        embedding_seconds(few, cluster, constants)[inverse],
+    )
+    return np.asarray(assemble(columns, LayerTime(**parts), head, embedding, cluster, constants).total)
 
 
 class _Search:
@@ -262,43 +264,3 @@ def search(
         attention=b.attention,
     )
     return search_space(shape, cluster, space, calibration, top=top)
-
-
-def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration) -> dict[str, Candidate | None]:
-    """The winner as things are, and with slower or faster links, one node less, and each microbatch size pinned."""
-    changed = {
-        "as it is": (cluster, space),
-        "network at half its speed": (_scaled(cluster, network_bytes_per_s=0.5), space),
-        "network at twice its speed": (_scaled(cluster, network_bytes_per_s=2.0), space),
-        "node bus at half its speed": (_scaled(cluster, node_bytes_per_s=0.5), space),
-        "memory rate up by a tenth": (_scaled(cluster, gpu_rate=1.1), space),
-    }
-    fewer = tuple(g - cluster.gpus_per_node for g in space.gpus if g > cluster.gpus_per_node)
-    if fewer and not (space.tp and space.pp and space.dp):
-        changed["one node less"] = (cluster, dataclasses.replace(space, gpus=fewer))
-    for mbs in (1, 2, 4, 8):
-        changed[f"mbs {mbs}"] = (cluster, dataclasses.replace(space, mbs=(mbs,)))
-    results = {name: search_space(shape, c, s, calibration, top=1).candidates for name, (c, s) in changed.items()}
-    return {name: found[0] if found else None for name, found in results.items()}
-
-
-def _scaled(cluster: Cluster, gpu_rate: float = 1.0, **factors: float) -> Cluster:
-    gpu = dataclasses.replace(cluster.gpu, memory_bytes_per_s=cluster.gpu.memory_bytes_per_s * gpu_rate)
-    if "network_bytes_per_s" in factors and cluster.ring_bytes_per_s:
-        factors["ring_bytes_per_s"] = factors["network_bytes_per_s"]
-    return dataclasses.replace(cluster, gpu=gpu, **{n: getattr(cluster, n) * f for n, f in factors.items()})
-
-
-def largest_model(
-    shapes: Sequence[ModelShape], cluster: Cluster, space: Space, calibration: Calibration
-) -> tuple[ModelShape, Candidate] | None:
-    """The shape with most parameters that some topology of the space can hold, and its fastest; None where none can."""
-    require(len(shapes) > 0, "shapes", 0, "needs at least one shape")
-    for shape in sorted(shapes, key=lambda s: s.parameters, reverse=True):
-        found = search_space(shape, cluster, space, calibration, top=1).candidates
-        if found:
-            return shape, found[0]
-    return None
-
-
-__all__ = ["Candidate", "SearchResult", "Space", "divisors", "largest_model", "search", "search_space", "what_if"]

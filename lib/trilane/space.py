@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -168,5 +169,5 @@ def block_columns(shape: ModelShape, space: Space, lane: tuple[int, int, int], c
 def topology_of(space: Space, lane: tuple[int, int, int], choice: Choice, mbs: float, gbs: float) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
     tp, pp, dp = lane
-    sizes = {"tp": tp, "pp": pp, "dp": dp, "mbs": int(mbs), "gbs": int(gbs)}
-    return dataclasses.replace(space.base(), **sizes, **dataclasses.asdict(choice))
+    fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": int(mbs), "gbs": int(gbs)}
+    return dataclasses.replace(space.base(), **fields, **dataclasses.asdict(choice))

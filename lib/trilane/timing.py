@@ -62,7 +62,7 @@ def data_parallel_bytes_per_s(columns: Columns, cluster: Cluster, constants: Con
 
 
 def data_parallel_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Reducing the gradients and, with ZeRO, gathering the weights: 2 (d-1)/d and (d-1)/d of their bytes, per iteration.
+    """Reducing gradients and, with ZeRO, gathering weights: 2 (d-1)/d and (d-1)/d of their bytes, per iteration.
 
     ZeRO-3 gathers the weights in every forward and backward of every microbatch and scatters gradients: Rajbhandari et
     al. 2020, arXiv:1910.02054, section 7. Half of that hides under computation (prefetch). Left out: overlap of the
@@ -81,8 +81,8 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     """Exposed seconds per microbatch of handing activations on and their gradients back, on one stage.
 
     Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned activations, Megatron's
-    scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp dp
-    of them at most, share its network. Interleaving sends v times.
+    scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp
+    dp of them at most, share its network. Interleaving sends v times.
     """
     x, c, node = columns, constants, cluster.gpus_per_node
     sent = 2 * x.tokens * x.hidden * x.value_bytes
@@ -172,7 +172,9 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
     return assemble(columns, layer, head, embedding, cluster, constants)
 
 
-def iteration_time(shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration") -> IterationTime:
+def iteration_time(
+    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration"
+) -> IterationTime:
     """Predicted seconds of one iteration of one plan, by part."""
     parts = iteration_columns(columns_of(shape, topology), cluster, calibration.constants)
     return IterationTime(**{f.name: float(getattr(parts, f.name)) for f in fields(IterationTime)})
