@@ -29,7 +29,7 @@ class SocketFileKernelManager(AsyncKernelManager):
     transport = Unicode("ipc")
     stderr: IO[bytes]
 
-    async def start_kernel(self, **options: Any) -> None:
+    async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
         """Start the kernel with its own stderr in a file: what ends up there is about the kernel, not the notebook."""
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the kernel
         await super().start_kernel(**options, stderr=self.stderr)
