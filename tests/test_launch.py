@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -200,9 +201,10 @@ def test_who_aborted_or_was_ended_because_a_peer_was_gone_is_a_follower(tmp_path
 @pytest.mark.slow
 def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path) -> None:
     """Rank 0 alone says it; the empty logs of the others are older and must not be taken for the first to fail."""
-    folder = run_folder(small_plan(data, source="mock", dp=2, zero=2), tmp_path / "run")
+    plan = small_plan(data, source="mock", dp=2)
+    folder = run_folder(replace(plan, shape=replace(plan.shape, embedding_layernorm=True)), tmp_path / "run")
     outcome = run_local(folder)
-    line = "rank 0: zero=2: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)"
+    line = "rank 0: embedding_layernorm=True: engine megatron has none yet"
     assert (outcome.status, outcome.evidence) == ("crashed", line)
     assert (folder / "run.log").read_text() == line.removeprefix("rank 0: ") + "\n"
 

@@ -96,6 +96,14 @@ BAD = [
         "tp x pp x dp=512: jz-a100-80g has 416",
     ),
     (lambda: plan(engine="megatro"), "engine=megatro: did you mean megatron? known: megatron"),
+    (
+        lambda: plan(topology=Topology(zero=3)),
+        "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)",
+    ),
+    (
+        lambda: plan(topology=Topology(zero=1, offload="optimizer")),
+        "offload=optimizer: engine megatron does not offload",
+    ),
     (lambda: plan(label="a/b"), "label='a/b': must be a plain folder name"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),

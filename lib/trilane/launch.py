@@ -69,11 +69,12 @@ def environment(processes: int) -> dict[str, str]:
     ours = str(Path(__file__).parents[1])
     paths = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
+        # Threads that wait for each other spin for milliseconds by default; where anything else wants the core, an
+        # iteration then takes ten times as long. libgomp takes this value itself once threads outnumber cores.
+        "GOMP_SPINCOUNT": "1000",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
-        # a thread that spins while another program has its core makes an iteration ten times slower
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
         "TRILANE_PARENT_PID": str(os.getpid()),

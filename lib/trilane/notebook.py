@@ -3,9 +3,10 @@
 import ast
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import nbformat
 import papermill
@@ -26,6 +27,12 @@ class SocketFileKernelManager(AsyncKernelManager):
     """Kernels behind socket files: over TCP every other user of a shared node could listen in."""
 
     transport = Unicode("ipc")
+    stderr: IO[bytes]
+
+    async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+        """Start the kernel with its own stderr in a file: what ends up there is about the kernel, not the notebook."""
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the kernel
+        await super().start_kernel(**options, stderr=self.stderr)
 
 
 class NotebookError(Exception):

@@ -87,12 +87,15 @@ class Plan:
     def __post_init__(self) -> None:
         require(bool(self.label) and "/" not in self.label, "label", repr(self.label), "must be a plain folder name")
         require_known("engine", self.engine, ENGINES)
-        reason = refusal(self.shape, self.topology)
+        t = self.topology
+        require(t.zero <= 1, "zero", t.zero, "engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)")
+        require(t.offload == "none", "offload", t.offload, "engine megatron does not offload")
+        reason = refusal(self.shape, t)
         if reason:
             raise ValueError(reason)
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
-        require(self.topology.gpus <= self.cluster.max_gpus, "tp x pp x dp", self.topology.gpus, rule)
-        self.cluster.gpu.flops_per_s(self.topology.precision)
+        require(t.gpus <= self.cluster.max_gpus, "tp x pp x dp", t.gpus, rule)
+        self.cluster.gpu.flops_per_s(t.precision)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""

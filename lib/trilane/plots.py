@@ -91,7 +91,8 @@ def predicted_against_measured(
     for number, (label, x) in enumerate(sorted(zip(labels, measured, strict=True), key=lambda pair: pair[1])):
         # below the axis' end, one above the other: runs of one speed would write on each other
         spot = (x, 0.02 + 0.06 * number)
-        axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8)
+        side = "right" if x > 0.7 * max(measured) else "left"
+        axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
         axes.axvline(x, color="#c4ced6", lw=0.6, zorder=0)
     axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)")
     _title(axes, "Prediction against measurement")

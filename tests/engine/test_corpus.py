@@ -4,16 +4,17 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from plans import SHAPE, run_folder, small_plan
+from plans import SHAPE
 
 from trilane.engine import corpus, sources
 from trilane.engine.corpus import prepare
 from trilane.engine.index import check_pair, write_pair
-from trilane.engine.tokenizer import tokenizer
+from trilane.engine.tokenizer import Tokenizer, tokenizer
 from trilane.launch import environment
 from trilane.plan import Data
 
@@ -88,19 +89,27 @@ def test_the_name_changes_with_the_text_and_with_the_tokenizer(tmp_path: Path) -
     first = prepare(data, SHAPE)
     source.write_text(TEXT + "more")
     assert prepare(data, SHAPE) != first
-    other = tokenizer("bytes").__class__(name="x", size=257, end=256, digest="x")
+    other = Tokenizer(name="x", size=257, end=256, digest="x")
     assert corpus._digest([TEXT], other) != corpus._digest([TEXT], tokenizer("bytes"))
 
 
-def test_two_at_a_time_leave_one_good_pair(tmp_path: Path) -> None:
-    """The second waits at the lock and finds the work done: the writer is called once."""
-    folder = run_folder(small_plan(tmp_path / "data", source="mock"), tmp_path / "run")
-    command = [sys.executable, "-m", "trilane.engine.corpus", str(folder / "plan.json")]
-    pair = [subprocess.Popen(command, env=environment(1), stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    prefixes = {process.communicate()[0].strip() for process in pair}
-    assert len(prefixes) == 1
-    assert len(list((tmp_path / "data").glob("*.idx"))) == 1
-    check_pair(prefixes.pop())
+def test_of_two_at_a_time_the_second_waits_and_finds_the_work_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+
+    def slowly(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
+        written.append(prefix)
+        time.sleep(0.2)
+        write(texts, coder, prefix)
+
+    write = corpus._write
+    monkeypatch.setattr(corpus, "_write", slowly)
+    data = Data(source="mock", folder=str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: prepare(data, SHAPE), range(2))
+    assert first == second
+    assert written == [Path(first)]
 
 
 def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
