@@ -38,6 +38,9 @@ class MemoryConstants:
 
 DEFAULT = MemoryConstants()
 
+# Without ZeRO: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
+# (BigScience chronicles, '104B topology / memory usage').
+WHOLE_OPTIMIZER = 14.0
 # DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 5e8 16-bit values, the first one doubled to
 # overlap (its configuration page, reduce_bucket_size and allgather_bucket_size).
 BUCKET_BYTES = 3 * 5e8 * 2
@@ -112,7 +115,7 @@ def stage_parameters(columns: Columns, stage: Number) -> Number:
 def model_states(columns: Columns, stage: Number, constants: MemoryConstants) -> tuple[Number, Number, Number]:
     """Bytes of weights, gradients and optimizer of one GPU, before any offload.
 
-    Per parameter: 16-bit 2 + 2 + optimizer, fp32 4 + 4 + 8; ZeRO stage 1 divides the optimizer by dp, 2 the gradients
+    Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8; ZeRO stage 1 divides the optimizer by dp, 2 the gradients
     too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
     """
     x, c = columns, constants
@@ -120,7 +123,8 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     shard = [np.where(np.greater_equal(x.zero, level), x.dp, 1) for level in (1, 2, 3)]
     weights = x.value_bytes * parameters / shard[2]
     gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
-    return weights, gradients, np.where(wide, 8, c.optimizer) * parameters / shard[0]
+    whole = np.where(np.equal(x.zero, 0), WHOLE_OPTIMIZER, c.optimizer)
+    return weights, gradients, np.where(wide, 8, whole) * parameters / shard[0]
 
 
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:

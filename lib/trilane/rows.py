@@ -114,7 +114,7 @@ def _cluster(cells: Mapping[str, str]) -> Cluster:
 def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
     vocab = _integer(cells, "vocab", 50_257)
     return ModelShape(
-        num_layers=_integer(cells, "layers"),
+        num_layers=_integer(cells, "layers" if cells.get("layers") else "layers_inferred"),
         hidden_size=_integer(cells, "hidden"),
         num_attention_heads=_integer(cells, "heads"),
         seq_length=_integer(cells, "seq"),
@@ -130,21 +130,22 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
     require(gpus in (0, tp * pp * dp), "gpus", gpus, f"unlike tp x pp x dp = {tp} x {pp} x {dp} = {tp * pp * dp}")
     precision = cells.get("precision") or ("bf16" if cluster.gpu.bf16_flops_per_s else "fp16")
     zero = _integer(cells, "zero" if cells.get("zero") else "zero_stage", 0)
-    interleaving = _integer(cells, "interleaving", 1)
+    accumulates = _flag(cells, "bf16acc") or cells.get("engine") == "megatron-deepspeed-bf16"
     return Topology(
         tp=tp,
         pp=pp,
         dp=dp,
         mbs=_integer(cells, "mbs"),
         gbs=_integer(cells, "gbs"),
-        zero=zero,
+        # the BF16 optimizer with fp32 accumulation shards its states over dp without being called ZeRO
+        zero=max(zero, int(accumulates)),
         recompute=_recompute(cells),
-        interleaving=interleaving,
+        interleaving=_integer(cells, "interleaving", 1),
         partition=_partition(cells),
         sequence_parallel=tp > 1 and _flag(cells, "sequence_parallel"),
         offload=_offload(cells),
         precision=precision,
-        fp32_gradients=_flag(cells, "bf16acc") or cells.get("engine") == "megatron-deepspeed-bf16",
+        fp32_gradients=accumulates,
         attention=_attention(cells, cluster),
     )
 

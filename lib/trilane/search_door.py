@@ -10,7 +10,7 @@ from typing import Any
 from trilane import hardware
 from trilane.calibration import Calibration, default, load
 from trilane.checks import from_mapping, read_json, require
-from trilane.plan import Plan
+from trilane.plan import ENGINES, Plan
 from trilane.search import OBJECTIVES, Candidate, SearchResult, search_space
 from trilane.shape import ModelShape, parse_shape
 from trilane.space import Space
@@ -48,7 +48,8 @@ def space_of(args: argparse.Namespace, cluster: hardware.Cluster) -> Space:
         value = getattr(args, name)
         require(value is None or value >= 1, name, value, "must be a whole number of at least 1")
     require(args.gpus <= cluster.max_gpus, "gpus", args.gpus, f"{cluster.name} has {cluster.max_gpus}")
-    given: dict[str, Any] = {name: (value,) for name in PINS if (value := getattr(args, name)) is not None}
+    given: dict[str, Any] = {"zero": (0, 1)}  # what every engine has; 2 and 3 are for who asks
+    given |= {name: (value,) for name in PINS if (value := getattr(args, name)) is not None}
     if args.sequence_parallel:
         given["sequence_parallel"] = (args.sequence_parallel == "yes",)
     for name in ("zero", "recompute", "partition"):
@@ -72,10 +73,16 @@ def usual_precision(cluster: hardware.Cluster) -> str:
 
 
 def plan_of(candidate: Candidate, shape: ModelShape, cluster: hardware.Cluster) -> dict[str, Any]:
-    """A candidate as the JSON of a plan, with its prediction beside it."""
+    """A candidate as the JSON of a plan for the first engine that takes it, with its prediction beside it."""
     label = f"{candidate.topology.label}-gbs{candidate.topology.gbs}"
-    plan = Plan(label=label, shape=shape, cluster=cluster, topology=candidate.topology)
-    return {**plan.to_json(), "prediction": candidate.prediction.to_json()}
+    for engine in ENGINES:
+        try:
+            plan = Plan(label=label, shape=shape, cluster=cluster, topology=candidate.topology, engine=engine)
+        except ValueError as error:
+            reason = error
+            continue
+        return {**plan.to_json(), "prediction": candidate.prediction.to_json()}
+    raise reason
 
 
 def read_shape(text: str) -> ModelShape:
