@@ -16,7 +16,7 @@ SIMT_TILE = 64
 CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerTime:
     """Seconds of one layer and microbatch on one GPU."""
 

@@ -48,7 +48,7 @@ BUCKET_BYTES = 3 * 5e8 * 2
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What one GPU of a pipeline stage holds at its peak, in bytes; `host` is CPU memory and not part of the total."""
+    """What one GPU of a pipeline stage holds at its peak, in bytes."""
 
     weights: float
     gradients: float
@@ -58,12 +58,11 @@ class StageMemory:
     buffers: float
     fragmentation: float
     context: float
-    host: float
 
     @property
     def total(self) -> float:
         """Sum of the parts on the GPU."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+        return sum(getattr(self, f.name) for f in fields(self))
 
 
 def activation_bytes_per_layer(columns: Columns) -> Number:
@@ -115,8 +114,8 @@ def stage_parameters(columns: Columns, stage: Number) -> Number:
 def model_states(columns: Columns, stage: Number, constants: MemoryConstants) -> tuple[Number, Number, Number]:
     """Bytes of weights, gradients and optimizer of one GPU, before any offload.
 
-    Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8; ZeRO stage 1 divides the optimizer by dp, 2 the gradients
-    too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
+    Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1 divides the
+    optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
@@ -162,7 +161,13 @@ def stage_memory(
     }
     needed = sum(parts.values())
     room = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
-    return StageMemory(**parts, fragmentation=c.slack * room * needed, host=optimizer * ~here + weights * away)
+    return StageMemory(**parts, fragmentation=c.slack * room * needed)
+
+
+def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
+    """CPU memory that one GPU's offload takes: the optimizer's states, and with "full" the weights too."""
+    weights, _, optimizer = model_states(columns, stage, constants)
+    return np.greater(columns.offload, 0) * optimizer + np.equal(columns.offload, 2) * weights
 
 
 def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
@@ -172,9 +177,11 @@ def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConst
 
 def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
     """Bytes of the fullest stage: the first, the second (no embedding, less in flight) or the last (logits)."""
-    stages = (0, np.minimum(1, columns.pp - 1), columns.pp - 1)
-    totals = [stage_memory(columns, stage, cluster, constants).total for stage in stages]
-    return np.maximum(np.maximum(totals[0], totals[1]), totals[2])
+    last = np.atleast_1d(columns.pp) - 1
+    stages = np.stack([np.zeros_like(last), np.minimum(1, last), last])
+    most = np.max(stage_memory(columns, stages, cluster, constants).total, axis=0)
+    scalar = all(np.ndim(getattr(columns, f.name)) == 0 for f in fields(columns))
+    return most[0] if scalar else most
 
 
 def memory_per_stage(

@@ -92,17 +92,30 @@ class _Found:
         return _Found(self.lane, self.choice, *rows)
 
 
-def block_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> np.ndarray:
-    """Seconds per iteration of a block's rows; layer, head and embedding are computed once per microbatch size."""
-    sizes, inverse = np.unique(columns.mbs, return_inverse=True)
-    few = dataclasses.replace(columns, mbs=sizes, gbs=sizes * columns.dp)
-    layer = layer_time(few, cluster, constants)
-    parts = {f.name: np.broadcast_to(getattr(layer, f.name), sizes.shape)[inverse] for f in dataclasses.fields(layer)}
-    head, embedding = (
-        head_seconds(few, cluster, constants)[inverse],
-        embedding_seconds(few, cluster, constants)[inverse],
-    )
-    return np.asarray(assemble(columns, LayerTime(**parts), head, embedding, cluster, constants).total)
+class _Microbatches:
+    """Seconds of a layer, the head and the embedding for every microbatch size, computed once for many blocks."""
+
+    def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
+        self.cluster, self.constants, self.sizes = cluster, constants, sizes
+        self.known: dict[tuple[float, ...], tuple[np.ndarray, ...]] = {}
+
+    def seconds(self, columns: Columns) -> np.ndarray:
+        """Seconds per iteration of a block's rows."""
+        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+        key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
+        if key not in self.known:
+            self.known[key] = self._compute(columns)
+        rows = np.searchsorted(self.sizes, columns.mbs)
+        *layer, head, embedding = (part[rows] for part in self.known[key])
+        time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
+        return np.asarray(time.total)
+
+    def _compute(self, columns: Columns) -> tuple[np.ndarray, ...]:
+        few = dataclasses.replace(columns, mbs=self.sizes, gbs=self.sizes * columns.dp)
+        layer = layer_time(few, self.cluster, self.constants)
+        parts = [getattr(layer, f.name) for f in dataclasses.fields(layer)]
+        parts += [head_seconds(few, self.cluster, self.constants), embedding_seconds(few, self.cluster, self.constants)]
+        return tuple(np.broadcast_to(p, self.sizes.shape) for p in parts)
 
 
 class _Search:
@@ -112,6 +125,8 @@ class _Search:
         require_known("objective", objective, OBJECTIVES)
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
         self.objective = objective
+        sizes = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.lanes()}] or [np.ones(1)]
+        self.microbatches = _Microbatches(cluster, calibration.constants, np.unique(np.concatenate(sizes)))
         self.refused: Counter[str] = Counter()
         self.examples: list[tuple[Topology, str]] = []
         self.shown: Counter[str] = Counter()
@@ -147,7 +162,7 @@ class _Search:
         self.runnable += len(memory)
         if not len(memory):
             return None
-        seconds = block_seconds(columns, self.cluster, self.calibration.constants) / columns.gbs
+        seconds = self.microbatches.seconds(columns) / columns.gbs
         goal = {"seconds": seconds, "gpu_hours": seconds * tp * pp * dp, "headroom": memory}[self.objective]
         return _Found(lane, choice, columns.mbs, columns.gbs, goal, seconds, memory)
 

@@ -29,18 +29,19 @@ PRESSURE_FROM, PRESSURE_TO = 0.75, 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTime:
-    """Where the seconds of one iteration go."""
+    """Where the seconds of one iteration go.
+
+    `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves over PCIe.
+    """
 
     matmul: float
     attention: float
     elementwise: float
-    overhead: float
     tensor_parallel: float
     pipeline_p2p: float
     bubble: float
     data_parallel: float
     optimizer: float
-    offload: float
 
     @property
     def total(self) -> float:
@@ -154,14 +155,12 @@ def assemble(
     return IterationTime(
         matmul=share * layer.matmul,
         attention=share * layer.attention,
-        elementwise=share * layer.elementwise,
-        overhead=share * layer.overhead,
+        elementwise=share * (layer.elementwise + layer.overhead),
         tensor_parallel=share * layer.tensor_parallel,
         pipeline_p2p=m * p2p * factor,
         bubble=((whole - slowest) / x.interleaving + (x.pp - 1) * p2p / x.interleaving) * factor,
         data_parallel=data_parallel_seconds(parameters, x, cluster, c) * factor,
-        optimizer=optimizer_seconds(parameters, x, cluster, c) * factor,
-        offload=offload_seconds(parameters, x, cluster, c) * factor,
+        optimizer=(optimizer_seconds(parameters, x, cluster, c) + offload_seconds(parameters, x, cluster, c)) * factor,
     )
 
 
