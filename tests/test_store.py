@@ -44,8 +44,11 @@ def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_aga
     study, plan = Study.create("s"), small_plan()
     files = {"plan.json": json.dumps(plan.to_json())}
     first, done = study.run_folder(plan, files)
-    second, done_second = study.run_folder(plan, files)
-    assert (first.name, done, second.name, done_second) == ("small", False, "small-2", False)
+    assert (first.name, done) == ("small", False)
+    assert study.run_folder(plan, files) == (first, False), "nothing was started there yet"
+    write_text(first / "run.log", "half a run")
+    second, done = study.run_folder(plan, files)
+    assert (second.name, done) == ("small-2", False)
     write_text(first / "status.json", json.dumps({"status": "completed"}))
     assert study.run_folder(plan, files) == (first, True)
     longer = small_plan(train_iters=9)

@@ -125,13 +125,16 @@ class Study:
     def run_folder(self, plan: Plan, files: dict[str, str]) -> tuple[Path, bool]:
         """A run folder for `plan` with its `files`, and whether it holds a completed run of the very same plan.
 
-        A folder is never used twice: where the label is taken by an unfinished or another run, it gets a number.
+        No folder is used by two runs: where the label is taken by a started or another plan, it gets a number.
         """
         wanted, number = self.folder / "runs" / plan.label, 2
         folder = wanted
         while folder.exists():
-            if is_completed(folder) and plan_fields(read_json(folder / "plan.json", "plan")) == plan.to_json():
-                return folder, True
+            if plan_fields(read_json(folder / "plan.json", "plan")) == plan.to_json():
+                if is_completed(folder):
+                    return folder, True
+                if not is_started(folder):
+                    break
             folder, number = wanted.with_name(f"{plan.label}-{number}"), number + 1
         for name, text in files.items():
             write_text(folder / name, text)
@@ -145,6 +148,11 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
 def plan_fields(values: dict[str, Any]) -> dict[str, Any]:
     """A plan.json without the prediction that stands beside the plan."""
     return {k: v for k, v in values.items() if k != "prediction"}
+
+
+def is_started(folder: Path) -> bool:
+    """Whether anything ever ran in that folder."""
+    return any((folder / name).exists() for name in ("run.log", "steps.jsonl", "status.json"))
 
 
 def is_completed(folder: Path) -> bool:
