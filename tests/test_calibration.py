@@ -77,7 +77,7 @@ def test_a_saved_calibration_is_read_back_whole(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"matmul": 1.2}, "calibration.matmul=1.2: must lie between 0.3 and 0.98"),
+        ({"matmul": 1.2}, "calibration.matmul=1.2: must lie between 0.1 and 0.98"),
         ({"half_width": 0}, "calibration.half_width=0"),
         ({"matmull": 0.7}, "did you mean matmul"),
         ({"network": "fast"}, "calibration.network='fast': must be a number"),

@@ -20,11 +20,11 @@ class Bound(NamedTuple):
 # large matmuls (NVIDIA, 'Matrix multiplication background', A100 figures), STREAM 0.85 of the memory's rate,
 # nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
 BOUNDS = {
-    "matmul": Bound(0.79, 0.06, 0.30, 0.98),
+    "matmul": Bound(0.79, 0.06, 0.10, 0.98),
     "prologue": Bound(125, 0.3, 1, 2000),
     "quantization": Bound(0.60, 0.25, 0.05, 1.0),
-    "memory": Bound(0.81, 0.07, 0.4, 1.0),
-    "node": Bound(0.75, 0.15, 0.1, 1.0),
+    "memory": Bound(0.81, 0.07, 0.1, 1.0),
+    "node": Bound(0.75, 0.15, 0.02, 1.0),
     "network": Bound(0.50, 0.5, 0.001, 1.0),
     "p2p": Bound(0.60, 0.5, 0.001, 1.0),
     "misaligned": Bound(0.60, 0.15, 0.1, 1.0),

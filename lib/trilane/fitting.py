@@ -15,6 +15,7 @@ from trilane.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.timing import iteration_columns
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
+CPU_DEVIATION = 0.5  # other work on the machine may take half of it: no efficiency of a GPU is known that badly
 MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
 # Prior deviation of each memory constant's logarithm: what DeepSpeed documents is held tighter than what is guessed
 MEMORY_DEVIATION = dict(
@@ -86,7 +87,10 @@ def fit_time(cases: Sequence[Case], measured: Sequence[float], prior: Calibratio
     bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
     start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in regimes)])
     noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
-    best = robust_minimum(errors, start, np.array([b.deviation for b in limits]), bounds, noise)
+    deviation = np.array([b.deviation for b in limits])
+    if any(c.cluster.gpu.kind == "cpu" for c in cases):
+        deviation = np.maximum(deviation, CPU_DEVIATION)
+    best = robust_minimum(errors, start, deviation, bounds, noise)
     found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
     width = float(np.quantile(np.append(np.abs(errors(best)), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5)
     return replace(
