@@ -9,6 +9,7 @@ from trilane.plots import COLORS, figure
 from trilane.scoring import Pair
 
 OUTLIER = 0.09  # rows that are off by more than this are named
+ROOM = 4  # rows between two names, so that they do not write on each other
 
 
 def predicted_over_measured(pairs: Sequence[Pair], what: str = "seconds") -> Figure:
@@ -47,14 +48,17 @@ def residuals(pairs: Sequence[Pair]) -> Figure:
     axes.scatter(places[~excluded], ratio[~excluded], s=14, color=COLORS[0], label="predicted / measured")
     axes.scatter(places[excluded], ratio[excluded], s=20, facecolors="none", edgecolors=COLORS[7], label="left out")
     axes.axhline(1, color="#1b2530", lw=0.8, ls="--")
-    for place, (row, _), value in zip(places, timed, ratio, strict=True):
-        if abs(value - 1) > OUTLIER:
-            axes.annotate(
-                row.row_id.partition("-")[2], (place, value), fontsize=7, xytext=(3, 3), textcoords="offset points"
-            )
-    tables = [r.table for r, _ in timed]
-    starts = [i for i in range(len(tables)) if i == 0 or tables[i] != tables[i - 1]]
-    axes.set_xticks(starts, [tables[i] for i in starts], rotation=90, fontsize=7)
+    named: float = -ROOM
+    for place, ((row, _), value) in enumerate(zip(timed, ratio, strict=True)):
+        if abs(value - 1) > OUTLIER and place - named >= ROOM:
+            named = place
+            axes.annotate(row.row_id.partition("-")[2], (place, value), (3, 3), textcoords="offset points", fontsize=7)
+    ticks: list[int] = []
+    for place, (row, _) in enumerate(timed):
+        starts = place == 0 or row.table != timed[place - 1][0].table
+        if starts and (not ticks or place - ticks[-1] >= ROOM):
+            ticks.append(place)
+    axes.set_xticks(ticks, [timed[i][0].table for i in ticks], rotation=90, fontsize=7)
     axes.set(ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return made
