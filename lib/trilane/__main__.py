@@ -13,6 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doors = parser.add_subparsers(dest="door", required=True)
     _add_run(doors.add_parser("run", help="execute one notebook of a study, or all in order"))
     _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
+    _add_planner(doors)
     args = parser.parse_args(argv)
     try:
         return args.call(args)
@@ -62,6 +63,18 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
     launch.add_arguments(parser)
     parser.set_defaults(call=launch.run)
+
+
+def _add_planner(doors: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from trilane import backtest, search_door
+
+    for name, room, text in (
+        ("search", search_door, "rank every topology of a cluster for a model"),
+        ("backtest", backtest, "measured rows against predictions"),
+    ):
+        parser = doors.add_parser(name, help=text)
+        room.add_arguments(parser)
+        parser.set_defaults(call=room.run)
 
 
 if __name__ == "__main__":
