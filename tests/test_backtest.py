@@ -24,9 +24,11 @@ def a100():
 @pytest.mark.parametrize(
     ("by", "median", "p90", "rho", "best"), [("table", 0.015, 0.058, 0.90, 28), ("hidden", 0.018, 0.062, 0.90, 28)]
 )
-def test_left_out_a100_rows_are_predicted_and_ranked_as_well_as_the_note_says(a100, by, median, p90, rho, best):
+def test_left_out_a100_rows_are_predicted_and_ranked_as_well_as_the_note_says(by, median, p90, rho, best):
     """docs/planner.md, 2026-11-20. The targets: median 1.8 %, p90 6 %, rho 0.90, regret 0.25 %, coverage 85-95 %."""
-    found = figures(list(zip(a100, leave_one_out(a100, by), strict=True)))
+    rows = [r for r in read_rows(SCORED)[0] if r.stack == "megatron-deepspeed"]
+    pairs = zip(rows, leave_one_out(rows, by), strict=True)
+    found = figures([(r, p) for r, p in pairs if r.case.cluster.name == "jz-a100-80g"])
     assert found["n"] == 126 and found["tables"] == 33
     assert found["median"] <= median and found["p90"] <= p90
     assert found["rho"] >= rho and found["best"] >= best and found["regret_mean"] <= 0.0025

@@ -13,7 +13,7 @@ from trilane.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """What no formula gives; fitted to the 92 A100 rows of the BigScience chronicles (docs/planner.md).
+    """What no formula gives; fitted to 115 rows of the BigScience documents (docs/planner.md).
 
     optimizer     bytes per owned parameter beside weights and gradients: fp32 master, two moments, fp32 copy of the
                   gradient (16), and temporaries of the step

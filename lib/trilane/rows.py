@@ -114,12 +114,17 @@ def _cluster(cells: Mapping[str, str]) -> Cluster:
 def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
     vocab = _integer(cells, "vocab", 50_257)
     return ModelShape(
-        num_layers=_integer(cells, "layers" if cells.get("layers") else "layers_inferred"),
+        num_layers=_integer(cells, "layers_inferred" if _only_inferred(cells) else "layers"),
         hidden_size=_integer(cells, "hidden"),
         num_attention_heads=_integer(cells, "heads"),
         seq_length=_integer(cells, "seq"),
         vocab_size=VOCABULARY.get(vocab) or padded_vocab_size(vocab, tp),
     )
+
+
+def _only_inferred(cells: Mapping[str, str]) -> bool:
+    """Layers that the table does not print, found by inverting its TFLOPs."""
+    return not cells.get("layers") and bool(cells.get("layers_inferred"))
 
 
 def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
