@@ -106,17 +106,25 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
     require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
     found: dict[str, RowPrediction] = {}
-    for group in dict.fromkeys(map(_group, rows)):
-        members = [r for r in rows if _group(r) == group]
-        prior = replace(Calibration(), regimes=shipped_regimes(members[0].case.cluster.name))
-        for left_out in dict.fromkeys(map(key, members)):
-            test = [r for r in members if key(r) == left_out]
-            gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
-            rest = [r for r in rows if key(r) != left_out and r.row_id not in gone]
-            calibration = learn_time([r for r in rest if _group(r) == group], prior)
-            memory = learn_memory([r for r in rest if r.stack == test[0].stack])
-            found |= {r.row_id: predict_row(r, calibration, memory) for r in test}
+    for group, left_out in dict.fromkeys((_group(r), key(r)) for r in rows):
+        test = [r for r in rows if (_group(r), key(r)) == (group, left_out)]
+        rest = [r for r in rows if key(r) != left_out]
+        found |= {p.row_id: p for p in predict_unseen(test, rest)}
     return [found[r.row_id] for r in rows]
+
+
+def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> list[RowPrediction]:
+    """Rows `test` of one GPU and stack by constants fitted to `rest` alone; repeats of a test row teach nothing.
+
+    The fit starts from the priors of constants.py, not from what ships, which has seen every row.
+    """
+    first = test[0]
+    prior = replace(Calibration(), regimes=shipped_regimes(first.case.cluster.name))
+    gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
+    kept = [r for r in rest if r.row_id not in gone]
+    calibration = learn_time([r for r in kept if _group(r) == _group(first)], prior)
+    memory = learn_memory([r for r in kept if r.stack == first.stack])
+    return [predict_row(row, calibration, memory) for row in test]
 
 
 def _group(row: MeasuredRow) -> str:

@@ -24,6 +24,7 @@ from trilane.space import (
     block_columns,
     choice_rule,
     lane_rule,
+    space_around,
     topology_of,
 )
 from trilane.timing import assemble
@@ -266,19 +267,6 @@ def search(
     top: int = 500,
 ) -> SearchResult:
     """Every tp x pp x dp of `gpus` GPUs (one or more counts) and microbatch size; other choices are those of `base`."""
-    b = base or Topology()
-    space = Space(
-        gpus=(gpus,) if isinstance(gpus, int) else tuple(gpus),
-        gbs=(gbs,) if isinstance(gbs, int) else tuple(gbs),
-        mbs=tuple(mbs),
-        zero=(b.zero,),
-        recompute=(b.recompute,),
-        interleaving=(b.interleaving,),
-        partition=(b.partition,),
-        sequence_parallel=(b.sequence_parallel,),
-        offload=(b.offload,),
-        precision=b.precision,
-        fp32_gradients=b.fp32_gradients,
-        attention=b.attention,
-    )
-    return search_space(shape, cluster, space, calibration, top=top)
+    counts = (gpus,) if isinstance(gpus, int) else gpus
+    batches = (gbs,) if isinstance(gbs, int) else gbs
+    return search_space(shape, cluster, space_around(base or Topology(), counts, batches, mbs), calibration, top=top)

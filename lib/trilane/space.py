@@ -1,7 +1,7 @@
 """Space: which topologies a search looks at, as blocks of numbers, and the rules that refuse a whole block at once."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -108,6 +108,24 @@ class Space:
     def base(self) -> Topology:
         """A topology with the choices that are the same for all."""
         return Topology(precision=self.precision, fp32_gradients=self.fp32_gradients, attention=self.attention)
+
+
+def space_around(base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = ()) -> Space:
+    """Every tp x pp x dp of those GPU counts and batch sizes; all other choices are those of `base`."""
+    return Space(
+        gpus=tuple(gpus),
+        gbs=tuple(gbs),
+        mbs=tuple(mbs),
+        zero=(base.zero,),
+        recompute=(base.recompute,),
+        interleaving=(base.interleaving,),
+        partition=(base.partition,),
+        sequence_parallel=(base.sequence_parallel,),
+        offload=(base.offload,),
+        precision=base.precision,
+        fp32_gradients=base.fp32_gradients,
+        attention=base.attention,
+    )
 
 
 @dataclass(frozen=True)

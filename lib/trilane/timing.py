@@ -9,7 +9,7 @@ from trilane.columns import Columns, Number, columns_of, slowdown
 from trilane.constants import Constants
 from trilane.hardware import Cluster
 from trilane.layertime import LayerTime, embedding_seconds, head_seconds, layer_time
-from trilane.memory import memory_bytes
+from trilane.memory import memory_bytes, stage_layers
 from trilane.shape import ModelShape
 from trilane.topology import Topology
 
@@ -177,3 +177,15 @@ def iteration_time(
     """Predicted seconds of one iteration of one plan, by part."""
     parts = iteration_columns(columns_of(shape, topology), cluster, calibration.constants)
     return IterationTime(**{f.name: float(getattr(parts, f.name)) for f in fields(IterationTime)})
+
+
+def seconds_per_stage(
+    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration"
+) -> list[float]:
+    """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage, first to last."""
+    columns, constants = columns_of(shape, topology), calibration.constants
+    layer = float(layer_time(columns, cluster, constants).total)
+    seconds = [layers * layer for layers in stage_layers(shape, topology)]
+    seconds[0] += float(embedding_seconds(columns, cluster, constants))
+    seconds[-1] += float(head_seconds(columns, cluster, constants))
+    return seconds
