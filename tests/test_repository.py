@@ -15,7 +15,7 @@ FLOORS = [
     {"space", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "outcome", "progress", "watch", "store"},
     {"logs", "measure", "rows", "scoring", "backtest"},
-    {"plots", "backtest_plots", "tables", "report", "notebook", "__main__"},
+    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 
 

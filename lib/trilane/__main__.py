@@ -3,13 +3,22 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from trilane.checks import require
 
 
+class Parser(argparse.ArgumentParser):
+    """Arguments whose mistakes are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say the mistake and leave with exit code 2."""
+        self.exit(2, f"trilane: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m trilane", description=__doc__)
+    parser = Parser(prog="python -m trilane", description=__doc__)
     doors = parser.add_subparsers(dest="door", required=True)
     _add_run(doors.add_parser("run", help="execute one notebook of a study, or all in order"))
     _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
@@ -65,7 +74,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(call=launch.run)
 
 
-def _add_planner(doors: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
     from trilane import backtest, search_door
 
     for name, room, text in (

@@ -64,6 +64,11 @@ class Space:
             ok = bool(set(products) & set(self.gpus))
             require(ok, "tp x pp x dp", products[0], f"contradicts gpus={self.gpus[0]}")
 
+        pins = [(name, getattr(self, name)) for name in ("tp", "pp", "dp") if getattr(self, name)]
+        if pins and next(self.lanes(), None) is None:
+            name, values = pins[0]
+            raise ValueError(f"{name}={values[0]}: no tp x pp x dp with the pinned sizes makes gpus={self.gpus[0]}")
+
     def lanes(self) -> Iterator[tuple[int, int, int]]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
         for gpus in self.gpus:
