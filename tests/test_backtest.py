@@ -84,6 +84,13 @@ def test_the_door_prints_the_json_of_the_issue(capsys, tmp_path):
     assert printed["rows"][0]["sec_lo"] < printed["rows"][0]["sec_pred"] < printed["rows"][0]["sec_hi"]
 
 
+@pytest.mark.parametrize("name", ["", "A100", "NVIDIA A100-SXM4-80GB", "a100 80gb"])
+def test_a_card_may_be_named_as_its_tools_name_it(tmp_path, name):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER}\n{GOOD.replace('A100-80GB', name)}\n")
+    assert len(read_rows(path)[0]) == 1
+
+
 def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     """Every seventh A100 row as calibration, on a cluster file of another name: the error of all rows falls."""
     rows = list(csv.DictReader(SCORED.open()))
@@ -110,6 +117,8 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
         (",64,", ",60,", "num_attention_heads=60: must divide hidden_size=14336"),
         (",64,", ",4,", "tp=8: must divide num_attention_heads=4"),
         ("A100-80GB", "A1000", "gpu=A1000: did you mean A100-80GB? known: A100-80GB, H100-80GB"),
+        ("A100-80GB", "A100-40GB", "gpu=A100-40GB: did you mean A100-80GB?"),
+        ("A100-80GB", "V100-32GB", "gpu=V100-32GB: jz-a100-80g has A100-80GB"),
         ("jz-a100-80g", "moon", "cluster=moon: known: a100-800gbps"),
         (",2048,1,", ",2047,1,", "gbs=2047: must be a multiple of mbs x dp = 4 x 8"),
         (",1,fp16", ",7,fp16", "zero=7: ZeRO stages are 0, 1, 2 and 3"),

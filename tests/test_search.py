@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -88,6 +90,12 @@ def test_a_million_configurations_take_a_second_or_two():
     found = search_space(SHAPE, A100, space, K, top=10)
     assert found.evaluated > 10_000_000
     assert time.process_time() - start < 30
+
+
+def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
+    code = "import sys, trilane.search_door, trilane.backtest; print({'torch', 'pandas', 'scipy'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "set()"
 
 
 def test_a_plan_of_the_door_is_a_plan(capsys):

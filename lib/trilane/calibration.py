@@ -66,6 +66,7 @@ class Calibration:
     skew_s: float = BOUNDS["skew_s"].prior
     handoff_s: float = BOUNDS["handoff_s"].prior
     pressure: float = BOUNDS["pressure"].prior
+    overlap: float = 0.0
     half_width: float = 0.15
     rows: int = 0
     regimes: tuple[Regime, ...] = ()
@@ -76,11 +77,12 @@ class Calibration:
             rule = f"must lie between {bound.low} and {bound.high}"
             require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
         require_positive("calibration.half_width", self.half_width)
+        require(0 <= self.overlap < 1, "calibration.overlap", self.overlap, "must lie between 0 and 1")
 
     @property
     def constants(self) -> Constants:
         """The constants alone, as the formulas take them."""
-        return Constants(**{name: getattr(self, name) for name in BOUNDS})
+        return Constants(**{name: getattr(self, name) for name in BOUNDS}, overlap=self.overlap)
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""

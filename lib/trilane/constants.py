@@ -53,6 +53,7 @@ class Constants:
     skew_s        seconds per all-reduce over 8 GPUs waiting for the last of them
     handoff_s     seconds per microbatch and stage boundary for meeting the neighbour
     pressure      relative slowdown when the caching allocator has no memory left to cache in
+    overlap       share of communication that hides under computation; given, not fitted: 0 in stacks of 2022
     """
 
     matmul: Number
@@ -68,6 +69,7 @@ class Constants:
     skew_s: Number
     handoff_s: Number
     pressure: Number
+    overlap: Number = 0.0
 
     def scaled(self, factors: dict[str, Any]) -> "Constants":
         """The constants with some of them multiplied."""

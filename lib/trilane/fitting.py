@@ -75,11 +75,12 @@ def fit_time(cases: Sequence[Case], measured: Sequence[float], prior: Calibratio
     def errors(logs: np.ndarray) -> np.ndarray:
         predicted = np.empty_like(target)
         values: dict[str, Any] = dict(zip(BOUNDS, np.exp(logs), strict=False))
-        for regime, here, log in zip(regimes, applies, logs[len(BOUNDS) :], strict=True):
+        for regime, days, log in zip(regimes, applies, logs[len(BOUNDS) :], strict=True):
             for name in regime.constants:
-                values[name] = values[name] * np.where(here, np.exp(log), 1.0)
+                values[name] = values[name] * np.where(days, np.exp(log), 1.0)
         for cluster, index, columns in groups:
-            constants = Constants(**{n: v[index] if np.ndim(v) else v for n, v in values.items()})
+            here = {n: v[index] if np.ndim(v) else v for n, v in values.items()}
+            constants = Constants(**here, overlap=prior.overlap)
             predicted[index] = iteration_columns(columns, cluster, constants).total
         return np.log(predicted / target)
 

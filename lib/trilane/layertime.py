@@ -13,6 +13,7 @@ from trilane.hardware import Cluster
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
 # The SIMT kernels that take unaligned operands work on 64-wide tiles.
 SIMT_TILE = 64
+FLASH_SHARE = 0.5
 CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
 
 
@@ -70,23 +71,35 @@ def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
     """Forward and backward seconds of the attention core of a layer.
 
     Scores stored: QK^T and AV, with 6.5 passes over the s x s half-precision scores forward (QK^T writes, softmax
-    reads and writes, dropout reads, writes and keeps a byte mask, AV reads) and 9.5 backward. Fused: the same products
-    without the passes; backward recomputes the scores (2.5 x forward). Where head_dim % 8 != 0 the products leave the
-    tensor cores for fp32 units. Left out: the half that a causal kernel skips; batches that leave SMs idle.
+    reads and writes, dropout reads, writes and keeps a byte mask, AV reads) and 9.5 backward. Where head_dim % 8 != 0
+    the products leave the tensor cores for fp32 units. Fused: see flash_seconds. Left out: batches that leave SMs idle.
     """
     x, c, gpu = columns, constants, cluster.gpu
     s, d, batch = x.seq, x.head_dim, x.mbs * x.heads / x.tp
-    fast = matmul_seconds(s, s, d, x, cluster, c, batch) + matmul_seconds(s, d, s, x, cluster, c, batch)
+    product = matmul_seconds(s, s, d, x, cluster, c, batch) + matmul_seconds(s, d, s, x, cluster, c, batch)
     if gpu.kind == "cpu":
-        product = fast
+        fused = product
     else:
         wide = np.ceil(d / SIMT_TILE) * SIMT_TILE
         crowd = (batch / CROWD_OF_HEADS) ** c.crowding
         slow = 2 * s * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
-        product = np.where(np.mod(d, 8) == 0, fast, slow)
+        product = np.where(np.mod(d, 8) == 0, product, slow)
+        fused = flash_seconds(x, cluster)
     one_pass = x.value_bytes * s * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
-    stored = x.stores_scores
-    return product + stored * 6.5 * one_pass, product * (2 + 0.5 * (1 - stored)) + stored * 9.5 * one_pass
+    stored = np.equal(x.stores_scores, 1)
+    forward = np.where(stored, product + 6.5 * one_pass, fused)
+    return forward, np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
+
+
+def flash_seconds(columns: Columns, cluster: Cluster) -> Number:
+    """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at half of the peak.
+
+    Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts 2.5 times the FLOPs.
+    Left out: that H100 kernels of 2023 reach less, and short sequences.
+    """
+    x = columns
+    flops = 0.5 * 4 * x.seq**2 * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
+    return flops / (FLASH_SHARE * matmul_flops_per_s(x, cluster))
 
 
 def elementwise_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
@@ -138,7 +151,7 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
         matmul=linear * (1 + full) + linear_back,
         attention=attention * (1 + core) + attention_back,
         elementwise=elements * (1 + full) + elements_back + gradients,
-        tensor_parallel=all_reduce_seconds(x, cluster, c) * (4 + 2 * full),
+        tensor_parallel=all_reduce_seconds(x, cluster, c) * (4 + 2 * full) * (1 - c.overlap),
         overhead=c.launch_s * (3 + full) / 4 * slowdown(x, cluster),
     )
 

@@ -105,10 +105,20 @@ def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> Measur
 
 def _cluster(cells: Mapping[str, str]) -> Cluster:
     known = {name: hardware.cluster(name) for name in hardware.catalogue()}
-    if cells.get("gpu"):
-        require_known("gpu", cells["gpu"], {c.gpu.name for c in known.values()})
+    card = _card(cells.get("gpu", ""))
+    names = {c.gpu.name for c in known.values()}
+    if not any(card <= _card(name) for name in names):
+        require_known("gpu", cells["gpu"], names)
     require_known("cluster", cells.get("cluster", ""), known)
-    return known[cells["cluster"]]
+    cluster = known[cells["cluster"]]
+    require(card <= _card(cluster.gpu.name), "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
+    return cluster
+
+
+def _card(name: str) -> set[str]:
+    """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be either size."""
+    words = {word.removesuffix("GB") for word in re.split(r"[\s_-]+", name.upper()) if word}
+    return words - {"NVIDIA", "TESLA", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "HBM2", "HBM2E", "HBM3", "GPU"}
 
 
 def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
@@ -144,7 +154,7 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         gbs=_integer(cells, "gbs"),
         # the BF16 optimizer with fp32 accumulation shards its states over dp without being called ZeRO
         zero=max(zero, int(accumulates)),
-        recompute=_recompute(cells),
+        recompute=_recompute(cells, _attention(cells, cluster)),
         interleaving=_integer(cells, "interleaving", 1),
         partition=_partition(cells),
         sequence_parallel=tp > 1 and _flag(cells, "sequence_parallel"),
@@ -155,8 +165,10 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
     )
 
 
-def _recompute(cells: Mapping[str, str]) -> str:
-    said = cells.get("recompute") or cells.get("activation_checkpointing") or "full"
+def _recompute(cells: Mapping[str, str], attention: str) -> str:
+    # with flash attention a large model usually fits without recomputation; without it, never
+    usual = "none" if attention == "fused" else "full"
+    said = cells.get("recompute") or cells.get("activation_checkpointing") or usual
     said = {"yes": "full", "no": "none"}.get(said, said)
     require_known("recompute", said, RECOMPUTE)
     return said

@@ -34,6 +34,7 @@ OOM_LIMIT = 0.5
 EXAMPLES_PER_RULE = 50
 OBJECTIVES = {
     "seconds": "seconds per sequence: seconds per iteration where gbs is the same",
+    "days": "the same order, for a fixed number of tokens",
     "gpu_hours": "GPU-seconds per sequence",
     "headroom": "least memory of the fullest stage",
 }
@@ -164,7 +165,9 @@ class _Search:
         if not len(memory):
             return None
         seconds = self.microbatches.seconds(columns) / columns.gbs
-        goal = {"seconds": seconds, "gpu_hours": seconds * tp * pp * dp, "headroom": memory}[self.objective]
+        goal = {"seconds": seconds, "days": seconds, "gpu_hours": seconds * tp * pp * dp, "headroom": memory}[
+            self.objective
+        ]
         return _Found(lane, choice, columns.mbs, columns.gbs, goal, seconds, memory)
 
     def drop(self, keep: np.ndarray, ok: np.ndarray, rule: str, lane: Lane, choice: Choice) -> np.ndarray:

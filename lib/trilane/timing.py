@@ -75,7 +75,7 @@ def data_parallel_seconds(parameters: Number, columns: Columns, cluster: Cluster
     once = share * (2 * width + np.greater(x.zero, 0) * x.value_bytes)
     gathers = 2 + np.equal(x.recompute, 2)
     each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
-    return np.where(np.equal(x.zero, 3), each_microbatch, once)
+    return np.where(np.equal(x.zero, 3), each_microbatch, once) * (1 - constants.overlap)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -91,7 +91,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
     each = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus + c.handoff_s + 2 * cluster.latency_s
-    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster)
+    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - c.overlap)
 
 
 def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
