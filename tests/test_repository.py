@@ -12,7 +12,7 @@ LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
     {"checks", "shape", "hardware", "topology", "plan"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
-    {"space", "search", "whatif", "search_door", "sizing"},
+    {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "outcome", "progress", "watch", "store"},
     {"logs", "measure", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.calibration import FACTOR, Calibration, Case
+from trilane.calibration import FACTOR, Calibration, Case, Regime
 from trilane.checks import require, require_positive
 from trilane.columns import Columns, columns_of, stack
 from trilane.constants import BOUNDS, Constants
@@ -58,6 +58,27 @@ def robust_minimum(
     return least_squares(residuals, inside, bounds=bounds, x_scale=deviation, xtol=1e-5, ftol=1e-6).x
 
 
+def time_errors(
+    cases: Sequence[Case], measured: np.ndarray, regimes: Sequence[Regime], overlap: float
+) -> Callable[[np.ndarray], np.ndarray]:
+    """ln(predicted / measured) as a function of the logarithms of the constants, then of the regimes' factors."""
+    applies = [np.array([r.applies(c.day, c.topology.gpus) for c in cases]) for r in regimes]
+    groups = by_cluster(cases)
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        predicted = np.empty_like(measured)
+        values: dict[str, Any] = dict(zip(BOUNDS, np.exp(logs), strict=False))
+        for regime, days, log in zip(regimes, applies, logs[len(BOUNDS) :], strict=True):
+            for name in regime.constants:
+                values[name] = values[name] * np.where(days, np.exp(log), 1.0)
+        for cluster, index, columns in groups:
+            here = {n: v[index] if np.ndim(v) else v for n, v in values.items()}
+            predicted[index] = iteration_columns(columns, cluster, Constants(**here, overlap=overlap)).total
+        return np.log(predicted / measured)
+
+    return errors
+
+
 def fit_time(cases: Sequence[Case], measured: Sequence[float], prior: Calibration) -> Calibration:
     """The calibration that explains `measured` seconds: its constants, and the factors of regimes that a case was in.
 
@@ -69,21 +90,7 @@ def fit_time(cases: Sequence[Case], measured: Sequence[float], prior: Calibratio
         require_positive("measured", seconds)
     seen = [(c.day, c.topology.gpus) for c in cases]
     regimes = [r for r in prior.regimes if any(r.applies(*day) for day in seen)]
-    applies = [np.array([r.applies(*day) for day in seen]) for r in regimes]
-    groups, target = by_cluster(cases), np.asarray(measured, float)
-
-    def errors(logs: np.ndarray) -> np.ndarray:
-        predicted = np.empty_like(target)
-        values: dict[str, Any] = dict(zip(BOUNDS, np.exp(logs), strict=False))
-        for regime, days, log in zip(regimes, applies, logs[len(BOUNDS) :], strict=True):
-            for name in regime.constants:
-                values[name] = values[name] * np.where(days, np.exp(log), 1.0)
-        for cluster, index, columns in groups:
-            here = {n: v[index] if np.ndim(v) else v for n, v in values.items()}
-            constants = Constants(**here, overlap=prior.overlap)
-            predicted[index] = iteration_columns(columns, cluster, constants).total
-        return np.log(predicted / target)
-
+    errors = time_errors(cases, np.asarray(measured, float), regimes, prior.overlap)
     limits = [*BOUNDS.values(), *[FACTOR] * len(regimes)]
     bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
     start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in regimes)])

@@ -1,18 +1,15 @@
 """Search: every topology of a space predicted, the refused counted by reason, the rest ranked."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from trilane.blocks import Found, Lane, Microbatches, front_of, merged, merged_front
 from trilane.calibration import Calibration
 from trilane.checks import require_known
-from trilane.columns import Columns
-from trilane.constants import Constants
 from trilane.hardware import Cluster
-from trilane.layertime import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.memory import memory_bytes, oom_probability
 from trilane.prediction import Prediction, predict
 from trilane.shape import ModelShape
@@ -27,7 +24,6 @@ from trilane.space import (
     space_around,
     topology_of,
 )
-from trilane.timing import assemble
 from trilane.topology import Topology
 
 OOM_LIMIT = 0.5
@@ -38,8 +34,6 @@ OBJECTIVES = {
     "gpu_hours": "GPU-seconds per sequence",
     "headroom": "least memory of the fullest stage",
 }
-
-Lane = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,52 +68,6 @@ class SearchResult:
         return list(best.values())[:count]
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Runnable topologies of one block: what they are, their objective, seconds per sequence and memory."""
-
-    lane: Lane
-    choice: Choice
-    mbs: np.ndarray
-    gbs: np.ndarray
-    objective: np.ndarray
-    seconds: np.ndarray
-    memory: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.mbs)
-
-    def take(self, index: np.ndarray) -> "_Found":
-        rows = (getattr(self, n)[index] for n in ("mbs", "gbs", "objective", "seconds", "memory"))
-        return _Found(self.lane, self.choice, *rows)
-
-
-class _Microbatches:
-    """Seconds of a layer, the head and the embedding for every microbatch size, computed once for many blocks."""
-
-    def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
-        self.cluster, self.constants, self.sizes = cluster, constants, sizes
-        self.known: dict[tuple[float, ...], tuple[np.ndarray, ...]] = {}
-
-    def seconds(self, columns: Columns) -> np.ndarray:
-        """Seconds per iteration of a block's rows."""
-        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
-        key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
-        if key not in self.known:
-            self.known[key] = self._compute(columns)
-        rows = np.searchsorted(self.sizes, columns.mbs)
-        *layer, head, embedding = (part[rows] for part in self.known[key])
-        time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
-        return np.asarray(time.total)
-
-    def _compute(self, columns: Columns) -> tuple[np.ndarray, ...]:
-        few = dataclasses.replace(columns, mbs=self.sizes, gbs=self.sizes * columns.dp)
-        layer = layer_time(few, self.cluster, self.constants)
-        parts = [getattr(layer, f.name) for f in dataclasses.fields(layer)]
-        parts += [head_seconds(few, self.cluster, self.constants), embedding_seconds(few, self.cluster, self.constants)]
-        return tuple(np.broadcast_to(p, self.sizes.shape) for p in parts)
-
-
 class _Search:
     """One pass over a space."""
 
@@ -128,7 +76,7 @@ class _Search:
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
         self.objective = objective
         sizes = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.lanes()}] or [np.ones(1)]
-        self.microbatches = _Microbatches(cluster, calibration.constants, np.unique(np.concatenate(sizes)))
+        self.microbatches = Microbatches(cluster, calibration.constants, np.unique(np.concatenate(sizes)))
         self.refused: Counter[str] = Counter()
         self.examples: list[tuple[Topology, str]] = []
         self.shown: Counter[str] = Counter()
@@ -145,7 +93,7 @@ class _Search:
                 return  # cannot even be written down
             self.examples.append((topology, f"{topology.label}: {rule}"))
 
-    def block(self, lane: Lane, choice: Choice) -> _Found | None:
+    def block(self, lane: Lane, choice: Choice) -> Found | None:
         """Predict one block; None where a rule refuses all of it."""
         tp, pp, dp = lane
         mbs, gbs = self.space.batches(dp)
@@ -168,7 +116,7 @@ class _Search:
         goal = {"seconds": seconds, "days": seconds, "gpu_hours": seconds * tp * pp * dp, "headroom": memory}[
             self.objective
         ]
-        return _Found(lane, choice, columns.mbs, columns.gbs, goal, seconds, memory)
+        return Found(lane, choice, columns.mbs, columns.gbs, goal, seconds, memory)
 
     def drop(self, keep: np.ndarray, ok: np.ndarray, rule: str, lane: Lane, choice: Choice) -> np.ndarray:
         """Refuse what is still kept and not ok."""
@@ -180,29 +128,29 @@ class _Search:
 
     def run(self, top: int) -> SearchResult:
         """All blocks, the best `top` and the Pareto front kept as it goes."""
-        best: list[_Found] = []
-        front: list[_Found] = []
+        best: list[Found] = []
+        front: list[Found] = []
         worst = np.inf
         for lane in self.space.lanes():
             for choice in self.space.choices(self.shape, lane[0], lane[1]):
                 found = self.block(lane, choice)
                 if found is None:
                     continue
-                front.append(found.take(_front(found.seconds, found.memory)))
+                front.append(found.take(front_of(found.seconds, found.memory)))
                 better = np.flatnonzero(found.objective <= worst)
                 best.append(found.take(better[np.argsort(found.objective[better], kind="stable")[:top]]))
                 if sum(map(len, best)) > 20 * top:
-                    best, worst = _merge(best, top)
-        best, _ = _merge(best, top)
+                    best, worst = merged(best, top)
+        best, _ = merged(best, top)
         return SearchResult(
             candidates=tuple(self.candidates(best)),
             runnable=self.runnable,
             refused_by_rule=dict(self.refused.most_common()),
             refused=tuple(self.examples),
-            pareto=tuple(self.candidates(_merge_front(front))),
+            pareto=tuple(self.candidates(merged_front(front))),
         )
 
-    def candidates(self, found: Iterable[_Found]) -> list[Candidate]:
+    def candidates(self, found: Iterable[Found]) -> list[Candidate]:
         """Each row predicted in full."""
         result = []
         for block in found:
@@ -211,35 +159,6 @@ class _Search:
                 prediction = predict(self.shape, topology, self.cluster, self.calibration)
                 result.append(Candidate(topology=topology, prediction=prediction))
         return result
-
-
-def _front(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Rows that no other row beats in both seconds and memory, the fastest first."""
-    order = np.lexsort((memory, seconds))
-    lowest = np.minimum.accumulate(memory[order])
-    return order[np.append(True, memory[order][1:] < lowest[:-1])]
-
-
-def _rows(blocks: Sequence[_Found], order: np.ndarray) -> list[_Found]:
-    owner = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks])
-    place = np.concatenate([np.arange(len(b)) for b in blocks]) if blocks else np.array([], int)
-    return [blocks[owner[i]].take(np.array([place[i]])) for i in order]
-
-
-def _merge(blocks: Sequence[_Found], top: int) -> tuple[list[_Found], float]:
-    blocks = [b for b in blocks if len(b)]
-    if not blocks:
-        return [], np.inf
-    objective = np.concatenate([b.objective for b in blocks])
-    order = np.argsort(objective, kind="stable")[:top]
-    return _rows(blocks, order), float(objective[order[-1]]) if len(order) == top else np.inf
-
-
-def _merge_front(blocks: Sequence[_Found]) -> list[_Found]:
-    if not blocks:
-        return []
-    order = _front(np.concatenate([b.seconds for b in blocks]), np.concatenate([b.memory for b in blocks]))
-    return _rows(blocks, order)
 
 
 def search_space(
