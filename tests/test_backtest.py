@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from trilane.backtest import as_they_are, backtest, leave_one_out, main
+from trilane.__main__ import main
+from trilane.backtest import as_they_are, backtest, leave_one_out
 from trilane.rows import read_rows, shipped_rows
 from trilane.scoring import figures, spearman
 
@@ -76,7 +77,7 @@ def test_the_raw_rows_of_the_documents_are_read_or_named():
 def test_the_door_prints_the_json_of_the_issue(capsys, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n")
-    assert main([str(path), "--json"]) == 0
+    assert main(["backtest", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"rows", "skipped", "summary"}
     assert set(printed["rows"][0]) == {"row_id", "sec_pred", "sec_lo", "sec_hi", "mem_gib_pred", "oom_probability"}
@@ -151,7 +152,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, a
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("row_id,colour\n1,red\n")
     (tmp_path / "good.csv").write_text(f"{HEADER}\n{GOOD}\n")
-    assert main(arguments) == 2
+    assert main(["backtest", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

@@ -9,6 +9,7 @@ import pytest
 from trilane import calibration
 from trilane.calibration import Calibration, Case, Regime
 from trilane.constants import BOUNDS
+from trilane.fitting import fit_time
 from trilane.hardware import cluster
 from trilane.shape import parse_shape
 from trilane.timing import iteration_time
@@ -38,20 +39,20 @@ def errors(constants, measured):
 def test_calibration_recovers_what_made_the_rows():
     truth = dataclasses.replace(Calibration(), matmul=0.66, network=0.15, launch_s=4e-3)
     measured = [seconds(c, truth) for c in CASES]
-    fitted = calibration.fit(CASES, measured, Calibration())
+    fitted = fit_time(CASES, measured, Calibration())
     assert max(errors(fitted, measured)) < 0.02 < max(errors(Calibration(), measured))
     assert fitted.rows == len(CASES) and fitted.half_width < 0.2
 
 
 def test_one_wild_row_does_not_drag_the_others_along():
     measured = [1.1 * seconds(c, Calibration()) for c in CASES]
-    fitted = calibration.fit(CASES, [*measured[:-1], 10 * measured[-1]], Calibration())
+    fitted = fit_time(CASES, [*measured[:-1], 10 * measured[-1]], Calibration())
     assert max(errors(fitted, measured)[:-1]) < 0.05
 
 
 def test_two_rows_that_agree_change_nothing_that_they_do_not_touch():
     measured = [seconds(c, Calibration()) for c in CASES[:2]]
-    fitted = calibration.fit(CASES[:2], measured, Calibration())
+    fitted = fit_time(CASES[:2], measured, Calibration())
     assert all(getattr(fitted, n) == pytest.approx(getattr(Calibration(), n), rel=0.02) for n in BOUNDS)
 
 
@@ -62,7 +63,7 @@ def test_a_regime_takes_the_blame_for_its_days_only():
     days = ["2026-01-01", "2026-01-02"]
     cases = [dataclasses.replace(c, day=d) for c in CASES for d in days]
     measured = [seconds(c, truth.on(c.day, c.topology.gpus)) for c in cases]
-    fitted = calibration.fit(cases, measured, prior)
+    fitted = fit_time(cases, measured, prior)
     assert fitted.regimes[0].factor == pytest.approx(0.1, rel=0.25)
     assert fitted.network == pytest.approx(prior.network, rel=0.1)
     assert fitted.on("", 8) == fitted
@@ -92,6 +93,6 @@ def test_a_wrong_calibration_file_is_named(tmp_path, change, message):
 
 def test_rows_and_times_must_come_in_pairs():
     with pytest.raises(ValueError, match="needs one measured time for each row"):
-        calibration.fit(CASES, [1.0], Calibration())
+        fit_time(CASES, [1.0], Calibration())
     with pytest.raises(ValueError, match="above zero"):
-        calibration.fit(CASES[:1], [0.0], Calibration())
+        fit_time(CASES[:1], [0.0], Calibration())

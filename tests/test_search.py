@@ -13,7 +13,7 @@ from trilane import calibration
 from trilane.hardware import cluster
 from trilane.plan import plan_from_json
 from trilane.search import search, search_space
-from trilane.search_door import main
+from trilane.__main__ import main
 from trilane.shape import parse_shape
 from trilane.space import Space
 from trilane.topology import Topology, refusal
@@ -99,7 +99,7 @@ def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
 
 
 def test_a_plan_of_the_door_is_a_plan(capsys):
-    assert main([*DOOR, "--top", "3", "--json"]) == 0
+    assert main(["search", *DOOR, "--top", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["evaluated"] > sum(printed["refused"].values()) > 0
     plans = [plan_from_json(p) for p in printed["plans"]]
@@ -111,7 +111,7 @@ def test_an_option_pins_its_dimension(capsys):
     numbers = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "zero": 1, "interleaving": 1}
     words = {"recompute": "full", "sequence-parallel": "no", "partition": "uniform"}
     pins = [word for name, value in {**numbers, **words}.items() for word in (f"--{name}", str(value))]
-    assert main([*DOOR, *pins, "--json"]) == 0
+    assert main(["search", *DOOR, *pins, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["evaluated"] == 1 and len(printed["plans"]) == 1
 
@@ -138,6 +138,6 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     options = dict(zip(DOOR[::2], DOOR[1::2], strict=True))
     words = given.split()
     options.update(zip(words[::2], words[1::2], strict=True))
-    assert main([word for pair in options.items() for word in pair]) == 2
+    assert main(["search", word for pair in options.items() for word in pair]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

@@ -176,15 +176,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m trilane backtest ROWS.csv`: exit code 2 for bad input, said in one line."""
-    parser = argparse.ArgumentParser(prog="python -m trilane backtest", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except ValueError as error:
-        print(f"trilane: {error}", file=sys.stderr)
-        return 2

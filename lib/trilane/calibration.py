@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -115,13 +114,6 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
     generation = "hopper" if cluster.gpu.compute_capability[0] == 9 else "transferable"
     return from_mapping(Calibration, shipped[generation], "calibration")
-
-
-def fit(cases: Sequence[Case], measured: Sequence[float], prior: Calibration) -> Calibration:
-    """The calibration that explains `measured` seconds of `cases`; see fitting.fit_time."""
-    from trilane.fitting import fit_time  # it imports this room
-
-    return fit_time(cases, measured, prior)
 
 
 def shipped_regimes(cluster: str) -> tuple[Regime, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.calibration import Calibration, Case
+from trilane.calibration import Calibration
 from trilane.checks import to_mapping
 from trilane.hardware import Cluster
 from trilane.memory import DEFAULT, MemoryConstants, StageMemory, memory_per_stage, oom_probability
@@ -50,8 +50,3 @@ def predict(
         time=time,
         stages=tuple(stages),
     )
-
-
-def calibration_parts(shape: ModelShape, topology: Topology, cluster: Cluster) -> Case:
-    """One measured run as calibration.fit takes it."""
-    return Case(shape=shape, topology=topology, cluster=cluster)

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +112,3 @@ def _print(found: SearchResult) -> None:
         p, t = candidate.prediction, candidate.topology
         seconds = f"{p.sec_per_it:9.3f} s ({p.sec_lo:.3f}-{p.sec_hi:.3f})"
         print(f"{seconds} {p.memory_bytes / 2**30:6.1f} GiB  P(OOM) {p.oom_probability:.2f}  gbs {t.gbs:5} {t.label}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m trilane search`: exit code 2 for bad input, said in one line."""
-    parser = argparse.ArgumentParser(prog="python -m trilane search", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except ValueError as error:
-        print(f"trilane: {error}", file=sys.stderr)
-        return 2
