@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from trilane import calibration
+from trilane.__main__ import main
 from trilane.hardware import cluster
 from trilane.plan import plan_from_json
 from trilane.search import search, search_space
-from trilane.__main__ import main
 from trilane.shape import parse_shape
 from trilane.space import Space
 from trilane.topology import Topology, refusal
@@ -138,6 +138,6 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     options = dict(zip(DOOR[::2], DOOR[1::2], strict=True))
     words = given.split()
     options.update(zip(words[::2], words[1::2], strict=True))
-    assert main(["search", word for pair in options.items() for word in pair]) == 2
+    assert main(["search", *(word for pair in options.items() for word in pair)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
