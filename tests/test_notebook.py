@@ -125,6 +125,12 @@ def test_hostile_text_in_a_study_is_shown_not_run(outputs):
         (["run", "02_topology", "--study", "new"], "has no sizing.json yet; run 01_sizing first"),
         (["run", "all", "--resume", "--fresh"], "resume=True: contradicts --fresh"),
         (["launch", "nowhere/plan.json"], "plan="),
+        (["launch"], "the following arguments are required: plan"),
+        (["search", "--shape", "6,64,4,32,384", "--cluster", "h200", "--gpus", "x", "--gbs", "8"], "--gpus"),
+        (
+            ["search", "--shape", "6,64,4,32,384", "--cluster", "h200", "--gpus", "4", "--gbs", "8", "--tp", "3"],
+            "tp=3: no tp x pp x dp with the pinned sizes makes gpus=4",
+        ),
     ],
 )
 def test_the_doors_refuse_bad_input_with_one_line_and_exit_code_2(outputs, arguments, message):

@@ -11,11 +11,11 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
     {"checks", "shape", "hardware", "topology", "plan"},
-    {"memory", "timing", "calibration", "prediction"},
-    {"search", "sizing"},
+    {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
+    {"space", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "outcome", "progress", "watch", "store"},
-    {"logs", "measure"},
-    {"plots", "tables", "report", "notebook", "__main__"},
+    {"logs", "measure", "rows", "scoring", "backtest"},
+    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 
 

@@ -1,20 +1,30 @@
-"""Thin doors for batch use: `python -m trilane run|launch|bench ...`. Bad input is one line and exit code 2."""
+"""Thin doors for batch use: `python -m trilane DOOR ...`, listed by --help. Bad input is one line and exit code 2."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from trilane.checks import require
 
 
+class Parser(argparse.ArgumentParser):
+    """Arguments whose mistakes are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say the mistake and leave with exit code 2."""
+        self.exit(2, f"trilane: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m trilane", description=__doc__)
+    parser = Parser(prog="python -m trilane", description=__doc__)
     doors = parser.add_subparsers(dest="door", required=True)
     _add_run(doors.add_parser("run", help="execute one notebook of a study, or all in order"))
     _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
     _add_bench(doors.add_parser("bench", help="measure this machine, or under torchrun or srun this cluster"))
+    _add_planner(doors)
     args = parser.parse_args(argv)
     try:
         return args.call(args)
@@ -76,6 +86,18 @@ def _bench(args: argparse.Namespace) -> int:
     # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
     engine = [sys.executable, "-m", "trilane.engine.bench", *filter(None, [args.out]), "--name", args.name]
     os.execv(sys.executable, engine)
+
+
+def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
+    from trilane import backtest, search_door
+
+    for name, room, text in (
+        ("search", search_door, "rank every topology of a cluster for a model"),
+        ("backtest", backtest, "measured rows against predictions"),
+    ):
+        parser = doors.add_parser(name, help=text)
+        room.add_arguments(parser)
+        parser.set_defaults(call=room.run)
 
 
 if __name__ == "__main__":

@@ -1,79 +1,154 @@
-"""Calibration: the few constants that measured runs correct, and how far predictions scatter around them."""
+"""Calibration: the constants of one cluster and engine, what they were fitted to, and how far predictions scatter."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
-from trilane.checks import from_mapping, require, require_positive, to_mapping
+from trilane.checks import from_mapping, read_json, require, require_positive, to_mapping
+from trilane.constants import BOUNDS, Bound, Constants
 from trilane.hardware import Cluster
+from trilane.shape import ModelShape
+from trilane.topology import Topology
 
-FITTED = ("matmul", "overhead", "communication")
-PRIOR_SPREAD = 0.5  # of the logarithm of each constant: a factor of 1.65 either way is no surprise
-NOISE = 0.05  # of the logarithm of a measured time
+FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """Days (and sizes of jobs, where given) on which some constants were others: a covariate, not noise.
+
+    `factor` multiplies the constants named; what nobody told us about a plan of today is none of them.
+    """
+
+    name: str
+    constants: tuple[str, ...]
+    first_day: str
+    last_day: str
+    gpus: tuple[int, ...] = ()
+    factor: float = FACTOR.prior
+
+    def applies(self, day: str, gpus: float) -> bool:
+        """Whether a run of that ISO date on that many GPUs was in this regime."""
+        return bool(day) and self.first_day <= day <= self.last_day and (not self.gpus or gpus in self.gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run to be predicted: what ran where, and on which ISO day ("" where unknown)."""
+
+    shape: ModelShape
+    topology: Topology
+    cluster: Cluster
+    day: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Factors on the parts of an iteration's time; 1 is 'as the catalogue's peaks say'.
+    """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
-    `spread` is the standard deviation of ln(measured / predicted); `rows` the number of measured rows behind it.
+    Raises ValueError for a constant outside its physical bound.
     """
 
-    matmul: float = 1.0
-    overhead: float = 1.0
-    communication: float = 1.0
-    spread: float = 0.3
+    matmul: float = BOUNDS["matmul"].prior
+    prologue: float = BOUNDS["prologue"].prior
+    quantization: float = BOUNDS["quantization"].prior
+    memory: float = BOUNDS["memory"].prior
+    node: float = BOUNDS["node"].prior
+    network: float = BOUNDS["network"].prior
+    p2p: float = BOUNDS["p2p"].prior
+    misaligned: float = BOUNDS["misaligned"].prior
+    crowding: float = BOUNDS["crowding"].prior
+    launch_s: float = BOUNDS["launch_s"].prior
+    skew_s: float = BOUNDS["skew_s"].prior
+    handoff_s: float = BOUNDS["handoff_s"].prior
+    pressure: float = BOUNDS["pressure"].prior
+    overlap: float = 0.0
+    half_width: float = 0.15
     rows: int = 0
+    regimes: tuple[Regime, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*FITTED, "spread"):
-            require_positive(f"calibration.{name}", getattr(self, name))
+        for name, bound in BOUNDS.items():
+            value = getattr(self, name)
+            rule = f"must lie between {bound.low} and {bound.high}"
+            require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
+        require_positive("calibration.half_width", self.half_width)
+        require(0 <= self.overlap < 1, "calibration.overlap", self.overlap, "must lie between 0 and 1")
 
-    def interval(self, seconds: float) -> tuple[float, float]:
-        """The 90 % interval around a predicted time, normal in the logarithm."""
-        factor = math.exp(1.645 * self.spread)
+    @property
+    def constants(self) -> Constants:
+        """The constants alone, as the formulas take them."""
+        return Constants(**{name: getattr(self, name) for name in BOUNDS}, overlap=self.overlap)
+
+    def on(self, day: str, gpus: int) -> "Calibration":
+        """The calibration of one day: the factors of its regimes applied."""
+        values = {name: getattr(self, name) for name in BOUNDS}
+        for regime in self.regimes:
+            if regime.applies(day, gpus):
+                for name in regime.constants:
+                    values[name] = max(values[name] * regime.factor, BOUNDS[name].low)
+        return replace(self, **values)
+
+    def interval(self, seconds: Any) -> tuple[Any, Any]:
+        """The 90 % interval around a predicted time, or around an array of them."""
+        factor = math.exp(self.half_width)
         return seconds / factor, seconds * factor
 
 
-def default(cluster: Cluster) -> Calibration:
-    """What is assumed before the first measured row: half of the peak on a GPU, the measured rate on this machine."""
-    return Calibration() if cluster.gpu.kind == "cpu" else Calibration(matmul=2.0, communication=1.5)
+def default(cluster: Cluster, stack: str = "") -> Calibration:
+    """What is assumed before the first measured row of one's own.
 
-
-def fit(parts: Sequence[dict[str, float]], measured: Sequence[float], prior: Calibration) -> Calibration:
-    """The calibration that explains `measured` seconds, given each row's uncorrected `parts` in seconds.
-
-    Minimizes sum (ln(pred/meas) / NOISE)^2, robustly (soft L1), plus sum (ln(factor/prior) / PRIOR_SPREAD)^2, so that a
-    part that no row exercises keeps its prior. `parts` holds the keys of FITTED, and 'fixed'.
+    The shipped fit of that cluster and software stack, or of the cluster; elsewhere what A100 and V100 rows agree on,
+    with waiting times of a well-kept system.
     """
-    import numpy as np
-    from scipy.optimize import least_squares  # half a second that planning alone need not pay
-
-    require(len(parts) == len(measured) and len(parts) > 0, "rows", len(parts), "needs one measured time for each row")
-    columns = np.array([[row[name] for name in FITTED] for row in parts])
-    fixed = np.array([row["fixed"] for row in parts])
-    start = np.log([getattr(prior, name) for name in FITTED])
-
-    def errors(logs: np.ndarray) -> np.ndarray:
-        return np.log((columns @ np.exp(logs) + fixed) / np.array(measured))
-
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        robust = np.sqrt(2 * (np.sqrt(1 + (errors(logs) / NOISE) ** 2) - 1))
-        return np.concatenate([robust, (logs - start) / PRIOR_SPREAD])
-
-    best = least_squares(residuals, start).x
-    n = len(measured)
-    # the prior's spread counts as two rows, so that three good rows do not promise perfection
-    variance = (float(np.sum(errors(best) ** 2)) + 2 * NOISE**2) / n
-    factors = dict(zip(FITTED, (float(v) for v in np.exp(best)), strict=True))
-    return replace(prior, **factors, spread=math.sqrt(variance), rows=n)
+    shipped = _shipped("calibrations")
+    for name in (f"{cluster.name}/{stack}", cluster.name):
+        if name in shipped:
+            return from_mapping(Calibration, shipped[name], "calibration")
+    if cluster.gpu.kind == "cpu":
+        # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
+        launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
+        return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
+    generation = "hopper" if cluster.gpu.compute_capability[0] == 9 else "transferable"
+    return from_mapping(Calibration, shipped[generation], "calibration")
 
 
-def to_json(calibration: Calibration) -> dict[str, float]:
-    """The calibration as a JSON object."""
-    return to_mapping(calibration)
+def fit(cases: Sequence[Case], measured: Sequence[float], prior: Calibration) -> Calibration:
+    """The calibration that explains `measured` seconds of `cases`; see fitting.fit_time."""
+    from trilane.fitting import fit_time  # it imports this room
+
+    return fit_time(cases, measured, prior)
+
+
+def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
+    """The regimes of a cluster of the measured rows, their factors at the prior."""
+    return tuple(from_mapping(Regime, r, "regime") for r in _shipped("regimes").get(cluster, []))
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    return read_json(Path(str(resources.files("trilane").joinpath(f"data/{name}.json"))), name)
+
+
+def to_json(calibration: Calibration) -> dict[str, Any]:
+    """The calibration as a JSON object; `regimes` only where it has some."""
+    values = to_mapping(calibration)
+    return values if calibration.regimes else {k: v for k, v in values.items() if k != "regimes"}
 
 
 def from_json(values: object) -> Calibration:
     """The calibration of a JSON object; ValueError names a wrong field."""
     return from_mapping(Calibration, values, "calibration")
+
+
+def save(calibration: Calibration, path: Path | str) -> None:
+    """Write it as JSON; load() reads it back."""
+    Path(path).write_text(json.dumps(to_json(calibration), indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path | str) -> Calibration:
+    """The calibration in a JSON file; ValueError where it is missing, malformed or outside the bounds."""
+    return from_json(read_json(path, "calibration"))

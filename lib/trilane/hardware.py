@@ -47,7 +47,9 @@ class Cluster:
 
     `node_bytes_per_s` is the bus between two GPUs of a node, per GPU and direction; `network_bytes_per_s` what a whole
     node can send; `pcie_bytes_per_s` GPU to host memory. `sources` says where each number comes from.
-    `cores_per_node` matters for a CPU machine: its processes share them.
+    `cores_per_node` matters for a CPU machine: its processes share them. `pair_bytes_per_s` is the bus of a group of
+    two where it is slower than that of a whole node; `ring_bytes_per_s` what one ring of a collective can draw from the
+    network where it is less than its share (one ring, one link).
     """
 
     name: str
@@ -61,6 +63,8 @@ class Cluster:
     cores_per_node: int
     host_memory_bytes: float
     launch_overhead_s: float
+    pair_bytes_per_s: float | None = None
+    ring_bytes_per_s: float | None = None
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from trilane.measure import Measurement
 from trilane.memory import StageMemory
@@ -152,4 +153,49 @@ def shapes_on_the_plane(hidden: Sequence[int], layers: Sequence[int], size_m: Se
     axes.set(xlabel="hidden size", ylabel="layers")
     _title(axes, "Candidate shapes (filled: the chosen one)")
     axes.margins(0.15, 0.3)
+    return made
+
+
+def _stages(count: int, ylabel: str, title: str) -> tuple[Figure, Sequence[Axes]]:
+    """One panel a plan, side by side, on a common scale."""
+    with plt.rc_context(STYLE):
+        made, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 3.2), sharey=True, squeeze=False)
+        made.set_layout_engine("constrained")
+    plt.close(made)
+    panels[0][0].set_ylabel(ylabel)
+    made.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=11)
+    return made, panels[0]
+
+
+def memory_by_stage(candidates: Sequence[Candidate], limit_bytes: float) -> Figure:
+    """What fills a GPU of each pipeline stage, one panel a topology; the GPU's memory is the line where it is near."""
+    made, panels = _stages(len(candidates), "GiB per process", "Predicted memory by stage")
+    names = list(StageMemory.__dataclass_fields__)
+    highest = max(stage.total for c in candidates for stage in c.prediction.stages)
+    for axes, candidate in zip(panels, candidates, strict=True):
+        stages, below = candidate.prediction.stages, [0.0] * len(candidate.prediction.stages)
+        for i, name in enumerate(names):
+            heights = [getattr(stage, name) / GIB for stage in stages]
+            if any(heights):
+                axes.bar(range(len(stages)), heights, bottom=below, color=COLORS[i % len(COLORS)], label=name)
+            below = [b + h for b, h in zip(below, heights, strict=True)]
+        if limit_bytes < 2 * highest:
+            axes.axhline(limit_bytes / GIB, color="#b3261e", lw=1.2)
+        axes.set_title(candidate.topology.label, fontsize=8, loc="left")
+        axes.set_xlabel("pipeline stage")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(panels[-1])
+    return made
+
+
+def time_by_stage(labels: Sequence[str], seconds: Sequence[Sequence[float]]) -> Figure:
+    """Milliseconds that a microbatch takes on each stage, one panel a topology; the slowest sets the pace."""
+    made, panels = _stages(len(labels), "ms per microbatch", "Predicted time by stage (orange: the slowest)")
+    for axes, label, times in zip(panels, labels, seconds, strict=True):
+        slowest = max(times)
+        faces = [COLORS[1] if t > 0.999 * slowest else COLORS[0] for t in times]
+        axes.bar(range(len(times)), [1e3 * t for t in times], color=faces)
+        axes.set_title(label, fontsize=8, loc="left")
+        axes.set_xlabel("pipeline stage")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return made

@@ -1,18 +1,15 @@
 """Prediction: what a plan is expected to cost, each figure with its doubt."""
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from trilane.calibration import FITTED, Calibration
+from trilane.calibration import Calibration, Case
 from trilane.checks import to_mapping
 from trilane.hardware import Cluster
-from trilane.memory import StageMemory, memory_per_stage
+from trilane.memory import DEFAULT, MemoryConstants, StageMemory, memory_per_stage, oom_probability
 from trilane.shape import ModelShape
 from trilane.timing import IterationTime, iteration_time
 from trilane.topology import Topology
-
-MEMORY_SPREAD = 0.08  # of the logarithm of the predicted bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,29 +29,29 @@ class Prediction:
         return to_mapping(self)
 
 
-def predict(shape: ModelShape, topology: Topology, cluster: Cluster, calibration: Calibration) -> Prediction:
+def predict(
+    shape: ModelShape,
+    topology: Topology,
+    cluster: Cluster,
+    calibration: Calibration,
+    memory: MemoryConstants = DEFAULT,
+) -> Prediction:
     """Time and memory of one topology that the shape can run on (see topology.refusal)."""
     time = iteration_time(shape, topology, cluster, calibration)
-    stages = memory_per_stage(shape, topology, cluster)
-    memory = max(stage.total for stage in stages)
+    stages = memory_per_stage(shape, topology, cluster, memory)
+    fullest = max(stage.total for stage in stages)
     low, high = calibration.interval(time.total)
-    sigmas = math.log(cluster.gpu.memory_bytes / memory) / MEMORY_SPREAD
     return Prediction(
         sec_per_it=time.total,
         sec_lo=low,
         sec_hi=high,
-        memory_bytes=memory,
-        oom_probability=0.5 * math.erfc(sigmas / math.sqrt(2)),
+        memory_bytes=fullest,
+        oom_probability=float(oom_probability(fullest, cluster, memory.spread)),
         time=time,
         stages=tuple(stages),
     )
 
 
-def calibration_parts(shape: ModelShape, topology: Topology, cluster: Cluster) -> dict[str, float]:
-    """Seconds that each factor of a Calibration multiplies, for calibration.fit: its keys are FITTED and 'fixed'."""
-    total = {}
-    base = iteration_time(shape, topology, cluster, Calibration()).total
-    for name in FITTED:
-        doubled = iteration_time(shape, topology, cluster, replace(Calibration(), **{name: 2.0})).total  # type: ignore[arg-type]
-        total[name] = doubled - base  # the time is linear in every factor
-    return {**total, "fixed": base - sum(total.values())}
+def calibration_parts(shape: ModelShape, topology: Topology, cluster: Cluster) -> Case:
+    """One measured run as calibration.fit takes it."""
+    return Case(shape=shape, topology=topology, cluster=cluster)

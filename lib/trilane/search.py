@@ -1,16 +1,45 @@
-"""Every topology of a cluster: the ranked candidates, and the refused ones with their reasons."""
+"""Search: every topology of a space predicted, the refused counted by reason, the rest ranked."""
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from trilane.calibration import Calibration
+from trilane.checks import require_known
+from trilane.columns import Columns
+from trilane.constants import Constants
 from trilane.hardware import Cluster
+from trilane.layertime import LayerTime, embedding_seconds, head_seconds, layer_time
+from trilane.memory import memory_bytes, oom_probability
 from trilane.prediction import Prediction, predict
 from trilane.shape import ModelShape
-from trilane.topology import Topology, refusal
+from trilane.space import (
+    MEMORY_RULE,
+    SCHEDULE_RULE,
+    Choice,
+    Space,
+    block_columns,
+    choice_rule,
+    lane_rule,
+    space_around,
+    topology_of,
+)
+from trilane.timing import assemble
+from trilane.topology import Topology
 
 OOM_LIMIT = 0.5
+EXAMPLES_PER_RULE = 50
+OBJECTIVES = {
+    "seconds": "seconds per sequence: seconds per iteration where gbs is the same",
+    "days": "the same order, for a fixed number of tokens",
+    "gpu_hours": "GPU-seconds per sequence",
+    "headroom": "least memory of the fullest stage",
+}
+
+Lane = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,81 +52,221 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Candidates from the fastest to the slowest; refused topologies with one reason each."""
+    """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason."""
 
     candidates: tuple[Candidate, ...]
+    runnable: int
+    refused_by_rule: dict[str, int]
     refused: tuple[tuple[Topology, str], ...]
+    pareto: tuple[Candidate, ...]
 
     @property
     def evaluated(self) -> int:
         """Topologies that were looked at."""
-        return len(self.candidates) + len(self.refused)
-
-    @property
-    def refused_by_rule(self) -> dict[str, int]:
-        """How many topologies each rule refused, the most frequent first."""
-        return dict(Counter(reason.partition(": ")[2] for _, reason in self.refused).most_common())
+        return self.runnable + sum(self.refused_by_rule.values())
 
     def best_lanes(self, count: int) -> list[Candidate]:
-        """The `count` fastest candidates that differ in tp, pp or dp, each with its best microbatch size."""
-        best: dict[tuple[int, int, int], Candidate] = {}
+        """The `count` best candidates that differ in tp, pp or dp."""
+        best: dict[Lane, Candidate] = {}
         for candidate in self.candidates:
             t = candidate.topology
             best.setdefault((t.tp, t.pp, t.dp), candidate)
         return list(best.values())[:count]
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+@dataclass(frozen=True)
+class _Found:
+    """Runnable topologies of one block: what they are, their objective, seconds per sequence and memory."""
+
+    lane: Lane
+    choice: Choice
+    mbs: np.ndarray
+    gbs: np.ndarray
+    objective: np.ndarray
+    seconds: np.ndarray
+    memory: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.mbs)
+
+    def take(self, index: np.ndarray) -> "_Found":
+        rows = (getattr(self, n)[index] for n in ("mbs", "gbs", "objective", "seconds", "memory"))
+        return _Found(self.lane, self.choice, *rows)
 
 
-def lanes(gpus: int) -> Iterator[tuple[int, int, int]]:
-    """Every (tp, pp, dp) whose product is `gpus`."""
-    for tp in divisors(gpus):
-        for pp in divisors(gpus // tp):
-            yield tp, pp, gpus // tp // pp
+class _Microbatches:
+    """Seconds of a layer, the head and the embedding for every microbatch size, computed once for many blocks."""
+
+    def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
+        self.cluster, self.constants, self.sizes = cluster, constants, sizes
+        self.known: dict[tuple[float, ...], tuple[np.ndarray, ...]] = {}
+
+    def seconds(self, columns: Columns) -> np.ndarray:
+        """Seconds per iteration of a block's rows."""
+        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+        key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
+        if key not in self.known:
+            self.known[key] = self._compute(columns)
+        rows = np.searchsorted(self.sizes, columns.mbs)
+        *layer, head, embedding = (part[rows] for part in self.known[key])
+        time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
+        return np.asarray(time.total)
+
+    def _compute(self, columns: Columns) -> tuple[np.ndarray, ...]:
+        few = dataclasses.replace(columns, mbs=self.sizes, gbs=self.sizes * columns.dp)
+        layer = layer_time(few, self.cluster, self.constants)
+        parts = [getattr(layer, f.name) for f in dataclasses.fields(layer)]
+        parts += [head_seconds(few, self.cluster, self.constants), embedding_seconds(few, self.cluster, self.constants)]
+        return tuple(np.broadcast_to(p, self.sizes.shape) for p in parts)
 
 
-def topologies(gpu_counts: Iterable[int], gbs: int, mbs: Sequence[int], base: Topology) -> Iterator[Topology]:
-    """Every topology of those GPU counts and microbatch sizes; the other choices are taken from `base`."""
-    for gpus in gpu_counts:
-        for tp, pp, dp in lanes(gpus):
-            for size in mbs:
-                if gbs % (size * dp) == 0:
-                    yield replace(base, tp=tp, pp=pp, dp=dp, mbs=size, gbs=gbs)
+class _Search:
+    """One pass over a space."""
+
+    def __init__(self, shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration, objective: str):
+        require_known("objective", objective, OBJECTIVES)
+        self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
+        self.objective = objective
+        sizes = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.lanes()}] or [np.ones(1)]
+        self.microbatches = _Microbatches(cluster, calibration.constants, np.unique(np.concatenate(sizes)))
+        self.refused: Counter[str] = Counter()
+        self.examples: list[tuple[Topology, str]] = []
+        self.shown: Counter[str] = Counter()
+        self.runnable = 0
+
+    def refuse(self, rule: str, count: int, lane: Lane, choice: Choice, mbs: np.ndarray, gbs: np.ndarray) -> None:
+        """Count `count` topologies under a rule, and keep a few of them as examples."""
+        self.refused[rule] += count
+        for i in range(min(len(mbs), EXAMPLES_PER_RULE - self.shown[rule])):
+            self.shown[rule] += 1
+            try:
+                topology = topology_of(self.space, lane, choice, mbs[i], gbs[i])
+            except ValueError:
+                return  # cannot even be written down
+            self.examples.append((topology, f"{topology.label}: {rule}"))
+
+    def block(self, lane: Lane, choice: Choice) -> _Found | None:
+        """Predict one block; None where a rule refuses all of it."""
+        tp, pp, dp = lane
+        mbs, gbs = self.space.batches(dp)
+        rule = lane_rule(self.shape, self.cluster, *lane) or choice_rule(self.shape, tp, pp, choice)
+        if rule:
+            self.refuse(rule, len(mbs), lane, choice, mbs[:EXAMPLES_PER_RULE], gbs[:EXAMPLES_PER_RULE])
+            return None
+        columns = block_columns(self.shape, self.space, lane, choice)
+        keep = np.ones(len(mbs), bool)
+        if choice.interleaving > 1:
+            keep = self.drop(keep, columns.microbatches % pp == 0, SCHEDULE_RULE, lane, choice)
+        memory = np.broadcast_to(memory_bytes(columns, self.cluster), mbs.shape)
+        fits = oom_probability(memory, self.cluster) <= OOM_LIMIT
+        keep = self.drop(keep, fits, MEMORY_RULE, lane, choice)
+        columns, memory = columns.take(keep), memory[keep]
+        self.runnable += len(memory)
+        if not len(memory):
+            return None
+        seconds = self.microbatches.seconds(columns) / columns.gbs
+        goal = {"seconds": seconds, "days": seconds, "gpu_hours": seconds * tp * pp * dp, "headroom": memory}[
+            self.objective
+        ]
+        return _Found(lane, choice, columns.mbs, columns.gbs, goal, seconds, memory)
+
+    def drop(self, keep: np.ndarray, ok: np.ndarray, rule: str, lane: Lane, choice: Choice) -> np.ndarray:
+        """Refuse what is still kept and not ok."""
+        gone = keep & ~ok
+        if gone.any():
+            mbs, gbs = self.space.batches(lane[2])
+            self.refuse(rule, int(gone.sum()), lane, choice, mbs[gone], gbs[gone])
+        return keep & ok
+
+    def run(self, top: int) -> SearchResult:
+        """All blocks, the best `top` and the Pareto front kept as it goes."""
+        best: list[_Found] = []
+        front: list[_Found] = []
+        worst = np.inf
+        for lane in self.space.lanes():
+            for choice in self.space.choices(self.shape, lane[0], lane[1]):
+                found = self.block(lane, choice)
+                if found is None:
+                    continue
+                front.append(found.take(_front(found.seconds, found.memory)))
+                better = np.flatnonzero(found.objective <= worst)
+                best.append(found.take(better[np.argsort(found.objective[better], kind="stable")[:top]]))
+                if sum(map(len, best)) > 20 * top:
+                    best, worst = _merge(best, top)
+        best, _ = _merge(best, top)
+        return SearchResult(
+            candidates=tuple(self.candidates(best)),
+            runnable=self.runnable,
+            refused_by_rule=dict(self.refused.most_common()),
+            refused=tuple(self.examples),
+            pareto=tuple(self.candidates(_merge_front(front))),
+        )
+
+    def candidates(self, found: Iterable[_Found]) -> list[Candidate]:
+        """Each row predicted in full."""
+        result = []
+        for block in found:
+            for mbs, gbs in zip(block.mbs, block.gbs, strict=True):
+                topology = topology_of(self.space, block.lane, block.choice, mbs, gbs)
+                prediction = predict(self.shape, topology, self.cluster, self.calibration)
+                result.append(Candidate(topology=topology, prediction=prediction))
+        return result
+
+
+def _front(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    """Rows that no other row beats in both seconds and memory, the fastest first."""
+    order = np.lexsort((memory, seconds))
+    lowest = np.minimum.accumulate(memory[order])
+    return order[np.append(True, memory[order][1:] < lowest[:-1])]
+
+
+def _rows(blocks: Sequence[_Found], order: np.ndarray) -> list[_Found]:
+    owner = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks])
+    place = np.concatenate([np.arange(len(b)) for b in blocks]) if blocks else np.array([], int)
+    return [blocks[owner[i]].take(np.array([place[i]])) for i in order]
+
+
+def _merge(blocks: Sequence[_Found], top: int) -> tuple[list[_Found], float]:
+    blocks = [b for b in blocks if len(b)]
+    if not blocks:
+        return [], np.inf
+    objective = np.concatenate([b.objective for b in blocks])
+    order = np.argsort(objective, kind="stable")[:top]
+    return _rows(blocks, order), float(objective[order[-1]]) if len(order) == top else np.inf
+
+
+def _merge_front(blocks: Sequence[_Found]) -> list[_Found]:
+    if not blocks:
+        return []
+    order = _front(np.concatenate([b.seconds for b in blocks]), np.concatenate([b.memory for b in blocks]))
+    return _rows(blocks, order)
+
+
+def search_space(
+    shape: ModelShape,
+    cluster: Cluster,
+    space: Space,
+    calibration: Calibration,
+    objective: str = "seconds",
+    top: int = 200,
+) -> SearchResult:
+    """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
+    cluster.gpu.flops_per_s(space.precision)
+    return _Search(shape, cluster, space, calibration, objective).run(top)
 
 
 def search(
     shape: ModelShape,
     cluster: Cluster,
     *,
-    gpus: Sequence[int],
-    gbs: int,
-    mbs: Sequence[int],
+    gpus: int | Sequence[int],
+    gbs: int | Sequence[int],
     calibration: Calibration,
+    mbs: Sequence[int] = (),
     base: Topology | None = None,
+    top: int = 500,
 ) -> SearchResult:
-    """Predict every topology of `gpus` GPUs (one or more counts) and microbatch sizes `mbs` for `gbs` sequences."""
-    candidates, refused = [], []
-    for topology in topologies(gpus, gbs, mbs, base or Topology()):
-        reason = refusal(shape, topology) or placement_refusal(topology, cluster)
-        if reason is None:
-            prediction = predict(shape, topology, cluster, calibration)
-            if prediction.oom_probability <= OOM_LIMIT:
-                candidates.append(Candidate(topology=topology, prediction=prediction))
-                continue
-            need, have = prediction.memory_bytes / 2**30, cluster.gpu.memory_bytes / 2**30
-            reason = f"memory={need:.1f} GiB: must fit the {have:.1f} GiB of a {cluster.gpu.name}"
-        refused.append((topology, reason))
-    ranked = sorted(candidates, key=lambda c: c.prediction.sec_per_it)
-    return SearchResult(candidates=tuple(ranked), refused=tuple(refused))
-
-
-def placement_refusal(topology: Topology, cluster: Cluster) -> str | None:
-    """Why a topology has no sensible place on the cluster's nodes; None where it has."""
-    if topology.gpus > cluster.max_gpus:
-        return f"gpus={topology.gpus}: {cluster.name} has {cluster.max_gpus}"
-    if topology.tp > cluster.gpus_per_node:
-        return f"tp={topology.tp}: a tensor-parallel group must stay inside a node of {cluster.gpus_per_node} GPUs"
-    return None
+    """Every tp x pp x dp of `gpus` GPUs (one or more counts) and microbatch size; other choices are those of `base`."""
+    counts = (gpus,) if isinstance(gpus, int) else gpus
+    batches = (gbs,) if isinstance(gbs, int) else gbs
+    return search_space(shape, cluster, space_around(base or Topology(), counts, batches, mbs), calibration, top=top)

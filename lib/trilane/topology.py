@@ -9,6 +9,7 @@ from trilane.shape import ModelShape
 RECOMPUTE = ("none", "selective", "full")
 PARTITIONS = ("uniform", "type:transformer|embedding")
 OFFLOADS = ("none", "optimizer", "full")
+ATTENTIONS = ("fused", "scores")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,7 @@ class Topology:
 
     `zero` is the ZeRO stage (1 in the `megatron` engine: its distributed optimizer). `interleaving` is the number of
     model chunks per pipeline stage. `partition` "type:transformer|embedding" counts embedding and head as layers.
+    `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
     Raises ValueError for what no model could make right; what depends on the shape is in refusal().
     """
 
@@ -33,6 +35,7 @@ class Topology:
     offload: str = "none"
     precision: str = "fp32"
     fp32_gradients: bool = False
+    attention: str = "fused"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
@@ -43,6 +46,7 @@ class Topology:
         require_known("partition", self.partition, PARTITIONS)
         require_known("offload", self.offload, OFFLOADS)
         require_known("precision", self.precision, PRECISIONS)
+        require_known("attention", self.attention, ATTENTIONS)
         rule = f"must be a multiple of mbs x dp = {self.mbs} x {self.dp}"
         require(self.gbs % (self.mbs * self.dp) == 0, "gbs", self.gbs, rule)
         require(self.tp > 1 or not self.sequence_parallel, "sequence_parallel", True, "needs tp > 1")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from plans import HERE
 
+from trilane.columns import columns_of
 from trilane.launch import environment
+from trilane.memory import stage_parameters
 from trilane.plan import Plan
 from trilane.shape import ModelShape
 from trilane.topology import Topology
@@ -22,9 +24,7 @@ LAYERS = {"uniform": 16, EMBEDDING: 14}
 
 def formula(shape: ModelShape, topology: Topology) -> list[float]:
     """The prediction's parameters of one GPU of each stage: the only line that knows its signature."""
-    from trilane.memory import stage_parameters
-
-    return stage_parameters(shape, topology)
+    return [float(stage_parameters(columns_of(shape, topology), stage)) for stage in range(topology.pp)]
 
 
 def plan(partition: str, tied: bool, tp: int, pp: int, interleaving: int, layers: int) -> Plan:

@@ -1,0 +1,34 @@
+"""How fast the search predicts: python benchmarks/search_speed.py
+
+Two figures. `predicted` counts only topologies whose time and memory were really computed, on one core; `looked at`
+also those that a rule refuses a block at a time. The space is that of 72 x 14336 on 384 GPUs, every GBS up to 2048.
+"""
+
+import resource
+import time
+
+from trilane import calibration
+from trilane.hardware import cluster
+from trilane.search import search_space
+from trilane.shape import parse_shape
+from trilane.space import MEMORY_RULE, Space
+
+
+def main() -> None:
+    """Print both figures, the wall time and the peak memory of this process."""
+    machine = cluster("jz-a100-80g")
+    shape = parse_shape("72,14336,64,2048,250880")
+    whole = Space(gpus=(384,), gbs=tuple(range(1, 2049)), attention="scores")
+    dense = Space(gpus=tuple(range(8, 417, 8)), gbs=tuple(range(1, 2049)), attention="scores")
+    for name, space in (("384 GPUs", whole), ("every node count", dense)):
+        start, cpu = time.perf_counter(), time.process_time()
+        found = search_space(shape, machine, space, calibration.default(machine), top=10)
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        predicted = found.runnable + found.refused_by_rule.get(MEMORY_RULE, 0)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{name}: looked at {found.evaluated:,} topologies, {found.evaluated / cpu:,.0f} a second and core")
+        print(f"  predicted {predicted:,}, {predicted / cpu:,.0f} a second and core; {wall:.1f} s, {peak:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Columns: one plan, or a million, as numbers that every prediction formula takes alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from trilane.hardware import Cluster
+from trilane.shape import ModelShape
+from trilane.topology import RECOMPUTE, Topology
+
+Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Sizes of models and topologies, each a number or an array.
+
+    Choices are numbers too: `recompute` 0 none, 1 selective, 2 full; `embedding_layers` 1 where the pipeline counts
+    embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
+    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32.
+    """
+
+    layers: Number
+    hidden: Number
+    heads: Number
+    seq: Number
+    vocab: Number
+    tp: Number
+    pp: Number
+    dp: Number
+    mbs: Number
+    gbs: Number
+    zero: Number
+    recompute: Number
+    interleaving: Number
+    embedding_layers: Number
+    sequence_parallel: Number
+    offload: Number
+    value_bytes: Number
+    fp32_gradients: Number
+    stores_scores: Number
+    untied: Number
+
+    @property
+    def microbatches(self) -> Number:
+        """Microbatches per iteration and replica."""
+        return self.gbs / (self.mbs * self.dp)
+
+    @property
+    def gpus(self) -> Number:
+        """GPUs of the run."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of one microbatch."""
+        return self.mbs * self.seq
+
+    @property
+    def head_dim(self) -> Number:
+        """Channels of one attention head."""
+        return self.hidden / self.heads
+
+    @property
+    def layer_parameters(self) -> Number:
+        """Parameters of one layer on one GPU; tp divides all but norms and the biases of row-parallel matrices."""
+        h = self.hidden
+        return (12 * h * h + 7 * h) / self.tp + 6 * h
+
+    @property
+    def embedding_parameters(self) -> Number:
+        """Parameters of the word embedding on one GPU."""
+        return self.vocab * self.hidden / self.tp
+
+    @property
+    def stage_layers(self) -> tuple[Number, Number, Number]:
+        """Transformer layers of the first, of a middle and of the last pipeline stage.
+
+        Layers are dealt in stages of ceil(units / pp), and the last stage gets what is left: DeepSpeed's greedy balance
+        gives 78 layers on 12 stages as 11 x 7 + 1 (BigScience chronicles, 'Re-do').
+        """
+        units = self.layers + 2 * self.embedding_layers
+        each = np.ceil(units / self.pp)
+        first = np.minimum(each, units) - self.embedding_layers
+        last = np.maximum(units - each * (self.pp - 1) - self.embedding_layers, 0)
+        alone = self.pp == 1
+        return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
+
+    def take(self, index: Any) -> "Columns":
+        """The chosen rows; what is the same for all rows stays a number."""
+        return Columns(**{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)})
+
+
+def columns_of(shape: ModelShape, topology: Topology) -> Columns:
+    """One plan as Columns of numbers."""
+    t = topology
+    return Columns(
+        layers=shape.num_layers,
+        hidden=shape.hidden_size,
+        heads=shape.num_attention_heads,
+        seq=shape.seq_length,
+        vocab=shape.vocab_size,
+        tp=t.tp,
+        pp=t.pp,
+        dp=t.dp,
+        mbs=t.mbs,
+        gbs=t.gbs,
+        zero=t.zero,
+        recompute=RECOMPUTE.index(t.recompute),
+        interleaving=t.interleaving,
+        embedding_layers=int(t.partition != "uniform"),
+        sequence_parallel=int(t.sequence_parallel),
+        offload=("none", "optimizer", "full").index(t.offload),
+        value_bytes=4 if t.precision == "fp32" else 2,
+        fp32_gradients=int(t.fp32_gradients),
+        stores_scores=int(t.attention == "scores"),
+        untied=int(not shape.tied_embeddings),
+    )
+
+
+def stack(rows: Sequence[Columns]) -> Columns:
+    """Several plans as Columns of arrays."""
+    return Columns(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(Columns)})
+
+
+def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
+    """Peak matmul rate of one process: the card's in its precision, or its share of a CPU machine's cores."""
+    gpu = cluster.gpu
+    half = max(gpu.fp16_flops_per_s, gpu.bf16_flops_per_s) or gpu.fp32_flops_per_s
+    if gpu.kind == "cpu":
+        threads = np.maximum(cluster.cores_per_node // columns.gpus, 1)
+        return gpu.fp32_flops_per_s * threads / slowdown(columns, cluster)
+    return np.where(np.equal(columns.value_bytes, 4), gpu.fp32_flops_per_s, half)
+
+
+def slowdown(columns: Columns, cluster: Cluster) -> Number:
+    """How many processes of a CPU machine wait for one core; 1 on GPUs."""
+    return np.maximum(columns.gpus / cluster.cores_per_node, 1.0) if cluster.gpu.kind == "cpu" else 1.0
