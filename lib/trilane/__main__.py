@@ -1,6 +1,7 @@
-"""Thin doors for batch use: `python -m trilane run|launch ...`. Bad input is one line and exit code 2."""
+"""Thin doors for batch use: `python -m trilane DOOR ...`, listed by --help. Bad input is one line and exit code 2."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doors = parser.add_subparsers(dest="door", required=True)
     _add_run(doors.add_parser("run", help="execute one notebook of a study, or all in order"))
     _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
+    _add_bench(doors.add_parser("bench", help="measure this machine, or under torchrun or srun this cluster"))
     _add_planner(doors)
     args = parser.parse_args(argv)
     try:
@@ -72,6 +74,18 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
 
     launch.add_arguments(parser)
     parser.set_defaults(call=launch.run)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", nargs="?", default="", metavar="OUT.json", help="default: NAME.json")
+    parser.add_argument("--name", default="", help="default: the host's name without digits, or local on one machine")
+    parser.set_defaults(call=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
+    engine = [sys.executable, "-m", "trilane.engine.bench", *filter(None, [args.out]), "--name", args.name]
+    os.execv(sys.executable, engine)
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:

@@ -1,26 +1,191 @@
 """This machine, measured, is a cluster like any other."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from trilane.hardware import cluster
-from trilane.launch import environment
+from trilane.checks import to_mapping
+from trilane.engine import bench
+from trilane.hardware import PRECISIONS, Cluster, cluster
+from trilane.launch import environment, free_port
+
+SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "1"}
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """What python says, run with these arguments."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment(2), capture_output=True, text=True, timeout=120, check=False)
+
+
+def assert_plausible(measured: Cluster) -> None:
+    """Rates that any core of the last ten years reaches."""
+    assert measured.gpu.fp32_flops_per_s > 1e9
+    assert measured.gpu.memory_bytes_per_s > 1e9
+    assert 1e8 < measured.gpu.context_bytes < 2e9
+    assert 1e-7 < measured.launch_overhead_s < 1e-3
+    assert 1e-6 < measured.latency_s < 0.1
+    assert measured.network_bytes_per_s > 1e6
 
 
 @pytest.mark.slow
 def test_the_measured_machine_can_be_planned_on(tmp_path: Path) -> None:
-    """Rates that any core of the last ten years reaches, and each number with the host and the date behind it."""
+    """Each number with the host and the date behind it."""
     path = tmp_path / "local.json"
-    command = [sys.executable, "-m", "trilane.engine.bench", str(path)]
-    done = subprocess.run(command, env=environment(1), capture_output=True, text=True, timeout=60)
+    done = run("-m", "trilane.engine.bench", str(path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     local = cluster(str(path))
     assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
-    assert local.gpu.fp32_flops_per_s > 1e9
-    assert local.gpu.memory_bytes_per_s > 1e9
-    assert 1e8 < local.gpu.context_bytes < 2e9
-    assert 1e-7 < local.launch_overhead_s < 1e-3
+    assert_plausible(local)
     assert local.sources["gpu.fp32_flops_per_s"].startswith("measured on ")
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_write_one_cluster_together_and_never_over_another(tmp_path: Path) -> None:
+    """Two ranks, through the door, twice: the second time rank 0 says in one line that the file exists."""
+    path = tmp_path / "mine.json"
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1")
+    door = ("--module", "trilane", "bench", str(path), "--name", "my-cluster")
+    done = run(*torchrun, f"--master-port={free_port(0)}", *door)
+    assert done.returncode == 0, done.stderr
+    mine = cluster(str(path))
+    assert (mine.name, mine.gpu.kind, mine.gpus_per_node, mine.max_nodes) == ("my-cluster", "cpu", 2, 1)
+    assert_plausible(mine)
+    assert "gloo all_reduce of 4 MiB by 2 ranks" in mine.sources["node_bytes_per_s"]
+    before = path.read_text()
+    again = run(*torchrun, f"--master-port={free_port(0)}", *door)
+    assert again.returncode != 0
+    assert [line for line in again.stderr.splitlines() if "out=" in line] == [f"trilane: out={path}: exists"]
+    assert "ValueError" not in again.stderr
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(tmp_path: Path) -> None:
+    """Four ranks with SLURM's variables alone; unnamed, cluster and file are called as the host, less its digits."""
+    this = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
+    env = {**environment(4), **SLURM, "SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port(0))}
+    ranks = [
+        subprocess.Popen(this, cwd=tmp_path, env={**env, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 2)})
+        for i in range(4)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+    two = cluster(str(tmp_path / "gpu.json"))
+    assert (two.name, two.gpus_per_node, two.max_nodes) == ("gpu", 2, 2)
+    assert two.cores_per_node == len(os.sched_getaffinity(0))
+    assert_plausible(two)
+    assert "by 2 ranks" in two.sources["node_bytes_per_s"]
+    assert "by 4 ranks" in two.sources["network_bytes_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("out", "rule"),
+    [
+        ("cluster.txt", "must end in .json"),
+        ("nowhere/cluster.json", "its folder does not exist"),
+        ("here.json", "exists"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    out: str, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here.json").touch()
+    assert bench.main([str(tmp_path / out)]) == 2
+    assert capsys.readouterr() == ("", f"trilane: out={tmp_path / out}: {rule}\n")
+
+
+def test_the_door_refuses_in_one_line_too(tmp_path: Path) -> None:
+    (tmp_path / "here.json").touch()
+    done = run("-m", "trilane", "bench", str(tmp_path / "here.json"))
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"trilane: out={tmp_path / 'here.json'}: exists\n")
+
+
+@pytest.mark.parametrize(
+    ("env", "size"),
+    [
+        ({}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, 4),
+        ({"SLURM_PROCID": "2", **SLURM}, 4),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, 1),  # a batch script: eight tasks were asked for, none started
+    ],
+    ids=["alone", "torchrun", "srun", "batch script"],
+)
+def test_who_else_measures_is_read_from_the_environment(env: dict[str, str], size: int) -> None:
+    assert bench.world_size(env) == size
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
+def test_a_rank_a_tenth_slower_than_the_median_is_named_with_its_host() -> None:
+    """9 % below is not worth a line, and neither is a precision that no card has."""
+    from trilane.engine.together import slow_ranks
+
+    good = {
+        "gpu.fp32_flops_per_s": 100.0,
+        "pcie_bytes_per_s": 20.0,
+        "gpu.bf16_flops_per_s": 0.0,
+        "launch_overhead_s": 1,
+    }
+    every = [good, good, {**good, "gpu.fp32_flops_per_s": 91.0}, {**good, "pcie_bytes_per_s": 15.0}]
+    warnings = slow_ranks(every, ["n1", "n1", "n2", "n2"])
+    assert warnings == ["rank 3 on n2 is slow: pcie_bytes_per_s 25% below the median"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_every_number_of_a_cluster_has_its_source(
+    kind: str, nodes: int, per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a V100, typed in, and on cores; with all the links, some, or none."""
+    import torch
+
+    from trilane.engine.collectives import Link
+    from trilane.engine.findings import Findings, as_cluster
+
+    card = SimpleNamespace(name="V100", major=7, minor=0, multi_processor_count=80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    rates = ("memory_bytes", "context_bytes", "memory_bytes_per_s", *(f"{p}_flops_per_s" for p in PRECISIONS))
+    others = ("pcie_bytes_per_s", "host_memory_bytes", "launch_overhead_s")
+    link = Link(ranks=nodes * per_node, bytes_per_s=1e11, hop_s=1e-6, pair_bytes_per_s=1e11, pair_s=1e-5)
+    found = Findings(
+        device=torch.device(kind),
+        host="n1",
+        nodes=nodes,
+        per_node=per_node,
+        cores=40,
+        numbers={**{f"gpu.{name}": 1e9 for name in rates}, **dict.fromkeys(others, 1e9)},
+        inside=link if per_node > 1 else None,
+        among=link if nodes > 1 else None,
+    )
+    made = as_cluster(found, "mine")
+    flat = {field: value for field, value in to_mapping(made).items() if value is not None}
+    named = {"name", "gpu", "sources"} | {f"gpu.{fact}" for fact in ("name", "kind", "compute_capability", "num_sms")}
+    fields = {*flat, *(f"gpu.{field}" for field in flat["gpu"])}
+    assert set(made.sources) == fields - named
+    assert (made.gpu.kind, made.gpus_per_node, made.max_nodes) == (kind, per_node, nodes)
+    assert made.node_bytes_per_s == (1e11 if nodes * per_node > 1 else 1e9)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("host", "name"), [("jean-zay-ia801", "jean-zay-ia"), ("r1i4n2.example.org", "rin"), ("10", "local")]
+)
+def test_a_cluster_is_called_as_its_hosts_less_their_digits(host: str, name: str) -> None:
+    from trilane.engine.together import plain_name
+
+    assert plain_name(host) == name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:
+    """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes / seconds."""
+    from trilane.engine.collectives import ring_bytes_per_s
+
+    assert ring_bytes_per_s(1000, 2, 1.0) == 1000
+    assert ring_bytes_per_s(1000, 8, 1.0) == 1750

@@ -76,12 +76,17 @@ def join(plan: Plan) -> World:
 
     Raises ValueError where the world is not tp x pp x dp processes, or the card lacks the plan's precision.
     """
+    size, t = int(os.environ["WORLD_SIZE"]), plan.topology
+    require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
+    return enter(t.precision)
+
+
+def enter(precision: str) -> World:
+    """Start the process group of however many processes there are; ValueError where the card lacks `precision`."""
     env = os.environ
     size, local_size = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
-    t = plan.topology
-    require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
-    device = _device(local_rank, local_size, t.precision)
+    device = own_device(precision)
     torch.set_num_threads(threads(local_size))
     if device.type == "cuda":
         dist.init_process_group("nccl", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
@@ -90,9 +95,11 @@ def join(plan: Plan) -> World:
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
 
 
-def _device(local_rank: int, local_size: int, precision: str) -> torch.device:
+def own_device(precision: str) -> torch.device:
+    """This process's GPU, made the current one, or the CPU. ValueError where it is missing or lacks `precision`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    local_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     cards = torch.cuda.device_count()
     require(local_size <= cards, "processes per host", local_size, f"this host shows {cards} GPUs")
     torch.cuda.set_device(local_rank)
@@ -105,7 +112,12 @@ def _device(local_rank: int, local_size: int, precision: str) -> torch.device:
 
 def cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(core_numbers())
+
+
+def core_numbers() -> set[int]:
+    """Which CPU cores this process may use; counted from 0 where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def threads(local_size: int) -> int:
