@@ -1,5 +1,7 @@
 """Memory: published bytes, laws, and the measured rows."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -111,3 +113,10 @@ def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
     p = oom_probability(np.array([0.7, 0.97, 1.0, 1.03, 1.4]) * capacity, A100)
     assert p[0] < 1e-6 and p[2] == 0.5 and p[4] > 1 - 1e-6
     assert p[1] == pytest.approx(1 - p[3], abs=0.01)
+
+
+def test_the_parameters_of_a_single_gpu_are_those_of_the_shape():
+    """ModelShape.parameters, with and without an untied head and a norm of the embedding."""
+    for tied, norm in [(True, False), (False, False), (True, True), (False, True)]:
+        shape = dataclasses.replace(parse_shape("4,64,4,32,384"), tied_embeddings=tied, embedding_layernorm=norm)
+        assert stage_parameters(columns_of(shape, Topology()), 0) == shape.parameters

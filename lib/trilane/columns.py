@@ -42,6 +42,7 @@ class Columns:
     fp32_gradients: Number
     stores_scores: Number
     untied: Number
+    embedding_layernorm: Number
 
     @property
     def microbatches(self) -> Number:
@@ -117,6 +118,7 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         fp32_gradients=int(t.fp32_gradients),
         stores_scores=int(t.attention == "scores"),
         untied=int(not shape.tied_embeddings),
+        embedding_layernorm=int(shape.embedding_layernorm),
     )
 
 

@@ -106,9 +106,9 @@ def stage_parameters(columns: Columns, stage: Number) -> Number:
     x = columns
     ends = np.equal(stage, 0), np.equal(stage, x.pp - 1)
     embedding = x.embedding_parameters
-    positions = x.seq * x.hidden
+    beside = x.seq * x.hidden + 2 * x.hidden * x.embedding_layernorm  # positions, and BLOOM's norm of the embedding
     at_end = 2 * x.hidden + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
-    return stage_layers_at(x, stage) * x.layer_parameters + ends[0] * (embedding + positions) + ends[1] * at_end
+    return stage_layers_at(x, stage) * x.layer_parameters + ends[0] * (embedding + beside) + ends[1] * at_end
 
 
 def model_states(columns: Columns, stage: Number, constants: MemoryConstants) -> tuple[Number, Number, Number]:
