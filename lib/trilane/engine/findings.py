@@ -5,12 +5,20 @@ from datetime import date
 
 import torch
 
+from trilane.constants import PRIOR
 from trilane.engine import rates
 from trilane.engine.collectives import Link, large_bytes
 from trilane.hardware import Cluster, Gpu
 
 # Numbers by the field of Cluster that takes them.
 Found = dict[str, float]
+# A Cluster holds peaks, of which a calibration expects these shares; what a GPU was seen to reach is such a share.
+SHARES: Found = {
+    "fp32_flops_per_s": float(PRIOR.matmul),
+    "fp16_flops_per_s": float(PRIOR.matmul),
+    "bf16_flops_per_s": float(PRIOR.matmul),
+    "memory_bytes_per_s": float(PRIOR.memory),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,7 @@ def _gpu(found: Findings) -> Gpu:
     numbers = {field.removeprefix("gpu."): n for field, n in found.numbers.items() if field.startswith("gpu.")}
     if found.device.type != "cuda":
         return Gpu(name=f"core of {found.host}", kind="cpu", **numbers)  # type: ignore[arg-type]
+    numbers = {field: n / SHARES.get(field, 1.0) for field, n in numbers.items()}
     card = torch.cuda.get_device_properties(found.device)
     capability = (card.major, card.minor)
     sms = card.multi_processor_count
@@ -87,11 +96,11 @@ def _sources(found: Findings) -> dict[str, str]:
 def _how_on_cuda() -> dict[str, str]:
     sizes = " and ".join(" x ".join(map(str, size)) for size in rates.CUDA_SIZES)
     copied = f"{rates.COPY_BYTES >> 20} MiB"
-    matmul = f"the fastest torch matmul of {sizes}"
+    matmul = f"the fastest torch matmul of {sizes}, which reaches {PRIOR.matmul} of the peak"
     return {
         "gpu.memory_bytes": "the card's total, as its driver says",
         "gpu.context_bytes": "memory that is not free before the first tensor",
-        "gpu.memory_bytes_per_s": f"copy of {copied} on the card, bytes read and written",
+        "gpu.memory_bytes_per_s": f"copy of {copied} on the card, bytes read and written; {PRIOR.memory} of the peak",
         "gpu.fp32_flops_per_s": f"{matmul}, without TF32",
         "gpu.fp16_flops_per_s": matmul,
         "gpu.bf16_flops_per_s": f"{matmul}; 0 below compute capability 8.0",
