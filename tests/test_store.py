@@ -31,6 +31,7 @@ def test_a_result_is_stamped_and_its_earlier_version_is_kept(outputs):
     assert (study.folder / "a.json").read_text() == first
     study.save("a.json", {"value": 2}, "01")
     assert study.load("a.json", "01")["value"] == 2
+    assert study.values("a.json", "01") == {"value": 2}
     assert (study.folder / "earlier/a.json.1").read_text() == first
     assert set(study.load("a.json", "01")["made_by"]) >= {"notebook", "revision", "trilane", "host", "time"}
 

@@ -107,6 +107,10 @@ class Study:
         require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
         return read_json(path, "study file")
 
+    def values(self, name: str, made_by: str) -> dict[str, Any]:
+        """The result file `name` without the stamp of what made it."""
+        return {k: v for k, v in self.load(name, made_by).items() if k != "made_by"}
+
     def save_table(self, name: str, table: Any) -> Path:
         """Write a pandas DataFrame as CSV; a different earlier version is kept."""
         return write_text(self.folder / name, table.to_csv(index=False))
