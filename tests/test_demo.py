@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -64,10 +65,11 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_starts(demo):
 
 
 def test_calibration_brings_the_predictions_nearer_to_the_measured_times(demo):
-    values = json.loads((demo / "calibration.json").read_text())
-    assert values["rows"] == 4 and values["spread"] > 0
+    assert json.loads((demo / "calibration.json").read_text())["rows"] == 4
     assert len(pd.read_csv(demo / "measured.csv")) == 4
-    assert "recalibrated" in (demo / "04_analyze.html").read_text()
+    table = pd.read_csv(demo / "predicted.csv")
+    before, after = (np.log(table[f"{name} / measured"]).abs().mean() for name in ("predicted", "recalibrated"))
+    assert after <= before + 0.02, "the fit is held by a prior, so it may trade a hair"
 
 
 def test_the_report_is_whole_and_loads_nothing_from_elsewhere(demo):
