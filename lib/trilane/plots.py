@@ -6,7 +6,6 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from trilane.measure import Measurement
 from trilane.memory import StageMemory
@@ -107,11 +106,11 @@ def stacked_bars(
 ) -> Figure:
     """One horizontal bar a label, its parts one after the other; `limit` is drawn where it lies in sight."""
     made, axes = figure(8.0, 1.1 + 0.42 * len(labels))
-    names = [name for name in parts[0] if any(p[name] > 0 for p in parts)]
-    for i, name in enumerate(names):
-        left = [sum(p[earlier] for earlier in names[:i]) for p in parts]
-        words = name.replace("_", " ")
-        axes.barh(labels, [p[name] for p in parts], left=left, color=COLORS[i], label=words, height=0.62)
+    for i, name in enumerate(parts[0]):  # a part keeps its colour in every figure, also where others are nothing
+        if any(p[name] > 0 for p in parts):
+            left = [sum(list(p.values())[:i]) for p in parts]
+            color, words = COLORS[i % len(COLORS)], name.replace("_", " ")
+            axes.barh(labels, [p[name] for p in parts], left=left, color=color, label=words, height=0.62)
     longest = max(sum(p.values()) for p in parts)
     if limit is not None and limit < 3 * longest:
         axes.axvline(limit, color="#b3261e", lw=1.5)
@@ -183,7 +182,7 @@ def memory_by_stage(candidates: Sequence[Candidate], limit_bytes: float) -> Figu
             axes.axhline(limit_bytes / GIB, color="#b3261e", lw=1.2)
         axes.set_title(candidate.topology.label, fontsize=8, loc="left")
         axes.set_xlabel("pipeline stage")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xticks(range(0, len(stages), -(-len(stages) // 8)))
     _legend(panels[-1])
     return made
 
@@ -197,5 +196,5 @@ def time_by_stage(labels: Sequence[str], seconds: Sequence[Sequence[float]]) -> 
         axes.bar(range(len(times)), [1e3 * t for t in times], color=faces)
         axes.set_title(label, fontsize=8, loc="left")
         axes.set_xlabel("pipeline stage")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xticks(range(0, len(times), -(-len(times) // 8)))
     return made
