@@ -41,6 +41,7 @@ class Columns:
     value_bytes: Number
     fp32_gradients: Number
     stores_scores: Number
+    torch_adam: Number
     untied: Number
     embedding_layernorm: Number
 
@@ -117,6 +118,7 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         value_bytes=4 if t.precision == "fp32" else 2,
         fp32_gradients=int(t.fp32_gradients),
         stores_scores=int(t.attention == "scores"),
+        torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
         embedding_layernorm=int(shape.embedding_layernorm),
     )

@@ -10,6 +10,7 @@ RECOMPUTE = ("none", "selective", "full")
 PARTITIONS = ("uniform", "type:transformer|embedding")
 OFFLOADS = ("none", "optimizer", "full")
 ATTENTIONS = ("fused", "scores")
+ADAMS = ("fused", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Topology:
     `zero` is the ZeRO stage (1 in the `megatron` engine: its distributed optimizer). `interleaving` is the number of
     model chunks per pipeline stage. `partition` "type:transformer|embedding" counts embedding and head as layers.
     `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
+    `adam` "torch" is torch.optim.Adam, which needs a temporary as large as its states' share; "fused" is apex's kernel.
     Raises ValueError for what no model could make right; what depends on the shape is in refusal().
     """
 
@@ -36,6 +38,7 @@ class Topology:
     precision: str = "fp32"
     fp32_gradients: bool = False
     attention: str = "fused"
+    adam: str = "fused"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
@@ -47,6 +50,7 @@ class Topology:
         require_known("offload", self.offload, OFFLOADS)
         require_known("precision", self.precision, PRECISIONS)
         require_known("attention", self.attention, ATTENTIONS)
+        require_known("adam", self.adam, ADAMS)
         rule = f"must be a multiple of mbs x dp = {self.mbs} x {self.dp}"
         require(self.gbs % (self.mbs * self.dp) == 0, "gbs", self.gbs, rule)
         require(self.tp > 1 or not self.sequence_parallel, "sequence_parallel", True, "needs tp > 1")

@@ -12,7 +12,7 @@ from trilane.space import Space
 
 
 def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration) -> dict[str, Candidate | None]:
-    """The winner as things are, and with slower or faster links, one node less, and each microbatch size pinned."""
+    """The winner as things are, and with other links, one node less, each microbatch size, launches blocked or not."""
     changed = {
         "as it is": (cluster, space),
         "network at half its speed": (_scaled(cluster, network_bytes_per_s=0.5), space),
@@ -26,6 +26,9 @@ def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Cali
     for mbs in (1, 2, 4, 8):
         changed[f"mbs {mbs}"] = (cluster, dataclasses.replace(space, mbs=(mbs,)))
     results = {name: search_space(shape, c, s, calibration, top=1).candidates for name, (c, s) in changed.items()}
+    for blocking in (True, False) if cluster.gpu.kind == "cuda" else ():
+        other = calibration.with_launch_blocking(blocking)
+        results[f"CUDA_LAUNCH_BLOCKING={int(blocking)}"] = search_space(shape, cluster, space, other, top=1).candidates
     return {name: found[0] if found else None for name, found in results.items()}
 
 
