@@ -17,6 +17,7 @@ help:
 	@echo "make venv   the set-up alone"
 
 venv: $(STAMP)
+	@:
 
 $(STAMP): requirements.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11 or 3.12)" >&2; exit 2; }
