@@ -30,8 +30,8 @@ def sentence(shape: ModelShape, cluster: Cluster, calibration: Calibration, **ch
     )
 
 
-def widgets(shape: ModelShape, cluster: Cluster, calibration: Calibration, base: Topology) -> Any:
-    """Drop-downs for tp, pp, dp, mbs and recompute beginning at `base`, and the sentence of what they choose."""
+def widgets(shape: ModelShape, cluster: Cluster, calibration: Calibration, base: Topology, gpus: int) -> Any:
+    """Drop-downs for tp, pp, dp (up to `gpus`), mbs and recompute beginning at `base`, and what they amount to."""
     from IPython.display import Markdown, display
     from ipywidgets import Dropdown, interactive
 
@@ -39,7 +39,7 @@ def widgets(shape: ModelShape, cluster: Cluster, calibration: Calibration, base:
         fixed = {"gbs": base.gbs, "zero": base.zero, "precision": base.precision, "partition": base.partition}
         display(Markdown(sentence(shape, cluster, calibration, **fixed, **choices)))
 
-    sizes = divisors(base.gpus)
+    sizes = divisors(gpus)
     options = {"tp": sizes, "pp": sizes, "dp": sizes, "mbs": [1, 2, 4, 8], "recompute": list(RECOMPUTE)}
     return interactive(
         show, **{name: Dropdown(options=o, value=getattr(base, name), description=name) for name, o in options.items()}
