@@ -13,7 +13,7 @@ ROOM = 4  # rows between two names, so that they do not write on each other
 
 
 def predicted_over_measured(pairs: Sequence[Pair], what: str = "seconds") -> Figure:
-    """One dot a row, predicted over measured on logarithmic axes, the diagonal drawn, a color a card and stack.
+    """One dot a row, predicted over measured (seconds on logarithmic axes), the diagonal drawn, a color a stack.
 
     `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
     """
@@ -31,7 +31,8 @@ def predicted_over_measured(pairs: Sequence[Pair], what: str = "seconds") -> Fig
     ends = [f(v for dots in points.values() for dot in dots for v in dot) for f in (min, max)]
     axes.plot(ends, ends, color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
     unit = "seconds per iteration" if what == "seconds" else "GiB"
-    axes.set(xscale="log", yscale="log", xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
+    scale = "log" if what == "seconds" else "linear"
+    axes.set(xscale=scale, yscale=scale, xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return made
 
