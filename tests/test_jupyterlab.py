@@ -73,7 +73,7 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("name", DEMO)
+@pytest.mark.parametrize("name", [*DEMO, "06_backtest"])
 def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
     """Run > Run All Cells, as a person would; every cell gets its number and none an error."""
     address, folder = lab
