@@ -35,9 +35,9 @@ def _deepspeed_zero(shape: ModelShape, t: Topology) -> list[Rule]:
 
 
 def _deepspeed_3d(shape: ModelShape, t: Topology) -> list[Rule]:
-    """Wrong in DeepSpeed 0.19.8 without a word: stage 0 clips each pipeline stage by its own norm (1.3e-2 off), and fp32
-    sums outside its BF16_Optimizer keep the gradients of a tied embedding from meeting (1.6e-2 off). It hangs where
-    stages differ in their number of optimizer groups: the embedding alone has nothing that does not decay.
+    """In DeepSpeed 0.19.8 two things go wrong without a word: stage 0 clips each pipeline stage by its own norm (1.3e-2
+    off), and fp32 sums outside its BF16_Optimizer keep the gradients of a tied embedding from meeting (1.6e-2 off). It
+    hangs where stages differ in their number of optimizer groups: the embedding alone has nothing that does not decay.
     """
     bare = t.partition != "uniform" and shape.num_layers + 2 < 2 * t.pp
     sums = not t.fp32_gradients or t.pp == 1 or t.precision == "fp32" or (t.precision, t.offload) == ("bf16", "none")
