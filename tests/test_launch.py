@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from plans import run_folder, small_plan, steps
 
 from trilane import launch
+from trilane.deepspeed_config import deepspeed_config
 from trilane.launch import environment, run_local
 from trilane.outcome import culprit, judge, read_status
 
@@ -84,6 +85,29 @@ def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_sta
     assert stamp["versions"]["megatron-core"] == "0.16.1"
     assert (stamp["world_size"], stamp["backend"], stamp["devices"]) == (4, "gloo", ["cpu"])
     assert not list(folder.glob(".*"))
+
+
+DEEPSPEED = {
+    "deepspeed-zero": {"dp": 2, "zero": 3, "offload": "full"},
+    "deepspeed-3d": {"tp": 2, "pp": 2, "zero": 1, "precision": "bf16", "fp32_gradients": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEEPSPEED)
+def test_deepspeed_builds_nothing_says_nothing_and_leaves_its_json(
+    engine: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would compile goes to TORCH_EXTENSIONS_DIR, 20 s and more each."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    plan = small_plan(data, iters=4, source="mock", engine=engine, **DEEPSPEED[engine])
+    folder = run_folder(plan, tmp_path / "run")
+    outcome = run_local(folder)
+    said = (folder / "run.log").read_text().splitlines()
+    assert outcome.status == "completed", outcome.evidence
+    assert not [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)]
+    assert not (tmp_path / "built").exists()
+    assert json.loads((folder / "ds_config.json").read_text()) == deepspeed_config(plan, compiler=False)
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ from support import REPOSITORY
 
 LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
-    {"checks", "shape", "hardware", "topology", "plan"},
+    {"checks", "shape", "hardware", "topology", "systems", "plan"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
-    {"slurm", "launch", "outcome", "progress", "watch", "store"},
+    {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
     {"logs", "measure", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]

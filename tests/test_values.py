@@ -95,7 +95,61 @@ BAD = [
         lambda: plan(topology=Topology(dp=512, gbs=512)),
         "tp x pp x dp=512: jz-a100-80g has 416",
     ),
-    (lambda: plan(engine="megatro"), "engine=megatro: did you mean megatron? known: megatron"),
+    (
+        lambda: plan(engine="megatro"),
+        "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero, megatron",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(pp=2)),
+        "pp=2: engine deepspeed-zero has no pipeline",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(precision="bf16")),
+        "zero=0: engine deepspeed-zero needs ZeRO stage 1 or more in bf16",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(partition="type:transformer|embedding")),
+        "partition=type:transformer|embedding: engine deepspeed-zero has no pipeline",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(tp=2, sequence_parallel=True)),
+        "sequence_parallel=True: engine deepspeed-zero has no sequence parallelism",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2)),
+        "zero=0: engine deepspeed-3d has ZeRO stage 1 alone (stage 0 clips each stage by its own norm)",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, gbs=2, interleaving=2)),
+        "interleaving=2: engine deepspeed-3d has no interleaved schedule",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=6, zero=1, partition="type:transformer|embedding")),
+        "pp=6: engine deepspeed-3d needs a transformer layer on every stage",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, recompute="selective")),
+        "recompute=selective: engine deepspeed-3d recomputes whole layers or nothing",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, precision="fp16", fp32_gradients=True)),
+        "fp32_gradients=True: engine deepspeed-3d has fp32 sums in bf16 without offload alone",
+    ),
+    (
+        lambda: plan(
+            engine="deepspeed-3d",
+            topology=Topology(pp=2, zero=1),
+            shape=ModelShape(
+                num_layers=4,
+                hidden_size=128,
+                num_attention_heads=4,
+                seq_length=128,
+                vocab_size=384,
+                embedding_layernorm=True,
+            ),
+        ),
+        "embedding_layernorm=True: engine deepspeed-3d has none yet",
+    ),
     (
         lambda: plan(topology=Topology(zero=3)),
         "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)",

@@ -15,9 +15,8 @@ from trilane.checks import (
 )
 from trilane.hardware import Cluster
 from trilane.shape import ModelShape
+from trilane.systems import ENGINES, lack
 from trilane.topology import Topology, refusal
-
-ENGINES = ("megatron",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +87,7 @@ class Plan:
         require(bool(self.label) and "/" not in self.label, "label", repr(self.label), "must be a plain folder name")
         require_known("engine", self.engine, ENGINES)
         t = self.topology
-        require(t.zero <= 1, "zero", t.zero, "engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)")
-        require(t.offload == "none", "offload", t.offload, "engine megatron does not offload")
-        reason = refusal(self.shape, t)
+        reason = lack(self.engine, self.shape, t) or refusal(self.shape, t)
         if reason:
             raise ValueError(reason)
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"

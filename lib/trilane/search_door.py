@@ -8,10 +8,11 @@ from typing import Any
 from trilane import hardware
 from trilane.calibration import Calibration, default, load
 from trilane.checks import from_mapping, read_json, require
-from trilane.plan import ENGINES, Plan
+from trilane.plan import Plan
 from trilane.search import OBJECTIVES, Candidate, SearchResult, search_space
 from trilane.shape import ModelShape, parse_shape
 from trilane.space import Space
+from trilane.systems import ENGINES, lack
 from trilane.topology import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
 
 PINS = ("tp", "pp", "dp", "mbs", "interleaving")
@@ -73,14 +74,10 @@ def usual_precision(cluster: hardware.Cluster) -> str:
 def plan_of(candidate: Candidate, shape: ModelShape, cluster: hardware.Cluster) -> dict[str, Any]:
     """A candidate as the JSON of a plan for the first engine that takes it, with its prediction beside it."""
     label = f"{candidate.topology.label}-gbs{candidate.topology.gbs}"
-    for engine in ENGINES:
-        try:
-            plan = Plan(label=label, shape=shape, cluster=cluster, topology=candidate.topology, engine=engine)
-        except ValueError as error:
-            reason = error
-            continue
-        return {**plan.to_json(), "prediction": candidate.prediction.to_json()}
-    raise reason
+    takes = (engine for engine in ENGINES if lack(engine, shape, candidate.topology) is None)
+    engine = next(takes, ENGINES[0])
+    plan = Plan(label=label, shape=shape, cluster=cluster, topology=candidate.topology, engine=engine)
+    return {**plan.to_json(), "prediction": candidate.prediction.to_json()}
 
 
 def read_shape(text: str) -> ModelShape:

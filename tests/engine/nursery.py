@@ -45,6 +45,8 @@ def serve() -> None:
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
+    import trilane.engine.deepspeed_3d
+    import trilane.engine.deepspeed_zero
     import trilane.engine.loop
     import trilane.engine.megatron  # noqa: F401
 

@@ -37,10 +37,13 @@ SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_leng
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
 
 
-def small_plan(data: Path, *, iters: int = 20, source: str = "stdlib", **topology: Any) -> Plan:
+def small_plan(
+    data: Path, *, iters: int = 20, source: str = "stdlib", engine: str = "megatron", **topology: Any
+) -> Plan:
     """A plan for a GPT of 4 x 64 over `source`, prepared in the folder `data`; the rest is the topology."""
     return Plan(
         label="small",
+        engine=engine,
         shape=SHAPE,
         cluster=HERE,
         topology=Topology(**{"mbs": 2, "gbs": 8, **topology}),

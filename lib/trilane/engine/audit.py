@@ -1,6 +1,6 @@
 """Weight decay by name: the optimizer group that each parameter really landed in, checked against the rule."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,3 +38,30 @@ def _weight_decays(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> 
         for group in optimizer.optimizer.param_groups:
             if any(held is other for other in group["params"]):
                 yield group["weight_decay"]
+
+
+def deepspeed_audit(named: Iterable[tuple[str, torch.nn.Parameter]], optimizer: Any, decay: float) -> dict[str, str]:
+    """The same read from DeepSpeed's `optimizer`; `named` by the names of the whole model.
+
+    AssertionError where a parameter is in no group or in the wrong one. ZeRO replaces the parameters of a group by its
+    own flat ones and keeps the lists beside it: bit16_groups in stages 1 and 2, bf16_groups in BF16_Optimizer,
+    fp16_groups, in sub-groups of a group, in stage 3.
+    """
+    found: dict[int, float] = {}
+    for number, members in enumerate(_deepspeed_members(optimizer)):
+        group = getattr(optimizer, "sub_group_to_group_id", {}).get(number, number)
+        found |= {id(p): optimizer.param_groups[group]["weight_decay"] for p in members}
+    said = {}
+    for name, parameter in named:
+        assert id(parameter) in found, f"{name} is in no optimizer group"
+        right = decay if must_decay(name) else 0.0
+        assert found[id(parameter)] == right, f"{name} has weight decay {found[id(parameter)]}"
+        said[name] = "decay" if must_decay(name) else "no decay"
+    return said
+
+
+def _deepspeed_members(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    for lists in ("bit16_groups", "bf16_groups", "fp16_groups"):
+        if hasattr(optimizer, lists):
+            return getattr(optimizer, lists)
+    return [group["params"] for group in optimizer.param_groups]

@@ -2,14 +2,16 @@
 
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# megatron-core says this in four modules. We use torch's own optimizer and norm on purpose, so it is no news to anyone.
-EXPECTED = "(Transformer Engine and Apex are|Apex is) not installed"
+# megatron-core says this in four modules. We use torch's own optimizer and norm on purpose, so it is no news to anyone;
+# nor is the attention that selective recomputation repeats Transformer Engine's.
+EXPECTED = "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as"
 
 
 @functools.cache
@@ -22,6 +24,7 @@ def enable_cpu() -> None:
     warnings.filterwarnings("ignore", message=EXPECTED)
     if torch.cuda.is_available():
         return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on every rank that it found no GPU
     _skip_compiler()
     from megatron.core.tensor_parallel import random as megatron_random
 

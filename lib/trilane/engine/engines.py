@@ -3,12 +3,13 @@
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from trilane.engine.world import World
-from trilane.plan import ENGINES, Plan
+from trilane.plan import Plan
+from trilane.systems import ENGINES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class Engine(Protocol):
 
     audit: dict[str, str]
     """Every parameter of this rank and its optimizer group, "decay" or "no decay"; checked when the engine is built."""
+
+    settings: dict[str, Any]
+    """What was handed to the library, as JSON, by file name; the run folder keeps it."""
 
     @property
     def replica(self) -> tuple[int, int]:

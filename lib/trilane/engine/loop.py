@@ -9,6 +9,7 @@ from trilane.engine.data import Feed
 from trilane.engine.engines import build
 from trilane.engine.report import Log, iteration, memory_line
 from trilane.engine.schedule import learning_rate
+from trilane.engine.stamp import write_json
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -19,6 +20,9 @@ class Training:
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
         self._plan, self._world, self._folder = plan, world, folder
         self._engine = build(plan, world)
+        if world.is_first:
+            for name, settings in self._engine.settings.items():
+                write_json(folder / name, settings)
         self._feed = Feed(plan, world, self._engine.replica)
 
     def run(self) -> None:

@@ -1,6 +1,7 @@
 """The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own training loop uses them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ class Megatron:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
+        self.settings: dict[str, Any] = {}
         settings = config(plan)
         self._chunks = [_distributed(chunk, settings, plan) for chunk in build_chunks(plan, settings)]
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks)

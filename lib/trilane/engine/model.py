@@ -1,7 +1,8 @@
 """The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and of each matrix."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from trilane.engine.spec import block_spec
 from trilane.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Whole = Callable[[torch.nn.Parameter], AbstractContextManager[Any]]
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -71,9 +73,16 @@ def build_chunks(plan: Plan, settings: TransformerConfig) -> list[GPTModel]:
 
 def build_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
     """The layers of this pipeline rank's chunk `vp_stage`, with the embedding or the head where they belong."""
+    model = empty_chunk(plan, settings, vp_stage)
+    fill(model, plan)
+    return model.cuda() if torch.cuda.is_available() else model
+
+
+def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    """The same chunk where megatron-core made it, its values not yet written."""
     shape = plan.shape
     where = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    model = GPTModel(
+    return GPTModel(
         config=settings,
         transformer_layer_spec=block_spec(settings, vp_stage),
         vocab_size=shape.vocab_size,
@@ -84,22 +93,25 @@ def build_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
         position_embedding_type="learned_absolute",
         vp_stage=vp_stage,
     )
-    fill(model, plan)
-    return model.cuda() if torch.cuda.is_available() else model
 
 
-def fill(model: GPTModel, plan: Plan) -> None:
+def fill(model: GPTModel, plan: Plan, whole: Whole = nullcontext) -> None:
     """Give every parameter its slice of the initial state, and megatron-core's marks of how it is cut.
 
     megatron-core sets those marks while initializing, which we switched off; without them the gradient norm would
     count the cut matrices of one tensor-parallel rank only.
     """
+    fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan, whole)
+
+
+def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan, whole: Whole = nullcontext) -> None:
+    """The same for parameters by their names in the whole model; inside `whole` a parameter is at hand unsharded."""
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
-    with torch.no_grad():
-        for name, parameter in canonical_parameters(model, plan.shape.tied_embeddings):
-            dim = split_dim(name)
-            if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+    for name, parameter in named:
+        dim = split_dim(name)
+        if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        with torch.no_grad(), whole(parameter):
             parameter.copy_(initial_slice(name, parameter.shape, rank, tp, plan.run.seed, plan.shape))
 
 

@@ -1,0 +1,65 @@
+"""DeepSpeed's JSON from a plan."""
+
+from typing import Any
+
+from trilane.plan import Plan
+from trilane.topology import Topology
+
+NEVER = 10**9  # iterations between the lines that DeepSpeed would print itself
+# Its default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
+LARGEST_BUCKET = 500_000_000
+
+
+def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
+    """The JSON object that DeepSpeed gets for the plan.
+
+    train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp, as a Topology guarantees.
+    Without a `compiler` torch's AdamW stands in for the fused ones, which DeepSpeed builds when it starts.
+    """
+    o, t = plan.optimizer, plan.topology
+    adam = {"lr": o.lr, "betas": [o.adam_beta1, o.adam_beta2], "eps": o.adam_eps, "weight_decay": o.weight_decay}
+    return {
+        "train_batch_size": t.gbs,
+        "train_micro_batch_size_per_gpu": t.mbs,
+        "gradient_accumulation_steps": t.microbatches,
+        "gradient_clipping": o.clip_grad,
+        "optimizer": {"type": "AdamW", "params": adam if compiler else {**adam, "torch_adam": True}},
+        "zero_optimization": _zero(plan),
+        **({} if compiler else {"zero_force_ds_cpu_optimizer": False}),
+        **_precision(t),
+        # Each tensor-parallel rank hands over its whole activation, as Megatron does.
+        **({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if t.pp > 1 else {}),
+        "wall_clock_breakdown": False,
+        "steps_per_print": NEVER,
+    }
+
+
+def _zero(plan: Plan) -> dict[str, Any]:
+    """Stage, offload and buckets. A bucket of stage 1 and 2 holds one layer's matrices, 12 h^2 values, or the default.
+
+    Stage 3: h^2, 0.9 h^2 and 10 h, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
+    """
+    t, h = plan.topology, plan.shape.hidden_size
+    pinned = {"device": "cpu", "pin_memory": plan.cluster.gpu.kind != "cpu"}
+    layer = min(LARGEST_BUCKET, 12 * h * h)
+    zero: dict[str, Any] = {"stage": t.zero}
+    if t.zero in (1, 2):
+        zero |= {"reduce_bucket_size": layer, "allgather_bucket_size": layer, "overlap_comm": t.pp == 1}
+    if t.zero == 3:
+        zero |= {"reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h)}
+        zero |= {"stage3_param_persistence_threshold": 10 * h, "overlap_comm": True}
+    if t.offload != "none":
+        zero |= {"offload_optimizer": pinned}
+    if t.offload == "full":
+        zero |= {"offload_param": pinned}
+    return zero
+
+
+def _precision(t: Topology) -> dict[str, Any]:
+    """fp16 starts at the loss scale 2^16. Stage 1 in bf16 with fp32 sums is DeepSpeed's BF16_Optimizer."""
+    if t.precision == "fp32":
+        return {}
+    sums = {"data_types": {"grad_accum_dtype": "fp32" if t.fp32_gradients else t.precision}}
+    if t.precision == "bf16":
+        return {"bf16": {"enabled": True}, **sums}
+    return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}, **sums}

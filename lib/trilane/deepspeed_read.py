@@ -1,0 +1,126 @@
+"""A user's DeepSpeed JSON read back: its contradictions, or the topology that it means."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trilane.checks import require_integer, require_known
+from trilane.deepspeed_config import deepspeed_config
+from trilane.plan import Plan
+from trilane.topology import Topology
+
+AUTO = "auto"  # Hugging Face's word for 'as the trainer has it'
+# What a plan decides, by DeepSpeed's names; buckets, offload pinning and timers are free.
+DECIDED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+    "fp16.enabled",
+    "bf16.enabled",
+    "data_types.grad_accum_dtype",
+)
+# What DeepSpeed takes where the JSON says nothing.
+DEFAULTS: dict[str, Any] = {
+    "gradient_clipping": 0.0,
+    "zero_optimization.stage": 0,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+}
+
+
+def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
+    """What in a user's JSON goes against itself, DeepSpeed or the plan, each in one line; empty where it fits."""
+    t = plan.topology
+    given = _given(values)
+    open_ = {name for name, value in _flat(values, "") if value == AUTO}
+    lines = _own_contradictions(given, t.pp, t.dp)
+    planned = {**DEFAULTS, **_given(deepspeed_config(plan, compiler=True))}
+    for name in (name for name in DECIDED if name not in open_):
+        value = given.get(name, DEFAULTS.get(name))
+        if value is not None and name in planned and value != planned[name]:
+            lines.append(f"{name}={value}: the plan has {planned[name]}")
+    return lines
+
+
+def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 1) -> Topology:
+    """The topology that a user's JSON means on tp x pp x dp GPUs. ValueError, one line, for the first contradiction."""
+    given = _given(values)
+    lines = _own_contradictions(given, pp, dp)
+    if lines:
+        raise ValueError(lines[0])
+    gbs, mbs, steps = _batch(given, dp)
+    precision = next((p for p in ("fp16", "bf16") if given.get(f"{p}.enabled")), "fp32")
+    offload = "full" if _device(given, "param") == "cpu" else _device(given, "optimizer")
+    return Topology(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        mbs=mbs or 1,
+        gbs=gbs or (mbs or 1) * (steps or 1) * dp,
+        zero=given.get("zero_optimization.stage", 0),
+        offload="optimizer" if offload == "cpu" else offload,
+        precision=precision,
+        fp32_gradients=precision != "fp32" and given.get("data_types.grad_accum_dtype") == "fp32",
+    )
+
+
+def _own_contradictions(given: Mapping[str, Any], pp: int, dp: int) -> list[str]:
+    """What DeepSpeed would refuse, or silently ignore, once all processes are up."""
+    gbs, mbs, steps = _batch(given, dp)
+    stage = given.get("zero_optimization.stage", 0)
+    zero, rules = "zero_optimization", []
+    if gbs is not None and (mbs is None or steps is None or gbs != mbs * steps * dp):
+        product = f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp = {mbs} x {steps} x {dp}"
+        rules.append(f"train_batch_size={gbs}: must be {product}")
+    if given.get("fp16.enabled") and given.get("bf16.enabled"):
+        rules.append("bf16.enabled=True: fp16 is enabled too")
+    if stage not in (0, 1, 2, 3):
+        rules.append(f"{zero}.stage={stage}: ZeRO stages are 0, 1, 2 and 3")
+    if stage in (2, 3) and pp > 1:
+        rules.append(f"{zero}.stage={stage}: ZeRO 2 and 3 cannot run with a pipeline (pp={pp})")
+    if stage == 0 and _device(given, "optimizer") != "none":
+        rules.append(f"{zero}.offload_optimizer.device={_device(given, 'optimizer')}: needs ZeRO stage 1 or more")
+    if stage != 3 and _device(given, "param") != "none":
+        rules.append(f"{zero}.offload_param.device={_device(given, 'param')}: needs ZeRO stage 3")
+    elif _device(given, "param") != "none" and _device(given, "optimizer") == "none":
+        rules.append(f"{zero}.offload_param.device={_device(given, 'param')}: a plan offloads the optimizer with it")
+    return rules
+
+
+def _device(given: Mapping[str, Any], what: str) -> str:
+    device = given.get(f"zero_optimization.offload_{what}.device", "none")
+    require_known(f"zero_optimization.offload_{what}.device", device, ("none", "cpu"))
+    return device
+
+
+def _batch(given: Mapping[str, Any], dp: int) -> tuple[int | None, int | None, int | None]:
+    """(global batch, microbatch, accumulation steps), the missing one from the others, as DeepSpeed fills it in."""
+    for name in DECIDED[:3]:
+        require_integer(name, given.get(name, 1), 1)
+    gbs, mbs, steps = (given.get(name) for name in DECIDED[:3])
+    if gbs is not None and mbs is None:
+        mbs = gbs // (dp * (steps or 1))
+    if gbs is not None and steps is None:
+        steps = gbs // max(1, dp * (mbs or 1))
+    return gbs, mbs, steps
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, without what is "auto"."""
+    return {name: value for name, value in _flat(values, "") if value != AUTO}
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,94 @@
+"""The `deepspeed-3d` engine: DeepSpeed's pipeline (1F1B) and ZeRO-1 over megatron-core's tensor-parallel layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from trilane.engine import pipe_layers
+from trilane.engine.audit import deepspeed_audit
+from trilane.engine.deepspeed_start import CONFIG, groups, loss_scale, quiet, set_lr, settings, start, step_of
+from trilane.engine.engines import Microbatch, Step
+from trilane.engine.model import config, fill_parameters
+from trilane.engine.world import World
+from trilane.memory import stage_layers
+from trilane.plan import Plan
+
+# Our word for the partition -> DeepSpeed's. Its own "uniform" would count embedding, positions and norm as layers.
+METHODS = {"uniform": "type:transformer", "type:transformer|embedding": "type:transformer|embedding"}
+
+
+def build(plan: Plan, world: World) -> "DeepSpeed3D":
+    """The engine on every rank together."""
+    parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp)
+    model_parallel_cuda_manual_seed(plan.run.seed)
+    start()
+    return DeepSpeed3D(plan)
+
+
+class DeepSpeed3D:
+    """TP, PP and DP of one plan; `step` runs one iteration on all ranks together."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        ds_config = settings(plan)
+        self.settings: dict[str, Any] = {CONFIG: ds_config}
+        decay = plan.optimizer.weight_decay
+        with quiet():
+            stage = _stage(plan)
+            named = list(pipe_layers.canonical_parameters(stage))
+            fill_parameters(named, plan)
+            self._engine, optimizer, *_ = deepspeed.initialize(
+                model=stage, config=ds_config, model_parameters=groups(named, decay)
+            )
+        _check_places(self._engine, plan)
+        self.audit = deepspeed_audit(named, optimizer, decay)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Data-parallel rank and size."""
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """One iteration: the pipeline over the microbatches, clipping and update; every rank is told the loss."""
+        set_lr(self._engine, lr)
+        scale = loss_scale(self._engine, self._plan)
+        loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
+        return step_of(self._engine, loss.item(), scale)
+
+
+def _stage(plan: Plan) -> PipelineModule:
+    """This rank's layers, not yet in the initial state."""
+    t = plan.topology
+    # A layer inside DeepSpeed's pipeline must not know of it: megatron-core would shift its number.
+    alone = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
+    return PipelineModule(
+        pipe_layers.layers(plan, config(alone)),
+        topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
+        loss_fn=pipe_layers.mean_loss,
+        partition_method=METHODS[t.partition],
+        activation_checkpoint_interval=1 if t.recompute == "full" else 0,
+        activation_checkpoint_func=_recomputed,
+        checkpointable_layers=[pipe_layers.TransformerLayer.__name__],
+    )
+
+
+def _recomputed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """megatron-core's checkpoint: DeepSpeed's own does not rewind the generators that megatron-core's dropout uses."""
+    return tensor_parallel.checkpoint(function, False, *inputs)
+
+
+def _check_places(engine: Any, plan: Plan) -> None:
+    """Both libraries put this rank at the same place, and the stages are cut as the planner counts them."""
+    grid, module = engine.grid, engine.module
+    assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
+    assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
+    assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
+    held = sum(isinstance(layer, pipe_layers.TransformerLayer) for layer in module.forward_funcs)
+    assert held == stage_layers(plan.shape, plan.topology)[grid.get_stage_id()], module.parts

@@ -1,0 +1,84 @@
+"""What both DeepSpeed engines share: a quiet start without a compiler, parameter groups, what a step said."""
+
+import contextlib
+import io
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+
+from trilane.deepspeed_config import deepspeed_config
+from trilane.engine.audit import must_decay
+from trilane.engine.engines import Step
+from trilane.plan import Plan
+
+CONFIG = "ds_config.json"  # in the run folder: what DeepSpeed was given
+
+
+def start() -> None:
+    """DeepSpeed's communication over the process group that stands already; nothing is compiled, nothing said."""
+    logger.setLevel("ERROR")
+    # torch 2.13 renames the collectives that DeepSpeed 0.19.8 calls.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # Over gloo its pipeline hands activations on by broadcasts into tensors that want gradients; it never asks torch to
+    # differentiate them, and the gradients it sends back are right.
+    warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
+    if not torch.cuda.is_available():
+        # A shared-memory all-reduce that it would build for 20 s, or fail without a C++ compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # It says no, though torch's CPU kernels can: ten times slower than fp32, which is enough for a test.
+        get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's JSON for the plan on this machine; its fused optimizers only where they can be built."""
+    return deepspeed_config(plan, compiler=_can_compile())
+
+
+def _can_compile() -> bool:
+    """Whether DeepSpeed could build its CUDA kernels here: a GPU, nvcc and ninja."""
+    if not torch.cuda.is_available():
+        return False
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return CUDA_HOME is not None and shutil.which("ninja") is not None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What DeepSpeed prints while it builds is kept off the run's log; its errors are exceptions."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def groups(named: Iterable[tuple[str, torch.nn.Parameter]], decay: float) -> list[dict[str, Any]]:
+    """The optimizer's two groups: what decays, and norms and biases; `named` by the names of the whole model."""
+    named = list(named)
+    return [
+        {"params": [p for name, p in named if must_decay(name)], "weight_decay": decay},
+        {"params": [p for name, p in named if not must_decay(name)], "weight_decay": 0.0},
+    ]
+
+
+def set_lr(engine: Any, lr: float) -> None:
+    """The rate of the next optimizer step."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def loss_scale(engine: Any, plan: Plan) -> float:
+    """The scale of the next backward pass; 1 but for fp16."""
+    return float(engine.optimizer.loss_scale) if plan.topology.precision == "fp16" else 1.0
+
+
+def step_of(engine: Any, loss: float, scale: float, grad_norm: float | None = None) -> Step:
+    """The Step after DeepSpeed's own; `grad_norm` where it keeps none."""
+    norm = engine.get_global_grad_norm() if grad_norm is None else grad_norm
+    return Step(loss=loss, grad_norm=float(norm or 0.0), loss_scale=scale, skipped=not engine.was_step_applied())

@@ -1,0 +1,116 @@
+"""The GPT as a list of layers for DeepSpeed's pipeline: megatron-core's parts, one after the other.
+
+S sequence, B microbatch, C hidden size, V rows of the vocabulary on this rank. The class names matter: partition
+"type:transformer|embedding" counts the layers whose class name holds one of the two words.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trilane.engine.spec import Norm, layer_spec
+from trilane.plan import Plan
+
+TIED = "embedding"
+
+
+class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
+    """Token ids (B, S) -> (S, B, C)."""
+
+    prefix = "embedding.word_embeddings."
+
+    def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
+        shape = plan.shape
+        super().__init__(shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, S) -> (S, B, C)."""
+        return super().forward(tokens).transpose(0, 1).contiguous()
+
+
+class HeadEmbedding(WordEmbedding):
+    """The head that is a matrix of its own: embeddings not tied."""
+
+    prefix = "output_layer."
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> logits (S, B, V)."""
+        return logits(self, x)
+
+
+class Positions(torch.nn.Embedding):
+    """Learned positions, added."""
+
+    prefix = "embedding.position_embeddings."
+
+    def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
+        super().__init__(plan.shape.seq_length, plan.shape.hidden_size, dtype=settings.params_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        return x + self.weight[: x.size(0), None]
+
+
+class TransformerLayer(torch.nn.Module):
+    """Layer `number` of the whole model, from 0."""
+
+    def __init__(self, settings: TransformerConfig, number: int) -> None:
+        super().__init__()
+        self.prefix = f"decoder.layers.{number}."
+        # Numbered from 1 within the whole model: `settings` know of no pipeline, or it would count this stage's twice.
+        self.layer = build_module(layer_spec(), config=settings, layer_number=number + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        return self.layer(hidden_states=x, attention_mask=None)[0]
+
+
+class FinalNorm(Norm):
+    """The norm after the last layer."""
+
+    prefix = "decoder.final_layernorm."
+
+
+def logits(embedding: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """(S, B, C) -> (S, B, V): the embedding's matrix as the head."""
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input=x,
+        weight=embedding.weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=True,  # a no-op on one tensor-parallel rank
+        sequence_parallel=False,
+    )
+
+
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
+    return tensor_parallel.vocab_parallel_cross_entropy(scores.float(), labels.transpose(0, 1).contiguous()).mean()
+
+
+def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
+    """Every layer of the whole model; a stage builds only its own."""
+    tied = plan.shape.tied_embeddings
+    return [
+        TiedLayerSpec(TIED, WordEmbedding, plan, settings) if tied else LayerSpec(WordEmbedding, plan, settings),
+        LayerSpec(Positions, plan, settings),
+        *[LayerSpec(TransformerLayer, settings, number) for number in range(plan.shape.num_layers)],
+        LayerSpec(FinalNorm, settings, plan.shape.hidden_size),
+        TiedLayerSpec(TIED, WordEmbedding, plan, settings, forward_fn=logits)
+        if tied
+        else LayerSpec(HeadEmbedding, plan, settings),
+    ]
+
+
+def canonical_parameters(stage: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Each parameter of a stage with its name in the whole model."""
+    for module in stage.modules():
+        prefix = getattr(module, "prefix", None)
+        if prefix is not None:
+            for name, parameter in module.named_parameters():
+                yield prefix + name.removeprefix("layer."), parameter
