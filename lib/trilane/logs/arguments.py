@@ -5,8 +5,8 @@ import re
 Value = str | int | float | bool | None
 
 BEGIN, END = re.compile(rb"-{6,} arguments -{6,}"), re.compile(rb"-{6,} end of arguments")
-DOTTED = re.compile(rb"^(?:\[\w+\]:|\d+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*?)\s*$")
-UNDOTTED = re.compile(rb"^(?:\[\w+\]:|\d+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*?)\s*$")
+DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*?)\s*$")
+UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*?)\s*$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*?)\s*$")
 NEOX_END = re.compile(rb"\.{3,}(?:updated|default)$")
 TRACE = re.compile(rb"^(?:\d+: )?(?:\++ |\s*--[a-z])")

@@ -17,6 +17,11 @@ class Bulk:
     values: np.ndarray
     dialects: list[str]
 
+    @property
+    def first(self) -> float:
+        """The first line's number, infinite where there is none."""
+        return float(self.at[0]) if len(self.at) else float("inf")
+
     def split(self, before: int) -> tuple["Bulk", "Bulk"]:
         """What stands before the line of that number, and the rest."""
         cut = int(np.searchsorted(self.at, before))

@@ -49,8 +49,8 @@ class Facts:
         elif device := self._devices.device(line):
             run.devices[device.index] = device
 
-    def read(self, line: bytes, run: Draft) -> None:
-        """Arguments, and lines about the end."""
+    def arguments(self, line: bytes, run: Draft) -> None:
+        """Launch arguments."""
         if arguments.BEGIN.search(line) or arguments.END.search(line):
             self.inside = not arguments.END.search(line)
         elif found := arguments.dumped(line, self.inside):
@@ -61,6 +61,9 @@ class Facts:
             given = arguments.traced(line)
             # what the program says of itself comes before what the script gave it
             run.arguments |= {k: v for k, v in given.items() if k not in run.arguments} | arguments.world(line)
+
+    def end(self, line: bytes, run: Draft) -> None:
+        """Lines about the end."""
         if end := endings.ending(line, run.rows):
             run.add_ending(end)
         elif bandwidth.ends(line):

@@ -4,7 +4,7 @@ Megatron pads its numbers, so among lines of equal length few forms occur. A for
 a line has the form of one that was read before, its numbers stand in the same places.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from trilane.logs.megatron import Span
 
 FEWEST = 12  # lines of equal length in a block before a form is worth its set-up
 FORMS = 6  # new forms tried for one length in one block; what is left is read line by line
+LONGEST = 4096  # bytes
 DIGITS = 15  # a number of more digits is not exact in float64's integers
 POWERS = np.array([float(f"1e{k}") for k in range(23)])  # exact; numpy's 10.0 ** k need not be
 NO_NUMBERS = (b"nan", b"inf", b"-inf")
@@ -20,7 +21,7 @@ NO_NUMBERS = (b"nan", b"inf", b"-inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What all lines of a form are: "iteration", "timers" or "noise"; the numbers' places; the dialect."""
+    """What all lines of a form are: "iteration" or "timers"; the numbers' places; the dialect."""
 
     kind: str
     spans: Sequence[Span] = ()
@@ -46,57 +47,58 @@ class Forms:
         self._read, self._known = read, dict[int, list[tuple[np.ndarray, Form]]]()
 
     def batches(self, block: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[Batch], np.ndarray]:
-        """The lines of the block that have a form, and the numbers of those that must be read one by one."""
-        text, lengths = np.frombuffer(block, np.uint8), stops - starts
-        order = np.argsort(lengths, kind="stable")
-        edges = np.flatnonzero(np.diff(lengths[order])) + 1
+        """The lines of the block whose form is known, and the numbers of the others."""
         found: list[Batch] = []
         rest = []
-        for group in np.split(order, edges):
-            length = int(lengths[group[0]]) if len(group) else 0
-            if length == 0:
-                continue
-            if len(group) < FEWEST or length > 4096:
-                rest.append(group)
-            else:
-                rest.append(self._group(text, starts, group, length, found))
+        for length, group in _by_length(np.arange(len(starts)), stops - starts):
+            lines, shapes = _lines(block, starts[group], length) if length in self._known else (None, None)
+            for shape, form in list(self._known.get(length, [])):
+                if lines is not None and shapes is not None and len(group):
+                    group, lines, shapes = _take(shape, form, group, lines, shapes, found)
+            rest.append(group)
         return found, np.sort(np.concatenate(rest)) if rest else np.empty(0, np.int64)
 
-    def _group(
-        self, text: np.ndarray, starts: np.ndarray, group: np.ndarray, length: int, found: list[Batch]
-    ) -> np.ndarray:
-        """Add the batches among lines of equal length to `found`; the lines that have no form."""
-        windows = np.lib.stride_tricks.as_strided(text, (len(text) - length + 1, length), (1, 1), writeable=False)
-        lines = windows[starts[group]]  # (lines, length)
-        shape = np.where((lines - np.uint8(48)) < 10, np.uint8(48), lines)
-        known = self._known.setdefault(length, [])
-        unread = []
-        for number, (form_shape, form) in enumerate(known):
-            same = _equal(shape, form_shape)
-            if same.any():
-                found.append(_batch(form, group[same], lines[same]))
-                group, lines, shape = group[~same], lines[~same], shape[~same]
-                if number > 2:
-                    known.insert(0, known.pop(number))
+    def learn(self, block: bytes, starts: np.ndarray, stops: np.ndarray, at: np.ndarray) -> list[Batch]:
+        """Read new forms among the lines `at`; the lines that have one."""
+        found: list[Batch] = []
+        for length, group in _by_length(at, (stops - starts)[at]):
+            if not 0 < length <= LONGEST or len(group) < FEWEST:
+                continue
+            lines, shapes = _lines(block, starts[group], length)
+            for _ in range(FORMS):
+                if len(group) < FEWEST:
                     break
-            if not len(group):
-                return group
-        for _ in range(FORMS):
-            if len(group) < FEWEST:
-                break
-            form_shape, new = shape[0].copy(), self._read(lines[0].tobytes())
-            same = _equal(shape, form_shape)
-            if new is None or same.sum() < 3:
-                unread.append(group[same])
-            else:
-                known.append((form_shape, new))
-                found.append(_batch(new, group[same], lines[same]))
-            group, lines, shape = group[~same], lines[~same], shape[~same]
-        return np.concatenate([*unread, group])
+                shape, form = shapes[0].copy(), self._read(lines[0].tobytes())
+                if form:
+                    self._known.setdefault(length, []).append((shape, form))
+                group, lines, shapes = _take(shape, form, group, lines, shapes, found)
+        return found
 
 
-def _equal(shapes: np.ndarray, one: np.ndarray) -> np.ndarray:
-    return (shapes == one).all(axis=1)
+def _by_length(at: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The lines `at` in groups of equal length."""
+    order = np.argsort(lengths, kind="stable")
+    for group in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        if len(group):
+            yield int(lengths[group[0]]), at[group]
+
+
+def _lines(block: bytes, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:  # (lines, length) twice
+    """The text of lines of equal length, and the same with every digit as 0."""
+    text = np.frombuffer(block, np.uint8)
+    windows = np.lib.stride_tricks.as_strided(text, (len(text) - length + 1, length), (1, 1), writeable=False)
+    lines = windows[starts]
+    return lines, np.where((lines - np.uint8(48)) < 10, np.uint8(48), lines)
+
+
+def _take(
+    shape: np.ndarray, form: Form | None, group: np.ndarray, lines: np.ndarray, shapes: np.ndarray, found: list[Batch]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Add the lines of that shape to `found`, unless they have no form; what is left."""
+    same = (shapes == shape).all(axis=1)
+    if form and same.any():
+        found.append(_batch(form, group[same], lines[same]))
+    return group[~same], lines[~same], shapes[~same]
 
 
 def _batch(form: Form, at: np.ndarray, lines: np.ndarray) -> Batch:

@@ -9,6 +9,7 @@ from trilane.logs import deepspeed, facts, megatron, trainers
 from trilane.logs.bulk import Bulk
 from trilane.logs.draft import Draft
 from trilane.logs.table import NAN
+from trilane.logs.tells import ARGUMENT, END, NUMBER, STEP
 
 WRAPPED = re.compile(rb"iteration\s+\d+\s*/[\s\d]*(?:\||$)")  # an iteration line begins, and may end in a later line
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
@@ -41,14 +42,14 @@ class Lines:
         self.finish()
         return [run for run in self.runs if run.says_something]
 
-    def read(self, line: bytes, whole: bool) -> None:
-        """Take one line; not `whole` where the file ends inside it."""
+    def read(self, line: bytes, tell: int, whole: bool) -> None:
+        """Take one line that may say what `tell` tells (see tells.py); not `whole` where the file ends inside it."""
         if b"\x1b" in line or b"\0" in line:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
         if b"\r" in line:  # a progress bar that writes over itself
             for part in line.split(b"\r"):
-                self.read(part, whole)
+                self.read(part, tell, whole)
             return
         if self._begun and self._goes_on(line):
             return
@@ -59,8 +60,12 @@ class Lines:
         elif len(line) < LONG:
             if self._facts.is_launch(line):
                 self.begin()
-            self._numbers(line)
-            self._facts.read(line, self.run)
+            if tell & (NUMBER | STEP):
+                self._numbers(line)
+            if tell & ARGUMENT or self._facts.inside:
+                self._facts.arguments(line, self.run)
+            if tell & END:
+                self._facts.end(line, self.run)
 
     def _goes_on(self, line: bytes) -> bool:
         """Whether `line` is the rest of the iteration line that was begun; a wrap may have eaten a blank or not."""

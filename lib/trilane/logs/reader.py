@@ -1,6 +1,5 @@
 """Reader: blocks of a log in, runs out. Lines of a known form in bulk; every other line that may matter, one by one."""
 
-import re
 from collections.abc import Collection
 
 import numpy as np
@@ -10,16 +9,7 @@ from trilane.logs.bulk import Bulk, by_iteration, merge
 from trilane.logs.draft import Draft
 from trilane.logs.fast import Form, Forms, readable
 from trilane.logs.lines import Lines
-
-# What makes a line worth a look. No digit stands in it, so all lines of one form are worth it or none.
-TELL = re.compile(
-    rb"\||iteration|memory|\.\.\. |\.:|\.\.  |MA |step[=:]|steps:|global_step|Samples|per GPU|[\x00\x1b\r]|\{['\"]|"
-    rb"rror|rank|Rank|NCCL|nccl|CANCELLED|[Kk]ill|xit|MiB|busbw|throughput|duration|bandwidth|atchdog|imed out|timeout|"
-    rb"xception|SIGTERM|[Nn]a[Nn]|world size|padded|Total |LIMIT|FAIL|terminate|Segmentation|Interrupt|failed|"
-    rb"out of memory|MEMORY|allocate |arguments|[Ii]nitializing torch|DeepSpeed info|--[a-z]|Num examples|latency|"
-    rb"params|Out Of|memory limit|training|^\s*\d+:\s*$|^\s*\d+\s+\d+\s|ignal|batch size|Tera Flops|oad failure"
-    rb"|walltime"
-)
+from trilane.logs.tells import ALL, STEP, tells
 
 
 class Reader:
@@ -35,15 +25,18 @@ class Reader:
         starts, stops = np.concatenate([[0], ends + 1]), np.append(ends, len(block))
         # the bytes after the last line end may be cut off, and no form can tell
         batches, rest = self._forms.batches(block, starts[:-1], stops[:-1])
+        told = tells([block[a:b] for a, b in zip(starts[rest].tolist(), stops[rest].tolist(), strict=True)])
+        new = self._forms.learn(block, starts, stops, rest[told & STEP > 0])
+        left = ~np.isin(rest, np.concatenate([b.at for b in new])) if new else slice(None)
+        batches += new
         steps = merge([b for b in batches if b.form.kind == "iteration"])
         timers = merge([b for b in batches if b.form.kind == "timers"])
         lines, last = self._lines, len(starts) - 1
-        for number in [*rest.tolist(), last]:
-            line = block[starts[number] : stops[number]]
-            if not line or not (lines.waits or TELL.search(line)):
-                continue
-            steps, timers = self._flush(number, steps, timers, block, starts, stops)
-            lines.read(line, whole=number < last)
+        for number, tell in zip([*rest[left].tolist(), last], [*told[left].tolist(), ALL], strict=True):
+            if tell or lines.waits:
+                if min(steps.first, timers.first) < number:
+                    steps, timers = self._flush(number, steps, timers, block, starts, stops)
+                lines.read(block[starts[number] : stops[number]], tell, whole=number < last)
         self._flush(last + 1, steps, timers, block, starts, stops)
 
     def close(self) -> list[Draft]:
@@ -66,15 +59,13 @@ class Reader:
             lines.run.add_timers(timed.names, at, values)
         else:  # the iterations do not simply rise: another run begins, or several ranks print
             for number in np.sort(np.concatenate([now.at, timed.at])).tolist():
-                lines.read(block[starts[number] : stops[number]], whole=True)
+                lines.read(block[starts[number] : stops[number]], ALL, whole=True)
                 lines.finish()
         return steps, timers
 
 
 def form(line: bytes) -> Form | None:
     """The form of a line that may be read in bulk; None where it must be read by itself."""
-    if not TELL.search(line.rstrip(b"\r")):
-        return Form(kind="noise")
     if any(c in line for c in (b"\x1b", b"\0", b"\r")):
         return None
     # a line that a terminal wrapped behind a bar would look whole, so the field that all of them print must be there
