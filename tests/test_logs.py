@@ -1,11 +1,11 @@
 """Reading logs: every iteration line once, in seconds and bytes; and the numbers made of them."""
 
 import json
-import re
+import os
 
 import pandas as pd
 import pytest
-from support import REPOSITORY, small_plan
+from support import small_plan
 
 from trilane.logs import read_log, read_run_folder
 from trilane.measure import measure, stable_window, table
@@ -17,7 +17,6 @@ LINE = (
     "number of nan iterations:   0 |\n"
 )
 MEMORY = "[Rank {r}] (after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: {mb:.1f} | reserved: 1.0 | max reserved: 2.0\n"
-RAW = REPOSITORY.parent / "shared/rawlogs"
 
 
 def log_text(iterations=10, total=10):
@@ -54,6 +53,8 @@ def test_seconds_and_milliseconds_come_out_alike(tmp_path):
 
 def test_a_run_that_stopped_early_is_unfinished_and_says_by_which_line(tmp_path):
     (tmp_path / "run.log").write_text(log_text(iterations=7) + " [2026-08-01 12:00:00.0] iteration    ")
+    assert read_log(tmp_path / "run.log").status == "running", "somebody wrote to it a moment ago"
+    os.utime(tmp_path / "run.log", (0, 0))
     log = read_log(tmp_path / "run.log")
     assert (log.status, len(log.iterations)) == ("unfinished", 7)
     assert "iteration        7/" in log.evidence
@@ -69,30 +70,6 @@ def test_the_launchers_verdict_comes_before_the_text(tmp_path):
 def test_a_run_that_never_took_a_step_is_empty_not_an_error(tmp_path):
     log = read_run_folder(tmp_path)
     assert (len(log.iterations), log.status) == (0, "unfinished")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("missing.log", None, "no such file"),
-        ("empty.log", "", "holds no iteration line of Megatron's dialect"),
-        ("other.log", "step: 1 loss: 2\n", "holds no iteration line of Megatron's dialect"),
-    ],
-)
-def test_a_log_that_cannot_be_read_is_one_clear_line(tmp_path, name, text, message):
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"^log=.*{name}: {message}$"):
-        read_log(tmp_path / name)
-
-
-@pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")
-@pytest.mark.parametrize("name", ["gpt2-meg_meg_gpt2_perf_n16.out", "gpt2-meg-ds-3d_meg_ds_3d_gpt2_perf_n16-ds-on.out"])
-def test_every_iteration_line_of_a_real_log_is_read(name):
-    text = (RAW / name).read_text(errors="replace")
-    expected = [int(n) for n in re.findall(r"iteration\s+(\d+)/\s*\d+ \|", text)]
-    assert expected
-    assert list(read_log(RAW / name).iterations["iteration"]) == expected
 
 
 def test_the_warm_up_and_skipped_iterations_do_not_count(tmp_path):

@@ -1,55 +1,139 @@
-"""Megatron's lines: the iteration line and the memory line, as Megatron-LM and its forks print them."""
+"""Megatron's lines, as Megatron-LM, Megatron-DeepSpeed, deepspeedai's fork and gpt-neox print them.
+
+Each function gives the *spans* of the numbers in a line, so that one reading of a line serves all lines of its form.
+"""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
-MEMORY = re.compile(r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \|(.*)")
-FIELD = re.compile(r"\s*([^:|]+?)\s*:\s*([-+.0-9a-zA-Z]+)\s*(?:\||$)")
+ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+MEMORY = re.compile(rb"(?:\[Rank (\d+)\] )?\(?after (\d+) iterations\)? memory \(MB\) \|")
+TIMERS = re.compile(rb"\btime \(ms\) \|")
+TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?([\d.]+)(?:,\s+([\d.]+)\))?\s*$")
+FIELD = re.compile(
+    rb"\s*([^:|]+?)\s*:\s*([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?\d+)?|(?i:nan|inf)))\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
+)
+PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
+NEOX_RATE = re.compile(rb"samples/sec: ([\d.]+) \|\s*$")
+PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
 
-# Megatron's words -> (column, factor to our unit: seconds, FLOP/s, bytes)
+# Megatron's words -> (column, times, over): times / over makes seconds, FLOP/s, bytes. Two numbers, because times 1e-3
+# would round where over 1e3 does not.
 COLUMNS = {
-    "consumed samples": ("consumed_samples", 1.0),
-    "elapsed time per iteration (ms)": ("sec_per_it", 1e-3),
-    "elapsed time per iteration (s)": ("sec_per_it", 1.0),
-    "throughput per GPU (TFLOP/s/GPU)": ("flops_per_s_per_gpu", 1e12),
-    "learning rate": ("learning_rate", 1.0),
-    "global batch size": ("global_batch_size", 1.0),
-    "lm loss": ("lm_loss", 1.0),
-    "lm-loss": ("lm_loss", 1.0),
-    "loss scale": ("loss_scale", 1.0),
-    "grad norm": ("grad_norm", 1.0),
-    "number of skipped iterations": ("skipped", 1.0),
-    "number of nan iterations": ("nan", 1.0),
+    "consumed samples": ("consumed_samples", 1.0, 1.0),
+    "consumed tokens": ("consumed_tokens", 1.0, 1.0),
+    "elapsed time per iteration (ms)": ("sec_per_it", 1.0, 1e3),
+    "elapsed time per iteration (s)": ("sec_per_it", 1.0, 1.0),
+    "throughput per GPU (TFLOP/s/GPU)": ("flops_per_s_per_gpu", 1e12, 1.0),
+    "TFLOPs": ("flops_per_s_per_gpu", 1e12, 1.0),
+    "approx flops per GPU": ("flops_per_s_per_gpu", 1.0, 1.0),
+    "samples per second": ("samples_per_second", 1.0, 1.0),
+    "tokens per gpu per second (tgs)": ("tokens_per_gpu_per_second", 1.0, 1.0),
+    "learning rate": ("learning_rate", 1.0, 1.0),
+    "global batch size": ("global_batch_size", 1.0, 1.0),
+    "actual seqlen": ("seq_length", 1.0, 1.0),
+    "curriculum seqlen": ("seq_length", 1.0, 1.0),
+    "lm loss": ("lm_loss", 1.0, 1.0),
+    "lm-loss": ("lm_loss", 1.0, 1.0),
+    "loss scale": ("loss_scale", 1.0, 1.0),
+    "grad norm": ("grad_norm", 1.0, 1.0),
+    "num zeros": ("num_zeros", 1.0, 1.0),
+    "params norm": ("params_norm", 1.0, 1.0),
+    "number of skipped iterations": ("skipped", 1.0, 1.0),
+    "number of nan iterations": ("nan", 1.0, 1.0),
 }
 
 
-def iteration(line: str) -> dict[str, float] | None:
-    """The numbers of an iteration line, in seconds and FLOP/s; None for any other line. Unknown fields are left out."""
-    found = ITERATION.search(line)
-    if not found:
-        return None
-    row = {"iteration": float(found[1]), "train_iters": float(found[2])}
-    for name, text in FIELD.findall(found[3]):
-        if name in COLUMNS:
-            column, factor = COLUMNS[name]
-            row[column] = float(text) * factor
-    return row
+class Span(NamedTuple):
+    """A number in a line: the column it belongs to, and how it becomes our unit."""
+
+    column: str
+    start: int
+    stop: int
+    times: float = 1.0
+    over: float = 1.0
+
+    def value(self, line: bytes) -> float:
+        """The number, in our unit."""
+        return float(line[self.start : self.stop]) * self.times / self.over
 
 
-def memory(line: str) -> dict[str, float] | None:
-    """Rank and bytes of a memory line; None for any other line."""
-    found = MEMORY.search(line)
-    if not found:
-        return None
-    values = {name.replace(" ", "_"): float(text) * 2**20 for name, text in FIELD.findall(found[3])}
-    return {"rank": float(found[1]), "iteration": float(found[2]), **values}
+def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
+    """The numbers of each iteration that a line reports: several where two ranks' lines were glued.
+
+    Unless `whole`, the line was cut off, and its last number with it. Unknown fields but losses are left out.
+    """
+    found = list(ITERATION.finditer(line))
+    for this, after in zip(found, [*found[1:], None], strict=False):
+        spans = [Span("iteration", *this.span(1)), Span("train_iters", *this.span(2))]
+        if rate := NEOX_RATE.search(line, 0, this.start()):
+            spans.append(Span("samples_per_second", *rate.span(1)))
+        stop = after.start() if after else len(line)
+        spans += _fields(line, this.end(), stop, whole or after is not None)
+        if prefix := PREFIX.match(line):
+            spans.append(Span("_rank", *prefix.span(prefix.lastindex or 0)))
+        yield spans
 
 
-def rows(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """("iteration" | "memory", numbers) of every line that says something."""
-    for line in lines:
-        if step := iteration(line):
-            yield "iteration", step
-        elif held := memory(line):
-            yield "memory", held
+def _fields(line: bytes, start: int, stop: int, whole: bool) -> Iterator[Span]:
+    seen = set()
+    while start < stop:
+        bar = line.find(b"|", start, stop)
+        end = stop if bar < 0 else bar
+        found = FIELD.fullmatch(line, start, end) if bar >= 0 or whole else None
+        start = end + 1
+        if not found:
+            continue
+        name = found[1].decode("utf-8", "replace")
+        known = COLUMNS.get(name) or ((re.sub(r"\W+", "_", name), 1.0, 1.0) if name.endswith("loss") else None)
+        if known and known[0] not in seen:
+            seen.add(known[0])
+            column, times, over = known
+            yield Span(column, *found.span(2), times * PREFIXES[(found[3] or b"")[:-5]], over)
+
+
+def memories(line: bytes) -> Iterator[dict[str, float]]:
+    """Rank and bytes of each memory report in a line; rank 0 where an old version names none."""
+    found = list(MEMORY.finditer(line))
+    for this, after in zip(found, [*found[1:], None], strict=False):
+        text = line[this.end() : after.start() if after else len(line)]
+        row = {"rank": float(this[1] or 0), "iteration": float(this[2])}
+        for part in text.split(b"|"):
+            if field := re.match(rb"\s*((?:max )?(?:allocated|reserved)):\s*([\d.]+)", part):
+                row[field[1].decode().replace(" ", "_")] = float(field[2]) * 2**20
+        yield row
+
+
+def timers(line: bytes) -> list[Span]:
+    """Megatron's timers in a line, in seconds: `time (ms) | name: ..`, or a line of the table across ranks.
+
+    Of (min, max) the maximum has the timer's name, the minimum `<name> min`.
+    """
+    if head := TIMERS.search(line):
+        spans, start = [], head.end()
+        for part in line[start:].split(b"|"):
+            if field := FIELD.fullmatch(part):
+                begin, end = field.span(2)
+                spans.append(Span(field[1].decode("utf-8", "replace"), start + begin, start + end, 1.0, 1e3))
+            start += len(part) + 1
+        return spans
+    if found := TIMER.match(line):
+        name = found[1].decode()
+        if not found[3]:
+            return [Span(name, *found.span(2), 1.0, 1e3)]
+        return [Span(f"{name} min", *found.span(2), 1.0, 1e3), Span(name, *found.span(3), 1.0, 1e3)]
+    return []
+
+
+def dialect(line: bytes) -> str:
+    """Which of Megatron's relatives printed the iteration line."""
+    if b"samples/sec:" in line or b"approx flops per GPU" in line:
+        return "gpt-neox"
+    if b"(tgs)" in line or b"actual seqlen" in line:
+        return "deepspeedai"
+    if b"iteration (s):" in line or b"consumed tokens" in line or b"TFLOPs:" in line:
+        return "megatron-deepspeed-2022"
+    if b"throughput per GPU" in line or re.search(rb"\[\d{4}-\d\d-\d\d [\d:.]+\]\s+iteration", line):
+        return "megatron-lm"
+    return "megatron-2021"

@@ -1,56 +1,99 @@
 """RunLog: what one training run's log says, and how the run ended."""
 
 import json
-from dataclasses import dataclass
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
+import numpy as np
 
 from trilane.checks import require
-from trilane.logs import megatron
+from trilane.logs import endings, units
+from trilane.logs.arguments import Value
+from trilane.logs.devices import Device
+from trilane.logs.draft import Draft
+from trilane.logs.reader import Reader
+from trilane.logs.stream import blocks
+from trilane.logs.table import NAN, Table
 
-INTEGERS = ("iteration", "train_iters", "consumed_samples", "global_batch_size", "skipped", "nan")
+if TYPE_CHECKING:
+    import pandas as pd
+
+INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
+STATUSES = (
+    *("completed", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
+    *("cancelled", "crashed", "timeout", "unfinished"),
+)
+DIALECTS = (
+    "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
+    "trilane, all_reduce_bench, nccl-tests"
+)
+FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
+
+
+def _empty() -> "pd.DataFrame":
+    import pandas as pd
+
+    return pd.DataFrame()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """One run.
+    """One run, in seconds, bytes and FLOP/s.
 
-    iterations  a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss, grad_norm, ...
-    memory      a row per rank: rank, allocated, max_allocated, reserved, max_reserved, in bytes
-    status      "completed", "crashed", "cancelled", "timeout" or "unfinished"; `evidence` is the line that proves it
+    iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss, grad_norm, ...; NaN where a
+                 line does not say it (a skipped iteration has no loss)
+    memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
+                 that the rank ever reported
+    timers       a row per iteration: iteration, and each timer of the framework
+    bandwidth    a row per trial and rank of a bandwidth bench
+    devices      the GPUs that nvidia-smi shows
+    summary      numbers that are said once: train_runtime and its like, the flops profiler's
+    status       one of STATUSES; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
+                 `asked_bytes` what could not be had where memory ran out
+    notes        what was put right in reading
     """
 
     source: Path
-    iterations: pd.DataFrame
-    memory: pd.DataFrame
+    iterations: "pd.DataFrame"
+    memory: "pd.DataFrame"
     status: str
     evidence: str
+    dialect: str = ""
+    arguments: Mapping[str, Value] = field(default_factory=dict)
+    timers: "pd.DataFrame" = field(default_factory=_empty)
+    bandwidth: "pd.DataFrame" = field(default_factory=_empty)
+    devices: tuple[Device, ...] = ()
+    summary: Mapping[str, float] = field(default_factory=dict)
+    rank: int | None = None
+    asked_bytes: float = NAN
+    notes: tuple[str, ...] = ()
+
+
+NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
+
+
+def read_runs(path: Path | str, keep: Collection[str] | None = None) -> list[RunLog]:
+    """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
+
+    With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
+
+    Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
+    """
+    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep})
+    for block in blocks(path):
+        reader.feed(block)
+    drafts = reader.close()
+    require(bool(drafts), "log", path, f"holds no iteration line; dialects tried: {DIALECTS}")
+    age = time.time() - path.stat().st_mtime
+    return [_finish(draft, path, age if draft is drafts[-1] else float("inf")) for draft in drafts]
 
 
 def read_log(path: Path | str) -> RunLog:
-    """The run whose log is the file `path`; ValueError where it is missing or holds no iteration line."""
-    path = Path(path)
-    require(path.is_file(), "log", path, "no such file")
-    iterations: list[dict[str, float]] = []
-    memory: list[dict[str, float]] = []
-    evidence = ""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            for kind, row in megatron.rows([line]):
-                (iterations if kind == "iteration" else memory).append(row)
-                evidence = line.strip() if kind == "iteration" else evidence
-    require(bool(iterations), "log", path, "holds no iteration line of Megatron's dialect")
-    table = pd.DataFrame(iterations)
-    table = table.astype({name: "int64" for name in INTEGERS if name in table and table[name].notna().all()})
-    complete = int(table["iteration"].iloc[-1]) == int(table["train_iters"].iloc[-1])
-    return RunLog(
-        source=path,
-        iterations=table,
-        memory=pd.DataFrame(memory).astype({"rank": "int64", "iteration": "int64"}) if memory else pd.DataFrame(),
-        status="completed" if complete else "unfinished",
-        evidence=evidence,
-    )
+    """The run whose log is the file `path`, the last where there are several; raises ValueError as read_runs does."""
+    return read_runs(path)[-1]
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
@@ -63,9 +106,53 @@ def read_run_folder(folder: Path | str) -> RunLog:
     try:
         log = read_log(folder / "run.log")
     except ValueError as error:
-        empty = pd.DataFrame()
         log = RunLog(
-            source=folder / "run.log", iterations=empty, memory=empty, status="unfinished", evidence=str(error)
+            source=folder / "run.log", iterations=_empty(), memory=_empty(), status="unfinished", evidence=str(error)
         )
-    status, evidence = verdict.get("status", log.status), verdict.get("evidence", log.evidence)
-    return RunLog(source=log.source, iterations=log.iterations, memory=log.memory, status=status, evidence=evidence)
+    return replace(log, **{name: verdict[name] for name in ("status", "evidence") if name in verdict})
+
+
+def _finish(draft: Draft, path: Path, age: float) -> RunLog:
+    table = draft.iterations if draft.iterations.rows else draft.companion
+    note = units.mend(table)
+    status, evidence, end = _verdict(draft, table, age)
+    counted = [name for name, rows in draft.dialects.items() if rows or not any(draft.dialects.values())]
+    memory = Table()
+    for _, row in sorted(draft.memory.items()):
+        memory.add(row)
+    rank = end.rank if end and end.rank is not None else draft.root_rank if end else None
+    return RunLog(
+        source=path,
+        iterations=table.frame(INTEGERS),
+        memory=memory.frame(("rank", "iteration")),
+        status=status,
+        evidence=evidence,
+        dialect=" + ".join(sorted(counted)) or "unknown",
+        arguments=draft.arguments,
+        timers=draft.timers.frame(("iteration",)),
+        bandwidth=draft.bandwidth.frame(("rank", "message_bytes")),
+        devices=tuple(device for _, device in sorted(draft.devices.items())),
+        summary=draft.summary,
+        rank=rank,
+        asked_bytes=end.asked_bytes if end else NAN,
+        notes=(note,) if note else (),
+    )
+
+
+def _verdict(draft: Draft, table: Table, age: float) -> tuple[str, str, endings.Ending | None]:
+    """Status, evidence, and the line about the end where one decides."""
+    end, last = endings.strongest(draft.endings, draft.rows), endings.text(draft.last_line)
+    if end and end.level < 4:
+        return end.status, end.evidence, end
+    loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
+    if len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]:
+        return "NaN loss", last, None
+    if end and end.level == 4:
+        return end.status, end.evidence, end
+    if "train_runtime" in draft.summary or (table.rows and table.last("iteration") == table.last("train_iters")):
+        return "completed", last, None
+    if end:
+        return end.status, end.evidence, end
+    seconds = table.last("sec_per_it")
+    fresh = age < max(FRESH_S, 2 * seconds if seconds == seconds else 0.0)
+    return ("running" if fresh else "unfinished"), last, None

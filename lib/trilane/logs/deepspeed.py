@@ -1,0 +1,61 @@
+"""DeepSpeed's own lines: optimizer steps, the pipeline engine, the throughput timer, memory, the flops profiler."""
+
+import re
+from collections.abc import Iterator
+
+GIB = 2**30  # DeepSpeed divides by 1024 three times and prints GB
+NUMBER = rb"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|nan|inf))"
+STEP = re.compile(rb"\[Rank \d+\] step=(\d+), skipped=(\d+), lr=\[?" + NUMBER + rb"?")
+PIPELINE = re.compile(rb"steps: (\d+) loss: %s iter time \(s\): %s samples/sec: %s" % (NUMBER, NUMBER, NUMBER))
+THROUGHPUT = re.compile(rb"(?:global_step=(\d+)|\d+/(\d+)), (?:RunningAvg)?SamplesPerSec=" + NUMBER)
+CURRENT = re.compile(rb"CurrSamplesPerSec=" + NUMBER)
+TIMER_MEMORY = re.compile(rb"MemAllocated=([\d.]+)GB, MaxMemAllocated=([\d.]+)GB")
+MEMORY = re.compile(rb"MA ([\d.]+) GB\s+Max_MA ([\d.]+) GB\s+CA ([\d.]+) GB\s+Max_CA ([\d.]+) GB")
+PROFILE = re.compile(
+    rb"^\s*(?:\S+: )?((?:fwd|bwd|iter|step|params|world size|data parallel|batch size|model parallel)[^:]*):\s+([\d.]+)"
+    rb" ?([KMGTP]?)\s?(FLOPS|FLOPs|MACs|samples/second|ms|us|s)?\s*$"
+)
+SCALES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
+SECONDS = {b"ms": 1e-3, b"us": 1e-6}
+EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: ([\d.]+)")
+
+
+def steps(line: bytes) -> Iterator[dict[str, float]]:
+    """The numbers of optimizer steps, whoever reports them. Step 0, printed when the engine is made, is none."""
+    for found in STEP.finditer(line):
+        if int(found[1]) > 0:
+            row = {"iteration": float(found[1]), "skipped_total": float(found[2])}
+            yield row | ({"learning_rate": float(found[3])} if found[3] else {})
+    for found in PIPELINE.finditer(line):
+        names = ("iteration", "lm_loss", "sec_per_it", "samples_per_second")
+        yield {name: float(text) for name, text in zip(names, found.groups(), strict=True)}
+    for found in THROUGHPUT.finditer(line):
+        current = CURRENT.search(line, found.end())
+        yield {
+            "iteration": float(found[1] or found[2]),
+            "samples_per_second": float(current[1] if current else found[3]),
+        }
+
+
+def memories(line: bytes) -> Iterator[dict[str, float]]:
+    """Bytes now and at most of see_memory_usage and of the throughput timer, which rank 0 prints."""
+    for found in MEMORY.finditer(line):
+        names = ("allocated", "max_allocated", "reserved", "max_reserved")
+        yield {name: float(text) * GIB for name, text in zip(names, found.groups(), strict=True)}
+    for found in TIMER_MEMORY.finditer(line):
+        yield {"allocated": float(found[1]) * GIB, "max_allocated": float(found[2]) * GIB}
+
+
+def profile(line: bytes) -> tuple[str, float] | None:
+    """A line of the flops profiler: its name, and its number in FLOP/s, seconds or a plain count."""
+    found = PROFILE.match(line)
+    if not found:
+        return None
+    value = float(found[2]) * SCALES[found[3]] * SECONDS.get(found[4] or b"", 1.0)
+    return " ".join(found[1].decode("utf-8", "replace").split()), value
+
+
+def effective(line: bytes) -> float | None:
+    """FLOP/s per GPU that Megatron with ZeRO-3 prints below an iteration."""
+    found = EFFECTIVE.search(line)
+    return float(found[1]) * 1e12 if found else None

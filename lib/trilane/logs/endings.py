@@ -1,0 +1,92 @@
+"""How a run ended, and the line that proves it: the scheduler's word first, then the text of the run itself."""
+
+import re
+from dataclasses import dataclass
+
+EXCEPTION = rb"^\s*(?:\[\w+ ?\d*\]:|\d+: )?\s*(?:\w+\.)*\w*(?:Error|Exception)(?::|\s*$)"
+
+# (level, status, pattern): a lower level is stronger; within a level the first line counts.
+#   0 the scheduler's reason         1 no memory on a GPU: what the other ranks say then only follows
+#   2 what a rank said of itself     3 ended from outside, or only known by an exit code
+#   4 the end as planned             5 a launcher that ends its workers, for whatever reason
+PATTERNS = [
+    (0, "time limit", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
+    (0, "node failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
+    (0, "OOM", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY|DUE TO OUT OF MEMORY"),
+    (0, "OOM", rb"Exceeded (?:job|step) memory limit"),
+    (1, "OOM", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|can't allocate memory"),
+    (2, "hang", rb"[Ww]atchdog caught collective|collective operation timeout|failed or timed out|Wait timeout"),
+    (
+        2,
+        "hang",
+        rb"[Tt]imed out (?:waiting|after|initializing)|Socket Timeout|wait\(\) timed out|watchdog.{0,80}timeout",
+    ),
+    (2, "NCCL error", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*|DistBackendError"),
+    (2, "NCCL error", rb"unhandled (?:system|cuda) error|NCCL communicator was aborted"),
+    (2, "NaN loss", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
+    (3, "crashed", rb"ChildFailedError|CalledProcessError"),
+    (3, "cancelled", rb"CANCELLED AT|DUE TO PREEMPTION|^KeyboardInterrupt|SignalException|death signal"),
+    (2, "crashed", EXCEPTION + rb"|Segmentation fault|Fatal Python error|terminate called|Bus error \("),
+    (3, "crashed", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)|failed \(exitcode: -?\d"),
+    (4, "completed", rb"\[after training is done\]|exiting program (?:at|after)|Training completed"),
+    (5, "crashed", rb"^Killing subprocess|Sending process \d+ closing signal"),
+]
+COMPILED = [(level, status, re.compile(pattern)) for level, status, pattern in PATTERNS]
+RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
+ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
+ASKED = re.compile(rb"[Tt]ried to allocate ([\d.]+) ([KMGT])i?B")
+UNITS = {b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40}
+LONGEST = 600  # characters of evidence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """A line that speaks of the end. `rank` is who said it, None where the line names nobody; `asked_bytes` NaN
+    unless memory was asked for; `rows` is how many iterations had been read before."""
+
+    level: int
+    status: str
+    evidence: str
+    rank: int | None
+    asked_bytes: float
+    rows: int
+
+
+def ending(line: bytes, rows: int) -> Ending | None:
+    """What the line says about the end of a run; None for the rest."""
+    for level, status, pattern in COMPILED:
+        if pattern.search(line):
+            rank, asked = RANK.search(line), ASKED.search(line)
+            return Ending(
+                level=level,
+                status=status,
+                evidence=text(line),
+                rank=int(next(filter(None, rank.groups()))) if rank else None,
+                asked_bytes=float(asked[1]) * UNITS[asked[2]] if asked else float("nan"),
+                rows=rows,
+            )
+    return None
+
+
+def overtaken(found: Ending, rows: int) -> bool:
+    """Whether the run went on after what a rank said: that was no end. A line before the first iteration is overtaken
+    by it, a later one by the second after it, since the rank that prints may be late."""
+    return found.level > 0 and (rows > 0 if found.rows == 0 else rows >= found.rows + 2)
+
+
+def strongest(found: list[Ending], rows: int) -> Ending | None:
+    """The ending that counts: the lowest level, then the first line."""
+    left = [e for e in found if not overtaken(e, rows)]
+    return min(left, key=lambda e: e.level, default=None)
+
+
+def text(line: bytes) -> str:
+    """The line as evidence: one line of readable characters."""
+    plain = line.decode("utf-8", "replace").strip()
+    return "".join(c for c in plain if c.isprintable() or c == "\t")[:LONGEST]
+
+
+def planned(line: bytes, rows: int) -> Ending:
+    """The end as planned, said by `line`."""
+    nan = float("nan")
+    return Ending(level=4, status="completed", evidence=text(line), rank=None, asked_bytes=nan, rows=rows)

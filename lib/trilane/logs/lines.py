@@ -1,0 +1,157 @@
+"""Lines: each line that may matter goes to the run it belongs to; where one run ends and the next begins."""
+
+import re
+from collections.abc import Collection
+
+import numpy as np
+
+from trilane.logs import deepspeed, facts, megatron, trainers
+from trilane.logs.bulk import Bulk
+from trilane.logs.draft import Draft
+from trilane.logs.table import NAN
+from trilane.logs.tells import ARGUMENT, END, NUMBER, STEP
+
+WRAPPED = re.compile(rb"iteration\s+\d+\s*/[\s\d]*(?:\||$)")  # an iteration line begins, and may end in a later line
+OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
+MOST_PIECES = 12  # lines that one wrapped iteration line may take
+LONG = 1 << 16  # bytes: in a longer line only iterations are looked for
+OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # the rest are Megatron's relatives
+
+
+class Lines:
+    """The runs of a file so far, and an iteration line that may go on in the next line."""
+
+    def __init__(self, keep: Collection[str] | None = None) -> None:
+        self._keep = keep
+        self.runs = [Draft(keep)]
+        self._begun, self._pieces = b"", 0
+        self._facts = facts.Facts()
+
+    @property
+    def run(self) -> Draft:
+        """The run that lines belong to now."""
+        return self.runs[-1]
+
+    @property
+    def waits(self) -> bool:
+        """Whether even a line without a word of ours matters, for what came before it."""
+        return bool(self._begun) or self._facts.inside
+
+    def close(self) -> list[Draft]:
+        """All runs of which something is known."""
+        self.finish()
+        return [run for run in self.runs if run.says_something]
+
+    def read(self, line: bytes, tell: int, whole: bool) -> None:
+        """Take one line that may say what `tell` tells (see tells.py); not `whole` where the file ends inside it."""
+        if b"\x1b" in line or b"\0" in line:
+            line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
+        line = line.rstrip(b"\r\n")
+        if b"\r" in line:  # a progress bar that writes over itself
+            for part in line.split(b"\r"):
+                self.read(part, tell, whole)
+            return
+        if self._begun and self._goes_on(line):
+            return
+        if WRAPPED.search(line):
+            self._begun, self._pieces = line, 1
+            if not whole or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
+                self.finish(whole)
+        elif len(line) < LONG:
+            if self._facts.is_launch(line):
+                self.begin()
+            if tell & (NUMBER | STEP):
+                self._numbers(line)
+            if tell & ARGUMENT or self._facts.inside:
+                self._facts.arguments(line, self.run)
+            if tell & END:
+                self._facts.end(line, self.run)
+
+    def _goes_on(self, line: bytes) -> bool:
+        """Whether `line` is the rest of the iteration line that was begun; a wrap may have eaten a blank or not."""
+        if self._pieces < MOST_PIECES and not WRAPPED.search(line) and not OTHER.match(line):
+            begun = self._begun
+            joined = max((begun + line, begun.rstrip() + b" " + line.strip()), key=_told)
+            if _told(joined) > _told(begun):
+                self._begun, self._pieces = joined, self._pieces + 1
+                return True
+        self.finish()
+        return False
+
+    def finish(self, whole: bool = True) -> None:
+        """Read the iteration line that was begun as it stands."""
+        line, self._begun = self._begun, b""
+        for spans in megatron.iterations(line, whole):
+            row = {span.column: span.value(line) for span in spans}
+            if whole or "sec_per_it" in row:
+                self._step(row, megatron.dialect(line), row.pop("_rank", NAN), line)
+
+    def _step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
+        """One iteration: the run's next, or another rank's copy, or the first of another run."""
+        others = {name for name in self.run.dialects if name != "deepspeed"}
+        takes = self.run.accepts(row, rank)
+        if takes is False or (others and dialect not in others and OTHERS & (others | {dialect})):
+            self.begin()
+            takes = True
+        if takes:
+            self.run.add(row, dialect, rank, line)
+        elif dialect == "torchtitan":
+            self.run.complete(row)
+
+    def begin(self) -> None:
+        """Another run, unless nothing happened yet in this one."""
+        if self.run.is_over:
+            self.runs.append(Draft(self._keep))
+
+    def extend(self, steps: Bulk, line: bytes) -> bool:
+        """Take iterations in bulk, if they simply go on; else False, and nothing was taken. `line` is the last one."""
+        run, number = self.run, steps.values[0]
+        ranks = steps.values[steps.names.index("_rank")] if "_rank" in steps.names else np.array([NAN])
+        rises = not run.iterations.rows or number[0] > run.iterations.last("iteration")
+        same_rank = len(ranks) == 1 or (bool((ranks == ranks[0]).all()) and ranks[0] == ranks[0])
+        known = not run.iterations.rows or (run.rank != run.rank and ranks[0] != ranks[0]) or run.rank == ranks[0]
+        others = {name for name in run.dialects if name != "deepspeed"} | set(steps.dialects)
+        if not (rises and same_rank and known and len(others) == 1 and (np.diff(number) > 0).all()):
+            return False
+        keep = [i for i, name in enumerate(steps.names) if name != "_rank"]
+        names = [steps.names[i] for i in keep]
+        run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
+        return True
+
+    def _numbers(self, line: bytes) -> None:
+        """Every kind of number but Megatron's iterations."""
+        prefix = megatron.PREFIX.match(line)
+        rank = float(prefix[prefix.lastindex or 0]) if prefix else NAN
+        if b"step:" in line and (row := trainers.titan(line)):
+            known = {"rank": 0.0 if rank != rank else rank, "max_reserved": row["max_reserved"]}
+            self._step(row, "torchtitan", rank, line)
+            self.run.add_memory(known)
+        elif b"{'" in line:
+            self._hf(line)
+        elif line.lstrip().startswith(b'{"') and (row := trainers.our_step(line)):
+            self._step(row, "trilane", NAN, line)
+        elif b"Samples" in line or b"step=" in line or b"steps:" in line:
+            for row in deepspeed.steps(line):
+                if not self.run.iterations.rows and row["iteration"] < self.run.now:
+                    self.begin()
+                self.run.add_companion(row, line)
+        self._facts.numbers(line, rank, self.run)
+
+    def _hf(self, line: bytes) -> None:
+        for values in trainers.hf_dicts(line):
+            run = self.run
+            if "train_runtime" in values:
+                run.dialects["hf-trainer"] += 0
+                run.summary = run.summary or values
+                run.last_line = line
+                continue
+            if run.iterations.rows and values.get("epoch", NAN) == run.iterations.last("epoch"):
+                continue  # another rank prints the same
+            every = run.arguments.get("logging_steps")
+            row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
+            self._step(row, "hf-trainer", NAN, line)
+
+
+def _told(line: bytes) -> int:
+    """How many fields are told whole."""
+    return sum(len(spans) for spans in megatron.iterations(line, whole=False))

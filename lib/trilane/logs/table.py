@@ -1,0 +1,139 @@
+"""Table: rows of numbers as compact columns, at most 8 bytes a number, whatever the dialect says in each row."""
+
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NAN = float("nan")
+
+
+class Column:
+    """Numbers that are appended. As long as all are the same, and some columns never change, one is kept."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self._same, self._all = rows, NAN, None if rows else array("d")
+
+    def append(self, value: float) -> None:
+        """One number more."""
+        if self._all is None and not (value == self._same or (value != value and self._same != self._same)):
+            self._spread()
+        if self._all is not None:
+            self._all.append(value)
+        self.rows += 1
+
+    def extend(self, values: np.ndarray) -> None:
+        """Many numbers more."""
+        if not self.rows and len(values):
+            self._same, self._all = float(values[0]), None
+        if self._all is None:
+            same = values == self._same if self._same == self._same else values != values
+            if not same.all():
+                self._spread()
+        if self._all is not None:
+            self._all.frombytes(np.ascontiguousarray(values, dtype=np.float64).tobytes())
+        self.rows += len(values)
+
+    def __getitem__(self, place: int) -> float:
+        return self._same if self._all is None else self._all[place]
+
+    def __setitem__(self, place: int, value: float) -> None:
+        if self._all is None:
+            self._spread()
+        assert self._all is not None
+        self._all[place] = value
+
+    def numbers(self) -> np.ndarray:
+        """All of them, without a copy where there is an array: append no more while it is used."""
+        return np.full(self.rows, self._same) if self._all is None else np.frombuffer(self._all)
+
+    def _spread(self) -> None:
+        self._all = array("d", [self._same]) * self.rows
+
+
+class Table:
+    """Columns that grow together. A number that a row does not say is NaN; a column that comes late is NaN above.
+
+    With `keep`, only columns of these names are kept.
+    """
+
+    def __init__(self, keep: Collection[str] | None = None) -> None:
+        self.rows, self._keep, self._columns = 0, keep, dict[str, Column]()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Append one row."""
+        for name, value in row.items():
+            if column := self._column(name):
+                column.append(value)
+        self.rows += 1
+        self._pad()
+
+    def extend(self, names: Sequence[str], values: np.ndarray) -> None:  # (names, rows)
+        """Append many rows, one line of `values` for each name."""
+        for name, numbers in zip(names, values, strict=True):
+            if column := self._column(name):
+                column.extend(numbers)
+        self.rows += values.shape[1]
+        self._pad()
+
+    def change(self, place: int, row: Mapping[str, float]) -> None:
+        """Write the numbers of `row` into the row at `place`."""
+        for name, value in row.items():
+            if column := self._column(name):
+                column[place] = value
+
+    def change_last(self, row: Mapping[str, float]) -> None:
+        """Write the numbers of `row` into the last row."""
+        self.change(self.rows - 1, row)
+
+    def find(self, name: str, value: float, back: int = 64) -> int | None:
+        """The place of the last row, at most `back` before the end, whose column `name` is `value`."""
+        if name not in self._columns:
+            return None
+        column = self._columns[name]
+        return next((i for i in range(self.rows - 1, max(-1, self.rows - 1 - back), -1) if column[i] == value), None)
+
+    def last(self, name: str) -> float:
+        """The number in the last row, NaN where there is none."""
+        return self._columns[name][-1] if self.rows and name in self._columns else NAN
+
+    def column(self, name: str) -> np.ndarray:
+        """The column, for reading, while the table does not grow."""
+        return self._columns[name].numbers()
+
+    def replace(self, name: str, values: np.ndarray) -> None:
+        """Put `values` in place of the column."""
+        assert len(values) == self.rows
+        column = Column(0)
+        column.extend(values)
+        self._columns[name] = column
+
+    def frame(self, integers: Sequence[str] = ()) -> "pd.DataFrame":
+        """The rows as a DataFrame, columns of `integers` that lack no number as int64. It empties the table."""
+        import pandas as pd
+
+        columns = {}
+        for name in list(self._columns):
+            numbers = self._columns.pop(name).numbers()
+            whole = name in integers and np.isfinite(numbers).all()
+            columns[name] = numbers.astype(np.int64) if whole else numbers
+        return pd.DataFrame(columns, copy=False)
+
+    def _column(self, name: str) -> Column | None:
+        if name not in self._columns:
+            if self._keep is not None and name not in self._keep:
+                return None
+            self._columns[name] = Column(self.rows)
+        return self._columns[name]
+
+    def _pad(self) -> None:
+        for column in self._columns.values():
+            if column.rows < self.rows:
+                column.extend(np.full(self.rows - column.rows, NAN))

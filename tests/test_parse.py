@@ -1,0 +1,98 @@
+"""The door `parse`: what it prints, what it writes, and what it says about bad files."""
+
+import csv
+import gzip
+import json
+
+import pytest
+from test_log_dialects import m2021, m2022
+
+from trilane.__main__ import main
+from trilane.shape import ModelShape
+
+DUMP = "------------------------ arguments ------------------------\n" + "".join(
+    f"  {name} {'.' * (48 - len(name))} {value}\n"
+    for name, value in (
+        ("num_layers", 24),
+        ("hidden_size", 2048),
+        ("num_attention_heads", 16),
+        ("seq_length", 2048),
+        ("padded_vocab_size", 50304),
+        ("checkpoint_activations", True),
+        ("world_size", 8),
+        ("global_batch_size", 4),
+    )
+)
+MEMORY = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2048.0 | reserved: 3.0 | max reserved: 4096.0\n"
+
+
+def log(folder, name="a.log", text=None):
+    (folder / name).write_text(text or DUMP + "".join(map(m2021, range(1, 11))) + MEMORY)
+    return str(folder / name)
+
+
+def parsed(capsys, *arguments):
+    code = main(["parse", *arguments, "--json"])
+    said = capsys.readouterr()
+    return code, json.loads(said.out)["runs"] if said.out else [], said.err
+
+
+def test_a_run_is_one_record(tmp_path, capsys):
+    code, (run,), _ = parsed(capsys, log(tmp_path))
+    assert code == 0 and run["file"].endswith("a.log")
+    numbers = {"dialect": "megatron-2021", "status": "completed", "iterations": 10, "sec_per_it": 2.0, "last_loss": 5.0}
+    assert {name: run[name] for name in numbers} == numbers
+    assert run["max_memory_gib"] == 2.0 and "iteration       10/" in run["evidence"]
+    shape = ModelShape(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50304)
+    assert run["tflops"] == {"narayanan": pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)}
+    assert run["arguments"]["hidden_size"] == 2048
+
+
+def test_what_the_log_prints_stands_beside(tmp_path, capsys):
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=m2022(1) + m2022(2)))
+    assert run["tflops"] == {"printed": 107.48} and run["max_memory_gib"] is None
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=m2021(1, loss=float("nan"))))
+    assert (run["last_loss"], run["status"]) == (None, "NaN loss")
+
+
+def test_two_runs_of_a_file_are_two_records_and_all_iterations_one_table(tmp_path, capsys):
+    (tmp_path / "b.log.gz").write_bytes(gzip.compress((m2021(1) + m2021(2)).encode()))
+    twice = log(tmp_path, text=m2021(1) + m2021(2) + m2021(1, loss=4))
+    code, runs, _ = parsed(capsys, twice, str(tmp_path / "b.log.gz"), "--csv", str(tmp_path / "all.csv"))
+    assert (code, [r["iterations"] for r in runs]) == (0, [2, 1, 2])
+    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
+    assert [(r["run"], r["iteration"]) for r in rows] == [("1", "1"), ("1", "2"), ("2", "1"), ("1", "1"), ("1", "2")]
+
+
+def test_a_bad_file_among_good_ones_is_named_and_the_others_are_read(tmp_path, capsys):
+    code, runs, said = parsed(capsys, str(tmp_path / "none.log"), log(tmp_path))
+    assert (code, len(runs)) == (1, 1)
+    assert said == f"trilane: log={tmp_path}/none.log: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.log"], "log=none.log: no such file"),
+        ([], "the following arguments are required: LOG"),
+        (["a.log", "--csv", "no/such/folder.csv"], "csv=no/such/folder.csv: its folder does not exist"),
+        (["a.log", "--csv", "a.log"], "csv=a.log: is a log"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    log(tmp_path)
+    try:
+        code = main(["parse", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")
+
+
+def test_people_read_three_lines(tmp_path, capsys):
+    assert main(["parse", log(tmp_path)]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("a.log: completed (megatron-2021)") and "2 s/it" in second and "iteration" in third
