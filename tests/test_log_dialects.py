@@ -173,6 +173,19 @@ def test_timers_of_both_forms_are_seconds(tmp_path):
     assert (last["forward-backward"], last["forward-backward min"], last["optimizer"]) == (1.3, 1.2, 0.02)
 
 
+def test_a_line_broken_by_another_rank_spoils_nothing(tmp_path):
+    """A timer named twice, a number with two points, a count beyond all counts: each made an error once."""
+    glued = "time (ms) | forward: 1.0 | forward: 2.0 | iteration: 3.0\n"
+    text = (
+        m2021(1)
+        + glued
+        + "steps: 9 loss: 1.2.3 iter time (s): 1..5 samples/sec: .\n"
+        + m2021(2).replace("8 |", "9" * 30 + " |", 1)
+    )
+    log = read(tmp_path, text + m2021(3))
+    assert list(log.iterations["sec_per_it"]) == [2.0] * 3 and list(log.timers["forward"]) == [0.001]
+
+
 def test_memory_of_deepspeed_keeps_the_most(tmp_path):
     line = "[INFO] [utils.py:1:see_memory_usage] MA {} GB         Max_MA {} GB         CA 6.0 GB         Max_CA 6 GB \n"
     log = read(tmp_path, line.format(3.5, 9.25) + line.format(3.5, 4.0) + m2021(1))

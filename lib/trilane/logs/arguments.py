@@ -1,5 +1,6 @@
 """Launch arguments as a log reveals them: Megatron's and DeepSpeed's dumps, `bash -x` traces, lines about the world."""
 
+import math
 import re
 
 Value = str | int | float | bool | None
@@ -61,9 +62,10 @@ def read_value(text: str) -> Value:
         return words[text]
     for kind in (int, float):
         try:
-            return kind(text)
+            value = kind(text)
         except ValueError:
             continue
+        return value if math.isfinite(value) else text  # JSON has no infinity
     return text
 
 

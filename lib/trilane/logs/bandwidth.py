@@ -4,10 +4,10 @@ import re
 
 from trilane.logs.table import NAN
 
-NUMBER = rb"([\d.]+)"
+NUMBER = rb"(\d+\.?\d*)"
 RANK = re.compile(rb"^\s*(\d+):\s*$")
 DURATION = re.compile(rb"duration: " + NUMBER + rb" sec")
-ALGORITHM = re.compile(rb"algo throughput: [\d.]+ bps, " + NUMBER + rb" Gbps")
+ALGORITHM = re.compile(rb"algo throughput: \d+\.?\d* bps, " + NUMBER + rb" Gbps")
 BUS = re.compile(rb"busbw: " + NUMBER + rb"\s+Gbps")
 NCCL_TEST = re.compile(
     rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"

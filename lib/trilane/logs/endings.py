@@ -9,29 +9,36 @@ EXCEPTION = rb"^\s*(?:\[\w+ ?\d*\]:|\d+: )?\s*(?:\w+\.)*\w*(?:Error|Exception)(?
 #   0 the scheduler's reason         1 no memory on a GPU: what the other ranks say then only follows
 #   2 what a rank said of itself     3 ended from outside, or only known by an exit code
 #   4 the end as planned             5 a launcher that ends its workers, for whatever reason
+# Each pattern comes with words of which one must stand in the line: to look for words is cheap, for patterns it is not.
 PATTERNS = [
-    (0, "time limit", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
-    (0, "node failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
-    (0, "OOM", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY|DUE TO OUT OF MEMORY"),
-    (0, "OOM", rb"Exceeded (?:job|step) memory limit"),
-    (1, "OOM", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory|can't allocate memory"),
-    (2, "hang", rb"[Ww]atchdog caught collective|collective operation timeout|failed or timed out|Wait timeout"),
+    (0, "time limit", b"LIMIT walltime", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
+    (0, "node failure", b"FAIL failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
+    (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
+    (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit"),
+    (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory"),
+    (1, "OOM", b"allocate", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
+    (2, "hang", b"imed timeout", rb"failed or timed out|Wait timeout|wait\(\) timed out|watchdog.{0,80}timeout"),
+    (2, "hang", b"imed Timeout", rb"[Tt]imed out (?:waiting|after|initializing)|Socket Timeout"),
+    (2, "NCCL error", b"NCCL nccl", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*"),
+    (2, "NCCL error", b"unhandled aborted Dist", rb"unhandled (?:system|cuda) error|NCCL .* aborted|DistBackendError"),
+    (2, "NaN loss", b"NaN nan", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
+    (3, "crashed", b"Error", rb"ChildFailedError|CalledProcessError"),
+    (3, "cancelled", b"CANCELLED PREEMPT", rb"CANCELLED AT|DUE TO PREEMPTION"),
+    (3, "cancelled", b"Interrupt ignal", rb"^KeyboardInterrupt|SignalException|death signal"),
+    (2, "crashed", b"Error Exception", EXCEPTION),
+    (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
+    (3, "crashed", b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
+    (3, "crashed", b"exitcode", rb"failed \(exitcode: -?\d"),
     (
-        2,
-        "hang",
-        rb"[Tt]imed out (?:waiting|after|initializing)|Socket Timeout|wait\(\) timed out|watchdog.{0,80}timeout",
+        4,
+        "completed",
+        b"raining exiting",
+        rb"\[after training is done\]|exiting program (?:at|after)|Training completed",
     ),
-    (2, "NCCL error", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*|DistBackendError"),
-    (2, "NCCL error", rb"unhandled (?:system|cuda) error|NCCL communicator was aborted"),
-    (2, "NaN loss", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
-    (3, "crashed", rb"ChildFailedError|CalledProcessError"),
-    (3, "cancelled", rb"CANCELLED AT|DUE TO PREEMPTION|^KeyboardInterrupt|SignalException|death signal"),
-    (2, "crashed", EXCEPTION + rb"|Segmentation fault|Fatal Python error|terminate called|Bus error \("),
-    (3, "crashed", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)|failed \(exitcode: -?\d"),
-    (4, "completed", rb"\[after training is done\]|exiting program (?:at|after)|Training completed"),
-    (5, "crashed", rb"^Killing subprocess|Sending process \d+ closing signal"),
+    (5, "crashed", b"Killing closing", rb"^Killing subprocess|Sending process \d+ closing signal"),
 ]
-COMPILED = [(level, status, re.compile(pattern)) for level, status, pattern in PATTERNS]
+COMPILED = [(level, status, tuple(words.split()), re.compile(pattern)) for level, status, words, pattern in PATTERNS]
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
 ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
 ASKED = re.compile(rb"[Tt]ried to allocate ([\d.]+) ([KMGT])i?B")
@@ -54,8 +61,8 @@ class Ending:
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """What the line says about the end of a run; None for the rest."""
-    for level, status, pattern in COMPILED:
-        if pattern.search(line):
+    for level, status, words, pattern in COMPILED:
+        if any(word in line for word in words) and pattern.search(line):
             rank, asked = RANK.search(line), ASKED.search(line)
             return Ending(
                 level=level,

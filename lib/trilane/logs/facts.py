@@ -10,6 +10,7 @@ from trilane.logs.draft import Draft
 LAUNCH = re.compile(
     rb"using world size:|-{6,} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
 )
+LAUNCH_WORDS = (b"world size", b"arguments -", b"torch dist", b"Running", b"DeepSpeed", b".py")
 HF_COUNT = rb">>  "
 
 
@@ -22,6 +23,8 @@ class Facts:
 
     def is_launch(self, line: bytes) -> bool:
         """Whether the line is said when a training begins, and only then."""
+        if not any(word in line for word in LAUNCH_WORDS):
+            return False
         trains = line.startswith(b"+") and b".py" in line and bool(arguments.traced(line))
         return trains or bool(LAUNCH.search(line))
 
@@ -51,7 +54,7 @@ class Facts:
 
     def arguments(self, line: bytes, run: Draft) -> None:
         """Launch arguments."""
-        if arguments.BEGIN.search(line) or arguments.END.search(line):
+        if b"arguments" in line and (arguments.BEGIN.search(line) or arguments.END.search(line)):
             self.inside = not arguments.END.search(line)
         elif found := arguments.dumped(line, self.inside):
             run.arguments[found[0]] = found[1]
@@ -66,7 +69,7 @@ class Facts:
         """Lines about the end."""
         if end := endings.ending(line, run.rows):
             run.add_ending(end)
-        elif bandwidth.ends(line):
+        elif b"andwidth" in line and bandwidth.ends(line):
             run.add_ending(endings.planned(line, run.rows))
-        elif run.root_rank is None and (root := endings.ROOT.search(line)):
+        elif run.root_rank is None and b"local_rank" in line and (root := endings.ROOT.search(line)):
             run.root_rank = int(root[1])

@@ -53,7 +53,7 @@ class Lines:
             return
         if self._begun and self._goes_on(line):
             return
-        if WRAPPED.search(line):
+        if b"iteration" in line and WRAPPED.search(line):
             self._begun, self._pieces = line, 1
             if not whole or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
                 self.finish(whole)

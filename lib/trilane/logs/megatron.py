@@ -10,12 +10,12 @@ from typing import NamedTuple
 ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
 MEMORY = re.compile(rb"(?:\[Rank (\d+)\] )?\(?after (\d+) iterations\)? memory \(MB\) \|")
 TIMERS = re.compile(rb"\btime \(ms\) \|")
-TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?([\d.]+)(?:,\s+([\d.]+)\))?\s*$")
+TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+\.?\d*)(?:,\s+(\d+\.?\d*)\))?\s*$")
 FIELD = re.compile(
-    rb"\s*([^:|]+?)\s*:\s*([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?\d+)?|(?i:nan|inf)))\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
+    rb"\s*([^:|]+?)\s*:\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
 PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
-NEOX_RATE = re.compile(rb"samples/sec: ([\d.]+) \|\s*$")
+NEOX_RATE = re.compile(rb"samples/sec: (\d+\.?\d*) \|\s*$")
 PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
 
 # Megatron's words -> (column, times, over): times / over makes seconds, FLOP/s, bytes. Two numbers, because times 1e-3
@@ -70,7 +70,8 @@ def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
         if rate := NEOX_RATE.search(line, 0, this.start()):
             spans.append(Span("samples_per_second", *rate.span(1)))
         stop = after.start() if after else len(line)
-        spans += _fields(line, this.end(), stop, whole or after is not None)
+        told = {span.column for span in spans}
+        spans += [s for s in _fields(line, this.end(), stop, whole or after is not None) if s.column not in told]
         if prefix := PREFIX.match(line):
             spans.append(Span("_rank", *prefix.span(prefix.lastindex or 0)))
         yield spans
@@ -100,7 +101,7 @@ def memories(line: bytes) -> Iterator[dict[str, float]]:
         text = line[this.end() : after.start() if after else len(line)]
         row = {"rank": float(this[1] or 0), "iteration": float(this[2])}
         for part in text.split(b"|"):
-            if field := re.match(rb"\s*((?:max )?(?:allocated|reserved)):\s*([\d.]+)", part):
+            if field := re.match(rb"\s*((?:max )?(?:allocated|reserved)):\s*(\d+\.?\d*)", part):
                 row[field[1].decode().replace(" ", "_")] = float(field[2]) * 2**20
         yield row
 
@@ -111,9 +112,12 @@ def timers(line: bytes) -> list[Span]:
     Of (min, max) the maximum has the timer's name, the minimum `<name> min`.
     """
     if head := TIMERS.search(line):
-        spans, start = [], head.end()
+        spans: list[Span] = []
+        start = head.end()
         for part in line[start:].split(b"|"):
-            if field := FIELD.fullmatch(part):
+            field = FIELD.fullmatch(part)
+            # glued lines name a timer twice: the first counts
+            if field and field[1].decode("utf-8", "replace") not in {"iteration", *(s.column for s in spans)}:
                 begin, end = field.span(2)
                 spans.append(Span(field[1].decode("utf-8", "replace"), start + begin, start + end, 1.0, 1e3))
             start += len(part) + 1

@@ -122,7 +122,7 @@ class Table:
         columns = {}
         for name in list(self._columns):
             numbers = self._columns.pop(name).numbers()
-            whole = name in integers and np.isfinite(numbers).all()
+            whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
             columns[name] = numbers.astype(np.int64) if whole else numbers
         return pd.DataFrame(columns, copy=False)
 

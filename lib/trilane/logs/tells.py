@@ -68,6 +68,8 @@ WORDS = {
             "Out ",
             "MEMO",
             "lloc",
+            "ALLO",
+            "srun",
             "exit",
             "xite",
             "Kill",

@@ -15,8 +15,8 @@ TITAN = re.compile(
     + NUMBER
     + rb"\s+(?:grad_norm:\s*"
     + NUMBER
-    + rb"\s+)?memory:\s*([\d.]+)GiB\(([\d.]+)%\)"
-    rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*([\d.,]+)\s+)?mfu:\s*([\d.]+)%"
+    + rb"\s+)?memory:\s*(\d+\.?\d*)GiB\((\d+\.?\d*)%\)"
+    rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(\d+\.?\d*)%"
 )
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
