@@ -36,7 +36,7 @@ def title(notebook: Any) -> str:
 
 def write_notebook_report(executed: Path) -> Path:
     """Write the HTML beside the executed notebook."""
-    return write_text(executed.with_suffix(".html"), notebook_html(executed))
+    return write_text(executed.with_suffix(".html"), notebook_html(executed), derived=True)
 
 
 def write_index(study: Study) -> Path:
@@ -53,7 +53,7 @@ def write_index(study: Study) -> Path:
         files=sorted(p.name for p in study.folder.iterdir() if p.suffix in (".json", ".csv")),
         stamp=stamp(),
     )
-    return write_text(study.folder / "index.html", text)
+    return write_text(study.folder / "index.html", text, derived=True)
 
 
 def headline(study: Study) -> list[dict[str, str]]:

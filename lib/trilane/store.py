@@ -25,15 +25,17 @@ def outputs_root() -> Path:
     return Path(os.environ.get("TRILANE_OUTPUTS") or REPOSITORY / "outputs")
 
 
-def write_text(path: Path, text: str) -> Path:
+def write_text(path: Path, text: str, *, derived: bool = False) -> Path:
     """Write `text` to `path` at once (temporary name, then rename), keeping an earlier, different version.
 
-    What stood there goes to `earlier/NAME.1`, `.2`, ... beside it: nothing is ever lost.
+    What stood there goes to `earlier/NAME.1`, `.2`, ... beside it: nothing is ever lost. A `derived` file (a rendering
+    of what is kept itself) is just replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
-    keep_earlier(path, text)
+    if not derived:
+        keep_earlier(path, text)
     aside.replace(path)
     return path
 
