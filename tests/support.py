@@ -23,8 +23,8 @@ def small_cluster(cores: int = 2) -> Cluster:
         memory_bytes=2e9,
         memory_bytes_per_s=8e9,
         fp32_flops_per_s=50e9,
-        fp16_flops_per_s=0.0,
-        bf16_flops_per_s=50e9,
+        fp16_flops_per_s=1e9,
+        bf16_flops_per_s=1e9,
         context_bytes=4e8,
     )
     return Cluster(

@@ -19,9 +19,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from plans import run_folder, small_plan, steps
 
-from trilane import launch
+from trilane.__main__ import main
 from trilane.deepspeed_config import deepspeed_config
 from trilane.launch import environment, run_local
+from trilane.launch import run_folder as launched_in
 from trilane.outcome import culprit, judge, read_status
 
 ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
@@ -43,7 +44,7 @@ def folder(data: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def launched(folder: Path) -> Iterator[subprocess.Popen]:
     """The launcher of that run, as a command, once its training is under way."""
-    command = [sys.executable, "-m", "trilane.launch", str(folder / "plan.json")]
+    command = [sys.executable, "-m", "trilane", "launch", str(folder / "plan.json")]
     process = subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 60, "training")
     family = psutil.Process(process.pid).children(recursive=True)
@@ -182,8 +183,8 @@ def test_a_bad_plan_is_one_line_and_exit_code_2(folder: Path, capsys: pytest.Cap
     plan = json.loads((folder / "plan.json").read_text())
     plan["topology"]["tp"] = 3
     (folder / "plan.json").write_text(json.dumps(plan))
-    assert launch.main([str(folder / "plan.json")]) == 2
-    assert capsys.readouterr().err == "tp=3: must divide num_attention_heads=4\n"
+    assert main(["launch", str(folder / "plan.json")]) == 2
+    assert capsys.readouterr().err == "trilane: tp=3: must divide num_attention_heads=4\n"
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "world size=2: must be tp x pp x dp = 1 x 2 x 2 = 4\n"), ("1", "")])
@@ -231,6 +232,18 @@ def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path) -> 
     line = "rank 0: embedding_layernorm=True: engine megatron has none yet"
     assert (outcome.status, outcome.evidence) == ("crashed", line)
     assert (folder / "run.log").read_text() == line.removeprefix("rank 0: ") + "\n"
+
+
+def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path: Path) -> None:
+    """A plan that a search printed, saved as best.json, is a plan; what stands in its way is never overwritten."""
+    best = tmp_path / "best.json"
+    best.write_text(json.dumps({**small_plan(data).to_json(), "prediction": {"sec_per_it": 1.0}}))
+    folder = launched_in(best)
+    assert folder == tmp_path / "best" and (folder / "plan.json").read_bytes() == best.read_bytes()
+    with pytest.raises(ValueError, match=r"^plan=.*best\.json: would run in .*best, which exists"):
+        launched_in(best)
+    with pytest.raises(ValueError, match=r"^plan=.*: no such file$"):
+        launched_in(tmp_path / "other.json")
 
 
 def test_the_launcher_imports_no_torch() -> None:

@@ -1,8 +1,7 @@
 """Constants: the few numbers of the time model that peaks alone do not give, each inside a physical bound."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trilane.columns import Number
 
@@ -70,10 +69,6 @@ class Constants:
     handoff_s: Number
     pressure: Number
     overlap: Number = 0.0
-
-    def scaled(self, factors: dict[str, Any]) -> "Constants":
-        """The constants with some of them multiplied."""
-        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
 
 PRIOR = Constants(**{name: bound.prior for name, bound in BOUNDS.items()})

@@ -130,13 +130,3 @@ def fit_memory(
     best = robust_minimum(errors, start, deviation, (start - 3, start + 3), MEMORY_NOISE)
     spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(cases) ** -0.5)
     return replace(constants(best), spread=max(spread, 0.02))
-
-
-def as_table(calibration: Calibration) -> dict[str, list[Any]]:
-    """The constants beside their priors and bounds, as named columns for a table."""
-    names = list(BOUNDS)
-    return {
-        "constant": names,
-        "fitted": [getattr(calibration, n) for n in names],
-        **{side: [getattr(BOUNDS[n], side) for n in names] for side in ("prior", "low", "high")},
-    }

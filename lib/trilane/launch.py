@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from trilane.checks import require
@@ -130,31 +130,29 @@ def _since(begin: float) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `python -m trilane launch`."""
-    parser.add_argument("plan", type=Path, help="a plan.json; its folder becomes the run folder")
+    parser.add_argument("plan", type=Path, help="a plan.json (its folder is the run folder), or a plan of any name")
     parser.add_argument("--port", type=int, default=0, help="torchrun's port (default: one that is free)")
+
+
+def run_folder(plan: Path) -> Path:
+    """The folder in which the plan of that file runs: its own, or for a plan of another name one called like it.
+
+    ValueError for a file that is no plan, or whose folder is taken.
+    """
+    if plan.name == "plan.json":
+        return plan.parent
+    read_plan(plan)
+    folder = plan.with_suffix("")
+    require(
+        folder != plan and not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them"
+    )
+    folder.mkdir()
+    (folder / "plan.json").write_bytes(plan.read_bytes())
+    return folder
 
 
 def run(args: argparse.Namespace) -> int:
     """Launch the plan that the arguments name, say how it ended; 0 when it completed."""
-    require(args.plan.name == "plan.json", "plan", args.plan, "the file must be called plan.json")
-    outcome = run_local(args.plan.parent, port=args.port)
+    outcome = run_local(run_folder(args.plan), port=args.port)
     print(f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}")
     return 0 if outcome.status == "completed" else 1
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`launch PLAN.json [--port N]`: 0 completed, 1 not, 2 refused with one line, 130 cancelled."""
-    parser = argparse.ArgumentParser(prog="trilane launch", description="Train a plan on this machine.")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("cancelled", file=sys.stderr)
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

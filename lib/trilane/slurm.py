@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jinja2
 
-from trilane.checks import require, require_integer
+from trilane.checks import require
 from trilane.plan import Plan
 from trilane.store import REPOSITORY
 
@@ -31,7 +31,6 @@ def render(plan: Plan, *, account: str, constraint: str, time_limit: str = "02:0
     nodes = -(-gpus // per_node)
     used = min(gpus, per_node)
     require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
-    require_integer("nodes", nodes, 1)
     # {# would open a Jinja comment and swallow bash's ${#array[@]}
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

@@ -5,34 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trilane.hardware import Cluster, Gpu
+from support import small_cluster
+
 from trilane.plan import Data, Optimizer, Plan, Run
 from trilane.shape import ModelShape
 from trilane.topology import Topology
 
-CORE = Gpu(
-    name="core",
-    kind="cpu",
-    memory_bytes=2e9,
-    memory_bytes_per_s=1e10,
-    fp32_flops_per_s=5e10,
-    fp16_flops_per_s=1e9,
-    bf16_flops_per_s=1e9,
-    context_bytes=3e8,
-)
-HERE = Cluster(
-    name="local",
-    gpu=CORE,
-    gpus_per_node=8,
-    max_nodes=1,
-    node_bytes_per_s=1e9,
-    network_bytes_per_s=1e9,
-    pcie_bytes_per_s=1e10,
-    latency_s=1e-4,
-    cores_per_node=2,
-    host_memory_bytes=2e10,
-    launch_overhead_s=1e-6,
-)
+HERE = small_cluster()
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
 OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
 
