@@ -131,7 +131,7 @@ def test_ctrl_c_ends_all_and_leaves_a_folder_that_can_be_read(folder: Path, laun
     assert len(family) >= 5
     launched.send_signal(signal.SIGINT)
     _, err = launched.communicate(timeout=30)
-    assert (launched.returncode, err) == (130, "cancelled\n")
+    assert (launched.returncode, err) == (130, "trilane: interrupted; what was written so far stays readable\n")
     assert read_status(folder).status == "cancelled"
     assert [s["iteration"] for s in steps(folder)] == list(range(1, len(steps(folder)) + 1))
     assert (folder / "run.log").read_text().endswith("|\n")
