@@ -46,3 +46,14 @@ def test_the_largest_shape_that_is_fast_enough_is_chosen():
     shapes = [parse_shape(f"2,{h},2,64,384") for h in (64, 128, 256)]
     assert largest_within(shapes, [0.1, 0.2, 0.4], 0.3) == 1
     assert largest_within(shapes, [0.5, 0.6, 0.7], 0.3) == 0
+
+
+def test_offload_moves_the_optimizer_to_the_host_and_says_how_much_it_takes():
+    shape, machine = parse_shape("24,2048,16,1024,50304"), A100
+    base = {"dp": 8, "gbs": 8, "zero": 3, "precision": "bf16"}
+    plain, offloaded = (
+        predict(shape, Topology(**base, offload=where), machine, calibration.default(machine))
+        for where in ("none", "optimizer")
+    )
+    assert plain.host_memory_bytes == 0 and plain.stages[0].optimizer > 0
+    assert offloaded.host_memory_bytes == plain.stages[0].optimizer and offloaded.stages[0].optimizer == 0

@@ -5,8 +5,9 @@ from typing import Any
 
 from trilane.calibration import Calibration
 from trilane.checks import to_mapping
+from trilane.columns import columns_of
 from trilane.hardware import Cluster
-from trilane.memory import DEFAULT, MemoryConstants, StageMemory, memory_per_stage, oom_probability
+from trilane.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage, oom_probability
 from trilane.shape import ModelShape
 from trilane.timing import IterationTime, iteration_time
 from trilane.topology import Topology
@@ -14,12 +15,16 @@ from trilane.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a probability of running out."""
+    """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a probability of running out.
+
+    `host_memory_bytes` is what the offload of one GPU takes of its host, 0 without offload.
+    """
 
     sec_per_it: float
     sec_lo: float
     sec_hi: float
     memory_bytes: float
+    host_memory_bytes: float
     oom_probability: float
     time: IterationTime
     stages: tuple[StageMemory, ...]
@@ -38,6 +43,7 @@ def predict(
 ) -> Prediction:
     """Time and memory of one topology that the shape can run on (see topology.refusal)."""
     time = iteration_time(shape, topology, cluster, calibration)
+    columns = columns_of(shape, topology)
     stages = memory_per_stage(shape, topology, cluster, memory)
     fullest = max(stage.total for stage in stages)
     low, high = calibration.interval(time.total)
@@ -46,6 +52,7 @@ def predict(
         sec_lo=low,
         sec_hi=high,
         memory_bytes=fullest,
+        host_memory_bytes=max(float(host_bytes(columns, i, memory)) for i in range(topology.pp)),
         oom_probability=float(oom_probability(fullest, cluster, memory.spread)),
         time=time,
         stages=tuple(stages),

@@ -121,7 +121,7 @@ def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     env = environment(1)
-    env["PYTHONPATH"] += f":{Path(__file__).parent}"
+    env["PYTHONPATH"] += f":{Path(__file__).parent}:{Path(__file__).parents[1]}"  # plans, and support that it needs
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, check=True)
 
 
