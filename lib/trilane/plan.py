@@ -14,6 +14,7 @@ from trilane.checks import (
     to_mapping,
 )
 from trilane.hardware import Cluster
+from trilane.ramp import Ramp
 from trilane.shape import ModelShape
 from trilane.systems import ENGINES, lack
 from trilane.topology import Topology, refusal
@@ -64,6 +65,7 @@ class Run:
     train_iters: int = 50
     log_interval: int = 1
     seed: int = 1234
+    ramp: Ramp = field(default_factory=Ramp)
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
@@ -93,6 +95,15 @@ class Plan:
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
         require(t.gpus <= self.cluster.max_gpus, "tp x pp x dp", t.gpus, rule)
         self.cluster.gpu.flops_per_s(t.precision)
+        failing = self.run.ramp.failing(t.gbs, t.mbs * t.dp)
+        steps = ", ".join(map(str, failing))
+        require(not failing, "ramp", steps, f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}")
+        require(
+            self.run.ramp.samples == 0 or t.interleaving == 1,
+            "ramp",
+            self.run.ramp.samples,
+            "not with interleaving yet",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
