@@ -1,5 +1,6 @@
 """Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only input."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trilane.checks import (
     to_mapping,
 )
 from trilane.hardware import Cluster
-from trilane.ramp import Ramp
+from trilane.ramp import Batch, Ramp
 from trilane.shape import ModelShape
 from trilane.systems import ENGINES, lack
 from trilane.topology import Topology, refusal
@@ -95,15 +96,24 @@ class Plan:
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
         require(t.gpus <= self.cluster.max_gpus, "tp x pp x dp", t.gpus, rule)
         self.cluster.gpu.flops_per_s(t.precision)
-        failing = self.run.ramp.failing(t.gbs, t.mbs * t.dp)
-        steps = ", ".join(map(str, failing))
-        require(not failing, "ramp", steps, f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}")
-        require(
-            self.run.ramp.samples == 0 or t.interleaving == 1,
-            "ramp",
-            self.run.ramp.samples,
-            "not with interleaving yet",
-        )
+        self._check_ramp()
+
+    def _check_ramp(self) -> None:
+        """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them."""
+        t, groups = self.topology, self.topology.pp if self.topology.interleaving > 1 else 1
+        failing = self.run.ramp.failing(t.gbs, t.mbs * t.dp * groups)
+        rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
+        rule += f", times pp={t.pp} with interleaving" if groups > 1 else ""
+        require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+
+    @property
+    def samples(self) -> int:
+        """Samples that the whole run consumes, its ramp-up counted."""
+        return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
+
+    def batches(self, done: int = 0) -> Iterator[Batch]:
+        """The iterations that are left after `done` of them, each with its batch size and its first sample."""
+        return self.run.ramp.batches(self.run.train_iters, self.topology.gbs, done)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""
