@@ -61,16 +61,31 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long the run is and what it leaves behind."""
+    """How long the run is and what it leaves behind.
+
+    save_interval           iterations from one checkpoint to the next (0: none, but when asked by signal or file); a
+                            run that saves at all saves its last iteration too
+    keep_last               so many checkpoints are kept (0: all)
+    exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
+    load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
+    """
 
     train_iters: int = 50
     log_interval: int = 1
     seed: int = 1234
     ramp: Ramp = field(default_factory=Ramp)
+    save_interval: int = 0
+    keep_last: int = 2
+    exit_duration_minutes: float = 0.0
+    load: str = ""
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
         require_integer("log_interval", self.log_interval, 1)
+        require_integer("save_interval", self.save_interval, 0)
+        require_integer("keep_last", self.keep_last, 0)
+        minutes = self.exit_duration_minutes
+        require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
 
 
 @dataclass(frozen=True, kw_only=True)
