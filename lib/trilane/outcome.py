@@ -3,12 +3,13 @@
 import json
 import os
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trilane.checks import require_known
 
-STATUSES = ("completed", "crashed", "cancelled", "timeout")
+# stopped: it was asked to end before its last iteration, saved if it could, and can be resumed
+STATUSES = ("completed", "stopped", "crashed", "cancelled", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class Outcome:
 def judge(folder: Path, ranks: int, code: int, seconds: float) -> Outcome:
     """What torchrun's exit code, its list of failed ranks (of `ranks`) and their last lines amount to."""
     if code == 0:
+        if (folder / "status.json").exists():  # the engine's own word
+            said = read_status(folder)
+            if said.status == "stopped":
+                return replace(said, seconds=seconds)
         last = ranks - 1
         evidence = f"rank {last}: {last_line(folder, last)}"
         return Outcome(status="completed", evidence=evidence, rank=last, exit_code=0, seconds=seconds)
