@@ -82,10 +82,16 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long the run is and what it leaves behind."""
+    """How long the run is and what it leaves behind.
+
+    timers       also the seconds of each phase, (min, max) over ranks, every log_interval iterations
+    tensorboard  also an event file for TensorBoard
+    """
 
     train_iters: int = 50
     log_interval: int = 1
+    timers: bool = False
+    tensorboard: bool = False
     seed: int = 1234
     ramp: Ramp = field(default_factory=Ramp)
 

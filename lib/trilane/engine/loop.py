@@ -29,7 +29,7 @@ class Training:
     def run(self) -> None:
         """Train from the first to the last iteration; the folder gets steps.jsonl, the terminal Megatron's lines."""
         plan, world = self._plan, self._world
-        log = Log(plan, self._folder)
+        log = Log(plan, world, self._folder)
         begin = time.perf_counter()
         for batch in plan.batches():
             lr = learning_rate(plan.optimizer, batch.end, plan.samples)
@@ -37,9 +37,8 @@ class Training:
                 microbatches = self._feed.microbatches(batch)
             step = self._engine.step(microbatches, lr)
             end = time.perf_counter()
-            if world.is_last:
-                log.write(iteration(plan, batch, end - begin, lr, step))
-            if batch.number == 1:
+            log.write(iteration(plan, batch, end - begin, lr, step))
+            if batch.number in (1, plan.run.train_iters):  # the optimizer's states are there from the second on
                 print(memory_line(world.rank, batch.number, world.device), flush=True)
             begin = end
         dist.barrier()
