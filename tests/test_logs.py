@@ -8,7 +8,7 @@ import pytest
 from support import small_plan
 
 from trilane.logs import read_log, read_run_folder
-from trilane.measure import measure, stable_window, table
+from trilane.measure import measure, table
 
 LINE = (
     " [2026-08-01 12:00:00.000000] iteration {i:8d}/{n:8d} | consumed samples: {s:12d} | elapsed time per iteration (ms): "
@@ -70,15 +70,6 @@ def test_the_launchers_verdict_comes_before_the_text(tmp_path):
 def test_a_run_that_never_took_a_step_is_empty_not_an_error(tmp_path):
     log = read_run_folder(tmp_path)
     assert (len(log.iterations), log.status) == (0, "unfinished")
-
-
-def test_the_warm_up_and_skipped_iterations_do_not_count(tmp_path):
-    (tmp_path / "run.log").write_text(log_text())
-    log = read_log(tmp_path / "run.log")
-    assert list(stable_window(log, warm_up=3)["iteration"]) == [4, 5, 6, 7, 8, 9, 10]
-    assert len(stable_window(log, warm_up=50)) == 5, "at most half is warm-up"
-    log.iterations.loc[4, "skipped"] = 1
-    assert 5 not in list(stable_window(log, warm_up=3)["iteration"])
 
 
 def test_a_run_becomes_one_row_of_the_table(tmp_path):

@@ -5,6 +5,7 @@ import gzip
 import json
 
 import pytest
+from support import small_plan
 from test_log_dialects import m2021, m2022
 
 from trilane.__main__ import main
@@ -44,13 +45,26 @@ def test_a_run_is_one_record(tmp_path, capsys):
     assert {name: run[name] for name in numbers} == numbers
     assert run["max_memory_gib"] == 2.0 and "iteration       10/" in run["evidence"]
     shape = ModelShape(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50304)
-    assert run["tflops"] == {"narayanan": pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)}
+    assert list(run["tflops"]) == ["narayanan", "size_factor", "replicated", "megatron_causal"]
+    assert run["tflops"]["narayanan"] == pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)
+    assert run["left_out"] == [{"reason": "warm-up", "iterations": "1-5"}] and run["mfu"] is None
+    assert run["tokens_per_s"] == 4 * 2048 / 2
     assert run["arguments"]["hidden_size"] == 2048
 
 
 def test_what_the_log_prints_stands_beside(tmp_path, capsys):
     _, (run,), _ = parsed(capsys, log(tmp_path, text=m2022(1) + m2022(2)))
     assert run["tflops"] == {"printed": 107.48} and run["max_memory_gib"] is None
+
+
+def test_the_plan_of_a_run_folder_tells_what_its_log_does_not(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan(dp=2).to_json()))
+    log(tmp_path, "run.log", "".join(map(m2021, range(1, 11))))
+    log(tmp_path, "other.log", "".join(map(m2021, range(1, 11))))
+    _, (run, other), _ = parsed(capsys, f"{tmp_path}/run.log", f"{tmp_path}/other.log")
+    assert run["tflops"]["narayanan"] > 0 and other["tflops"] == {}
+    (tmp_path / "plan.json").write_text("{")
+    assert parsed(capsys, f"{tmp_path}/run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):

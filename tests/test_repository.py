@@ -11,10 +11,11 @@ from support import REPOSITORY
 LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan", "checkpoints"},
-    {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
+    {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "posterior", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "again", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
-    {"logs", "measure", "benchmark", "parse_door", "rows", "scoring", "backtest"},
+    {"logs", "rows", "setup", "window", "tflops", "phases", "health", "curve", "measure", "benchmark", "parse_door"},
+    {"scoring", "backtest", "compare", "compare_door", "spikes", "spikes_door", "nextrun"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 

@@ -12,10 +12,10 @@ import numpy as np
 from trilane.checks import read_json, require, require_integer
 from trilane.launch import run_folder, run_local
 from trilane.logs import read_run_folder
-from trilane.measure import WARM_UP
 from trilane.outcome import read_status
 from trilane.plan import Plan, read_plan
 from trilane.ramp import Ramp
+from trilane.window import WARM_UP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,14 @@
 """One function a figure; takes values, returns a matplotlib Figure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trilane.curve import Curve
 from trilane.measure import Measurement
 from trilane.memory import StageMemory
 from trilane.search import Candidate
@@ -41,33 +43,56 @@ def _legend(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False)
 
 
-def loss_curves(measurements: Sequence[Measurement]) -> Figure:
-    """Loss (nats per token) over samples, one line a run, so that topologies of one plan lie on each other."""
+def loss_curves(curves: Mapping[str, Curve]) -> Figure:
+    """Loss (nats per token) over samples, one line a training, so that topologies of one plan lie on each other.
+
+    A dotted upright line is a restart; what was done again is drawn thin as it was the first time.
+    """
     made, axes = figure()
     widths = [5.0, 3.0, 1.5, 0.8]  # drawn thick to thin: a line that hides another would look like a missing run
-    for i, m in enumerate(measurements):
-        table = m.log.iterations
-        width = widths[min(i, len(widths) - 1)]
-        axes.plot(table["consumed_samples"], table["lm_loss"], color=COLORS[i], lw=width, label=m.plan.topology.label)
-    axes.set(xlabel="consumed samples (sequences)", ylabel="loss (nats per token)")
-    _title(axes, "Loss")
+    labels = set()
+    for i, (name, curve) in enumerate(curves.items()):
+        label, x = curve.axis()
+        labels.add(label)
+        color, width = COLORS[i % len(COLORS)], widths[min(i, len(widths) - 1)]
+        axes.plot(x, curve.table["lm_loss"], color=color, lw=width, label=name)
+        column = "consumed_samples" if "samples" in label else "consumed_tokens" if "tokens" in label else "iteration"
+        for restart in curve.restarts:
+            begins = x[int(np.searchsorted(curve.table["iteration"], restart.iteration))]
+            axes.axvline(float(begins), color=color, lw=0.8, ls=":")
+        if len(curve.redone) and column in curve.redone:
+            axes.plot(curve.redone[column], curve.redone["lm_loss"], color=color, lw=0.6)
+    axes.set(xlabel=" / ".join(sorted(labels)), ylabel="loss (nats per token)")
+    _title(axes, "Loss" + (" (dotted: a restart)" if any(c.restarts for c in curves.values()) else ""))
     _legend(axes)
     return made
 
 
-def seconds_per_iteration(measurements: Sequence[Measurement], warm_up: int) -> Figure:
-    """Seconds of each iteration, one line a run; the shaded iterations are left out of the medians."""
+def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure:
+    """Seconds of each iteration, one line a run; hollow dots are left out of the medians, the dotted lines."""
     made, axes = figure()
-    axes.axvspan(0.5, warm_up + 0.5, color="#eef1f4", label="warm-up, left out")
     for i, m in enumerate(measurements):
-        table = m.log.iterations
-        axes.plot(table["iteration"], table["sec_per_it"], color=COLORS[i], lw=1.2, label=m.plan.topology.label)
-        axes.axhline(m.sec_per_it, color=COLORS[i], lw=0.8, ls=":")
+        table, color = m.log.iterations, COLORS[i % len(COLORS)]
+        at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
+        out = ~m.window.counts
+        axes.plot(at, seconds, color=color, lw=1.2, label=m.label)
+        axes.plot(at[out], seconds[out], "o", ms=4, mfc="white", mec=color, mew=1, ls="")
+        axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
+    axes.plot([], [], "o", ms=4, mfc="white", mec=COLORS[4], ls="", label="left out")
     axes.set(xlabel="iteration", ylabel="seconds per iteration")
     _title(axes, "Time (dotted: the median)")
-    axes.set_ylim(bottom=0, top=1.5 * max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements))
+    if _far_apart([m.sec_per_it for m in measurements]):
+        axes.set_yscale("log")
+    else:
+        highest = max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements)
+        axes.set_ylim(bottom=0, top=1.5 * highest)
     _legend(axes)
     return made
+
+
+def _far_apart(values: Sequence[float]) -> bool:
+    """Whether values need a logarithmic axis to be seen beside each other."""
+    return max(values) > 20 * min(values)
 
 
 def predicted_against_measured(

@@ -105,17 +105,17 @@ def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> Measur
 
 def _cluster(cells: Mapping[str, str]) -> Cluster:
     known = {name: hardware.cluster(name) for name in hardware.catalogue()}
-    card = _card(cells.get("gpu", ""))
+    card = card_words(cells.get("gpu", ""))
     names = {c.gpu.name for c in known.values()}
-    if not any(card <= _card(name) for name in names):
+    if not any(card <= card_words(name) for name in names):
         require_known("gpu", cells["gpu"], names)
     require_known("cluster", cells.get("cluster", ""), known)
     cluster = known[cells["cluster"]]
-    require(card <= _card(cluster.gpu.name), "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
+    require(card <= card_words(cluster.gpu.name), "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
     return cluster
 
 
-def _card(name: str) -> set[str]:
+def card_words(name: str) -> set[str]:
     """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be either size."""
     words = {word.removesuffix("GB") for word in re.split(r"[\s_-]+", name.upper()) if word}
     return words - {"NVIDIA", "TESLA", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "HBM2", "HBM2E", "HBM3", "GPU"}
