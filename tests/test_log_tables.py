@@ -88,7 +88,7 @@ def test_a_cell_is_a_number_and_its_unit(text, number, unit):
 @pytest.mark.parametrize(
     ("header", "name", "unit"),
     [
-        *(("Sec/it", "time", ""), ("Mem (GiB)", "mem", "GiB"), ("NNODES", "nodes", ""), ("Time (ms)", "time", "ms")),
+        *(("Sec/it", "time", "s"), ("Mem (GiB)", "mem", "GiB"), ("NNODES", "nodes", ""), ("Time (ms)", "time", "ms")),
         *(("Glob-BS", "gbs", ""), ("TFLOP/s/GPU", "tflops", ""), ("mem_gb", "mem", "gb"), ("Loss", "", "")),
     ],
 )

@@ -133,8 +133,10 @@ def column(header: str) -> tuple[str, str]:
     unit = told[1].strip() if told else (inside[0].strip("_") if inside else "")
     key = re.sub(r"[^a-z0-9/]+", "", UNIT.sub("", header).lower())
     name = KNOWN.get(key) or KNOWN.get(re.sub(r"(gib|gb|mib|mb)$", "", key), "")
-    if key.startswith(("gflop", "gflops")):
+    if key.startswith("gflop"):
         unit = "GFLOPS"
+    elif name == "time" and not unit and (key.startswith("sec") or key == "s/it"):
+        unit = "s"
     return name, unit
 
 
