@@ -15,7 +15,7 @@ FLOORS = [
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "again", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
     {"logs", "rows", "setup", "window", "tflops", "phases", "health", "curve", "measure", "benchmark", "parse_door"},
-    {"scoring", "backtest", "compare", "compare_door", "spikes", "spikes_door", "nextrun"},
+    {"lint", "scoring", "backtest", "compare", "compare_door", "spikes", "spikes_door", "nextrun"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 

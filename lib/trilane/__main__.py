@@ -89,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, benchmark, compare_door, parse_door, search_door
+    from trilane import backtest, benchmark, compare_door, lint, parse_door, search_door
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
@@ -97,6 +97,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("backtest", backtest, "measured rows against predictions"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
+        ("lint", lint, "what contradicts itself in a hand-written table"),
     ):
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)

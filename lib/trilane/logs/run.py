@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trilane.checks import require
-from trilane.logs import endings, units
+from trilane.logs import document, endings, units
 from trilane.logs.arguments import Value
 from trilane.logs.devices import Device
 from trilane.logs.draft import Draft
@@ -78,17 +78,24 @@ NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_seco
 def read_runs(path: Path | str, keep: Collection[str] | None = None) -> list[RunLog]:
     """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
 
+    Of a document with tables of measured runs (Markdown), each row that measured something is a run, beside the log
+    lines that it quotes.
+
     With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
 
     Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
     """
     path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep})
+    if text := document.text(path):
+        from trilane.logs import typed  # it makes RunLogs too
+
+        return typed.runs(text, path)
     for block in blocks(path):
         reader.feed(block)
     drafts = reader.close()
     require(bool(drafts), "log", path, f"holds no iteration line; dialects tried: {DIALECTS}")
     age = time.time() - path.stat().st_mtime
-    return [_finish(draft, path, age if draft is drafts[-1] else float("inf")) for draft in drafts]
+    return [finish(draft, path, age if draft is drafts[-1] else float("inf")) for draft in drafts]
 
 
 def read_log(path: Path | str) -> RunLog:
@@ -112,7 +119,8 @@ def read_run_folder(folder: Path | str) -> RunLog:
     return replace(log, **{name: verdict[name] for name in ("status", "evidence") if name in verdict})
 
 
-def _finish(draft: Draft, path: Path, age: float) -> RunLog:
+def finish(draft: Draft, path: Path, age: float) -> RunLog:
+    """The run of a draft, read from `path`, which was written `age` seconds ago."""
     table = draft.iterations if draft.iterations.rows else draft.companion
     note = units.mend(table)
     status, evidence, end = _verdict(draft, table, age)
