@@ -12,7 +12,9 @@ LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
-    {"space", "blocks", "search", "whatif", "search_door", "sizing"},
+    {"space", "blocks", "search", "whatif", "search_door"}
+    | {"sizing", "published", "shape_rules", "inverse", "size_door"}
+    | {"capacity", "schedule", "pace", "stops", "montecarlo", "calendar", "energy", "calendar_door"},
     {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
     {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
