@@ -5,15 +5,19 @@ import dataclasses
 import json
 from typing import Any
 
-from trilane.calendar import QUANTILES, Forecast, Request, forecast, with_pins
+from trilane.calendar import QUANTILES, Bar, Forecast, forecast
 from trilane.calibration import default, load
 from trilane.capacity import constant, parse_day, read_capacity, today
 from trilane.checks import require
 from trilane.energy import Price, energy_kwh
+from trilane.pace import SOONEST
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
+from trilane.request import Request, with_pins
 from trilane.stops import Risks
 
+WORTH = {"days": SOONEST, "gpu_hours": 0.0}
+MOST_LINES = 12  # changes of topology that are printed
 MEANING = {
     "p_deadline": "probability of MISSING the deadline (ending after that day); null without --deadline",
     "p_allocation": "probability of OVERRUNNING the allocation of GPU-hours; null without --allocation",
@@ -34,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allocation", type=float, metavar="GPU_HOURS")
     parser.add_argument("--deadline", metavar="DATE", help="the last day, such as 2026-07-11")
     parser.add_argument("--start", metavar="DATE", help="default: today (UTC)")
-    parser.add_argument("--adapt", choices=("no", "days", "gpu_hours"), default="no", help="let DP, MBS, nodes follow")
+    parser.add_argument("--adapt", choices=("no", *WORTH), default="no", help="let DP, MBS, nodes follow the batch")
+    parser.add_argument(
+        "--day-worth", type=float, metavar="GPU_HOURS", help="the same, between the two: what a day is worth"
+    )
     parser.add_argument("--checkpoint-minutes", type=float, help="between checkpoints; default: Daly's optimum")
     parser.add_argument("--spare-nodes", type=int, help="nodes that stand by (default: 4)")
     parser.add_argument("--job-hours", type=float, help="the longest job that the queue takes (default: 20)")
@@ -72,7 +79,7 @@ def request_of(args: argparse.Namespace) -> Request:
         deadline=parse_day("deadline", args.deadline) if args.deadline else None,
         allocation=args.allocation,
         risks=risks,
-        adapt=args.adapt,
+        day_worth=WORTH.get(args.adapt) if args.day_worth is None else args.day_worth,
         runs=args.runs,
         seed=args.seed,
     )
@@ -124,7 +131,7 @@ def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
         "energy_interval": energy[1:],
         "checkpoint": {"interval_s": r.interval_s, "save_s": r.save_s},
         "lost_days": found.lost_days,
-        "schedule": [_window(window, schedule) for window, schedule in found.schedules],
+        "schedule": [_bar(bar) for bar in found.bars()],
         "assumptions": assumptions(r),
         "meaning": MEANING,
     }
@@ -146,19 +153,16 @@ def _interval(values: Any) -> tuple[float, float]:
     return float(np.nanquantile(values, 0.05)), float(np.nanquantile(values, 0.95))
 
 
-def _window(window: Any, schedule: Any) -> dict[str, Any]:
-    """One capacity, and the changes of topology within it: from which batch size on which DP, MBS and nodes."""
-    steps = schedule.steps if schedule else ()
-    changes = [step for i, step in enumerate(steps) if i == 0 or step.restart]
+def _bar(bar: Bar) -> dict[str, Any]:
+    c = bar.choice
     return {
-        "from_day": window.start_s / 86400,
-        "gpus": window.gpus,
-        "shared": window.shared,
-        "restarts": schedule.restarts if schedule else 0,
-        "steps": [
-            {"gbs": s.phase.gbs, "dp": s.choice.dp, "mbs": s.choice.mbs, "nodes": s.choice.nodes, "gpus": s.choice.gpus}
-            for s in changes
-        ],
+        "from_day": bar.start_s / 86400,
+        "to_day": bar.end_s / 86400,
+        "gbs": [bar.first_gbs, bar.last_gbs],
+        "dp": c.dp,
+        "mbs": c.mbs,
+        "nodes": c.nodes,
+        "gpus": c.gpus,
     }
 
 
@@ -182,9 +186,10 @@ def _print(said: dict[str, Any]) -> None:
             f"energy    {said['energy_kwh'] / 1e3:,.0f} MWh" + (f", money {said['cost']:,.0f}" if said["cost"] else "")
         )
     print("lost days " + ", ".join(f"{name} {days:.1f}" for name, days in said["lost_days"].items()))
-    for window in said["schedule"]:
-        for step in window["steps"]:
-            print(
-                f"  from day {window['from_day']:.0f}, {window['gpus']} GPUs: from gbs {step['gbs']} on dp {step['dp']}"
-                f" mbs {step['mbs']}, {step['nodes']} nodes"
-            )
+    for bar in said["schedule"][:MOST_LINES]:
+        print(
+            f"  day {bar['from_day']:5.1f} to {bar['to_day']:5.1f}: gbs {bar['gbs'][0]} to {bar['gbs'][1]} on "
+            f"{bar['nodes']} nodes, dp {bar['dp']} mbs {bar['mbs']}"
+        )
+    if len(said["schedule"]) > MOST_LINES:
+        print(f"  and {len(said['schedule']) - MOST_LINES} more (--json shows all)")

@@ -9,17 +9,22 @@ from trilane.capacity import FOREVER, Window
 from trilane.checks import require
 from trilane.stops import NODE_FAILURE, NODE_YEAR_S, Risks, Stop, wait_for_node_s
 
-MOST_LOST = 0.9  # share of the work that stops may undo before a run counts as one that never ends
+MOST_UNDONE, MOST_LOST = 0.9, 10.0  # work undone and time lost, per work, from which on a run counts as endless
+QUEUE = "queue between jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A window of capacity and what every phase takes in it: seconds, GPUs and nodes; no phases where none can run."""
+    """A window of capacity and what every phase takes in it: seconds, GPUs and nodes; no phases where none can run.
+
+    `queue_share` is the wait in the queue per second of work, where the capacity is shared and jobs must end.
+    """
 
     window: Window
     seconds: np.ndarray  # (J,) of work and of restarts that the schedule needs
     gpus: np.ndarray  # (J,)
     nodes: np.ndarray  # (J,)
+    queue_share: float = 0.0
 
     @property
     def idle(self) -> bool:
@@ -109,7 +114,7 @@ class _Course:
         self.rates = [luck.lognormal(stop.spread) for stop in risks.stops]
         self.done, self.now, self.gpu_s = np.zeros((luck.runs, len(same))), np.zeros(luck.runs), np.zeros(luck.runs)
         self.reached = np.full((luck.runs, len(same)), np.nan)
-        self.lost = {name: np.zeros(luck.runs) for name in (*shares, *(s.name for s in risks.stops))}
+        self.lost = {name: np.zeros(luck.runs) for name in (*shares, QUEUE, *(s.name for s in risks.stops))}
         self.started = np.zeros(luck.runs, bool)
 
     def through(self, stretch: Stretch) -> None:
@@ -127,6 +132,7 @@ class _Course:
         certain = {name: work * share for name, share in self.shares.items()}
         # a job that goes on with another number of GPUs begins anew
         entering = np.where(self.started & active, self.risks.startup_s + window.shared * self.risks.queue_s, 0.0)
+        stops[QUEUE] = work * stretch.queue_share
         needed = work + sum(certain.values()) + sum(stops.values())
         room = np.maximum(window.end_s - self.now - entering, 0.0)
         share = np.where(active, np.minimum(1.0, room / np.maximum(needed, 1e-9)), 0.0)
@@ -165,17 +171,17 @@ class _Course:
         ]
         seconds, busy = np.maximum(work, 1e-9), work > 0
         undone = sum(means) * self.interval_s / 2 / seconds
-        rule = "a run on these nodes would undo more work than it keeps; fewer stops, or more frequent checkpoints"
-        typical = float(np.median(undone[busy])) if busy.any() else 0.0
-        require(typical < MOST_LOST, "failures-per-node-year", f"{kinds[0].per_node_year:g}", rule)
-        nodes = float(np.median((node_s / seconds)[busy])) if busy.any() else 0.0
+        nodes = float(np.median((node_s / seconds)[busy]))
         lost: dict[str, np.ndarray] = {}
         charged = np.zeros(self.luck.runs)
         for stop, mean in zip(kinds, means, strict=True):
             each, variance, ours = stop_cost(stop, self.risks, nodes, self.interval_s, shared)
-            count = self.luck.count(mean / (1 - np.minimum(undone, MOST_LOST)))
+            count = self.luck.count(mean / (1 - np.minimum(undone, MOST_UNDONE)))
             lost[stop.name] = self.luck.total(count, each, variance)
             charged += lost[stop.name] * ours
+        rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
+        ends = np.median((sum(lost.values()) / seconds)[busy]) < MOST_LOST and np.median(undone[busy]) < MOST_UNDONE
+        require(bool(ends), "failures-per-node-year", f"{kinds[0].per_node_year:g}", rule)
         return lost, charged
 
 

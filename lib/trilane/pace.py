@@ -19,7 +19,7 @@ from trilane.timing import iteration_columns
 from trilane.topology import Topology
 
 MICROBATCHES = (1, 2, 4, 8)
-OBJECTIVES = {"days": 1e9, "gpu_hours": 0.0}  # GPU-hours that a day is worth
+SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
 
 
 def require_divisible(ramp: Ramp, topology: Topology) -> None:
@@ -32,13 +32,12 @@ def require_divisible(ramp: Ramp, topology: Topology) -> None:
 def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
     """What `gbs` can run on with the plan's tp x pp and at most `gpus` GPUs.
 
-    The plan's own topology where it fits and nothing is to be adapted; else every DP, with `adapt` every microbatch.
+    The plan's own topology where it fits and nothing is to be adapted; else every DP and microbatch.
     """
     t = plan.topology
     if t.gpus <= gpus and not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
-    most = min(gpus // (t.tp * t.pp), t.dp if not adapt else gpus)
-    sizes = sorted({*MICROBATCHES, t.mbs}) if adapt else [t.mbs]
+    most, sizes = gpus // (t.tp * t.pp), sorted({*MICROBATCHES, t.mbs})
     pairs = [(mbs, dp) for mbs in sizes if gbs % mbs == 0 for dp in divisors(gbs // mbs) if dp <= most]
     return [dataclasses.replace(t, gbs=gbs, mbs=mbs, dp=dp) for mbs, dp in pairs]
 
@@ -80,7 +79,7 @@ def schedule_on(
     calibration: Calibration,
     restart_s: float,
     adapt: bool = False,
-    day_worth: float = OBJECTIVES["days"],
+    day_worth: float = SOONEST,
 ) -> Schedule | None:
     """The phases on at most `gpus` GPUs, the plan's topology kept unless `adapt`; None where no replica fits.
 
@@ -89,4 +88,6 @@ def schedule_on(
     if gpus < plan.topology.tp * plan.topology.pp:
         return None
     options = choices(plan, [phase.gbs for phase in phases], gpus, calibration, adapt)
+    empty = ", ".join(str(phase.gbs) for phase, found in zip(phases, options, strict=True) if not found)
+    require(not empty, "ramp", empty, f"no DP and microbatch of the plan's tp x pp divide it and fit {gpus} GPUs")
     return optimize(phases, options, restart_s, day_worth)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.checks import require, require_integer, require_positive
+from trilane.checks import require_integer, require_positive
 from trilane.ramp import Phase, Ramp
 from trilane.space import divisors
 
@@ -86,13 +86,13 @@ def optimize(
     """The cheapest way through all phases, where a day is worth `day_worth` GPU-hours (0: only GPU-hours count).
 
     Exact: the best cost of every choice of a phase follows from those of the phase before (Viterbi). Among equals the
-    faster. ValueError names each batch size that has no choice at all.
+    faster. Each phase needs at least one choice.
     """
-    empty = [phase.gbs for phase, options in zip(phases, choices, strict=True) if not options]
-    require(
-        not empty, "ramp", ", ".join(map(str, empty)), "no DP, microbatch and number of nodes divides them and fits"
-    )
-    price = lambda c: c.gpus / 3600 + (day_worth + 1e-6) / 86400  # noqa: E731  a hair of time breaks ties
+    assert all(choices), "a phase without a choice"
+
+    def price(c: Choice) -> float:
+        return c.gpus / 3600 + (day_worth + 1e-6) / 86400  # GPU-hours of a second; a hair of time breaks ties
+
     best = np.zeros(0)
     back: list[np.ndarray] = []
     for i, (phase, options) in enumerate(zip(phases, choices, strict=True)):

@@ -146,7 +146,7 @@ class Risks:
 
 
 def young_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Young 1974 (Communications of the ACM 17(9)): sqrt(2 d M), for a save d much shorter than the mean M to a stop."""
+    """Young 1974 (Communications of the ACM 17(9)): sqrt(2 d M), for a save d much shorter than the mean time M."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
