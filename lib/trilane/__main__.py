@@ -89,11 +89,17 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, benchmark, compare_door, lint, parse_door, search_door
+    from trilane import backtest, benchmark, calendar_door, compare_door, lint, parse_door, search_door, size_door
 
     for name, room, text in (
+        ("size", size_door, "shapes of a target size: layers x hidden, topology, days and GPU-hours"),
         ("search", search_door, "rank every topology of a cluster for a model"),
         ("benchmark", benchmark, "train a plan for some iterations and say how fast they were, as one JSON object"),
+        (
+            "calendar",
+            calendar_door,
+            "a plan, its tokens and a ramp: finish date, GPU-hours, and the risk of missing them",
+        ),
         ("backtest", backtest, "measured rows against predictions"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
