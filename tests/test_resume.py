@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
-from plans import changed, run_folder, small_plan, steps
+from plans import run_folder, small_plan, steps
 
 from trilane.launch import environment, run_local
 from trilane.logs.run import read_run_folder
