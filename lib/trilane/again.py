@@ -5,6 +5,15 @@ import os
 from pathlib import Path
 
 EARLIER = "earlier"
+STOP = "stop"  # a file of that name in the run folder: save and end; no later run begins there until it is taken away
+SAVE = "save"  # save once; the run takes it away
+
+
+def reopen(folder: Path) -> None:
+    """Make a run folder ready for a launcher: what a run before left of how it ended, and of its ranks, moves aside."""
+    for path in [folder / "status.json", *(folder / "ranks").glob("*.*")]:
+        set_aside(path)
+        path.unlink(missing_ok=True)
 
 
 def cut_steps(folder: Path, done: int) -> None:

@@ -40,8 +40,8 @@ def work(size: int, folder: str) -> int:
     return 0
 
 
-def serve() -> None:
-    """Answer one line after the other until there are no more."""
+def load() -> None:
+    """Import what workers need."""
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
@@ -50,6 +50,10 @@ def serve() -> None:
     import trilane.engine.loop
     import trilane.engine.megatron  # noqa: F401
 
+
+def serve() -> None:
+    """Answer one line after the other until there are no more."""
+    load()
     for line in sys.stdin:
         size, port, folder = line.rstrip("\n").split(" ", 2)
         workers = []

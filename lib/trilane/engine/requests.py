@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trilane.again import SAVE, STOP
 from trilane.engine.signals import Signals
 from trilane.engine.world import World
 from trilane.plan import Run
@@ -57,8 +58,8 @@ class Requests:
         if self._signals.stop:
             found.append(5)
         if self._world.is_first:
-            found += [3] * (time.monotonic() >= self._end) + [4] * (self._folder / "stop").exists()
-            if (self._folder / "save").exists():
-                (self._folder / "save").unlink(missing_ok=True)
+            found += [3] * (time.monotonic() >= self._end) + [4] * (self._folder / STOP).exists()
+            if (self._folder / SAVE).exists():
+                (self._folder / SAVE).unlink(missing_ok=True)
                 found.append(2)
         return max(found)

@@ -30,6 +30,7 @@ PATTERNS = [
     (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
     (3, "crashed", b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
     (3, "crashed", b"exitcode", rb"failed \(exitcode: -?\d"),
+    (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
     (
         4,
         "completed",

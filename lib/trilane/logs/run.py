@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
 STATUSES = (
-    *("completed", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
+    *("completed", "stopped", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
     *("cancelled", "crashed", "timeout", "unfinished"),
 )
 DIALECTS = (
@@ -104,19 +104,38 @@ def read_log(path: Path | str) -> RunLog:
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
-    """The run of a run folder: its run.log, with the launcher's verdict of status.json where there is one.
+    """The run of a run folder: its run.log, with the verdict of status.json where there is one.
 
-    A run that ended before its first iteration has empty tables.
+    Where the run was resumed, an iteration that was trained twice counts once, as it was trained last: that is what the
+    run goes on from. A run that ended before its first iteration has empty tables.
     """
     folder = Path(folder)
     verdict = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
     try:
-        log = read_log(folder / "run.log")
+        log = _joined(read_runs(folder / "run.log"))
     except ValueError as error:
         log = RunLog(
             source=folder / "run.log", iterations=_empty(), memory=_empty(), status="unfinished", evidence=str(error)
         )
     return replace(log, **{name: verdict[name] for name in ("status", "evidence") if name in verdict})
+
+
+def _joined(parts: list[RunLog]) -> RunLog:
+    """The last of the parts of one run, with the iterations and timers of those before up to where each was resumed."""
+    whole = parts[0]
+    for part in parts[1:]:
+        tables = {name: _until(getattr(whole, name), getattr(part, name)) for name in ("iterations", "timers")}
+        whole = replace(part, **tables)
+    return whole
+
+
+def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
+    import pandas as pd
+
+    if before.empty or after.empty:
+        return before if after.empty else after
+    kept = before[before["iteration"] < after["iteration"].iloc[0]]
+    return pd.concat([kept, after], ignore_index=True)
 
 
 def finish(draft: Draft, path: Path, age: float) -> RunLog:

@@ -81,7 +81,7 @@ WORDS = {
             "rain",
             "allt",
         ),
-        *("ry l", "Bus ", "andw", "fail"),
+        *("ry l", "Bus ", "andw", "fail", "topp"),
     ],
 }
 FIRST = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}  # by the first byte of the line
