@@ -30,9 +30,9 @@ def work(size: int, folder: str) -> int:
         from trilane.engine.__main__ import main
 
         return main([f"{folder}/plan.json"])
-    import reference
     import torch
 
+    from trilane.engine import reference
     from trilane.plan import read_plan
 
     torch.set_num_threads(1)
