@@ -44,6 +44,8 @@ class Columns:
     torch_adam: Number
     untied: Number
     embedding_layernorm: Number
+    first_stage_layers: Number = 0  # 0: as many as the others
+    last_stage_layers: Number = 0
 
     @property
     def microbatches(self) -> Number:
@@ -82,11 +84,15 @@ class Columns:
 
         Layers are dealt in stages of ceil(units / pp), and the last stage gets what is left: DeepSpeed's greedy balance
         gives 78 layers on 12 stages as 11 x 7 + 1 (BigScience chronicles, 'Re-do').
+        A first or last stage with a number of its own stands apart, and the others share the rest.
         """
-        units = self.layers + 2 * self.embedding_layers
-        each = np.ceil(units / self.pp)
-        first = np.minimum(each, units) - self.embedding_layers
-        last = np.maximum(units - each * (self.pp - 1) - self.embedding_layers, 0)
+        own_first, own_last = self.first_stage_layers, self.last_stage_layers
+        units = self.layers + 2 * self.embedding_layers - own_first - own_last
+        others = self.pp - np.greater(own_first, 0) - np.greater(own_last, 0)
+        each = np.ceil(units / np.maximum(others, 1))
+        first = np.where(np.greater(own_first, 0), own_first, np.minimum(each, units) - self.embedding_layers)
+        rest = np.maximum(units - each * (others - 1) - self.embedding_layers, 0)
+        last = np.where(np.greater(own_last, 0), own_last, rest)
         alone = self.pp == 1
         return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
 
@@ -121,6 +127,8 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
         embedding_layernorm=int(shape.embedding_layernorm),
+        first_stage_layers=t.first_stage_layers,
+        last_stage_layers=t.last_stage_layers,
     )
 
 

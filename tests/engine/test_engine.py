@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,11 +87,3 @@ def test_the_global_batch_is_the_same_whatever_dp_and_mbs(data: Path, tmp_path: 
     assert len(batches) == 4
     assert len(set(batches)) == 1
     assert batches[0].startswith("8 ")
-
-
-def test_megatron_refuses_what_megatron_has_not(data: Path, tmp_path: Path) -> None:
-    from trilane.engine.megatron import build
-
-    plan = replace(small_plan(data), shape=replace(SHAPE, embedding_layernorm=True))
-    with pytest.raises(ValueError, match="embedding_layernorm=True"):
-        build(plan, None)  # type: ignore[arg-type]

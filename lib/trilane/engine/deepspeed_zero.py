@@ -7,14 +7,15 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import clip_grad_norm_
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine.audit import deepspeed_audit
+from trilane.engine.clipping import WholeClipping
 from trilane.engine.deepspeed_start import CONFIG, groups, loss_scale, quiet, set_lr, settings, start, step_of
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import canonical_parameters, config, empty_chunk, fill
+from trilane.engine.randomness import seed_streams
+from trilane.engine.sequence import sum_shared_gradients
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -33,7 +34,7 @@ class Mpu:
 def build(plan: Plan, world: World) -> "DeepSpeedZero":
     """The engine on every rank together."""
     parallel_state.initialize_model_parallel(plan.topology.tp)
-    model_parallel_cuda_manual_seed(plan.run.seed)
+    seed_streams(plan.run.seed)
     start()
     return DeepSpeedZero(plan, world)
 
@@ -47,12 +48,14 @@ class DeepSpeedZero:
         self.settings: dict[str, Any] = {CONFIG: ds_config}
         model = _model(plan, ds_config)
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
+        sum_shared_gradients(parameter for _, parameter in named)
         decay = plan.optimizer.weight_decay
         with quiet():
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=model, config=ds_config, model_parameters=groups(named, decay), mpu=Mpu()
             )
         self.audit = deepspeed_audit(named, optimizer, decay)
+        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
 
@@ -64,22 +67,14 @@ class DeepSpeedZero:
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """One iteration: DeepSpeed sums the gradients of the microbatches and updates after the last of them."""
         set_lr(self._engine, lr)
-        scale, norm = loss_scale(self._engine, self._plan), None
-        losses = []
-        for number, batch in enumerate(microbatches, 1):
+        scale, losses = loss_scale(self._engine, self._plan), []
+        for batch in microbatches:
             loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
             self._engine.backward(loss)
             losses.append(loss.detach())
-            if number == len(microbatches):
-                norm = self._plain_norm()
             self._engine.step()
+        norm = self._clipping.norm if self._clipping else None
         return step_of(self._engine, self._mean(losses), scale, norm)
-
-    def _plain_norm(self) -> float | None:
-        """The gradient norm of stage 0, which DeepSpeed clips by and does not keep; an infinite limit clips nothing."""
-        if self._plan.topology.zero > 0:
-            return None
-        return float(clip_grad_norm_(self._engine.module.parameters(), float("inf"), mpu=Mpu()))
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over microbatches and replicas."""
