@@ -204,7 +204,7 @@ BAD = [
     (
         lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
         "plan field=topolgy: did you mean topology? known: "
-        "cluster, data, engine, label, optimizer, run, shape, topology",
+        "cluster, data, dropout, engine, label, optimizer, run, shape, topology",
     ),
     (
         lambda: ModelShape(num_layers=4, hidden_size=128, num_attention_heads=5, seq_length=8, vocab_size=8),

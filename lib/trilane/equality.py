@@ -23,6 +23,7 @@ class Task:
 
     shape: ModelShape = SHAPE
     optimizer: Optimizer = OPTIMIZER
+    mbs: int = 2
     gbs: int = 8
 
     def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
@@ -32,7 +33,7 @@ class Task:
             engine=engine,
             shape=self.shape,
             cluster=machine,
-            topology=Topology(**{"mbs": 2, "gbs": self.gbs, **topology}),
+            topology=Topology(**{"mbs": self.mbs, "gbs": self.gbs, **topology}),
             data=Data(source="stdlib", folder=folder),
             optimizer=self.optimizer,
             run=Run(train_iters=ITERATIONS),
@@ -41,9 +42,9 @@ class Task:
 
 PLAIN = Task()
 NORMED = Task(shape=replace(SHAPE, embedding_layernorm=True))  # as BLOOM
-# A rate at which 8 bits of mantissa can follow: four times as high, and over 8 sequences, bf16 is up to 3.8e-3 off,
-# in every engine alike.
-CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), gbs=16)
+# A rate and a batch at which 8 bits of mantissa can follow: bf16 is up to 3.8e-3 off on the plain task, in every engine
+# alike, where the loss falls from 6.2 to 4.3 in 20 iterations.
+CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
 
 
 @dataclass(frozen=True, kw_only=True)
