@@ -7,11 +7,15 @@ import pytest
 from trilane.deepspeed_config import deepspeed_config
 from trilane.deepspeed_read import contradictions, read_topology
 from trilane.hardware import cluster
+from trilane.memory import memory_per_stage
 from trilane.plan import Plan
 from trilane.shape import ModelShape
 from trilane.topology import Topology
 
 SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
+
+
+Z = "zero_optimization"
 
 
 def plan(engine="deepspeed-zero", **topology):
@@ -63,12 +67,21 @@ def test_without_a_compiler_no_optimizer_asks_for_one():
     assert without["optimizer"]["params"]["torch_adam"] is True and without["zero_force_ds_cpu_optimizer"] is False
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("buckets", ["layer", "library"])
+def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
+    """Three of 16-bit values: one to reduce, doubled to overlap, and one to gather; DeepSpeed's own hold 5e8."""
+    made = plan(zero=zero, buckets=buckets, precision="bf16")
+    asked = deepspeed_config(made, compiler=True)[Z].get("reduce_bucket_size", 500_000_000)
+    held = [memory_per_stage(made.shape, t, made.cluster)[0].buffers for t in (made.topology, Topology())]
+    assert held[0] - held[1] == 3 * 2 * asked
+
+
 def test_a_bucket_never_passes_deepspeeds_own_size():
     wide = replace(plan(), shape=replace(SMALL, hidden_size=8192))
     assert deepspeed_config(wide, compiler=True)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
 
 
-Z = "zero_optimization"
 WRONG = [
     ({"train_batch_size": 8}, {}, ["train_batch_size=8: the plan has 16"]),
     (

@@ -10,6 +10,9 @@ from trilane.hardware import Cluster
 from trilane.shape import ModelShape
 from trilane.topology import RECOMPUTE, Topology
 
+# DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
+LIBRARY_BUCKET = 500_000_000
+
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 
@@ -19,7 +22,8 @@ class Columns:
 
     Choices are numbers too: `recompute` 0 none, 1 selective, 2 full; `embedding_layers` 1 where the pipeline counts
     embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
-    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32.
+    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32;
+    `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size.
     """
 
     layers: Number
@@ -46,6 +50,7 @@ class Columns:
     embedding_layernorm: Number
     first_stage_layers: Number = 0  # 0: as many as the others
     last_stage_layers: Number = 0
+    library_buckets: Number = 0
 
     @property
     def microbatches(self) -> Number:
@@ -96,6 +101,16 @@ class Columns:
         alone = self.pp == 1
         return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
 
+    @property
+    def bucket_values(self) -> Number:
+        """Values in one of ZeRO's buckets: one layer's matrices, 12 h^2, and never more than DeepSpeed's own size.
+
+        Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
+        """
+        h2 = self.hidden * self.hidden
+        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(LIBRARY_BUCKET, 12 * h2))
+        return np.where(np.equal(self.library_buckets, 1), LIBRARY_BUCKET, fitted)
+
     def take(self, index: Any) -> "Columns":
         """The chosen rows; what is the same for all rows stays a number."""
         return Columns(**{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)})
@@ -129,6 +144,7 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         embedding_layernorm=int(shape.embedding_layernorm),
         first_stage_layers=t.first_stage_layers,
         last_stage_layers=t.last_stage_layers,
+        library_buckets=int(t.buckets == "library"),
     )
 
 

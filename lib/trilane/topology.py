@@ -11,6 +11,7 @@ PARTITIONS = ("uniform", "type:transformer|embedding")
 OFFLOADS = ("none", "optimizer", "full")
 ATTENTIONS = ("fused", "scores")
 ADAMS = ("fused", "torch")
+BUCKETS = ("layer", "library")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Topology:
     gathers the distributed optimizer's weights while the forward pass runs: Megatron's names; DeepSpeed decides itself.
     `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
     `adam` "torch" is torch.optim.Adam, which needs a temporary as large as its states' share; "fused" is apex's kernel.
+    `buckets` of ZeRO: "layer" fits them to the hidden size, "library" leaves them at DeepSpeed's 5e8 values.
     Raises ValueError for what no model could make right; what depends on the shape is in refusal().
     """
 
@@ -46,6 +48,7 @@ class Topology:
     last_stage_layers: int = 0
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    buckets: str = "layer"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
@@ -58,6 +61,7 @@ class Topology:
         require_known("precision", self.precision, PRECISIONS)
         require_known("attention", self.attention, ATTENTIONS)
         require_known("adam", self.adam, ADAMS)
+        require_known("buckets", self.buckets, BUCKETS)
         rule = f"must be a multiple of mbs x dp = {self.mbs} x {self.dp}"
         require(self.gbs % (self.mbs * self.dp) == 0, "gbs", self.gbs, rule)
         require(self.tp > 1 or not self.sequence_parallel, "sequence_parallel", True, "needs tp > 1")
