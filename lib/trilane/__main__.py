@@ -89,11 +89,12 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, parse_door, search_door, verify
+    from trilane import backtest, ds_config_door, parse_door, search_door, verify
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
         ("backtest", backtest, "measured rows against predictions"),
+        ("ds-config", ds_config_door, "DeepSpeed's JSON of a plan, or the contradictions in one of yours"),
         ("verify", verify, "train the equality table of the engines on this machine"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
     ):
