@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
 
-import nursery
 from plans import changed, run_folder, small_plan, steps
 
 from trilane import checkpoints
+from trilane.engine import nursery
 from trilane.launch import free_port
 from trilane.plan import Plan
 
@@ -38,6 +38,7 @@ LAYOUTS = {
     "megatron DP2 distributed optimizer": {"dp": 2, "zero": 1},
     "deepspeed-zero ZeRO-1 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 1},
     "deepspeed-zero ZeRO-3 DP2 full offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 3, "offload": "full"},
+    "hf-zero3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
     "deepspeed-3d TP2 PP2": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
 }
 
@@ -59,12 +60,7 @@ class Trial:
 def fork(plan: Plan, folder: Path) -> list[int]:
     """The plan's workers, started."""
     size, port = plan.topology.gpus, str(free_port(0))
-    pids = []
-    for rank in range(size):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            nursery.child(rank, size, port, str(folder))
-    return pids
+    return [nursery.forked(rank, size, port, str(folder)) for rank in range(size)]
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:

@@ -89,7 +89,18 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, benchmark, calendar_door, compare_door, lint, parse_door, search_door, size_door
+    from trilane import (
+        backtest,
+        benchmark,
+        calendar_door,
+        compare_door,
+        ds_config_door,
+        lint,
+        parse_door,
+        search_door,
+        size_door,
+        verify,
+    )
 
     for name, room, text in (
         ("size", size_door, "shapes of a target size: layers x hidden, topology, days and GPU-hours"),
@@ -101,6 +112,8 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
             "a plan, its tokens and a ramp: finish date, GPU-hours, and the risk of missing them",
         ),
         ("backtest", backtest, "measured rows against predictions"),
+        ("ds-config", ds_config_door, "DeepSpeed's JSON of a plan, or the contradictions in one of yours"),
+        ("verify", verify, "train the equality table of the engines on this machine"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
         ("lint", lint, "what contradicts itself in a hand-written table"),

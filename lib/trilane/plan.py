@@ -81,6 +81,21 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Shares of values that training sets to 0: `hidden` after the embedding, the attention and the MLP, `attention` in
+    the attention's probabilities. Megatron-LM's --hidden-dropout and --attention-dropout, which are 0.1 there.
+    """
+
+    hidden: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "attention"):
+            share = getattr(self, name)
+            require(0 <= share < 1, f"dropout.{name}", share, "must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """How long the run is and what it leaves behind.
 
@@ -124,6 +139,7 @@ class Plan:
     engine: str = "megatron"
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    dropout: Dropout = field(default_factory=Dropout)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:

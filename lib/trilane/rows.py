@@ -162,6 +162,7 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         precision=precision,
         fp32_gradients=accumulates,
         attention=_attention(cells, cluster),
+        buckets=cells.get("buckets") or "library",  # others leave them to DeepSpeed
     )
 
 

@@ -63,6 +63,7 @@ SAME = {
     "ZeRO-2 DP2 optimizer offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"},
     "ZeRO-3 TP2 DP2 fp16": {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
     "ZeRO-3 DP2 full offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 3, "offload": "full"},
+    "HF ZeRO-3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
     "3D TP2 PP2": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
     "3D PP2 DP2 bf16 fp32 sums": {
         "engine": "deepspeed-3d",
@@ -106,6 +107,7 @@ ELSEWHERE = {
         {"tp": 4, "gbs": 12},
         {"engine": "deepspeed-zero", "dp": 3, "zero": 3, "offload": "full", "gbs": 12},
     ),
+    "HF ZeRO-3 DP2 -> megatron TP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 2}),
     "ZeRO-2 DP2 -> ZeRO-0 TP2": (
         {"engine": "deepspeed-zero", "dp": 2, "zero": 2},
         {"engine": "deepspeed-zero", "tp": 2},

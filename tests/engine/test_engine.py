@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,11 +122,3 @@ def test_a_short_run_over_an_uneven_blend_has_its_samples(data: Path, tmp_path: 
     parts = (Part(source=str(short), weight=0.93), *[Part(source="mock", weight=0.01)] * 7)
     plan = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
     assert ask(plan, MIX, tmp_path).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
-
-
-def test_megatron_refuses_what_megatron_has_not(data: Path, tmp_path: Path) -> None:
-    from trilane.engine.megatron import build
-
-    plan = replace(small_plan(data), shape=replace(SHAPE, embedding_layernorm=True))
-    with pytest.raises(ValueError, match="embedding_layernorm=True"):
-        build(plan, None)  # type: ignore[arg-type]
