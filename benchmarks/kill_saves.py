@@ -1,7 +1,7 @@
 """Kill runs at random moments, also while they save, and see whether they go on right: python benchmarks/kill_saves.py
 
-Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete checkpoint, starts the
-run again in the same folder, and compares the losses with those of a run that was never killed. Workers are forked
+Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete checkpoint, starts
+the run again in the same folder, and compares the losses with those of a run that was never killed. Workers are forked
 from a process that has imported the libraries, so a trial takes some seconds. docs/faults.md is what it prints.
 """
 
