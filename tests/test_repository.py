@@ -13,7 +13,8 @@ FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
-    {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
+    {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"}
+    | {"megatron_args", "megatron_limits", "megatron_read", "megatron_text", "megatron_door"},
     {"logs", "measure", "benchmark", "parse_door", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
