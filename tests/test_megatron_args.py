@@ -103,7 +103,7 @@ def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() ->
     assert (s.num_layers, s.hidden_size, s.vocab_size) == (70, 14336, 250880)
     assert found.plan.run.ramp == Ramp(start=192, increment=16, samples=9_765_625)
     assert found.plan.optimizer.warmup_samples == 183_105
-    assert found.unknown == ("glu_activation", "nodes")
+    assert found.unknown == ("glu_activation",)
     assert found.differs == (
         "init_method_std=0.0048: a plan has 0.02",
         "attention_dropout=0.1: a plan has 0.0",
