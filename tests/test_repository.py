@@ -13,8 +13,9 @@ FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan", "checkpoints"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
-    {"slurm", "launch", "again", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
-    {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
+    {"slurm", "launch", "again", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"}
+    | {"megatron_args", "megatron_limits", "megatron_read", "megatron_text", "megatron_door"},
+    {"logs", "measure", "benchmark", "parse_door", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 

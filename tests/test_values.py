@@ -8,7 +8,8 @@ import pytest
 
 from trilane.checks import from_mapping, parse_integers
 from trilane.hardware import Cluster, catalogue, cluster
-from trilane.plan import Data, Optimizer, Plan, Run, plan_from_json, read_plan
+from trilane.plan import Data, Optimizer, Part, Plan, Run, plan_from_json, read_plan
+from trilane.ramp import Ramp
 from trilane.shape import ModelShape, padded_vocab_size, parse_shape
 from trilane.topology import Topology
 
@@ -158,6 +159,16 @@ BAD = [
         lambda: plan(topology=Topology(zero=1, offload="optimizer")),
         "offload=optimizer: engine megatron does not offload",
     ),
+    (
+        lambda: plan(
+            topology=Topology(gbs=8, pp=2, interleaving=2), run=Run(ramp=Ramp(start=2, increment=3, samples=9))
+        ),
+        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
+    ),
+    (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
+    (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
+    (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
+    (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
     (lambda: plan(label="a/b"), "label='a/b': must be a plain folder name"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),

@@ -89,10 +89,12 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, parse_door, search_door
+    from trilane import backtest, benchmark, megatron_door, parse_door, search_door
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
+        ("benchmark", benchmark, "train a plan for some iterations and say how fast they were, as one JSON object"),
+        ("megatron-args", megatron_door, "a plan as Megatron-LM's or Megatron-DeepSpeed's arguments, and back"),
         ("backtest", backtest, "measured rows against predictions"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
     ):

@@ -33,9 +33,13 @@ class Measurement:
 
 
 def stable_window(log: RunLog, warm_up: int = WARM_UP) -> pd.DataFrame:
-    """The iterations that count: without the first `warm_up` (at most half of them) and without skipped ones."""
+    """The iterations that count: those of the last batch size, without the first `warm_up` of the run (at most half of
+    them) and without skipped ones.
+    """
     table = log.iterations
     table = table.iloc[min(warm_up, len(table) // 2) :]
+    if "global_batch_size" in table:
+        table = table[table["global_batch_size"] == table["global_batch_size"].iloc[-1]]
     return table[table["skipped"] == 0] if "skipped" in table else table
 
 
@@ -48,14 +52,15 @@ def measure(folder: Path | str, warm_up: int = WARM_UP) -> Measurement:
     seconds = float(window["sec_per_it"].median())
     low, high = window["sec_per_it"].quantile([0.25, 0.75])
     topology, shape = plan.topology, plan.shape
-    flops = shape.flops_per_iteration(topology.gbs, topology.recompute == "full")
+    gbs = float(window["global_batch_size"].iloc[-1]) if "global_batch_size" in window else topology.gbs
+    flops = shape.flops_per_iteration(gbs, topology.recompute == "full")
     return Measurement(
         plan=plan,
         log=log,
         iterations=len(window),
         sec_per_it=seconds,
         spread=float(high - low) / 2 / seconds,
-        tokens_per_s=topology.gbs * shape.seq_length / seconds,
+        tokens_per_s=gbs * shape.seq_length / seconds,
         flops_per_s_per_gpu=flops / seconds / topology.gpus,
         memory_bytes=float(log.memory["max_allocated"].max()) if len(log.memory) else float("nan"),
         first_loss=float(log.iterations["lm_loss"].iloc[0]),

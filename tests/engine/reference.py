@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from trilane.engine.corpus import prepare
+from trilane.engine.corpus import prepare_all
 from trilane.engine.data import build_dataset
 from trilane.engine.initial import initial_tensor
 from trilane.engine.schedule import learning_rate
@@ -53,7 +53,7 @@ def train(plan: Plan) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of each iteration; the whole global batch at once."""
     w, o = initial_weights(plan), plan.optimizer
     alone = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    samples = build_dataset(plan, alone, prepare(plan.data, plan.shape))
+    samples = build_dataset(plan, alone, prepare_all(plan.data, plan.shape))
     plain = [p for n, p in w.items() if n.endswith("bias") or "layernorm" in n]
     decayed = [p for p in w.values() if all(p is not q for q in plain)]
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -54,11 +54,12 @@ class Training:
 
         The folder gets steps.jsonl and checkpoints, the terminal Megatron's lines.
         """
-        log, request, first = Log(self._plan, self._folder), self._requests.now(), self._done + 1
+        log, request, first = Log(self._plan, self._world, self._folder), self._requests.now(), self._done + 1
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
             self._step(batch, log, begin)
-            if batch.number == first:
+            # the optimizer's states are there from the second on
+            if batch.number in (first, self._plan.run.train_iters):
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
             begin = time.perf_counter()
             request = self._requests.now()
@@ -77,8 +78,7 @@ class Training:
             microbatches = self._feed.microbatches(batch)
         step = self._engine.step(microbatches, lr)
         self._done = batch.number
-        if self._world.is_last:
-            log.write(iteration(self._plan, batch, time.perf_counter() - begin, lr, step))
+        log.write(iteration(self._plan, batch, time.perf_counter() - begin, lr, step))
 
     def _is_due(self, batch: Batch, request: Request) -> bool:
         """A checkpoint is wanted now: somebody asks, it is its turn, or the run ends here."""

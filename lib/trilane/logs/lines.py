@@ -130,6 +130,8 @@ class Lines:
             self._hf(line)
         elif line.lstrip().startswith(b'{"') and (row := trainers.our_step(line)):
             self._step(row, "trilane", NAN, line)
+            if timers := trainers.our_timers(line):
+                self.run.add_timers(list(timers), np.array([self.run.now]), np.array([[v] for v in timers.values()]))
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in deepspeed.steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.now:

@@ -82,6 +82,12 @@ def our_step(line: bytes) -> dict[str, float] | None:
     return row
 
 
+def our_timers(line: bytes) -> dict[str, float]:
+    """The timers in a line of our steps.jsonl, in seconds: the maximum over ranks, and `<name> min`."""
+    told: dict[str, tuple[float, float]] = json.loads(line).get("timers", {})
+    return {key: value for name, (low, high) in told.items() for key, value in ((f"{name} min", low), (name, high))}
+
+
 def _float(raw: bytes) -> float | None:
     try:
         return float(raw.replace(b",", b""))
