@@ -5,7 +5,6 @@ of a parameter says what of it lies in this rank's part. Stage 3 cuts each param
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -14,7 +13,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from megatron.core import parallel_state
 
 from trilane.engine.adam import begin, set_step, step_of
-from trilane.engine.gpt2_names import canonical_tensor, gpt2_tensor
 from trilane.engine.pieces import Piece, pieces
 
 # What the optimizer updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3; else the parameters.
@@ -45,7 +43,7 @@ class DeepSpeedStates:
         else:
             found = safe_get_full_optimizer_state(parameter, kind)
         assert found is not None
-        return found.view(_size(parameter))
+        return found.view(self.pieces[number].size)
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
@@ -117,29 +115,3 @@ class DeepSpeedStates:
         first = held.numel() * zero._get_param_partition_rank(parameter)
         part = value.reshape(-1)[first : first + held.numel()]
         held.detach()[: part.numel()].copy_(part)
-
-
-class Gpt2States(DeepSpeedStates):
-    """The same for transformers' GPT-2, whose parameters are laid out otherwise; `named` by our names."""
-
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizer: Any, stage: int, heads: int) -> None:
-        super().__init__(named, optimizer, stage)
-        self._heads = heads
-        self.pieces = [replace(piece, **self._shapes(piece)) for piece in self.pieces]
-
-    def read(self, number: int, kind: str) -> torch.Tensor:
-        """The piece, as megatron-core would have it."""
-        return canonical_tensor(self.pieces[number].name, super().read(number, kind), self._heads)
-
-    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
-        """The same put back as GPT-2 has it."""
-        name = self.pieces[number].name
-        super().write(number, {kind: gpt2_tensor(name, value, self._heads) for kind, value in values.items()})
-
-    def _shapes(self, piece: Piece) -> dict[str, Any]:
-        there = canonical_tensor(piece.name, torch.empty(piece.shape, device="meta"), self._heads)
-        return {"shape": tuple(there.shape), "box": tuple((0, n) for n in there.shape)}
-
-
-def _size(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
