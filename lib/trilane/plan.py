@@ -84,13 +84,13 @@ class Optimizer:
 class Run:
     """How long the run is and what it leaves behind.
 
-    timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
-    tensorboard             also an event file for TensorBoard
     save_interval           iterations from one checkpoint to the next (0: none, but when asked by signal or file); a
                             run that saves at all saves its last iteration too
     keep_last               so many checkpoints are kept (0: all)
     exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
     load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
+    timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
+    tensorboard             also an event file for TensorBoard
     """
 
     train_iters: int = 50
