@@ -203,6 +203,10 @@ BAD = [
         lambda: plan(topology=Topology(pp=2, gbs=2, interleaving=2, first_stage_layers=3)),
         "first_stage_layers=3: must be a multiple of interleaving=2",
     ),
+    (
+        lambda: plan(cluster=cluster("jz-v100-32g"), topology=Topology(precision="bf16")),
+        "precision=bf16: V100-32GB has no bf16 matrix units",
+    ),
     (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0 and below 1"),
     (lambda: plan(label="a/b"), "label='a/b': must be a plain folder name"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),

@@ -170,7 +170,8 @@ def rows(engines: tuple[str, ...] = ENGINES) -> list[Row]:
     """The table of these engines, fp32 first."""
     every = [Row(engine=e, topology=t, settings=s) for e, named in TOPOLOGIES.items() for t, s in named.items()]
     every += [Row(engine=e, topology=t, settings=s, task=NORMED) for e, t, s in EMBEDDING_NORM]
-    every += [Row(engine=e, topology=t, precision=p, settings=s, task=CALM) for e, t, p, s in HALF]
+    tasks = {"fp16": PLAIN, "bf16": CALM}
+    every += [Row(engine=e, topology=t, precision=p, settings=s, task=tasks[p]) for e, t, p, s in HALF]
     return [row for row in every if row.engine in engines]
 
 

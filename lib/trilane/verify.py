@@ -42,9 +42,8 @@ class Nursery:
 @contextlib.contextmanager
 def nursery() -> Iterator[Nursery]:
     """A nursery while the block lasts; its workers end with it."""
-    env = {k: v for k, v in environment(8).items() if k != "TRILANE_PARENT_PID"}  # the nursery is their parent
-    command = [sys.executable, "-m", "trilane.engine.nursery"]
-    with subprocess.Popen(command, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    command, pipe = [sys.executable, "-m", "trilane.engine.nursery"], subprocess.PIPE
+    with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         yield Nursery(process=process, machine=machine(**json.loads(process.stdout.readline())))
 

@@ -12,10 +12,13 @@ import sys
 import traceback
 from pathlib import Path
 
+from trilane.engine.parent import PARENT, die_with_parent
+
 
 def surroundings(rank: int, size: int, port: str, folder: str) -> dict[str, str]:
     """What torchrun would tell a worker; on a CPU each has one thread, as if there were eight."""
     return {
+        PARENT: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(max(1, size)),
@@ -32,6 +35,7 @@ def work(size: int, folder: str) -> int:
         from trilane.engine.__main__ import main
 
         return main([f"{folder}/plan.json"])
+    die_with_parent()
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
@@ -47,9 +51,10 @@ def work(size: int, folder: str) -> int:
 
 def forked(rank: int, size: int, port: str, folder: str) -> int:
     """The process number of a worker that shares what this process has imported."""
+    told = surroundings(rank, size, port, folder)
     pid = os.fork()
     if pid == 0:
-        os.environ.update(surroundings(rank, size, port, folder))
+        os.environ.update(told)
         leave(size, folder)
     return pid
 
@@ -116,6 +121,7 @@ def serve_fresh() -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     if len(sys.argv) == 3:
         leave(int(sys.argv[1]), sys.argv[2])
     found = machine()
