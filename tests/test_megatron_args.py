@@ -121,6 +121,19 @@ def test_iterations_become_samples() -> None:
     assert (found.run.train_iters, found.optimizer.warmup_samples, found.optimizer.decay_samples) == (50, 12, 0)
 
 
+def test_a_trace_of_bash_is_read_too() -> None:
+    """And a warm-up that is a share of the decay: 0.01 of 800 iterations of 4."""
+    said = text(megatron_arguments(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
+    said = said.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
+    said = said.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
+    trace = (
+        f"+ GPT_ARGS='   {said}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {said}'\n+ CMD=' pretrain_gpt.py {said} '\n"
+    )
+    found = plan_of(read_arguments(trace), cluster=MACHINE, gpus=1)
+    assert (found.plan.optimizer.decay_samples, found.plan.optimizer.warmup_samples) == (3200, 32)
+    assert (found.plan.topology.gbs, found.unknown) == (4, ())
+
+
 GOOD = text(megatron_arguments(plan(LM, {"tp": 2, "pp": 2})))
 BAD = [
     (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; give it"),

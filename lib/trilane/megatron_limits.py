@@ -44,7 +44,7 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     wanted: dict[str, Any] = {**ONE_WAY, **_follows(plan)}
     said = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
     found = [f"{n}={said[n]}: a plan has {value}" for n, value in wanted.items() if not _same(said[n], value)]
-    coder = " ".join(values.get("tokenizer_type", []))
+    coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
     ours = coder == "NullTokenizer" and values.get("vocab_size") == [BYTES]
     if coder and coder not in CODERS and not ours:
         found.append(f"tokenizer_type={coder}: a plan has the tokenizer of a folder, or {plan.data.tokenizer}")

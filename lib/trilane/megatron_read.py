@@ -158,11 +158,14 @@ def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
         given.get(f"lr_{what}_samples", int, 0) or gbs * given.get(f"lr_{what}_iters", int, 0)
         for what in ("warmup", "decay")
     )
+    whole = ramp.consumed(iterations, gbs)
+    if given.has("lr_warmup_fraction"):  # of the decay, as both programs count it
+        warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
     optimizer = Optimizer(
         lr=given.get("lr", float),
         min_lr=given.get("min_lr", float, 0.0),
         warmup_samples=warmup,
-        decay_samples=0 if decay == ramp.consumed(iterations, gbs) else decay,
+        decay_samples=0 if decay == whole else decay,
         weight_decay=given.get("weight_decay", float, 0.01),
         adam_beta1=given.get("adam_beta1", float, 0.9),
         adam_beta2=given.get("adam_beta2", float, 0.999),

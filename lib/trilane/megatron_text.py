@@ -5,6 +5,7 @@ import shlex
 
 ASSIGNED = re.compile(r"""(?:^|;)\s*(?:export\s+)?([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|]*)""", re.M | re.S)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+TRACED = re.compile(r"^\++ ", re.M)  # what bash -x puts before a command
 NUMBER = re.compile(r"-[\d.]")
 DEEP = 10  # variables within variables
 
@@ -14,7 +15,7 @@ def read_arguments(text: str) -> dict[str, list[str]]:
 
     ValueError where quotes do not close. A variable that the text does not assign stays as it is.
     """
-    text = text.replace("\\\n", " ")
+    text = TRACED.sub("", text.replace("\\\n", " "))
     known = {name: value.strip("\"'") for name, value in ASSIGNED.findall(text)}
     text = ASSIGNED.sub(lambda found: "\n" + found[2].strip("\"'"), text)
     for _ in range(DEEP):
