@@ -89,12 +89,13 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, compare_door, parse_door, search_door
+    from trilane import backtest, compare_door, parse_door, search_door, spikes_door
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
         ("backtest", backtest, "measured rows against predictions"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
+        ("spikes", spikes_door, "where the loss or the gradient norm left its course, over restarts"),
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
     ):
         parser = doors.add_parser(name, help=text)
