@@ -15,8 +15,8 @@ FLOORS = [
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
     {"logs", "rows", "setup", "window", "tflops", "phases", "health", "curve", "measure", "parse_door"},
-    {"scoring", "backtest", "compare", "compare_door", "spikes", "spikes_door", "nextrun"},
-    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
+    {"scoring", "backtest", "compare", "compare_door", "spikes", "spikes_door", "nextrun", "gather", "learning"},
+    {"plots", "measured_plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 
 

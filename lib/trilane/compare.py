@@ -95,6 +95,26 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
     )
 
 
+def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement], list[Measurement]]:
+    """The runs with `a` in their names or paths, and those with `b`; without both the two fastest topologies.
+
+    ValueError where a word fits no run, or only one word is given. Where there are not two topologies, empty.
+    """
+    require(bool(a) == bool(b), "b" if a else "a", "''", "name both sides, or none")
+    if a:
+        chosen = [[m for m in runs if word in m.name or word in str(m.log.source)] for word in (a, b)]
+        for word, found in zip((a, b), chosen, strict=True):
+            require(bool(found), "a" if found is chosen[0] else "b", word, "is in no run's name")
+        return chosen[0], chosen[1]
+    groups: dict[object, list[Measurement]] = {}
+    for m in sorted((m for m in runs if m.sec_per_it > 0), key=lambda m: m.sec_per_it):
+        s = m.setup
+        groups.setdefault((s.shape, s.gbs, s.tp, s.pp, s.dp, s.mbs) if s.gpus else m.name, []).append(m)
+    first, *others = list(groups.values()) or [[]]
+    alike = [g for g in others if g[0].setup.shape == first[0].setup.shape and g[0].setup.gbs == first[0].setup.gbs]
+    return (first, alike[0]) if alike else ([], [])
+
+
 def repeats_needed(change: float, deviation: float, confidence: float = 0.95, power: float = POWER) -> int:
     """Runs a side, at least 2, after which Welch's test finds `change` with that `power`; 0 above MOST_REPEATS.
 

@@ -11,7 +11,7 @@ from trilane.posterior import Posterior
 from trilane.topology import Topology
 
 ITERATIONS = 20  # of a short run
-STARTUP_S = 120.0  # its start on a cluster: scheduler, imports, NCCL, first kernels
+STARTUP_S = {"cuda": 120.0, "cpu": 15.0}  # its start: imports, NCCL, first kernels; guessed, not measured
 DRAWS = 401  # values of a standard normal that stand for all of them
 CERTAIN = 1e-4  # of ln(seconds): less regret than this, and the question is how fast and no longer which
 
@@ -69,7 +69,7 @@ def next_runs(
     belief: Posterior,
     runs: Sequence[Case] = (),
     iterations: int = ITERATIONS,
-    startup_s: float = STARTUP_S,
+    startup_s: float | None = None,
 ) -> list[ShortRun]:
     """The runs (those given, else the plans and their smaller siblings), the most worthwhile first.
 
@@ -89,7 +89,8 @@ def next_runs(
         saved = float(mean.min() - (mean[:, None] + moves[:, None] * z).min(axis=0).mean())
         left = max(everything[winner, winner] - moves[winner] ** 2, 0.0)
         seconds = float(np.exp(belief.expected([run])[0]))
-        cost = run.topology.gpus * (startup_s + iterations * seconds) / 3600
+        start = STARTUP_S[run.cluster.gpu.kind] if startup_s is None else startup_s
+        cost = run.topology.gpus * (start + iterations * seconds) / 3600
         found.append((run, cost, max(saved, 0.0), float(moves[winner] ** 2), float(left)))
     which = max(saved for _, _, saved, _, _ in found) > CERTAIN
     short = [

@@ -15,6 +15,7 @@ PHASES = {
     "forward": r"^forward-compute$|^fwd(?:_microstep)?$|^forward(?:_microstep)?$",
     "backward": r"^backward-compute$|^bwd(?:_inner)?_microstep$|^bwd$|^backward(?:_microstep)?$",
 }
+ORDER = ("forward", "backward", "pipeline_wait", "data_parallel", "optimizer", "data")
 # What holds others: counting both would count twice.
 OUTER = re.compile(r"^forward-backward$|^optimizer$|^bwd_microstep$|^interval-time$|^train_batch$| min$")
 INNER = {"optimizer": r"^optimizer-", "bwd_microstep": r"^bwd_(?:inner|allreduce)_microstep$"}
@@ -34,7 +35,7 @@ def phases(log: RunLog) -> dict[str, float]:
         phase = next((p for p, pattern in PHASES.items() if re.search(pattern, name)), None)
         if phase and not (phase == "data" and "forward-compute" in medians):
             found[phase] = found.get(phase, 0.0) + seconds
-    return {name: found[name] for name in PHASES if name in found}
+    return {name: found[name] for name in ORDER if name in found}
 
 
 def _is_outer(name: str, medians: Mapping[str, float]) -> bool:

@@ -15,6 +15,7 @@ STEP = 1e-3  # of a constant's logarithm, for slopes
 # weighs: tables that no constant has seen are off by 5.4 % (90 of 100 rows, docs/planner.md), which is 3.3 % of
 # deviation; half as much again, because that was one cluster in 12 days.
 MISFIT, MISFIT_ROWS = 0.05, 6
+NOISE_ROWS = 2
 WILD = 0.15  # a row that is further off counts as this much
 
 
@@ -99,8 +100,19 @@ def posterior(cases: Sequence[Case], measured: Sequence[float], calibration: Cal
         errors=errors,
         deviation=deviation,
         misfit=math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
-        noise=max(NOISE[kind] for kind in kinds),
+        noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),
     )
+
+
+def _noise(usual: float, cases: Sequence[Case], errors: np.ndarray) -> float:
+    """Deviation between runs of one case: the usual one, counted as NOISE_ROWS repeats, and the repeats among these."""
+    squares, freedom, left = 0.0, 0, list(range(len(cases)))
+    while left:
+        alike = [i for i in left if _same(cases[left[0]], cases[i])]
+        squares += float(np.var(errors[alike])) * len(alike)
+        freedom += len(alike) - 1
+        left = [i for i in left if i not in alike]
+    return math.sqrt((NOISE_ROWS * usual**2 + squares) / (NOISE_ROWS + freedom))
 
 
 def sensitivities(cases: Sequence[Case], calibration: Calibration) -> np.ndarray:
