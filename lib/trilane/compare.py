@@ -56,9 +56,10 @@ class Comparison:
             return f"B is {abs(math.expm1(self.change)):.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
         span = f"{math.expm1(self.low):+.1%} to {math.expm1(self.high):+.1%}"
         more = f"{self.repeats} runs a side" if self.repeats else f"more than {MOST_REPEATS} runs a side"
+        word = "less" if self.change < 0 else "more"
         return (
-            f"no difference shown: B takes {math.expm1(self.change):+.1%} of A's time, which may be {span} "
-            f"({self.confidence:.0%}); a difference of that size needs {more}"
+            f"no difference shown: B takes {abs(math.expm1(self.change)):.1%} {word} time than A, which may be {span} "
+            f"({self.confidence:.0%}); to show a difference of that size takes {more}"
         )
 
 

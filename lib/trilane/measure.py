@@ -99,7 +99,7 @@ def measure_log(
         utilization=tflops.utilization(setup, seconds, batch),
         lost_share=_lost_share(all_seconds[WARM_UP:], seconds),
         bubble=ideal_bubble(setup),
-        waited=measured_bubble(log, seconds),
+        waited=measured_bubble(log, seconds, window),
         memory_bytes=peak_memory(log),
         first_loss=float(loss.iloc[0]) if len(loss) else math.nan,
         last_loss=float(loss.iloc[-1]) if len(loss) else math.nan,

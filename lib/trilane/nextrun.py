@@ -7,6 +7,8 @@ import numpy as np
 
 from trilane.calibration import Case
 from trilane.checks import require
+from trilane.columns import columns_of
+from trilane.memory import memory_bytes, oom_probability
 from trilane.posterior import Posterior
 from trilane.topology import Topology
 
@@ -107,17 +109,26 @@ def next_runs(
 
 
 def siblings(plans: Sequence[Case]) -> list[Case]:
-    """The plans, and each with a half, a quarter, ... of its replicas and of its batch: the same pipeline for less."""
+    """The plans, and each with a half, a quarter, ... of its replicas and of its batch: the same pipeline for less.
+
+    Those that would rather run out of memory than not are left out: they would teach nothing.
+    """
     found: dict[tuple[object, Topology], Case] = {}
     for plan in plans:
         t, dp = plan.topology, plan.topology.dp
         while dp >= 1:
             smaller = replace(t, dp=dp, gbs=t.gbs * dp // t.dp)
-            found.setdefault((plan.shape, smaller), replace(plan, topology=smaller))
+            if _fits(case := replace(plan, topology=smaller)):
+                found.setdefault((plan.shape, smaller), case)
             if dp % 2:
                 break
             dp //= 2
-    return list(found.values())
+    return list(found.values()) or list(plans)
+
+
+def _fits(case: Case) -> bool:
+    need = memory_bytes(columns_of(case.shape, case.topology), case.cluster)
+    return float(oom_probability(need, case.cluster)) <= 0.5
 
 
 def _per_sequence(plans: Sequence[Case], belief: Posterior) -> np.ndarray:
