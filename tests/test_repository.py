@@ -54,8 +54,19 @@ FLOORS = [
         "megatron_door",
     },
     {"logs", "rows", "setup", "window", "tflops", "phases", "health", "curve", "measure", "benchmark", "parse_door"},
-    {"lint", "scoring", "backtest", "compare", "compare_door", "spikes", "spikes_door", "nextrun"},
-    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
+    {
+        "lint",
+        "scoring",
+        "backtest",
+        "compare",
+        "compare_door",
+        "spikes",
+        "spikes_door",
+        "nextrun",
+        "gather",
+        "learning",
+    },
+    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__", "measured_plots"},
 ]
 
 

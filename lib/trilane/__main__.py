@@ -100,6 +100,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         parse_door,
         search_door,
         size_door,
+        spikes_door,
         verify,
     )
 
@@ -117,6 +118,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("ds-config", ds_config_door, "DeepSpeed's JSON of a plan, or the contradictions in one of yours"),
         ("verify", verify, "train the equality table of the engines on this machine"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
+        ("spikes", spikes_door, "where the loss or the gradient norm left its course, over restarts"),
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
         ("lint", lint, "what contradicts itself in a hand-written table"),
     ):

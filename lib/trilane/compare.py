@@ -56,9 +56,10 @@ class Comparison:
             return f"B is {abs(math.expm1(self.change)):.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
         span = f"{math.expm1(self.low):+.1%} to {math.expm1(self.high):+.1%}"
         more = f"{self.repeats} runs a side" if self.repeats else f"more than {MOST_REPEATS} runs a side"
+        word = "less" if self.change < 0 else "more"
         return (
-            f"no difference shown: B takes {math.expm1(self.change):+.1%} of A's time, which may be {span} "
-            f"({self.confidence:.0%}); a difference of that size needs {more}"
+            f"no difference shown: B takes {abs(math.expm1(self.change)):.1%} {word} time than A, which may be {span} "
+            f"({self.confidence:.0%}); to show a difference of that size takes {more}"
         )
 
 
@@ -93,6 +94,26 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
         repeats=repeats_needed(change, deviation if min(len(x), len(y)) > 1 else USUAL_DEVIATION, confidence),
         notes=_notes(a, b),
     )
+
+
+def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement], list[Measurement]]:
+    """The runs with `a` in their names or paths, and those with `b`; without both the two fastest topologies.
+
+    ValueError where a word fits no run, or only one word is given. Where there are not two topologies, empty.
+    """
+    require(bool(a) == bool(b), "b" if a else "a", "''", "name both sides, or none")
+    if a:
+        chosen = [[m for m in runs if word in m.name or word in str(m.log.source)] for word in (a, b)]
+        for word, found in zip((a, b), chosen, strict=True):
+            require(bool(found), "a" if found is chosen[0] else "b", word, "is in no run's name")
+        return chosen[0], chosen[1]
+    groups: dict[object, list[Measurement]] = {}
+    for m in sorted((m for m in runs if m.sec_per_it > 0), key=lambda m: m.sec_per_it):
+        s = m.setup
+        groups.setdefault((s.shape, s.gbs, s.tp, s.pp, s.dp, s.mbs) if s.gpus else m.name, []).append(m)
+    first, *others = list(groups.values()) or [[]]
+    alike = [g for g in others if g[0].setup.shape == first[0].setup.shape and g[0].setup.gbs == first[0].setup.gbs]
+    return (first, alike[0]) if alike else ([], [])
 
 
 def repeats_needed(change: float, deviation: float, confidence: float = 0.95, power: float = POWER) -> int:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from trilane import tflops
 from trilane.checks import require
+from trilane.hardware import Gpu
 from trilane.health import Health, health
 from trilane.logs import RunLog, read_run_folder
 from trilane.phases import ideal_bubble, measured_bubble
@@ -69,9 +70,14 @@ def measure(folder: Path | str, warm_up: int = WARM_UP) -> Measurement:
     return measure_log(log, plan, warm_up, name=folder.name)
 
 
-def measure_log(log: RunLog, plan: Plan | None = None, warm_up: int = WARM_UP, name: str = "") -> Measurement:
-    """The measurement of one run's log, with its plan where there is one; a log without iterations has NaN."""
-    window, setup = stable_window(log, warm_up), setup_of(log, plan)
+def measure_log(
+    log: RunLog, plan: Plan | None = None, warm_up: int = WARM_UP, name: str = "", gpu: Gpu | None = None
+) -> Measurement:
+    """The measurement of one run's log, with its plan where there is one; a log without iterations has NaN.
+
+    `gpu` is the card where neither plan nor log tells it.
+    """
+    window, setup = stable_window(log, warm_up), setup_of(log, plan, gpu)
     all_seconds = log.iterations["sec_per_it"].to_numpy(float) if "sec_per_it" in log.iterations else np.empty(0)
     counted = all_seconds[window.counts]
     seconds = float(np.median(counted)) if len(counted) else summed_up(log)
@@ -93,7 +99,7 @@ def measure_log(log: RunLog, plan: Plan | None = None, warm_up: int = WARM_UP, n
         utilization=tflops.utilization(setup, seconds, batch),
         lost_share=_lost_share(all_seconds[WARM_UP:], seconds),
         bubble=ideal_bubble(setup),
-        waited=measured_bubble(log, seconds),
+        waited=measured_bubble(log, seconds, window),
         memory_bytes=peak_memory(log),
         first_loss=float(loss.iloc[0]) if len(loss) else math.nan,
         last_loss=float(loss.iloc[-1]) if len(loss) else math.nan,
@@ -153,25 +159,32 @@ def _lost_share(seconds: np.ndarray, median: float) -> float:
 
 
 def table(measurements: Iterable[Measurement]) -> pd.DataFrame:
-    """The measurements as the BigScience tables print them, one row a run."""
-    rows = []
+    """The measurements as the BigScience tables print them, one row a run; GFLOPs where none reaches a TFLOP/s."""
+    rows, measurements = [], list(measurements)
+    large = any(m.flops_per_s_per_gpu > 1e12 for m in measurements)
+    rate, scale = ("TFLOPs", 1e12) if large else ("GFLOPs", 1e9)
     for m in measurements:
         s = m.setup
         rows.append(
             {
-                "GPUs": s.gpus or None,
-                "Size": f"{s.shape.parameters / 1e6:.1f}M" if s.shape else "",
+                "Run": m.name,
+                "GPUs": s.gpus or "",
+                "Size": _size(s.shape.parameters) if s.shape else "",
                 "DP": s.dp,
                 "TP": s.tp,
                 "PP": s.pp,
-                "MBS": s.mbs or None,
-                "GBS": s.gbs or None,
+                "MBS": s.mbs or "",
+                "GBS": int(s.gbs) or "",
                 "Mem (GiB)": round(m.memory_bytes / 2**30, 2),
                 "Sec/it": float(f"{m.sec_per_it:.4g}"),
                 "±": f"{m.spread:.0%}" if m.spread == m.spread else "",
-                "GFLOP/s per process": round(m.flops_per_s_per_gpu / 1e9, 1),
+                rate: round(m.flops_per_s_per_gpu / scale, 1),
                 "Loss": f"{m.first_loss:.2f} → {m.last_loss:.2f}" if m.last_loss == m.last_loss else "",
                 "Notes": m.log.status,
             }
         )
     return pd.DataFrame(rows)
+
+
+def _size(parameters: float) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"

@@ -43,9 +43,9 @@ class Setup:
         return self.gbs / (self.mbs * self.dp) if self.mbs else 0
 
 
-def setup_of(log: RunLog, plan: Plan | None = None) -> Setup:
-    """The setup of a run: its plan's where there is one, else what its log tells."""
-    return _planned(plan) if plan else _told(log)
+def setup_of(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) -> Setup:
+    """The setup of a run: its plan's where there is one, else what its log tells, on `gpu` where that is known."""
+    return _planned(plan) if plan else _told(log, gpu or card(log))
 
 
 def _planned(plan: Plan) -> Setup:
@@ -69,13 +69,12 @@ def _planned(plan: Plan) -> Setup:
     )
 
 
-def _told(log: RunLog) -> Setup:
+def _told(log: RunLog, gpu: Gpu | None) -> Setup:
     tp, pp = _tp(log), _whole(log, "pipeline_model_parallel_size") or 1
     gpus = _whole(log, "world_size")
     dp = _whole(log, "data_parallel_size") or max(1, gpus // (tp * pp))
     per_stage, layers = _whole(log, "num_layers_per_virtual_pipeline_stage"), _whole(log, "num_layers")
     precision = next((name for name in ("bf16", "fp16") if log.arguments.get(name) is True), "")
-    gpu = card(log)
     peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0
     return Setup(
         shape=_shape(log),
