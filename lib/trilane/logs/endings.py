@@ -38,7 +38,11 @@ PATTERNS = [
     ),
     (5, "crashed", b"Killing closing", rb"^Killing subprocess|Sending process \d+ closing signal"),
 ]
-COMPILED = [(level, status, tuple(words.split()), re.compile(pattern)) for level, status, words, pattern in PATTERNS]
+WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
+ANY = re.compile(b"|".join(WORDS))
+COMPILED = [(l, s, frozenset(words.split()), re.compile(pattern)) for l, s, words, pattern in PATTERNS]
+# a word that ANY finds may hide another that it holds, or that goes on after it
+HELD = {word: {other for other in WORDS if other in word or word in other} for word in WORDS}
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
 ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
 ASKED = re.compile(rb"[Tt]ried to allocate ([\d.]+) ([KMGT])i?B")
@@ -61,8 +65,11 @@ class Ending:
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """What the line says about the end of a run; None for the rest."""
+    held = {word for found in set(ANY.findall(line)) for word in HELD[found]}
+    if not held:
+        return None
     for level, status, words, pattern in COMPILED:
-        if any(word in line for word in words) and pattern.search(line):
+        if words & held and pattern.search(line):
             rank, asked = RANK.search(line), ASKED.search(line)
             return Ending(
                 level=level,
