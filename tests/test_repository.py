@@ -14,7 +14,7 @@ FLOORS = [
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
-    {"logs", "lint", "measure", "parse_door", "rows", "scoring", "backtest"},
+    {"logs", "lint", "measure", "many_logs", "parse_door", "seedtable", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 

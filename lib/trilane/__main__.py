@@ -89,13 +89,14 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, lint, parse_door, search_door
+    from trilane import backtest, lint, parse_door, search_door, seedtable
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
         ("backtest", backtest, "measured rows against predictions"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
         ("lint", lint, "what contradicts itself in a hand-written table"),
+        ("table", seedtable, "the runs of a folder as one table"),
     ):
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -12,13 +13,13 @@ from trilane.logs.table import NAN, Table
 
 
 class Draft:
-    """What was read of a run so far; with `keep`, only these columns of its tables.
+    """What was read of a run so far; with `keep` and `spill` as in Table.
 
     Tables grow by 8 bytes a number; all else is bounded by ranks and names.
     """
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self.iterations, self.companion = Table(keep), Table(keep)
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self.iterations, self.companion = Table(keep, spill), Table(keep, spill)
         self.timers, self.bandwidth = Table(keep), Table()
         self.memory: dict[int, dict[str, float]] = {}
         self.arguments: dict[str, Value] = {}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 
@@ -21,9 +22,9 @@ OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # the rest are Megatron's rela
 class Lines:
     """The runs of a file so far, and an iteration line that may go on in the next line."""
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self._keep = keep
-        self.runs = [Draft(keep)]
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self._keep, self._spill = keep, spill
+        self.runs = [Draft(keep, spill)]
         self._begun, self._pieces = b"", 0
         self._facts = facts.Facts()
 
@@ -116,7 +117,7 @@ class Lines:
     def begin(self) -> None:
         """Another run, unless nothing happened yet in this one."""
         if self.run.is_over:
-            self.runs.append(Draft(self._keep))
+            self.runs.append(Draft(self._keep, self._spill))
             self._facts.heard.clear()
 
     def extend(self, steps: Bulk, line: bytes) -> bool:

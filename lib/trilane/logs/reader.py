@@ -1,6 +1,7 @@
 """Reader: blocks of a log in, runs out. Lines of a known form in bulk; every other line that may matter, one by one."""
 
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -14,10 +15,10 @@ from trilane.logs.tells import ALL, MAYBE, STEP
 
 
 class Reader:
-    """Feed it blocks in order; `close` gives a Draft for each run of the file. `keep` is Table's."""
+    """Feed it blocks in order; `close` gives a Draft for each run of the file. `keep` and `spill` are Table's."""
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self._lines = Lines(keep)
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self._lines = Lines(keep, spill)
         self._forms = Forms(form)
         self._dull = Dull()
 

@@ -16,7 +16,7 @@ from trilane.logs.devices import Device
 from trilane.logs.draft import Draft
 from trilane.logs.reader import Reader
 from trilane.logs.stream import blocks
-from trilane.logs.table import NAN, Table
+from trilane.logs.table import NAN, Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,6 +54,7 @@ class RunLog:
     status       one of STATUSES; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
                  `asked_bytes` what could not be had where memory ran out
     notes        what was put right in reading
+    taped        more columns of the iterations, in files, where read_runs was told so
     """
 
     source: Path
@@ -70,22 +71,24 @@ class RunLog:
     rank: int | None = None
     asked_bytes: float = NAN
     notes: tuple[str, ...] = ()
+    taped: Mapping[str, Column] = field(default_factory=dict)
 
 
 NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
 
 
-def read_runs(path: Path | str, keep: Collection[str] | None = None) -> list[RunLog]:
+def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
     """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
 
     Of a document with tables of measured runs (Markdown), each row that measured something is a run, beside the log
     lines that it quotes.
 
     With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
+    With a folder `spill`, the other columns are written there and come as `taped`.
 
     Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
     """
-    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep})
+    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill)
     if text := document.text(path):
         from trilane.logs import typed  # it makes RunLogs too
 
@@ -131,6 +134,7 @@ def finish(draft: Draft, path: Path, age: float) -> RunLog:
     rank = end.rank if end and end.rank is not None else draft.root_rank if end else None
     return RunLog(
         source=path,
+        taped=table.taped(),
         iterations=table.frame(INTEGERS),
         memory=memory.frame(("rank", "iteration")),
         status=status,
