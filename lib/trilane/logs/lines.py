@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import deepspeed, facts, megatron, trainers
+from trilane.logs import clock, deepspeed, facts, megatron, trainers
 from trilane.logs.bulk import Bulk
 from trilane.logs.draft import Draft
 from trilane.logs.table import NAN
 from trilane.logs.tells import ARGUMENT, END, NUMBER, STEP
 
-WRAPPED = re.compile(rb"iteration\s+\d+\s*/[\s\d]*(?:\||$)")  # an iteration line begins, and may end in a later line
+WRAPPED = re.compile(
+    rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)"
+)  # an iteration line begins, and may end in a later line
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
 MOST_PIECES = 12  # lines that one wrapped iteration line may take
 LONG = 1 << 16  # bytes: in a longer line only iterations are looked for
@@ -62,7 +64,7 @@ class Lines:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
         if b"\r" in line:  # a progress bar that writes over itself
-            return any([self.read(part, tell, whole) for part in line.split(b"\r")])
+            return any([self.read(part, tell, whole) for part in trainers.bar_parts(line)])
         if self._begun and self._goes_on(line):
             return True
         if b"iteration" in line and WRAPPED.search(line):
@@ -142,7 +144,7 @@ class Lines:
         told = True
         if b"step:" in line and (row := trainers.titan(line)):
             known = {"rank": 0.0 if rank != rank else rank, "max_reserved": row["max_reserved"]}
-            self._step(row, "torchtitan", rank, line)
+            self._step(self.run.timed(row, clock.read(line), "torchtitan"), "torchtitan", rank, line)
             self.run.add_memory(known)
         elif b"{'" in line:
             self._hf(line)
@@ -153,7 +155,7 @@ class Lines:
             for row in deepspeed.steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.now:
                     self.begin()
-                self.run.add_companion(row, line)
+                self.run.add_companion(self.run.timed(row, clock.read(line), "deepspeed"), line)
         else:
             told = False
         return self._facts.numbers(line, rank, self.run) or told
@@ -170,7 +172,7 @@ class Lines:
                 continue  # another rank prints the same
             every = run.arguments.get("logging_steps")
             row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
-            self._step(row, "hf-trainer", NAN, line)
+            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, line)
 
 
 def _told(line: bytes) -> int:

@@ -1,6 +1,7 @@
 """RunLog: what one training run's log says, and how the run ended."""
 
 import json
+import re
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
     "trilane, all_reduce_bench, nccl-tests"
 )
+CLOCKED = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
 
 
@@ -147,7 +149,7 @@ def finish(draft: Draft, path: Path, age: float) -> RunLog:
         summary=draft.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, CLOCKED if draft.clocked & set(counted) else ""))),
     )
 
 
@@ -157,7 +159,9 @@ def _verdict(draft: Draft, table: Table, age: float) -> tuple[str, str, endings.
     if end and end.level < 4:
         return end.status, end.evidence, end
     loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
-    if len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]:
+    is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]
+    # the Trainer hides a loss that is no number behind 0
+    if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", draft.last_line)):
         return "NaN loss", last, None
     if end and end.level == 4:
         return end.status, end.evidence, end
