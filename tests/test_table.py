@@ -13,7 +13,7 @@ from test_parse import DUMP, MEMORY
 
 from trilane.__main__ import main
 from trilane.lint import lint
-from trilane.seedtable import read_folder, size
+from trilane.seedtable import Row, read_folder, size, to_html
 
 RAW = REPOSITORY.parent / "shared/rawlogs"
 MORE = "".join(
@@ -62,6 +62,7 @@ def test_csv_html_and_json_hold_the_same(folder, capsys):
     assert [row["Notes"] for row in rows] == ["a.out", "b.log, OOM", "small"]
     main(["table", str(folder), "--html"])
     assert capsys.readouterr().out.count("<tr>") == 4
+    assert "<td>a&lt;b" in to_html([Row(**{**vars(read_folder(folder)[0][0]), "notes": "a<b"})])
     main(["table", str(folder), "--json"])
     report = json.loads(capsys.readouterr().out)
     first, second, ours = report["rows"]

@@ -63,7 +63,6 @@ class Facts:
         """Launch arguments; whether the line tells any."""
         if b"arguments" in line and (arguments.BEGIN.search(line) or arguments.END.search(line)):
             self.inside, self._other = not arguments.END.search(line), 0
-            self.heard.clear()
             return True
         if found := arguments.dumped(line, self.inside):
             self._other = 0
