@@ -42,6 +42,7 @@ RESULT = re.compile(
     r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
 )
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
+MOST = 1e15  # of which nothing in a table is that many
 SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0}
 BILLIONS = {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3}
 GIGABYTES = {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "tb": 1e3}
@@ -78,8 +79,8 @@ class HandRow:
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether the row itself prints a number there."""
-        return name in self.cells and self.cells[name].number == self.cells[name].number
+        """Whether the row itself prints a number there that can be one: above zero, but for the stage of ZeRO."""
+        return name in self.cells and (self.cells[name].number > 0 or (name == "zero" and self.cells[name].number == 0))
 
     def number(self, name: str) -> float:
         """The row's number, else what the text says, else NaN: seconds, billions of parameters, GB, TFLOP/s, counts."""
@@ -152,8 +153,8 @@ def cell(text: str, unit: str = "") -> Cell:
     found = NUMBER.match(text)
     if not found:
         return Cell(text=text)
-    own = found[2] or ""
-    return Cell(text=text, number=float(found[1].replace("_", "").replace(",", "")), unit=own or unit)
+    number = float(found[1].replace("_", "").replace(",", ""))
+    return Cell(text=text, number=number if abs(number) < MOST else NAN, unit=found[2] or unit)
 
 
 def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
