@@ -175,3 +175,9 @@ def test_the_contradictions_of_the_seed_documents_are_found_and_little_else():
             assert any((line, rule) in told for rule in (rules, *rules.split())), (path.name, line)
         extra += [(path.name[:3], line, rule) for line, rule in told if rule not in truth.get(line, "")]
     assert extra == [("001", 229, "duplicate")]
+
+
+@pytest.mark.parametrize("column", [name for name in COLUMNS if name != "notes"])
+@pytest.mark.parametrize("text", ["0", "-1", "1e300", "x", "", "12.5.1", "1e-300"])
+def test_odd_cells_are_no_reason_to_stop(tmp_path, column, text):
+    assert linted(tmp_path, markdown(rows(**{column: text}))).rows == 5

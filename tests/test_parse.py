@@ -7,6 +7,7 @@ import json
 import pytest
 from support import small_plan
 from test_log_dialects import m2021, m2022
+from test_log_endings import BAD, HARD
 
 from trilane.__main__ import main
 from trilane.shape import ModelShape
@@ -110,3 +111,27 @@ def test_people_read_three_lines(tmp_path, capsys):
     assert main(["parse", log(tmp_path)]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("a.log: completed (megatron-2021)") and "2 s/it" in second and "iteration" in third
+
+
+@pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
+def test_the_door_reads_hard_files(tmp_path, capsys, kind, content):
+    (tmp_path / "a.log").write_bytes(content)
+    code, (run,), said = parsed(capsys, str(tmp_path / "a.log"))
+    assert (code, run["iterations"], run["sec_per_it"], said) == (0, 10, 2.0, "")
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
+def test_the_door_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    code, runs, said = parsed(capsys, str(tmp_path / name))
+    assert (code, runs) == (2, []) and said.startswith(f"trilane: log={tmp_path}/{name}: {message}")
+    assert said.count("\n") == 1
+
+
+def test_the_door_reads_a_document_of_tables(tmp_path, capsys):
+    table = "| GPUs | TP | PP | DP | MBS | GBS | Sec/it | TFLOPs |\n|-|-|-|-|-|-|-|-|\n| 16 | 4 | 4 | 1 | 1 | 4 | 1.5 | 27.0 |\n"
+    (tmp_path / "a.md").write_text(table)
+    code, (run,), _ = parsed(capsys, str(tmp_path / "a.md"))
+    assert (code, run["dialect"], run["sec_per_it"], run["tflops"]["printed"]) == (0, "table", 1.5, pytest.approx(27.0))
+    assert "line 3: 16 | 4 | 4" in run["evidence"] and run["arguments"]["tp"] == 4

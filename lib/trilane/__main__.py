@@ -99,6 +99,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         megatron_door,
         parse_door,
         search_door,
+        seedtable,
         size_door,
         spikes_door,
         verify,
@@ -121,6 +122,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("spikes", spikes_door, "where the loss or the gradient norm left its course, over restarts"),
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
         ("lint", lint, "what contradicts itself in a hand-written table"),
+        ("table", seedtable, "the runs of a folder as one table"),
     ):
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)

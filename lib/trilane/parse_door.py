@@ -5,15 +5,13 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.checks import require
-from trilane.logs import RunLog, read_runs
+from trilane.logs import RunLog
+from trilane.many_logs import read_many
 from trilane.plan import Plan, read_plan
 from trilane.window import ranges
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # beside what reading needs: all that a record tells
 OURS = ("run.log", "steps.jsonl")  # in a run folder, beside plan.json
@@ -31,23 +29,18 @@ def run(args: argparse.Namespace) -> int:
     if args.csv:
         require(Path(args.csv).parent.is_dir(), "csv", args.csv, "its folder does not exist")
         require(Path(args.csv).resolve() not in map(Path.resolve, map(Path, args.logs)), "csv", args.csv, "is a log")
-    runs, bad = [], []
-    for name in args.logs:
-        try:
-            runs += read_runs(name, None if args.csv else KEEP)
-        except (ValueError, OSError) as error:
-            bad.append(str(error))
+    found = read_many(args.logs, record, KEEP, Path(args.csv) if args.csv else None)
+    records = [values for one in found for values in one.records]
+    bad = [one.error for one in found if one.error]
     for line in bad:
         print(f"trilane: {line}", file=sys.stderr)
-    if bad and not runs:
+    if bad and not records:
         return 2
-    if args.csv:
-        iterations(runs).to_csv(args.csv, index=False)
     if args.json:
-        print(json.dumps({"runs": [record(log) for log in runs]}, indent=1, allow_nan=False))
+        print(json.dumps({"runs": records}, indent=1, allow_nan=False))
     else:
-        for log in runs:
-            print(text(record(log)))
+        for values in records:
+            print(text(values))
     return 1 if bad else 0
 
 
@@ -93,18 +86,6 @@ def text(values: dict[str, Any]) -> str:
     )
     numbers = ", ".join(filter(None, told))
     return f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}"
-
-
-def iterations(logs: list[RunLog]) -> "pd.DataFrame":
-    """All iterations of all runs, with the columns `file` and `run` (1 for a file's first) in front."""
-    import pandas as pd
-
-    tables, counts = [], dict[Path, int]()
-    for log in logs:
-        counts[log.source] = counts.get(log.source, 0) + 1
-        tables.append(log.iterations.assign(file=str(log.source), run=counts[log.source]))
-    table = pd.concat(tables, ignore_index=True)
-    return table[["file", "run", *(name for name in table if name not in ("file", "run"))]]
 
 
 def plan_beside(log: RunLog) -> Plan | None:

@@ -87,15 +87,17 @@ def findings(document: Document) -> list[Finding]:
 
 def sheets(document: Document) -> list[Sheet]:
     """The document's tables with what all of it tells about each."""
-    tables: dict[int, list[HandRow]] = {}
+    tables: dict[tuple[int, str], list[HandRow]] = {}
     for row in document.rows:
-        tables.setdefault(row.table, []).append(row)
+        part = row.cells["table"].text if "table" in row.cells else ""
+        tables.setdefault((row.table, part), []).append(row)
     found = list(tables.values())
+    places = {id(row): place for place, rows in enumerate(found) for row in rows}
     nodes = [_gpus_per_node(table) or _gpus_per_node(document.rows) for table in found]
 
     def gpus(row: HandRow) -> float:
-        place = next(i for i, table in enumerate(found) if row.table == table[0].table)
-        return row.number("gpus") if row.has("gpus") else row.number("nodes") * nodes[place]
+        node = row.number("gpus_per_node") if row.has("gpus_per_node") else nodes[places[id(row)]]
+        return row.number("gpus") if row.has("gpus") else row.number("nodes") * node
 
     chosen = formula.choose(found, gpus)
     return [

@@ -35,7 +35,11 @@ class Sheet:
 
     def gpus(self, row: HandRow) -> float:
         """The GPUs of a row, NaN where neither it nor its nodes tell."""
-        return row.number("gpus") if row.has("gpus") else row.number("nodes") * self.gpus_per_node
+        return row.number("gpus") if row.has("gpus") else row.number("nodes") * self.node(row)
+
+    def node(self, row: HandRow) -> float:
+        """GPUs per node, as the row or all of the document says; 0 where nothing tells."""
+        return row.number("gpus_per_node") if row.has("gpus_per_node") else self.gpus_per_node
 
 
 Rule = Callable[[Sheet], Iterator[Finding]]
@@ -58,7 +62,7 @@ def known(row: HandRow, *names: str) -> bool:
 
 def key(row: HandRow) -> tuple[tuple[str, str | float], ...]:
     """The configuration that a row prints."""
-    cells = [(name, row.cells[name]) for name in KEY if name in row.cells and row.cells[name].text]
+    cells = [(n, cell) for n, cell in row.cells.items() if (n in KEY or n.startswith(":")) and cell.text]
     return tuple((name, cell.number if cell.number == cell.number else cell.text) for name, cell in cells)
 
 

@@ -23,7 +23,7 @@ def products(sheet: Sheet) -> Iterator[Finding]:
 
 def _gpus(sheet: Sheet, row: HandRow) -> Iterator[Finding]:
     gpus = sheet.gpus(row)
-    nodes, node = row.number("nodes"), sheet.gpus_per_node
+    nodes, node = row.number("nodes"), sheet.node(row)
     if row.has("gpus") and row.has("nodes") and node and nodes * node != gpus:
         said = f"{plain(nodes)} nodes x {plain(node)} GPUs are not {plain(gpus)} GPUs"
         yield finding(row, "product", said, _right_machine(row, node))
@@ -87,7 +87,7 @@ def _layers(row: HandRow) -> Iterator[Finding]:
 
 def _swapped(sheet: Sheet, row: HandRow) -> str:
     """Whether TP is no size of a node, and another column holds the TP that all other rows have."""
-    tp, node = row.number("tp"), sheet.gpus_per_node
+    tp, node = row.number("tp"), sheet.node(row)
     if not row.has("tp") or not node or (tp <= node and node % tp == 0) or tp == sheet.usual_tp:
         return ""
     return next((n for n in ("pp", "dp") if row.has(n) and row.number(n) == sheet.usual_tp), "")
@@ -98,9 +98,7 @@ def swaps(sheet: Sheet) -> Iterator[Finding]:
     for row in sheet.rows:
         if other := _swapped(sheet, row):
             tp, value = plain(row.number("tp")), plain(row.number(other))
-            said = (
-                f"TP {tp} does not fit into nodes of {plain(sheet.gpus_per_node)} GPUs, {other.upper()} {value} would"
-            )
+            said = f"TP {tp} does not fit into nodes of {plain(sheet.node(row))} GPUs, {other.upper()} {value} would"
             yield finding(row, "swap", said, f"TP {value}, {other.upper()} {tp}")
         for small, large in (("mbs", "gbs"), ("layers", "hidden")):
             if row.has(small) and row.has(large) and row.number(small) > row.number(large) > 0:

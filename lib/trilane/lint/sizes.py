@@ -31,7 +31,8 @@ def _wrong(sheet: Sheet, formula: Formula, row: HandRow, value: float) -> Findin
     printed = row.number("tflops")
     ratio = printed / value
     near = formula.exact + definitions.rounding(row) + 1e-3
-    says = f"{row.cells['time'].text} and {row.cells['tflops'].text} TFLOPs, but {formula.name} gives {value:.2f}"
+    time = row.cells["time"].text if row.has("time") else f"{row.seconds:g} s in the log line"
+    says = f"{time} and {row.cells['tflops'].text} TFLOPs, but {formula.name} gives {value:.2f}"
     for factor, unit in ((1e3, "milliseconds"), (1e-3, "kiloseconds"), (1 / 60, "minutes")):
         # time x factor makes the TFLOPs come out right: the time stands in another unit
         if abs(ratio / factor - 1) < near + LOOSE:
@@ -51,7 +52,10 @@ def _wrong(sheet: Sheet, formula: Formula, row: HandRow, value: float) -> Findin
             return finding(row, "formula", f"{says}: computed by another formula ({other.name})", f"{value:.2f} TFLOPs")
     times = f", {ratio:.3g} times it" if abs(ratio - round(ratio)) < 0.002 and ratio > 1.5 else ""
     seconds = plain(row.seconds / ratio) if abs(1 / ratio - 1) > 0.01 else f"{row.seconds / ratio:.2f}"
-    return finding(row, "formula", says + times, f"{value:.2f} TFLOPs, or {seconds} s")
+    batch = row.number("gbs") * ratio
+    fits = row.has("gbs") and abs(1 / ratio - round(1 / ratio)) < near and ratio < 0.6
+    instead = f", or GBS {plain(round(batch))}" if fits else ""
+    return finding(row, "formula", says + times, f"{value:.2f} TFLOPs, or {seconds} s{instead}")
 
 
 def sizes(sheet: Sheet) -> Iterator[Finding]:

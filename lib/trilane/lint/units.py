@@ -55,7 +55,9 @@ def _thousands(name: str, rows: Sequence[HandRow]) -> Iterator[Finding]:
     usual = statistics.median(values)
     for row in rows:
         off = row.number(name) / usual
-        if off > 300 or 0 < off < 1 / 300:
+        # memory is of one order in a table; sizes are not, so only one that is off by just a thousand is another unit
+        far = off > 300 or 0 < off < 1 / 300
+        if far and (name == "mem" or abs(abs(math.log(off)) - math.log(1e3)) < 0.4):
             unit = {"mem": "GB", "size": "B"}[name]
             right = row.number(name) / (1e3 if off > 1 else 1e-3)
             yield finding(

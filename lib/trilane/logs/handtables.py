@@ -31,11 +31,18 @@ NAMES = {
     "seq": "seq seqlen seqlength sequencelength",
     "vocab": "vocab vocabsize",
     "async": "async",
+    "table": "table tableid",
     "notes": "notes note comment comments remarks date",
 }
 KNOWN = {word: name for name, words in NAMES.items() for word in words.split()}
 UNIT = re.compile(r"[(\[]([^)\]]*)[)\]]")
+# columns that we do not know tell configurations apart, unless they are results or names
+RESULT = re.compile(
+    r"loss|ppl|perp|[mh]fu|tok|sampl|±|std|spread|util|time|sec|id\b|line|row|#|run|name|band|hour|day"
+    r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
+)
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
+MOST = 1e15  # of which nothing in a table is that many
 SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0}
 BILLIONS = {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3}
 GIGABYTES = {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "tb": 1e3}
@@ -49,7 +56,6 @@ class Cell:
     text: str
     number: float = NAN
     unit: str = ""
-    own_unit: str = ""
 
     @property
     def half(self) -> float:
@@ -62,7 +68,8 @@ class Cell:
 @dataclass(frozen=True, kw_only=True)
 class HandRow:
     """A row with anything in it. `line` and `row` count from 1, in the file and in its table; `facts` is what the text
-    around the table says of its rows (see prose.py), by our names, as the cells are."""
+    around the table says of its rows (see prose.py), by our names, as the cells are. The names of
+    columns that we do not know have a colon in front."""
 
     line: int
     table: int
@@ -72,8 +79,8 @@ class HandRow:
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether the row itself prints a number there."""
-        return name in self.cells and self.cells[name].number == self.cells[name].number
+        """Whether the row itself prints a number there that can be one: above zero, but for the stage of ZeRO."""
+        return name in self.cells and (self.cells[name].number > 0 or (name == "zero" and self.cells[name].number == 0))
 
     def number(self, name: str) -> float:
         """The row's number, else what the text says, else NaN: seconds, billions of parameters, GB, TFLOP/s, counts."""
@@ -146,8 +153,8 @@ def cell(text: str, unit: str = "") -> Cell:
     found = NUMBER.match(text)
     if not found:
         return Cell(text=text)
-    own = found[2] or ""
-    return Cell(text=text, number=float(found[1].replace("_", "").replace(",", "")), unit=own or unit, own_unit=own)
+    number = float(found[1].replace("_", "").replace(",", ""))
+    return Cell(text=text, number=number if abs(number) < MOST else NAN, unit=found[2] or unit)
 
 
 def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
@@ -197,9 +204,11 @@ def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> It
             continue
         number += 1
         cells: dict[str, Cell] = {}
-        for (name, unit), text in zip(columns, texts, strict=False):
+        for (name, unit), title, text in zip(columns, header, texts, strict=False):
             if name and name not in cells:
                 cells[name] = cell(text, unit)
+            elif not name and not RESULT.search(title.lower()):
+                cells[f":{title}"] = Cell(text=text.strip())
         yield HandRow(line=line, table=table, row=number, text=" | ".join(t.strip() for t in texts), cells=cells)
 
 

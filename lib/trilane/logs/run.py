@@ -1,6 +1,7 @@
 """RunLog: what one training run's log says, and how the run ended."""
 
 import json
+import re
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from trilane.logs.devices import Device
 from trilane.logs.draft import Draft
 from trilane.logs.reader import Reader
 from trilane.logs.stream import blocks
-from trilane.logs.table import NAN, Table
+from trilane.logs.table import NAN, Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +31,7 @@ DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
     "trilane, all_reduce_bench, nccl-tests"
 )
+CLOCKED = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
 
 
@@ -54,6 +56,7 @@ class RunLog:
     status       one of STATUSES; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
                  `asked_bytes` what could not be had where memory ran out
     notes        what was put right in reading
+    taped        more columns of the iterations, in files, where read_runs was told so
     """
 
     source: Path
@@ -70,22 +73,24 @@ class RunLog:
     rank: int | None = None
     asked_bytes: float = NAN
     notes: tuple[str, ...] = ()
+    taped: Mapping[str, Column] = field(default_factory=dict)
 
 
 NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
 
 
-def read_runs(path: Path | str, keep: Collection[str] | None = None) -> list[RunLog]:
+def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
     """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
 
     Of a document with tables of measured runs (Markdown), each row that measured something is a run, beside the log
     lines that it quotes.
 
     With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
+    With a folder `spill`, the other columns are written there and come as `taped`.
 
     Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
     """
-    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep})
+    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill)
     if text := document.text(path):
         from trilane.logs import typed  # it makes RunLogs too
 
@@ -150,6 +155,7 @@ def finish(draft: Draft, path: Path, age: float) -> RunLog:
     rank = end.rank if end and end.rank is not None else draft.root_rank if end else None
     return RunLog(
         source=path,
+        taped=table.taped(),
         iterations=table.frame(INTEGERS),
         memory=memory.frame(("rank", "iteration")),
         status=status,
@@ -162,7 +168,7 @@ def finish(draft: Draft, path: Path, age: float) -> RunLog:
         summary=draft.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, CLOCKED if draft.clocked & set(counted) else ""))),
     )
 
 
@@ -172,7 +178,9 @@ def _verdict(draft: Draft, table: Table, age: float) -> tuple[str, str, endings.
     if end and end.level < 4:
         return end.status, end.evidence, end
     loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
-    if len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]:
+    is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]
+    # the Trainer hides a loss that is no number behind 0
+    if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", draft.last_line)):
         return "NaN loss", last, None
     if end and end.level == 4:
         return end.status, end.evidence, end
