@@ -12,10 +12,19 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine.audit import deepspeed_audit
-from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
+from trilane.engine.deepspeed_start import (
+    CONFIG,
+    begin_step,
+    groups,
+    loss_scale,
+    quiet,
+    settings,
+    start,
+    step_of,
+    tell_phases,
+)
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import canonical_parameters, config, empty_chunk, fill
-from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during, phase
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -53,7 +62,7 @@ class DeepSpeedZero:
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=model, config=ds_config, model_parameters=groups(named, decay), mpu=Mpu()
             )
-        self._engine.allreduce_gradients = during(REDUCE, self._engine.allreduce_gradients)
+        tell_phases(self._engine)
         self.audit = deepspeed_audit(named, optimizer, decay)
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
@@ -71,14 +80,12 @@ class DeepSpeedZero:
         for number, batch in enumerate(microbatches, 1):
             # Its own count goes by the microbatches since the start, which is wrong once the batch has grown.
             self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
-            with phase(FORWARD):
-                loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
-            with phase(BACKWARD):
-                self._engine.backward(loss)
+            loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
+            self._engine.backward(loss)
             losses.append(loss.detach())
-            with phase(OPTIMIZER):
-                norm = self._plain_norm() if number == len(microbatches) else None
-                self._engine.step()
+            if number == len(microbatches):
+                norm = self._plain_norm()
+            self._engine.step()
         return step_of(self._engine, self._mean(losses), scale, norm)
 
     def _plain_norm(self) -> float | None:
