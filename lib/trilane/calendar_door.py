@@ -10,7 +10,7 @@ from trilane.calibration import default, load
 from trilane.capacity import constant, parse_day, read_capacity, today
 from trilane.checks import require
 from trilane.energy import Price, energy_kwh
-from trilane.pace import SOONEST
+from trilane.pace import SOONEST, first_full_gbs
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
 from trilane.request import Request, with_pins
@@ -114,6 +114,7 @@ def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
             "days": found.ramp_days,
             "days_interval": [float(v) / 86400 for v in _interval(ramp_ends)],
             "batch_sizes": found.ramp_phases,
+            "first_full_gbs": first_full_gbs(r.plan.topology),
         },
         "days": found.days(0.5),
         "days_interval": [found.days(0.05), found.days(0.95)],

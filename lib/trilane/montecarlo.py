@@ -181,7 +181,8 @@ class _Course:
             charged += lost[stop.name] * ours
         rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
         ends = np.median((sum(lost.values()) / seconds)[busy]) < MOST_LOST and np.median(undone[busy]) < MOST_UNDONE
-        require(bool(ends), "failures-per-node-year", f"{kinds[0].per_node_year:g}", rule)
+        rate = next((s.per_node_year for s in kinds if s.name == NODE_FAILURE), 0.0)
+        require(bool(ends), "failures-per-node-year", f"{rate:g}", rule)
         return lost, charged
 
 

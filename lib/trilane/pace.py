@@ -29,6 +29,15 @@ def require_divisible(ramp: Ramp, topology: Topology) -> None:
     require(not failing, "ramp", ", ".join(map(str, failing)), rule)
 
 
+def first_full_gbs(topology: Topology) -> int:
+    """The first batch size with a microbatch for every stage: pp x mbs x dp. Below it no stage is ever all at work.
+
+    The prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; the product is 192, from where its
+    later runs start ('main-5').
+    """
+    return topology.pp * topology.mbs * topology.dp
+
+
 def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
     """What `gbs` can run on with the plan's tp x pp and at most `gpus` GPUs.
 
