@@ -14,10 +14,32 @@ FLOORS = [
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door"}
     | {"sizing", "published", "shape_rules", "inverse", "size_door"}
-    | {"capacity", "schedule", "pace", "stops", "montecarlo", "request", "calendar", "energy", "calendar_door"},
+    | {
+        "capacity",
+        "schedule",
+        "pace",
+        "stops",
+        "montecarlo",
+        "request",
+        "calendar",
+        "energy",
+        "rivals",
+        "calendar_door",
+    },
     {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
     {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
-    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
+    {
+        "plots",
+        "backtest_plots",
+        "sizing_plots",
+        "calendar_plots",
+        "decision",
+        "tables",
+        "explore",
+        "report",
+        "notebook",
+        "__main__",
+    },
 ]
 
 

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
     """The forecast as one JSON object: days, GPU-hours, ISO dates, probabilities, and the assumptions behind them."""
-    r, ideal, price = found.request, found.best_schedule, price or Price()
+    r, ideal, price = found.request, found.ideal, price or Price()
     iterations = sum(phase.iterations for phase in found.phases[: found.ramp_phases])
     hours = [found.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
     energy = [energy_kwh(h, r.plan.cluster.gpu.name, price) for h in hours]
@@ -120,7 +120,7 @@ def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
         "days_interval": [found.days(0.05), found.days(0.95)],
         "gpu_hours": hours[0],
         "gpu_hours_interval": hours[1:],
-        "ideal": {"days": ideal.days, "gpu_hours": ideal.gpu_hours},
+        "ideal": {"days": float(ideal.wall_s[0]) / 86400, "gpu_hours": float(ideal.gpu_s[0]) / 3600},
         "finish": {f"p{round(100 * q):02}": found.finish(q).isoformat(timespec="minutes") for q in QUANTILES},
         "deadline": r.deadline.isoformat() if r.deadline else None,
         "p_deadline": found.p_deadline,
