@@ -164,6 +164,7 @@ def _bar(bar: Bar) -> dict[str, Any]:
         "mbs": c.mbs,
         "nodes": c.nodes,
         "gpus": c.gpus,
+        "recompute": c.recompute,
     }
 
 
@@ -190,7 +191,7 @@ def _print(said: dict[str, Any]) -> None:
     for bar in said["schedule"][:MOST_LINES]:
         print(
             f"  day {bar['from_day']:5.1f} to {bar['to_day']:5.1f}: gbs {bar['gbs'][0]} to {bar['gbs'][1]} on "
-            f"{bar['nodes']} nodes, dp {bar['dp']} mbs {bar['mbs']}"
+            f"{bar['nodes']} nodes, dp {bar['dp']} mbs {bar['mbs']} recompute {bar['recompute']}"
         )
     if len(said["schedule"]) > MOST_LINES:
         print(f"  and {len(said['schedule']) - MOST_LINES} more (--json shows all)")

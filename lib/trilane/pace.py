@@ -41,14 +41,16 @@ def first_full_gbs(topology: Topology) -> int:
 def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
     """What `gbs` can run on with the plan's tp x pp and at most `gpus` GPUs.
 
-    The plan's own topology where it fits and nothing is to be adapted; else every DP and microbatch.
+    The plan's own topology where it fits and nothing is to be adapted; else every DP and microbatch, recomputing as the
+    plan does or fully, since fewer replicas hold more of ZeRO's shards each.
     """
     t = plan.topology
     if t.gpus <= gpus and not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
     most, sizes = gpus // (t.tp * t.pp), sorted({*MICROBATCHES, t.mbs})
     pairs = [(mbs, dp) for mbs in sizes if gbs % mbs == 0 for dp in divisors(gbs // mbs) if dp <= most]
-    return [dataclasses.replace(t, gbs=gbs, mbs=mbs, dp=dp) for mbs, dp in pairs]
+    again = sorted({t.recompute, "full"})
+    return [dataclasses.replace(t, gbs=gbs, mbs=mbs, dp=dp, recompute=r) for mbs, dp in pairs for r in again]
 
 
 def choices(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration, adapt: bool) -> list[list[Choice]]:
@@ -78,7 +80,7 @@ def choice_of(topology: Topology, plan: Plan, seconds: float) -> Choice:
     """A topology in whole nodes of the plan's cluster."""
     t = topology
     nodes = -(-t.gpus // plan.cluster.gpus_per_node)
-    return Choice(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds)
+    return Choice(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds, recompute=t.recompute)
 
 
 def schedule_on(

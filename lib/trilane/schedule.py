@@ -20,6 +20,7 @@ class Choice:
     mbs: int
     nodes: int
     seconds: float
+    recompute: str = ""
 
     @property
     def gpus(self) -> int:
@@ -28,7 +29,11 @@ class Choice:
 
     def same_job(self, other: "Choice") -> bool:
         """Whether a job can go on from the one to the other without a restart."""
-        return (self.tp, self.pp, self.dp, self.mbs) == (other.tp, other.pp, other.dp, other.mbs)
+        return self._job == other._job
+
+    @property
+    def _job(self) -> tuple[int, int, int, int, str]:
+        return self.tp, self.pp, self.dp, self.mbs, self.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
