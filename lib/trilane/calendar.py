@@ -87,8 +87,11 @@ class Forecast:
 
     @property
     def ramp_days(self) -> float:
-        """Days of the ramp's iterations alone, at the predicted seconds of each batch size."""
-        return sum(step.seconds for step in self.best_schedule.steps[: self.ramp_phases]) / 86400
+        """Days until the ramp is over, its iterations at the predicted seconds of each batch size and nothing else.
+
+        Where the capacity changes meanwhile, on what there is; restarts that changes of topology need are counted.
+        """
+        return float(self.ideal.reached_s[0, self.ramp_phases - 1]) / 86400 if self.ramp_phases else 0.0
 
     @property
     def p_deadline(self) -> float | None:

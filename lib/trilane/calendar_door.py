@@ -8,13 +8,13 @@ from typing import Any
 from trilane.calendar import QUANTILES, Bar, Forecast, forecast
 from trilane.calibration import default, load
 from trilane.capacity import constant, parse_day, read_capacity, today
-from trilane.checks import require
+from trilane.checks import from_mapping, read_json, require
 from trilane.energy import Price, energy_kwh
 from trilane.pace import SOONEST, first_full_gbs
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
 from trilane.request import Request, with_pins
-from trilane.stops import Risks
+from trilane.stops import SOURCES, Risks
 
 WORTH = {"days": SOONEST, "gpu_hours": 0.0}
 MOST_LINES = 12  # changes of topology that are printed
@@ -22,7 +22,7 @@ MEANING = {
     "p_deadline": "probability of MISSING the deadline (ending after that day); null without --deadline",
     "p_allocation": "probability of OVERRUNNING the allocation of GPU-hours; null without --allocation",
     "intervals": "5 % and 95 % of the simulated runs",
-    "ramp.days": "the ramp's iterations at the predicted seconds of each batch size, nothing else",
+    "ramp.days": "the ramp's iterations at the predicted seconds of each batch size alone; the interval has all",
 }
 
 
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare-nodes", type=int, help="nodes that stand by (default: 4)")
     parser.add_argument("--job-hours", type=float, help="the longest job that the queue takes (default: 20)")
     parser.add_argument("--evaluation-iters", type=int, help="per 1000 iterations (default: 100, as Megatron-LM)")
+    parser.add_argument("--risks", metavar="JSON", help="any field of stops.Risks that you know better")
     parser.add_argument("--price", type=float, metavar="PER_GPU_HOUR", help="money of one GPU-hour, in your currency")
     parser.add_argument("--watts", type=float, metavar="PER_GPU", help="of one GPU with its share of the node")
     parser.add_argument("--calibration", metavar="JSON", help="constants fitted to your own runs")
@@ -62,7 +63,7 @@ def request_of(args: argparse.Namespace) -> Request:
     minutes = args.checkpoint_minutes
     require(minutes is None or minutes > 0, "checkpoint-minutes", minutes, "must be above zero")
     risks = with_pins(
-        Risks(),
+        from_mapping(Risks, read_json(args.risks, "risks"), "risks") if args.risks else Risks(),
         args.failures_per_node_year,
         checkpoint_s=minutes * 60 if minutes else None,
         spare_nodes=args.spare_nodes,
@@ -145,7 +146,7 @@ def assumptions(request: Request) -> list[dict[str, Any]]:
         {"what": s.name, "per_node_year": s.per_node_year, "per_year": s.per_year, "source": s.source} for s in r.stops
     ]
     names = [f.name for f in dataclasses.fields(r) if f.name != "stops"]
-    return stops + [{"what": name, "value": getattr(r, name), "source": "stops.Risks"} for name in names]
+    return stops + [{"what": name, "value": getattr(r, name), "source": SOURCES[name]} for name in names]
 
 
 def _interval(values: Any) -> tuple[float, float]:

@@ -73,7 +73,10 @@ def engine_for(shape: dict[str, Any], topology: dict[str, Any]) -> str:
 
 
 def close_ones(made: dict[str, Any], sizing: dict[str, Any], count: int = 3) -> dict[str, list[Any]]:
-    """Close shapes (where 01_sizing proposed some), topologies and schedules: what they cost beside the recommended."""
+    """Close shapes (where 01_sizing proposed some), topologies and schedules: their days beside the recommended.
+
+    Shapes are not equally large: theirs are days per parameter.
+    """
     days = made["schedules"][0]["days"] if made["schedules"] else made["ideal"]["days"]
     rows = [
         ("shape", f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}", p["cost_beside_best"] - 1)
@@ -84,7 +87,7 @@ def close_ones(made: dict[str, Any], sizing: dict[str, Any], count: int = 3) -> 
     return {
         "what": [kind for kind, _, _ in rows],
         "alternative": [html.escape(name) for _, name, _ in rows],
-        "days beside": [f"{beside:+.1%}" for _, _, beside in rows],
+        "cost beside": [f"{beside:+.1%}" for _, _, beside in rows],
     }
 
 
@@ -132,7 +135,12 @@ def facts(made: dict[str, Any], has_backtest: float | None = None) -> list[Fact]
     hours, days = made["gpu_hours_interval"], made["days_interval"]
     free = made["card_bytes"] - made["memory_bytes"]
     said = [
-        Fact(what="tokens, start, ramp, capacity", value=f"{made['tokens']:.4g}", kind="given", source="the request"),
+        Fact(
+            what="tokens, start, ramp, capacity",
+            value=f"{made['tokens'] / 1e9:,.4g} billion tokens",
+            kind="given",
+            source="the request",
+        ),
         Fact(what="iterations", value=f"{made['iterations']:,}", kind="computed", source="Megatron-LM's ramp rule"),
         Fact(
             what="seconds an iteration",

@@ -79,6 +79,23 @@ def usual_stops() -> tuple[Stop, ...]:
     )
 
 
+# Where the defaults of Risks come from, for the tables of a report.
+SOURCES = {
+    "startup_s": "20 minutes: assumed; MegaScale (arXiv:2402.15627) is back at work within 15",
+    "queue_s": "2 hours, where the capacity is shared: assumed",
+    "repair_hours": "a day: assumed, from the prequel's 'Hanging Issue' (nodes came back the next morning)",
+    "spare_nodes": "prequel, 'Hardware': 4 of 52 nodes are kept",
+    "job_hours": "Jean Zay, QoS t3: 20 hours",
+    "evaluation_every": "Megatron-LM's --eval-interval",
+    "evaluation_iters": "Megatron-LM's --eval-iters",
+    "checkpoint_s": "0: Daly's optimum (Daly 2006)",
+    "write_bytes_per_s": "1 GB/s a node: assumed",
+    "slowdown": "2 % slower than a benchmark in the long run: assumed",
+    "slowdown_spread": "give or take 2 %: assumed",
+    "common": "a prediction's errors at two batch sizes of one topology are mostly the same: assumed",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Risks:
     """Everything that a benchmark does not show. All assumptions but where a source is named.
