@@ -83,7 +83,9 @@ def test_every_danger_has_a_remedy_and_every_assumption_a_source(made):
 
 
 def test_gpu_hours_by_cause_add_up_to_the_mean(found):
-    assert sum(found.gpu_hours_by_cause.values()) == pytest.approx(found.outcomes.gpu_s.mean() / 3600)
+    parts = found.gpu_hours_by_cause
+    assert sum(parts.values()) == pytest.approx(found.outcomes.gpu_s.mean() / 3600)
+    assert parts["slower than a benchmark"] == pytest.approx(0.02 * parts["iterations"])
 
 
 def test_figures_have_units_and_draw_their_limits(found):

@@ -146,3 +146,4 @@ def test_phases_of_a_run_hold_its_samples():
         phases = phases_of(ramp, 256, samples)
         assert sum(p.iterations for p in phases) == ramp.iterations(samples, 256)
         assert phases[-1].first + phases[-1].samples >= samples
+        assert [p.first for p in phases] == [0, *itertools.accumulate(p.samples for p in phases[:-1])]
