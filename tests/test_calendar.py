@@ -225,6 +225,7 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
         ("--allocation 0", "allocation=0.0: must be a number above zero"),
         ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
         ("--spare-nodes -1", "spare_nodes=-1: must be zero or a number above"),
+        ("--reshape", "reshape=True: needs --adapt days"),
         ("--day-worth -1", "day-worth=-1.0: must be zero or a number above"),
         ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 0", "checkpoint-minutes=0.0: must be above zero"),
@@ -236,8 +237,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
     small = tmp_path / "small.json"
     small.write_text('[{"from": "2027-01-01", "gpus": 48}]')
     words = given.replace("CAPACITY", str(small)).split()
-    options = {**GIVEN, **dict(zip(words[::2], words[1::2], strict=True))}
-    assert main(["calendar", plan_file, *(word for pair in options.items() for word in pair)]) == 2
+    options = [word for pair in GIVEN.items() for word in pair]
+    assert main(["calendar", plan_file, *options, *words]) == 2  # the last of an option counts
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

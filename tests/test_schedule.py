@@ -140,6 +140,16 @@ def test_fewer_gpus_than_the_plan_has_mean_fewer_replicas():
     assert adapted.days <= whole.days
 
 
+def test_tp_and_pp_change_only_where_that_is_worth_cutting_the_checkpoint_anew():
+    phases = phases_of(parse_ramp("16,16,9765625"), 2048, 20_000_000)
+    kept, free, dear = (
+        schedule_on(PLAN, phases, 384, K, 1200.0, adapt=True, reshape_s=seconds) for seconds in (None, 0.0, 1e9)
+    )
+    assert free.days < kept.days and free.days < dear.days
+    assert len({(s.choice.tp, s.choice.pp) for s in free.steps}) > 1 == len({s.choice.tp for s in kept.steps})
+    assert len({(s.choice.tp, s.choice.pp) for s in dear.steps}) == 1
+
+
 def test_phases_of_a_run_hold_its_samples():
     ramp = parse_ramp("16,16,1000")
     for samples in (10, 16, 500, 1000, 5000):

@@ -153,8 +153,9 @@ def forecast(request: Request) -> Forecast:
     schedules: dict[int, Schedule | None] = {}
     windows = r.capacity.windows(r.start)
     for gpus in {window.gpus for window in windows}:
+        reshape_s = r.risks.reshape_s if r.reshape else None
         schedules[gpus] = schedule_on(
-            r.plan, phases, gpus, r.calibration, r.risks.startup_s, r.day_worth is not None, worth
+            r.plan, phases, gpus, r.calibration, r.risks.startup_s, r.day_worth is not None, worth, reshape_s
         )
     pieces, same = _pieces(phases)
     queue = r.risks.queue_s / (r.risks.job_hours * 3600)
@@ -197,7 +198,7 @@ def _stretch(
     steps = [schedule.steps[i] for i in same]
     seconds = iterations * np.array([step.choice.seconds for step in steps])
     first = np.concatenate([[True], np.diff(same) > 0])
-    seconds += np.array([step.restart * schedule.restart_s for step in steps]) * first
+    seconds += np.array([step.pause_s for step in steps]) * first
     return Stretch(
         window=window,
         seconds=seconds,

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--day-worth", type=float, metavar="GPU_HOURS", help="the same, between the two: what a day is worth"
     )
+    parser.add_argument("--reshape", action="store_true", help="with these, let TP and PP change too")
     parser.add_argument("--checkpoint-minutes", type=float, help="between checkpoints; default: Daly's optimum")
     parser.add_argument("--spare-nodes", type=int, help="nodes that stand by (default: 4)")
     parser.add_argument("--job-hours", type=float, help="the longest job that the queue takes (default: 20)")
@@ -81,6 +82,7 @@ def request_of(args: argparse.Namespace) -> Request:
         allocation=args.allocation,
         risks=risks,
         day_worth=WORTH.get(args.adapt) if args.day_worth is None else args.day_worth,
+        reshape=args.reshape,
         runs=args.runs,
         seed=args.seed,
     )
@@ -161,6 +163,8 @@ def _bar(bar: Bar) -> dict[str, Any]:
         "from_day": bar.start_s / 86400,
         "to_day": bar.end_s / 86400,
         "gbs": [bar.first_gbs, bar.last_gbs],
+        "tp": c.tp,
+        "pp": c.pp,
         "dp": c.dp,
         "mbs": c.mbs,
         "nodes": c.nodes,
@@ -192,7 +196,8 @@ def _print(said: dict[str, Any]) -> None:
     for bar in said["schedule"][:MOST_LINES]:
         print(
             f"  day {bar['from_day']:5.1f} to {bar['to_day']:5.1f}: gbs {bar['gbs'][0]} to {bar['gbs'][1]} on "
-            f"{bar['nodes']} nodes, dp {bar['dp']} mbs {bar['mbs']} recompute {bar['recompute']}"
+            f"{bar['nodes']} nodes, "
+            f"tp {bar['tp']} pp {bar['pp']} dp {bar['dp']} mbs {bar['mbs']} recompute {bar['recompute']}"
         )
     if len(said["schedule"]) > MOST_LINES:
         print(f"  and {len(said['schedule']) - MOST_LINES} more (--json shows all)")

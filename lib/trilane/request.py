@@ -26,9 +26,9 @@ class Request:
     """A plan, its tokens and ramp, the capacity from which day on, what may go wrong, and what must not be passed.
 
     `day_worth` None keeps the plan's topology wherever it fits; a number of GPU-hours that a day is worth lets DP,
-    microbatch and nodes follow the batch size (0: the cheapest way, pace.SOONEST: the fastest). Raises ValueError for
-    tokens below one batch, a ramp that the topology cannot divide, a deadline before the start, an allocation that is
-    no positive number.
+    microbatch and nodes follow the batch size (0: the cheapest way, pace.SOONEST: the fastest), and with `reshape` TP
+    and PP too. Raises ValueError for tokens below one batch, a ramp that the topology cannot divide, a deadline before
+    the start, an allocation that is no positive number.
     """
 
     plan: Plan
@@ -41,6 +41,7 @@ class Request:
     allocation: float | None = None
     risks: Risks = field(default_factory=Risks)
     day_worth: float | None = None
+    reshape: bool = False
     runs: int = 10_000
     seed: int = 0
 
@@ -52,6 +53,8 @@ class Request:
         require_integer("runs", self.runs, 100)
         worth = self.day_worth
         require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
+        rule = "needs --adapt days, --adapt gpu_hours or --day-worth"
+        require(not self.reshape or worth is not None, "reshape", True, rule)
         if self.day_worth is None:
             require_divisible(ramp, t)
         if self.deadline is not None:

@@ -32,15 +32,21 @@ class Rival:
 
 
 def other_schedules(request: Request) -> list[Rival]:
-    """The plan as it is, and with DP, microbatch and nodes following the batch size: the fastest, the cheapest."""
-    ways = (("the plan as it is", None), ("fastest at each batch size", SOONEST), ("cheapest at each batch size", 0.0))
-    return [rival for name, worth in ways if (rival := _scheduled(request, name, worth))]
+    """The plan as it is, and with DP, microbatch and nodes following the batch size: the fastest and the cheapest way."""
+    reshape_s = request.risks.reshape_s
+    ways: list[tuple[str, float | None, float | None]] = [
+        ("the plan as it is", None, None),
+        ("fastest at each batch size", SOONEST, None),
+        ("the same, TP and PP may change too", SOONEST, reshape_s),
+        ("cheapest at each batch size", 0.0, None),
+    ]
+    return [rival for name, worth, anew in ways if (rival := _scheduled(request, name, worth, anew))]
 
 
-def _scheduled(request: Request, name: str, day_worth: float | None) -> Rival | None:
+def _scheduled(request: Request, name: str, day_worth: float | None, reshape_s: float | None) -> Rival | None:
     r, worth = request, SOONEST if day_worth is None else day_worth
     try:
-        found = _schedule(r, r.plan, day_worth is not None, worth)
+        found = _schedule(r, r.plan, day_worth is not None, worth, reshape_s)
     except ValueError as error:
         return Rival(name=name, days=0, gpu_hours=0, memory_bytes=0, restarts=0, reason=str(error))
     return _rival(name, found, 0.0) if found else None
@@ -65,12 +71,16 @@ def other_topologies(request: Request, count: int = 4) -> list[Rival]:
     return found
 
 
-def _schedule(request: Request, plan: Plan, adapt: bool, day_worth: float) -> Schedule | None:
+def _schedule(
+    request: Request, plan: Plan, adapt: bool, day_worth: float, reshape_s: float | None = None
+) -> Schedule | None:
     r = request
     batches = [phase.gbs for phase in r.phases]
     if not all(choices(plan, batches, plan.topology.gpus, r.calibration, adapt)):
         return None
-    return schedule_on(plan, r.phases, plan.topology.gpus, r.calibration, r.risks.startup_s, adapt, day_worth)
+    return schedule_on(
+        plan, r.phases, plan.topology.gpus, r.calibration, r.risks.startup_s, adapt, day_worth, reshape_s
+    )
 
 
 def _rival(name: str, schedule: Schedule, memory_bytes: float) -> Rival:
