@@ -65,6 +65,7 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(mad
     text = headline(made)
     for part in ("70 layers × 14336", "TP 4 × PP 12 × DP 8", "GPU-hours", "overrun with", "is missed with", "2027-"):
         assert part in text
+    assert "is missed with probability **under 0.1 %**" in headline({**made, "p_deadline": 0.0})
     assert "<script" not in headline({**made, "plan": "<script>"})
 
 

@@ -107,6 +107,11 @@ def _identity(shape: Any, topology: Any, gpu: str) -> tuple[Any, ...]:
     return (*sizes, t.tp, t.pp, t.dp, t.mbs, t.gbs, gpu)
 
 
+def chance(probability: float) -> str:
+    """A share of simulated runs for eyes; a few thousand runs tell nothing below one in a thousand."""
+    return "under 0.1 %" if probability < 0.001 else f"{probability:.1%}"
+
+
 def headline(made: dict[str, Any]) -> str:
     """One sentence of Markdown: what is recommended, when it ends, what it costs, and how likely either fails."""
     s, t = made["shape"], made["topology"]
@@ -121,9 +126,9 @@ def headline(made: dict[str, Any]) -> str:
         f"**{made['gpu_hours']:,.0f} GPU-hours**"
     ]
     if made["p_allocation"] is not None:
-        words.append(f" of {made['allocation']:,.0f}: overrun with probability **{made['p_allocation']:.0%}**")
+        words.append(f" of {made['allocation']:,.0f}: overrun with probability **{chance(made['p_allocation'])}**")
     if made["p_deadline"] is not None:
-        words.append(f"; the deadline {made['deadline']} is missed with probability **{made['p_deadline']:.0%}**")
+        words.append(f"; the deadline {made['deadline']} is missed with probability **{chance(made['p_deadline'])}**")
     return "".join(words) + "."
 
 

@@ -4,11 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.pace import SOONEST, choices, schedule_on
-from trilane.plan import Plan
+from trilane.pace import SOONEST, schedule_on
+from trilane.plan import Plan, Run
 from trilane.request import Request
 from trilane.schedule import Schedule
-from trilane.search import search_space
+from trilane.search import Candidate, search_space
 from trilane.space import space_around
 from trilane.systems import ENGINES, lack
 
@@ -32,7 +32,7 @@ class Rival:
 
 
 def other_schedules(request: Request) -> list[Rival]:
-    """The plan as it is, and with DP, microbatch and nodes following the batch size: the fastest and the cheapest way."""
+    """The plan as it is, and with DP, microbatch and nodes following the batch size: the fastest, the cheapest."""
     reshape_s = request.risks.reshape_s
     ways: list[tuple[str, float | None, float | None]] = [
         ("the plan as it is", None, None),
@@ -58,26 +58,29 @@ def other_topologies(request: Request, count: int = 4) -> list[Rival]:
     space = space_around(t, [t.gpus], [t.gbs], (1, 2, 4, 8))
     best = search_space(r.plan.shape, r.plan.cluster, space, r.calibration, top=SEEN).best_lanes(count + 1)
     others = [c for c in best if (c.topology.tp, c.topology.pp, c.topology.dp) != (t.tp, t.pp, t.dp)][:count]
-    found = []
-    for candidate in others:
-        other, memory = candidate.topology, candidate.prediction.memory_bytes
-        failing = r.ramp.failing(other.gbs, other.mbs * other.dp)
-        engine = next((e for e in ENGINES if lack(e, r.plan.shape, other) is None), r.plan.engine)
-        plan = dataclasses.replace(r.plan, topology=other, engine=engine, label=other.label)
+    return [rival for candidate in others if (rival := _moved(r, candidate))]
+
+
+def _moved(request: Request, candidate: Candidate) -> Rival | None:
+    """The plan on another topology; None where some batch size of the ramp fits nothing there."""
+    r, other = request, candidate.topology
+    failing = r.ramp.failing(other.gbs, other.mbs * other.dp)
+    engine = next((e for e in ENGINES if lack(e, r.plan.shape, other) is None), r.plan.engine)
+    try:
+        plan = dataclasses.replace(r.plan, topology=other, engine=engine, label=other.label, run=Run())
         schedule = _schedule(r, plan, bool(failing), SOONEST)
-        if schedule:
-            reason = f"mbs or dp must change: {len(failing)} batch sizes of the ramp do not divide" if failing else ""
-            found.append(dataclasses.replace(_rival(other.label, schedule, memory), reason=reason))
-    return found
+    except ValueError:
+        return None
+    if schedule is None:
+        return None
+    reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""
+    return dataclasses.replace(_rival(other.label, schedule, candidate.prediction.memory_bytes), reason=reason)
 
 
 def _schedule(
     request: Request, plan: Plan, adapt: bool, day_worth: float, reshape_s: float | None = None
 ) -> Schedule | None:
     r = request
-    batches = [phase.gbs for phase in r.phases]
-    if not all(choices(plan, batches, plan.topology.gpus, r.calibration, adapt)):
-        return None
     return schedule_on(
         plan, r.phases, plan.topology.gpus, r.calibration, r.risks.startup_s, adapt, day_worth, reshape_s
     )
