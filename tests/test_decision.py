@@ -71,7 +71,9 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(mad
 
 def test_the_close_ones_are_shapes_topologies_and_schedules(made, found):
     proposal = {"layers": 82, "hidden": 14336, "params": 2.06e11, "label": "x", "cost_beside_best": 1.027}
-    close = close_ones(made, {"proposals": [{}, proposal]})
+    own = {**proposal, "layers": 70}
+    assert "shape" not in close_ones(made, {"proposals": [proposal]})["what"], "those were for another model"
+    close = close_ones(made, {"proposals": [own, proposal]})
     assert set(close["what"]) == {"shape", "topology", "schedule"} and close["cost beside"][0] == "+2.7%"
     fixed, fastest, reshaped, cheapest = other_schedules(found.request)
     assert reshaped.days <= fastest.days <= fixed.days <= cheapest.days and cheapest.gpu_hours < fixed.gpu_hours

@@ -100,19 +100,20 @@ def fan(found: Forecast) -> Figure:
 def budget(found: Forecast) -> Figure:
     """GPU-hours as one bar: the work, what causes add on average; nine of ten runs as a whisker; the allocation."""
     made, axes = figure(9.0, 2.3)
+    unit, word = (1e3, "thousand GPU-hours") if found.gpu_hours(0.95) > 5e3 else (1.0, "GPU-hours")
     spent = list(found.gpu_hours_by_cause.items())
     spent = [*spent[:PARTS], ("other", sum(hours for _, hours in spent[PARTS:]))]
     left = 0.0
     for color, (name, hours) in zip(COLORS, spent, strict=False):
-        axes.barh(["GPU-hours"], [hours / 1e3], left=left, color=color, height=0.5, label=name)
-        left += hours / 1e3
-    low, middle, high = (found.gpu_hours(q) / 1e3 for q in (0.05, 0.5, 0.95))
+        axes.barh(["GPU-hours"], [hours / unit], left=left, color=color, height=0.5, label=name)
+        left += hours / unit
+    low, middle, high = (found.gpu_hours(q) / unit for q in (0.05, 0.5, 0.95))
     bar = [[middle - low], [high - middle]]
     axes.errorbar([middle], [-0.42], xerr=bar, fmt="|", color="#1b2530", capsize=4, lw=1.4, ms=9, label="9 of 10 runs")
     if found.request.allocation:
-        axes.axvline(found.request.allocation / 1e3, color=LIMIT, lw=1.8, label="allocation")
+        axes.axvline(found.request.allocation / unit, color=LIMIT, lw=1.8, label="allocation")
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="thousand GPU-hours", ylim=(-0.65, 0.4))
+    axes.set(xlabel=word, ylim=(-0.65, 0.4))
     axes.set_title("What it will cost", loc="left", weight="bold", fontsize=11)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.05), frameon=False, fontsize=8)
     return made

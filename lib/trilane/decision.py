@@ -78,10 +78,14 @@ def close_ones(made: dict[str, Any], sizing: dict[str, Any], count: int = 3) -> 
     Shapes are not equally large: theirs are days per parameter.
     """
     days = made["schedules"][0]["days"] if made["schedules"] else made["ideal"]["days"]
+    proposals = sizing.get("proposals", [])
+    own = (made["shape"]["num_layers"], made["shape"]["hidden_size"])
+    asked = own in [(p["layers"], p["hidden"]) for p in proposals]  # else they were proposed for another model
     rows = [
         ("shape", f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}", p["cost_beside_best"] - 1)
-        for p in sizing.get("proposals", [])[1 : count + 1]
-    ]
+        for p in proposals
+        if asked and own != (p["layers"], p["hidden"])
+    ][:count]
     rows += [("topology", r["name"], r["days"] / days - 1) for r in made["rivals"][:count] if r["days"]]
     rows += [("schedule", r["name"], r["days"] / days - 1) for r in made["schedules"][1:] if r["days"]]
     return {
