@@ -210,7 +210,7 @@ def test_a_prior_that_many_rows_taught_moves_less():
 def test_the_report_reads_anybodys_logs(tmp_path, outputs, cluster):
     """04_analyze on two foreign logs, one of which tells its arguments and the other only its iterations."""
     (tmp_path / "a.out").write_text(
-        DUMP + "  micro_batch_size ................ 1\n" + "".join(map(m2021, range(1, 11)))
+        DUMP.replace(" 8\n", " 4\n") + "  micro_batch_size ................ 1\n" + "".join(map(m2021, range(1, 11)))
     )
     (tmp_path / "b.out").write_text("".join(map(m2021, range(1, 11))))
     study = Study.create("theirs")
