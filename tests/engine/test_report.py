@@ -76,6 +76,7 @@ TIMED = {
     "megatron PP2 DP2": ({"pp": 2, "dp": 2}, NAMES | {"p2p-wait"}),
     "megatron PP2 interleaved": ({"pp": 2, "interleaving": 2}, NAMES | {"p2p-wait"}),
     "ZeRO-1 DP2": ({"engine": "deepspeed-zero", "dp": 2, "zero": 1}, NAMES),
+    "HF ZeRO-3 DP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, NAMES),
     "3D PP2 DP2": ({"engine": "deepspeed-3d", "pp": 2, "dp": 2, "zero": 1}, NAMES | {"p2p-wait"}),
 }
 
