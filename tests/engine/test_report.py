@@ -66,3 +66,12 @@ def test_a_log_interval_thins_the_terminal_and_not_steps_jsonl(train: Callable, 
     assert len(steps) == 5
     mean = (steps[0]["lm_loss"] + steps[1]["lm_loss"]) / 2
     assert f"lm loss: {mean:.6E}" in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero", "hf-zero3"])
+def test_no_library_talks_into_the_log(engine: str, train: Callable, data: Path, tmp_path: Path) -> None:
+    """On two ranks: their memory lines and, on the last, the iterations."""
+    train(small_plan(data, iters=2, engine=engine, dp=2, zero=1, recompute="full"))
+    said = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
+    assert [len(lines) for lines in said] == [1, 3]
