@@ -13,8 +13,8 @@ FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
-    {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
-    {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
+    {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read", "diagnose"},
+    {"logs", "hang_door", "measure", "parse_door", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 
