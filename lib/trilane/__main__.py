@@ -89,13 +89,15 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, hang_door, parse_door, search_door
+    from trilane import backtest, capture_door, hang_door, parse_door, search_door, trace_door
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
         ("backtest", backtest, "measured rows against predictions"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
         ("hang", hang_door, "who is to blame for a hang: the stacks of all ranks, merged and judged"),
+        ("capture", capture_door, "take the stacks of a running job, and judge them"),
+        ("trace-tail", trace_door, "the last call of each rank, from trace files of any size"),
     ):
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)

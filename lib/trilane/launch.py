@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trilane.checks import require
-from trilane.outcome import Outcome, judge, write_status
+from trilane.outcome import Outcome, failed_ranks, judge, write_status
 from trilane.plan import Plan, read_plan
 from trilane.watch import follow
+from trilane.watchdog import Guard, Hang
 
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
 WEEK_S = 7 * 86400.0
@@ -26,7 +27,8 @@ def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: f
     The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json.
     `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
     starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes,
-    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout". The processes
+    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout", one
+    whose ranks stand still longer than the plan's hang_timeout_s as "hang", with their stacks in stacks/. The processes
     also end with the thread that called, even where it is killed.
     """
     folder = Path(folder).resolve()
@@ -38,16 +40,19 @@ def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: f
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     port = free_port(port)
     begin = time.monotonic()
+    guard = Guard(folder, plan)
     try:
         prepare_data(folder)
         with started(folder, plan, port) as child:
-            code = follow(child, folder, plan, watched, begin + timeout_s)
-        outcome = judge(folder, plan.topology.gpus, code, _since(begin))
+            code = follow(child, folder, plan, watched, begin + timeout_s, guard.look)
+        outcome = guard.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
         write_status(folder, _ended("cancelled", "Ctrl-C", begin))
         raise
     except TimeoutError:
         outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
+    except Hang as hang:
+        outcome = hang.outcome
     write_status(folder, outcome)
     return outcome
 

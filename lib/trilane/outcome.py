@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trilane.checks import require_known
 
-STATUSES = ("completed", "crashed", "cancelled", "timeout")
+STATUSES = ("completed", "crashed", "cancelled", "timeout", "hang")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,12 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     if first["exitcode"] >= 0:
         return first["rank"], ""
     return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
+
+
+def failed_ranks(folder: Path) -> set[int]:
+    """The ranks that torchrun saw fail."""
+    path = folder / "ranks" / "failures.json"
+    return {f["rank"] for f in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else set()
 
 
 def last_line(folder: Path, rank: int | str) -> str:

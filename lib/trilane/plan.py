@@ -61,16 +61,30 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long the run is and what it leaves behind."""
+    """How long the run is and what it leaves behind.
+
+    hang_timeout_s      a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
+                        off); longer than the longest iteration, checkpoint included
+    trace_packages      packages whose calls each rank keeps the last `trace_calls` of ("": none; "megatron,trilane")
+    """
 
     train_iters: int = 50
     log_interval: int = 1
     seed: int = 1234
     ramp: Ramp = field(default_factory=Ramp)
+    hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
+    trace_packages: str = ""
+    trace_calls: int = 500
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
         require_integer("log_interval", self.log_interval, 1)
+        require(
+            0 <= self.hang_timeout_s < float("inf"), "hang_timeout_s", self.hang_timeout_s, "must be >= 0 (0.0: off)"
+        )
+        require_integer("trace_calls", self.trace_calls, 1)
+        plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
+        require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from trilane.diagnose.stack import Frame
 
 # Functions that stand between the caller and the collective, and say nothing.
-WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "inner_wrapper", "log_wrapper", "wrapped_fn", "__call__"}
+WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "inner_wrapper", "log_wrapper", "wrapped_fn", "__call__",
+            "__exit__", "__enter__"}  # fmt: skip
 COLLECTIVES = {
     "all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "barrier", "monitored_barrier",
     "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "_all_gather_base", "gather",
@@ -78,9 +79,15 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
     callers = list(frames[last + 1 :])
     ops = [f.function for f in frames[inner : last + 1] if f.function in COLLECTIVES]
     op = ops[0] if ops else at.function
-    told = [f for f in frames[inner : last + 1] if "p2p" in f.file] + callers[:CALLERS]
-    axis = _axis(told) or ("world" if op in EVERYBODY else "")
+    axis = _direction(frames[inner : last + 1]) or _axis(callers[:CALLERS]) or ("world" if op in EVERYBODY else "")
     return Wait(op=op, site=callers[0] if callers else at, axis=axis)
+
+
+def _direction(frames: Sequence[Frame]) -> str:
+    """To or from which neighbour a pipeline's own communication goes; "pp" where only that it is one is known."""
+    names = [f.function for f in frames if "p2p" in f.file]
+    told = next((axis for name in names for axis, pattern in PATTERNS[1:3] if pattern.search(name)), "")
+    return told or ("pp" if names else "")
 
 
 def soft_wait(frames: Sequence[Frame]) -> Wait | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from trilane.engine import heartbeat
 from trilane.engine.data import Feed
 from trilane.engine.engines import build
 from trilane.engine.phases import DATA, phase
@@ -33,6 +34,7 @@ class Training:
         begin = time.perf_counter()
         for batch in plan.batches():
             lr = learning_rate(plan.optimizer, batch.end, plan.samples)
+            heartbeat.at(batch.number)
             with phase(DATA):
                 microbatches = self._feed.microbatches(batch)
             step = self._engine.step(microbatches, lr)
@@ -42,5 +44,6 @@ class Training:
             if batch.number == 1:
                 print(memory_line(world.rank, batch.number, world.device), flush=True)
             begin = end
+        heartbeat.end()
         dist.barrier()
         dist.destroy_process_group()

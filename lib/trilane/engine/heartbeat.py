@@ -1,0 +1,75 @@
+"""The heartbeat of this process: its step and phase in ranks/<rank>.beat, for the watchdog outside.
+
+One write of 128 bytes in place at each change of phase; nothing where the plan's hang_timeout_s is 0.
+"""
+
+import ctypes
+import faulthandler
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trilane.beat import END, encode, place
+from trilane.capture import STACKS
+from trilane.engine import phases, tracing
+from trilane.engine.parent import announce
+from trilane.plan import Plan
+
+LAUNCHED = "TRILANE_RANK_LOGS"  # in the environment of ranks that a launcher of ours watches
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <sys/prctl.h>
+
+_beats: list["Heartbeat"] = []
+
+
+class Heartbeat:
+    """Writes the beat of one rank until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._step, self._rest = 0, place()
+        self.beat(phases.now())
+        self.close: Callable[[], None] = phases.listen(self.beat)
+
+    def beat(self, phase: str) -> None:
+        """The phase from now on."""
+        os.pwrite(self._file, encode(self._step, phase, time.time(), self._rest), 0)
+
+    def at(self, step: int) -> None:
+        """The iteration from now on."""
+        self._step = step
+        self.beat(phases.now())
+
+
+def begin(plan: Plan, folder: Path) -> None:
+    """From now on this rank gives signs of life, lets py-spy attach, and writes its stacks when asked by a signal."""
+    if plan.run.hang_timeout_s <= 0:
+        return
+    rank, ranks = os.environ["RANK"], folder / "ranks"
+    ranks.mkdir(exist_ok=True)
+    _beats.append(Heartbeat(ranks / f"{rank}.beat"))
+    if sys.platform.startswith("linux"):
+        # Where Yama guards ptrace, py-spy may attach to its own children only; the launcher's py-spy is our sister.
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+    faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
+    if plan.run.trace_packages:
+        tracing.begin(ranks / f"{rank}.calls", plan.run.trace_packages.split(","), plan.run.trace_calls)
+    if os.environ.get("LOCAL_RANK", "0") == "0" and LAUNCHED not in os.environ:
+        ahead = ["ahead"] if rank == "0" else []
+        command = [sys.executable, "-m", "trilane.watchdog", str(folder), *ahead]
+        subprocess.Popen(command, env=announce(dict(os.environ)), stdin=subprocess.DEVNULL)
+
+
+def at(step: int) -> None:
+    """This rank is in iteration `step` from now on."""
+    for heartbeat in _beats:
+        heartbeat.at(step)
+
+
+def end() -> None:
+    """This rank has nothing left to do."""
+    for heartbeat in _beats:
+        heartbeat.beat(END)
+        heartbeat.close()
