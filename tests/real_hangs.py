@@ -87,7 +87,7 @@ if __name__ == "__main__":
         print("| plant | rank | status | named | stacks | seconds | right |\n|---|---|---|---|---|---|---|")
         results = []
         for name in sys.argv[1:] or PLANTS:
-            results.append(hang(name, Path(place) / name, Path(place) / "data"))
+            results.append(hang(name, Path(place) / name, Path(place) / "corpus"))
             print(results[-1], flush=True)
             if not results[-1].right or len(sys.argv) > 1:
                 print("   ", results[-1].outcome.evidence, file=sys.stderr)

@@ -127,5 +127,5 @@ def activity(frames: tuple[Frame, ...]) -> str:
 
 def majority_step(evidence: Evidence) -> int:
     """The iteration that most ranks are in, by their heartbeats; -1 where nobody wrote one."""
-    steps = Counter(p.step for p in evidence.grid.places if p.step >= 0)
+    steps = Counter(p.progress for p in evidence.grid.places if p.step >= 0)
     return steps.most_common(1)[0][0] if steps else -1

@@ -25,12 +25,15 @@ def axes_of(grid: Grid, found: dict[int, Condition]) -> dict[int, str]:
                 sites[c.wait.site.key].append(rank)
     heard = {r for r, c in found.items() if c.kind != "unknown"}
     for ranks in sites.values():
-        here, best = set(ranks), ("world", len(heard) + 1)
+        here, latest = set(ranks), max(grid[r].progress for r in ranks)
+        best: tuple[tuple[int, int], str] = ((2, 0), "world")
         for axis in ("world", "model", "stage", "lane", "dp", "pp", "tp"):
             absent = {m for r in ranks for m in grid.group(axis, r)} & heard - here
-            if 0 < len(absent) < best[1]:
-                best = (axis, len(absent))
-        axes |= dict.fromkeys(ranks, best[0])
+            # Who is an iteration ahead has been in this collective already.
+            late = {m for m in absent if grid[m].progress <= latest}
+            if absent:
+                best = min(best, ((0 if late else 1, len(absent)), axis), key=lambda b: b[0])
+        axes |= dict.fromkeys(ranks, best[1])
     return axes
 
 
@@ -51,13 +54,13 @@ def edges_of(evidence: Evidence, found: dict[int, Condition], axes: dict[int, st
 
 def _together(evidence: Evidence, found: dict[int, Condition], rank: int, group: frozenset[int]) -> set[int]:
     """The members that are in the same collective: asked for by the same line, in the same iteration."""
-    own, step = found[rank].wait, evidence.grid[rank].step
+    own, step = found[rank].wait, evidence.grid[rank].progress
     assert own is not None
     peers = set()
     for member in group:
         wait = found[member].wait
         if found[member].kind in ("waiting", "soft") and wait is not None and wait.site.key == own.site.key:
-            other = evidence.grid[member].step
+            other = evidence.grid[member].progress
             same_step = min(step, other) < 0 or step == other
             peers |= {member} if same_step and (wait.op == own.op or "wait" in (wait.op, own.op)) else set()
     return peers if not _is_p2p(found[rank]) else set()

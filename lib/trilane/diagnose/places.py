@@ -33,6 +33,11 @@ class Place:
     step: int = -1
     phase: str = ""
 
+    @property
+    def progress(self) -> int:
+        """The iteration; one more for a rank that has left its last one behind; -1 where unknown."""
+        return self.step + (self.phase == "end" and self.step >= 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:

@@ -81,11 +81,11 @@ def _mismatch(
 
 def _odd(evidence: Evidence, found: dict[int, Condition], edges: Edges, ring: set[int]) -> dict[int, str]:
     """Of a ring of ranks that wait for each other, those that differ."""
-    steps = {r: evidence.grid[r].step for r in ring}
+    steps = {r: evidence.grid[r].progress for r in ring}
     usual = majority_step(evidence)
     apart = [r for r in ring if steps[r] >= 0 and steps[r] != usual]
     if 0 < len(apart) < len(ring) or (apart and len(apart) * 2 < len(evidence.grid.ranks)):
-        return {r: f"is in iteration {steps[r]}, most are in {usual}" for r in sorted(apart)}
+        return {r: f"has come to iteration {steps[r]} while most are in {usual}" for r in sorted(apart)}
     calls = {r: rec.waiting for r in ring if (rec := evidence.recordings.get(r)) is not None}
     if len(calls) == len(ring):
         kinds = {r: (c.op, c.sizes) if c else ("", "") for r, c in calls.items()}
