@@ -69,6 +69,11 @@ def hang(kind: str, folder: Path, data: Path) -> Result:
     return Result(kind=kind, rank=rank, outcome=outcome, seconds=time.time() - moved(folder), stacks=stacks(folder))
 
 
+def library() -> dict[str, str]:
+    """The environment of a child that is to find this trilane."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "lib")}
+
+
 def moved(folder: Path) -> float:
     """When the training last got on: when its last iteration was written down."""
     path = folder / "steps.jsonl"

@@ -27,6 +27,7 @@ FLOORS = [
         "capture",
         "ring",
         "watchdog",
+        "bisect",
     },
     {"logs", "hang_door", "capture_door", "trace_door", "measure", "parse_door", "rows", "scoring", "backtest"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},

@@ -89,7 +89,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, capture_door, hang_door, parse_door, search_door, trace_door
+    from trilane import backtest, bisect, capture_door, hang_door, parse_door, search_door, trace_door
 
     for name, room, text in (
         ("search", search_door, "rank every topology of a cluster for a model"),
@@ -97,6 +97,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
         ("hang", hang_door, "who is to blame for a hang: the stacks of all ranks, merged and judged"),
         ("capture", capture_door, "take the stacks of a running job, and judge them"),
+        ("bisect", bisect, "shrink a plan that hangs until the boundary to what works is known"),
         ("trace-tail", trace_door, "the last call of each rank, from trace files of any size"),
     ):
         parser = doors.add_parser(name, help=text)

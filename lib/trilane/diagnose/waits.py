@@ -40,7 +40,8 @@ HINTS = [
            r"|RowParallel|ColumnParallel|cross_entropy|model_parallel_region|broadcast_data"),
     ("dp", r"data_parallel|allreduce_gradients|allreduce_bucket|distributed/finalize_model_grads|param_and_grad_buffer"
            r"|zero/|stage_1_and_2|stage3|partition_parameters|partitioned_param|distrib_optimizer|grad_sync|param_sync"
-           r"|reduce_grads|average_losses|fsdp|buffered_allreduce|allreduce_no_retain|dp_process_group|^_mean .*engine/megatron"),
+           r"|reduce_grads|average_losses|fsdp|buffered_allreduce|allreduce_no_retain|dp_process_group"
+           r"|^_mean .*engine/megatron"),
     ("world", r"checkpoint|\bbarrier|initialize|init_process_group|new_group|rendezvous|timers|exit|print_rank"
               r"|shutdown|destroy_process|broadcast_object_list|shared_prefix|build_train_valid"),
 ]  # fmt: skip
