@@ -30,7 +30,7 @@ FLOORS = [
         "bisect",
     },
     {"logs", "hang_door", "capture_door", "trace_door", "measure", "parse_door", "rows", "scoring", "backtest"},
-    {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
+    {"plots", "hang_plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 
 

@@ -11,6 +11,7 @@ from trilane.diagnose.places import Grid
 from trilane.diagnose.stack import Frame
 from trilane.diagnose.suspects import Blame, blame
 
+WAYS = {"device": "for the card", "wait": "for an operation begun earlier"}  # waits that the stack does not name
 SHOWN = 6  # frames of a stack that a person is shown
 PLUMBING = ("runpy.py", "run_module", "threading.py", "<module>")
 
@@ -128,7 +129,7 @@ def _sentences(
     grid, said = evidence.grid, []
     for (op, site, axis), ranks in _waiting(found, blamed)[:3]:
         over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
-        said.append(f"{_many(ranks, len(grid.ranks))} wait in {op}{over}, asked for by {site}.")
+        said.append(f"{_many(ranks, len(grid.ranks))} wait {WAYS.get(op, f'in {op}')}{over}, asked for by {site}.")
     if not blamed.suspects:
         if blamed.complete:
             said.append(

@@ -1,10 +1,12 @@
 """The heartbeat of this process: its step and phase in ranks/<rank>.beat, for the watchdog outside.
 
-One write of 128 bytes in place at each change of phase; nothing where the plan's hang_timeout_s is 0.
+128 bytes of a mapped file are overwritten at each change of phase: no system call, and what a rank wrote is there even
+when it is stopped or killed. Nothing happens where the plan's hang_timeout_s is 0.
 """
 
 import ctypes
 import faulthandler
+import mmap
 import os
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trilane.beat import END, encode, place
+from trilane.beat import END, RECORD, encode, place
 from trilane.capture import STACKS
 from trilane.engine import phases, tracing
 from trilane.engine.parent import announce
@@ -28,14 +30,17 @@ class Heartbeat:
     """Writes the beat of one rank until it is closed."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        os.ftruncate(file, RECORD)
+        self._map = mmap.mmap(file, RECORD)
+        os.close(file)
         self._step, self._rest = 0, place()
         self.beat(phases.now())
         self.close: Callable[[], None] = phases.listen(self.beat)
 
     def beat(self, phase: str) -> None:
         """The phase from now on."""
-        os.pwrite(self._file, encode(self._step, phase, time.time(), self._rest), 0)
+        self._map[:] = encode(self._step, phase, time.time(), self._rest)
 
     def at(self, step: int) -> None:
         """The iteration from now on."""
