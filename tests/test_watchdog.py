@@ -1,6 +1,8 @@
 """A run that stands still is noticed, its ranks are dumped, the right one is named; also without py-spy."""
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,12 +10,15 @@ from pathlib import Path
 
 import pytest
 import real_hangs
-from support import small_plan
+from plans import changed, run_folder
+from plans import small_plan as small
+from support import small_plan, wait_until
 
 from trilane import beat, capture
 from trilane.beat import Beat, Pulse, encode, place, read_beats
 from trilane.capture_door import srun_command
 from trilane.diagnose.verdict import diagnose
+from trilane.outcome import read_status
 
 
 @pytest.mark.slow
@@ -103,3 +108,45 @@ def test_the_second_step_takes_no_gpu_and_overlaps() -> None:
     assert said.startswith("srun --jobid=2180718 --overlap --gres=gpu:0 --nodes=40 --ntasks=40 --ntasks-per-node=1")
     with pytest.raises(ValueError, match="job=1;rm: must be a job's number"):
         srun_command("1;rm", 1, "true")
+
+
+@pytest.mark.slow
+def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_it_ends_the_job(tmp_path: Path) -> None:
+    """As srun or a foreign torchrun start the engine: nobody of ours looks on from outside."""
+    plan = changed(small(tmp_path / "corpus", iters=100_000, source="mock", dp=2), "run", hang_timeout_s=5.0)
+    folder = run_folder(plan, tmp_path / "run")
+    planted = str(Path(real_hangs.__file__).parent / "planted")
+    env = real_hangs.library()
+    env |= {"PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], planted]), "TRILANE_PLANT": "pipe 1 3"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
+    command += ["-m", "trilane.engine", str(folder / "plan.json")]
+    done = subprocess.run(command, env=env | {"GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=400)
+    outcome = read_status(folder)
+    assert (outcome.status, outcome.rank, done.returncode != 0) == ("hang", 1, True), done.stderr[-2000:]
+    assert "sitecustomize.py" in outcome.evidence and len(list((folder / "stacks").glob("*/rank_*.json"))) == 2
+
+
+def test_a_watchdog_of_another_node_answers_a_capture(tmp_path: Path) -> None:
+    """Any new folder below stacks/ is a question to every node: here it is asked by hand."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    write(tmp_path, 0, 3)
+    parent = subprocess.Popen([sys.executable, "-c", WATCHED, str(tmp_path)], env=real_hangs.library())
+    try:
+        asked = itertools.count()
+
+        def answered() -> bool:
+            """Ask again: what is there before the watchdog is, is no question to it."""
+            (tmp_path / "stacks" / str(next(asked))).mkdir(parents=True)
+            return bool(list(tmp_path.glob("stacks/*/states-*.json")))
+
+        wait_until(answered, 60, "no answer")
+    finally:
+        parent.kill()
+        parent.wait()
+    assert list(tmp_path.glob("stacks/*/rank_0.*"))
+
+
+WATCHED = """
+import subprocess, sys
+subprocess.run([sys.executable, "-m", "trilane.watchdog", sys.argv[1]])
+"""
