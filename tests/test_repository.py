@@ -16,10 +16,12 @@ FLOORS = [
     "schedule pace stops montecarlo request calendar energy calendar_door rivals",
     "slurm launch again outcome progress watch store deepspeed_config deepspeed_read deepspeed_keys "
     "ds_config_door equality verify megatron_args megatron_limits megatron_read megatron_text "
-    "megatron_door",
-    "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable",
+    "megatron_door diagnose beat capture ring watchdog bisect",
+    "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable "
+    "hang_door capture_door trace_door",
     "lint scoring backtest compare compare_door spikes spikes_door nextrun gather learning",
-    "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots calendar_plots decision",
+    "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots "
+    "calendar_plots decision hang_plots",
 ]
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from trilane.checks import require_known
 
 # stopped: it was asked to end before its last iteration, saved if it could, and can be resumed
-STATUSES = ("completed", "stopped", "crashed", "cancelled", "timeout")
+# hang: its ranks stood still, and a watchdog ended it
+STATUSES = ("completed", "stopped", "crashed", "cancelled", "timeout", "hang")
 
 NOTHING = "(nothing)"  # of a rank that never said a word
 
@@ -65,6 +66,12 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     if first["exitcode"] >= 0:
         return first["rank"], ""
     return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
+
+
+def failed_ranks(folder: Path) -> set[int]:
+    """The ranks that torchrun saw fail."""
+    path = folder / "ranks" / "failures.json"
+    return {f["rank"] for f in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else set()
 
 
 def last_line(folder: Path, rank: int | str, words: str = "") -> str:

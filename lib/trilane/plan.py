@@ -106,6 +106,9 @@ class Run:
     load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
     timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
     tensorboard             also an event file for TensorBoard
+    hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
+                            off); longer than the longest iteration, checkpoint included
+    trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
     """
 
     train_iters: int = 50
@@ -118,6 +121,9 @@ class Run:
     keep_last: int = 2
     exit_duration_minutes: float = 0.0
     load: str = ""
+    hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
+    trace_packages: str = ""
+    trace_calls: int = 500
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
@@ -126,6 +132,12 @@ class Run:
         require_integer("keep_last", self.keep_last, 0)
         minutes = self.exit_duration_minutes
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
+        require(
+            0 <= self.hang_timeout_s < float("inf"), "hang_timeout_s", self.hang_timeout_s, "must be >= 0 (0.0: off)"
+        )
+        require_integer("trace_calls", self.trace_calls, 1)
+        plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
+        require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
 
 @dataclass(frozen=True, kw_only=True)
