@@ -227,9 +227,9 @@ def test_who_aborted_or_was_ended_because_a_peer_was_gone_is_a_follower(tmp_path
 def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path) -> None:
     """Rank 0 alone says it; the empty logs of the others are older and must not be taken for the first to fail."""
     plan = small_plan(data, source="mock", dp=2)
-    folder = run_folder(replace(plan, shape=replace(plan.shape, embedding_layernorm=True)), tmp_path / "run")
+    folder = run_folder(replace(plan, run=replace(plan.run, load="/nowhere")), tmp_path / "run")
     outcome = run_local(folder)
-    line = "rank 0: embedding_layernorm=True: engine megatron has none yet"
+    line = "rank 0: run.load=/nowhere: holds no complete checkpoint"
     assert (outcome.status, outcome.evidence) == ("crashed", line)
     assert (folder / "run.log").read_text() == line.removeprefix("rank 0: ") + "\n"
 

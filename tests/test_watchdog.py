@@ -147,6 +147,6 @@ def test_a_watchdog_of_another_node_answers_a_capture(tmp_path: Path) -> None:
 
 
 WATCHED = """
-import subprocess, sys
-subprocess.run([sys.executable, "-m", "trilane.watchdog", sys.argv[1]])
+import os, subprocess, sys
+subprocess.run([sys.executable, "-m", "trilane.watchdog", sys.argv[1], str(os.getpid())])
 """

@@ -1,7 +1,7 @@
 """The watchdog: a run whose ranks stand still is dumped, judged and ended as a `hang` instead of burning its hours.
 
 For a run on this machine the launcher's watcher asks Guard. Inside a job that a scheduler started, one process on each
-node does: `python -m trilane.watchdog RUN_FOLDER`, started by the node's first rank, sees the beats of all nodes on the
+node does: `python -m trilane.watchdog RUN_FOLDER PID`, started by the node's first rank, sees the beats of all nodes on the
 shared file system. Who stalls the node of rank 0 is seen by the others, a little later.
 """
 
@@ -126,4 +126,5 @@ def _end_own(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    watch_node(Path(sys.argv[1]), os.getppid(), sys.argv[2:] == ["ahead"])
+    # The parent says who it is: it may be gone before we can ask.
+    watch_node(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["ahead"])

@@ -17,7 +17,6 @@ from pathlib import Path
 from trilane.beat import END, RECORD, encode, place
 from trilane.capture import STACKS
 from trilane.engine import phases, tracing
-from trilane.engine.parent import announce
 from trilane.plan import Plan
 
 LAUNCHED = "TRILANE_RANK_LOGS"  # in the environment of ranks that a launcher of ours watches
@@ -69,8 +68,8 @@ def begin(plan: Plan, folder: Path) -> None:
         tracing.begin(ranks / f"{rank}.calls", plan.run.trace_packages.split(","), plan.run.trace_calls)
     if os.environ.get("LOCAL_RANK", "0") == "0" and LAUNCHED not in os.environ:
         ahead = ["ahead"] if rank == "0" else []
-        command = [sys.executable, "-m", "trilane.watchdog", str(folder), *ahead]
-        subprocess.Popen(command, env=announce(dict(os.environ)), stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "trilane.watchdog", str(folder), str(os.getpid()), *ahead]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 
 def at(step: int) -> None:
