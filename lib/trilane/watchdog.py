@@ -1,8 +1,8 @@
 """The watchdog: a run whose ranks stand still is dumped, judged and ended as a `hang` instead of burning its hours.
 
 For a run on this machine the launcher's watcher asks Guard. Inside a job that a scheduler started, one process on each
-node does: `python -m trilane.watchdog RUN_FOLDER PID`, started by the node's first rank, sees the beats of all nodes on the
-shared file system. Who stalls the node of rank 0 is seen by the others, a little later.
+node does: `python -m trilane.watchdog RUN_FOLDER PID`, started by the node's first rank (PID), sees the beats of all
+nodes on the shared file system. Who stalls the node of rank 0 is seen by the others, a little later.
 """
 
 import contextlib

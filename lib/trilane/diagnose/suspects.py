@@ -41,7 +41,7 @@ def blame(evidence: Evidence, found: dict[int, Condition]) -> Blame:
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
     roots = [*hard, *busy, *silent]
     reasons = {r: found[r].text for r in roots}
-    left = {r for r in edges if r not in reaching(edges, set(roots))}
+    left = set(edges) - reaching(edges, set(roots))
     mismatch = _mismatch(evidence, found, edges, left, alone=not roots)
     reasons |= {r: text for r, text in mismatch.items() if r not in reasons}
     suspects = sorted(reasons, key=lambda r: (_class(found[r]), -len(_into(edges, r)) if r in busy else 0, r))
