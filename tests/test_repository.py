@@ -13,8 +13,22 @@ FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
-    {"slurm", "launch", "outcome", "progress", "watch", "store", "deepspeed_config", "deepspeed_read"},
+    {
+        "sites",
+        "request",
+        "script",
+        "slurm",
+        "ledger",
+        "launch",
+        "outcome",
+        "progress",
+        "watch",
+        "store",
+        "deepspeed_config",
+        "deepspeed_read",
+    },
     {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
+    {"attempt", "jobs", "job_door"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from trilane.checks import require_known
 
-STATUSES = ("completed", "crashed", "cancelled", "timeout")
+# the launcher's own; a job's attempt also says what the log's reader finds, that it saved and stopped, or was pruned
+STATUSES = (
+    *("completed", "crashed", "cancelled", "timeout", "stopped", "pruned"),
+    *("OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,143 @@
+"""The doors of jobs: script, submit, resubmit, status, cancel, tail, and `job`, which the scripts themselves call."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from trilane import attempt, jobs, sites
+from trilane.checks import require
+from trilane.plan import read_plan
+from trilane.request import LAUNCHERS, NCCL_DEBUG, Request
+from trilane.script import NAMES, render
+from trilane.store import outputs_root
+
+CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """--site and an option for each wish."""
+    parser.add_argument("--site", required=True, help=f"{', '.join(sites.catalogue())}, or a JSON file")
+    for f in fields(Request):
+        option, kind = f"--{f.name.replace('_', '-')}", type(f.default)
+        if kind is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=f.default)
+        else:
+            parser.add_argument(option, type=kind, default=f.default, choices=CHOICES.get(f.name))
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request that the options describe."""
+    return Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
+
+
+def run_folders(names: Iterable[str]) -> list[Path]:
+    """The run folders that paths or studies' names mean: a folder with a plan.json, or all below it."""
+    found: list[Path] = []
+    for name in names:
+        path = Path(name) if Path(name).exists() else outputs_root() / name
+        below = [path] if (path / "plan.json").exists() else sorted(p.parent for p in path.glob("**/plan.json"))
+        require(bool(below), "run", name, "no run folder there, and no study of that name")
+        found += below
+    return found
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """The door `script`."""
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--template", choices=NAMES, default="train")
+    add_request(parser)
+    parser.set_defaults(call=_script)
+
+
+def _script(args: argparse.Namespace) -> int:
+    plan = read_plan(args.plan)
+    print(render(args.template, plan, sites.site(args.site), request_of(args)), end="")
+    return 0
+
+
+def add_submit(parser: argparse.ArgumentParser) -> None:
+    """The doors `submit` and `resubmit`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a study's name for all its runs")
+    add_request(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(call=_submit)
+
+
+def _submit(args: argparse.Namespace) -> int:
+    site, request = sites.site(args.site), request_of(args)
+    submitted = {str(folder): jobs.submit(folder, site, request) for folder in run_folders(args.runs)}
+    if args.json:
+        print(json.dumps({"submitted": submitted}))
+    else:
+        for folder, job in submitted.items():
+            print(f"{job}  {folder}")
+    return 0
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """The door `status`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a study's name for all its runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(call=_status)
+
+
+def _status(args: argparse.Namespace) -> int:
+    found = jobs.status(run_folders(args.runs))
+    if args.json:
+        print(json.dumps({"jobs": [asdict(job) for job in found]}, indent=1))
+    else:
+        for job in found:
+            print(line(job))
+    return 1 if any(job.has_failed for job in found) else 0
+
+
+def line(job: jobs.JobStatus) -> str:
+    """A job in one line for the terminal."""
+    later = f" +{job.waiting}" if job.waiting else ""
+    where = job.reason or job.nodes
+    told = f"{job.run:28.28} {job.id + later:12} {job.state:13} {job.elapsed:>10} {where:22.22}"
+    return f"{told} {job.iteration:>7}/{job.iterations} {job.verdict:10} {job.evidence[:80]}".rstrip()
+
+
+def add_cancel(parser: argparse.ArgumentParser) -> None:
+    """The door `cancel`."""
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(call=_cancel)
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    ids = jobs.cancel(run_folders(args.runs))
+    print(json.dumps({"cancelled": ids}) if args.json else f"cancelled: {', '.join(ids) or 'nothing was going on'}")
+    return 0
+
+
+def add_tail(parser: argparse.ArgumentParser) -> None:
+    """The door `tail`."""
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--lines", type=int, default=20)
+    parser.set_defaults(call=_tail)
+
+
+def _tail(args: argparse.Namespace) -> int:
+    print("\n".join(jobs.logs(run_folders([args.run])[0], args.lines)))
+    return 0
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """The door `job`: what a job script asks before and says after its training."""
+    parser.add_argument("what", choices=("begin", "end"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--code", type=int, default=0, help="the training's exit code")
+    parser.set_defaults(call=_job)
+
+
+def _job(args: argparse.Namespace) -> int:
+    if args.what == "begin":
+        print(attempt.begin(args.folder))
+    else:
+        outcome = attempt.end(args.folder, args.code)
+        print(f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}")
+    return 0
