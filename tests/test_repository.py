@@ -10,7 +10,7 @@ from support import REPOSITORY
 
 LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
-    {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan"},
+    {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan", "checkpoints"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {

@@ -1,5 +1,6 @@
 """Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only input."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trilane.checks import (
     to_mapping,
 )
 from trilane.hardware import Cluster
-from trilane.ramp import Ramp
+from trilane.ramp import Batch, Ramp
 from trilane.shape import ModelShape
 from trilane.systems import ENGINES, lack
 from trilane.topology import Topology, refusal
@@ -60,16 +61,31 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How long the run is and what it leaves behind."""
+    """How long the run is and what it leaves behind.
+
+    save_interval           iterations from one checkpoint to the next (0: none, but when asked by signal or file); a
+                            run that saves at all saves its last iteration too
+    keep_last               so many checkpoints are kept (0: all)
+    exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
+    load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
+    """
 
     train_iters: int = 50
     log_interval: int = 1
     seed: int = 1234
     ramp: Ramp = field(default_factory=Ramp)
+    save_interval: int = 0
+    keep_last: int = 2
+    exit_duration_minutes: float = 0.0
+    load: str = ""
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
         require_integer("log_interval", self.log_interval, 1)
+        require_integer("save_interval", self.save_interval, 0)
+        require_integer("keep_last", self.keep_last, 0)
+        minutes = self.exit_duration_minutes
+        require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +111,24 @@ class Plan:
         rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
         require(t.gpus <= self.cluster.max_gpus, "tp x pp x dp", t.gpus, rule)
         self.cluster.gpu.flops_per_s(t.precision)
-        failing = self.run.ramp.failing(t.gbs, t.mbs * t.dp)
-        steps = ", ".join(map(str, failing))
-        require(not failing, "ramp", steps, f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}")
-        require(
-            self.run.ramp.samples == 0 or t.interleaving == 1,
-            "ramp",
-            self.run.ramp.samples,
-            "not with interleaving yet",
-        )
+        self._check_ramp()
+
+    def _check_ramp(self) -> None:
+        """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them."""
+        t, groups = self.topology, self.topology.pp if self.topology.interleaving > 1 else 1
+        failing = self.run.ramp.failing(t.gbs, t.mbs * t.dp * groups)
+        rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
+        rule += f", times pp={t.pp} with interleaving" if groups > 1 else ""
+        require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+
+    @property
+    def samples(self) -> int:
+        """Samples that the whole run consumes, its ramp-up counted."""
+        return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
+
+    def batches(self, done: int = 0) -> Iterator[Batch]:
+        """The iterations that are left after `done` of them, each with its batch size and its first sample."""
+        return self.run.ramp.batches(self.run.train_iters, self.topology.gbs, done)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""

@@ -1,5 +1,6 @@
 """Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trilane.checks import require, require_integer
@@ -17,6 +18,20 @@ class Phase:
     def samples(self) -> int:
         """Samples that the phase consumes."""
         return self.gbs * self.iterations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One iteration's samples: iteration `number`, counted from 1, takes `gbs` of them, the first is sample `first`."""
+
+    number: int
+    first: int
+    gbs: int
+
+    @property
+    def end(self) -> int:
+        """Samples consumed once it is done."""
+        return self.first + self.gbs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +96,14 @@ class Ramp:
                 return consumed + (iterations - count) * phase.gbs
             count, consumed = count + phase.iterations, consumed + phase.samples
         return consumed + (iterations - count) * gbs
+
+    def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
+        """The iterations after the first `done`, up to number `iterations`, one by one."""
+        first = self.consumed(done, gbs)
+        for number in range(done + 1, iterations + 1):
+            batch = Batch(number=number, first=first, gbs=self.batch_size(first, gbs))
+            yield batch
+            first = batch.end
 
     def failing(self, gbs: int, multiple: int) -> list[int]:
         """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""

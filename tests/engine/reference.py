@@ -51,7 +51,7 @@ def loss(w: Weights, plan: Plan, tokens: torch.Tensor, labels: torch.Tensor) -> 
 
 def train(plan: Plan) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of each iteration; the whole global batch at once."""
-    w, o, gbs = initial_weights(plan), plan.optimizer, plan.topology.gbs
+    w, o = initial_weights(plan), plan.optimizer
     alone = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
     samples = build_dataset(plan, alone, prepare(plan.data, plan.shape))
     plain = [p for n, p in w.items() if n.endswith("bias") or "layernorm" in n]
@@ -59,10 +59,10 @@ def train(plan: Plan) -> list[tuple[float, float]]:
     groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     history = []
-    for i in range(plan.run.train_iters):
+    for batch in plan.batches():
         for group in adam.param_groups:
-            group["lr"] = learning_rate(o, (i + 1) * gbs, plan.run.train_iters * gbs)
-        rows = [samples[k] for k in range(i * gbs, (i + 1) * gbs)]
+            group["lr"] = learning_rate(o, batch.end, plan.samples)
+        rows = [samples[k] for k in range(batch.first, batch.end)]
         adam.zero_grad()
         value = loss(w, plan, torch.stack([r["tokens"] for r in rows]), torch.stack([r["labels"] for r in rows]))
         value.backward()

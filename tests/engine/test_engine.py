@@ -74,10 +74,12 @@ def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(data: P
 FEED = """
 from dataclasses import replace
 from trilane.engine.data import Feed
+from trilane.ramp import Batch
+batch = Batch(number=3, first=16, gbs=8)
 for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
     many = replace(plan, topology=replace(plan.topology, **cut))
     feeds = [Feed(many, world, (replica, many.topology.dp)) for replica in range(many.topology.dp)]
-    rows = [tuple(row) for feed in feeds for batch in feed.microbatches(16) for row in batch.tokens.tolist()]
+    rows = [tuple(row) for feed in feeds for part in feed.microbatches(batch) for row in part.tokens.tolist()]
     print(len(set(rows)), hash(tuple(sorted(rows))))
 """
 

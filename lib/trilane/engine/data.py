@@ -17,6 +17,7 @@ from trilane.engine.engines import Microbatch
 from trilane.engine.tokenizer import tokenizer
 from trilane.engine.world import World
 from trilane.plan import Plan
+from trilane.ramp import Batch
 
 
 class Feed:
@@ -28,11 +29,11 @@ class Feed:
         self._vocabulary = plan.shape.vocab_size
         self._samples = build_dataset(plan, world, shared_prefix(plan, world))
 
-    def microbatches(self, consumed: int) -> list[Microbatch]:
-        """This replica's share of the global batch that begins at sample `consumed`, as Megatron-LM deals it out."""
-        t = self._topology
-        starts = [consumed + (k * self._replicas + self._replica) * t.mbs for k in range(t.microbatches)]
-        return [self._microbatch(range(start, start + t.mbs)) for start in starts]
+    def microbatches(self, batch: Batch) -> list[Microbatch]:
+        """This replica's share of the global batch, as Megatron-LM deals it out."""
+        mbs, around = self._topology.mbs, self._topology.mbs * self._replicas
+        starts = range(batch.first + self._replica * mbs, batch.end, around)
+        return [self._microbatch(range(start, start + mbs)) for start in starts]
 
     def _microbatch(self, samples: range) -> Microbatch:
         rows = [self._samples[k] for k in samples]
@@ -59,7 +60,7 @@ def shared_prefix(plan: Plan, world: World) -> str:
 
 
 def build_dataset(plan: Plan, world: World, prefix: str) -> GPTDataset:
-    """All documents of the pair as one training set of train_iters x gbs samples, seq_length + 1 tokens each.
+    """All documents of the pair as one training set of plan.samples samples, seq_length + 1 tokens each.
 
     Rank 0 builds megatron-core's sample index, under a lock that another run would wait for; the others then map it.
     An index that a killed run left half-written is thrown away: a file says when it is complete.
@@ -69,7 +70,7 @@ def build_dataset(plan: Plan, world: World, prefix: str) -> GPTDataset:
     with locked(cache.with_name(cache.name + ".lock")) if world.is_first else nullcontext():
         if world.is_first and not complete.is_file():
             shutil.rmtree(cache, ignore_errors=True)
-        sizes = [plan.run.train_iters * plan.topology.gbs, 0, 0]
+        sizes = [plan.samples, 0, 0]
         train, _, _ = BlendedMegatronDatasetBuilder(
             GPTDataset, sizes, lambda: True, dataset_config(plan, prefix, cache)
         ).build()
@@ -96,8 +97,7 @@ def dataset_config(plan: Plan, prefix: str, cache: Path) -> GPTDatasetConfig:
 
 def index_folder(plan: Plan, prefix: str) -> Path:
     """Where the sample index of this plan's order is kept: one folder for each thing that decides the order."""
-    samples = plan.run.train_iters * plan.topology.gbs
-    order = [str(Path(prefix).resolve()), plan.run.seed, plan.shape.seq_length, samples]
+    order = [str(Path(prefix).resolve()), plan.run.seed, plan.shape.seq_length, plan.samples]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
     folder = Path(plan.data.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,15 +13,19 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine import pipe_layers
 from trilane.engine.audit import deepspeed_audit
-from trilane.engine.deepspeed_start import CONFIG, groups, loss_scale, quiet, set_lr, settings, start, step_of
+from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import config, fill_parameters
+from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
 from trilane.engine.world import World
 from trilane.memory import stage_layers
 from trilane.plan import Plan
 
 # Our word for the partition -> DeepSpeed's. Its own "uniform" would count embedding, positions and norm as layers.
 METHODS = {"uniform": "type:transformer", "type:transformer|embedding": "type:transformer|embedding"}
+
+PHASES = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
+PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}  # of its instructions; the others send and receive
 
 
 def build(plan: Plan, world: World) -> "DeepSpeed3D":
@@ -47,6 +51,10 @@ class DeepSpeed3D:
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=stage, config=ds_config, model_parameters=groups(named, decay)
             )
+        self._engine._INSTRUCTION_MAP = {
+            kind: during(PHASES.get(kind.__name__, P2P), function)
+            for kind, function in self._engine._INSTRUCTION_MAP.items()
+        }
         _check_places(self._engine, plan)
         self.audit = deepspeed_audit(named, optimizer, decay)
 
@@ -57,7 +65,7 @@ class DeepSpeed3D:
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """One iteration: the pipeline over the microbatches, clipping and update; every rank is told the loss."""
-        set_lr(self._engine, lr)
+        begin_step(self._engine, lr, len(microbatches))
         scale = loss_scale(self._engine, self._plan)
         loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
         return step_of(self._engine, loss.item(), scale)

@@ -12,9 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine.audit import deepspeed_audit
-from trilane.engine.deepspeed_start import CONFIG, groups, loss_scale, quiet, set_lr, settings, start, step_of
+from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import canonical_parameters, config, empty_chunk, fill
+from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during, phase
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -52,6 +53,7 @@ class DeepSpeedZero:
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=model, config=ds_config, model_parameters=groups(named, decay), mpu=Mpu()
             )
+        self._engine.allreduce_gradients = during(REDUCE, self._engine.allreduce_gradients)
         self.audit = deepspeed_audit(named, optimizer, decay)
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
@@ -63,16 +65,20 @@ class DeepSpeedZero:
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """One iteration: DeepSpeed sums the gradients of the microbatches and updates after the last of them."""
-        set_lr(self._engine, lr)
+        begin_step(self._engine, lr, len(microbatches))
         scale, norm = loss_scale(self._engine, self._plan), None
         losses = []
         for number, batch in enumerate(microbatches, 1):
-            loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
-            self._engine.backward(loss)
+            # Its own count goes by the microbatches since the start, which is wrong once the batch has grown.
+            self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
+            with phase(FORWARD):
+                loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
+            with phase(BACKWARD):
+                self._engine.backward(loss)
             losses.append(loss.detach())
-            if number == len(microbatches):
-                norm = self._plain_norm()
-            self._engine.step()
+            with phase(OPTIMIZER):
+                norm = self._plain_norm() if number == len(microbatches) else None
+                self._engine.step()
         return step_of(self._engine, self._mean(losses), scale, norm)
 
     def _plain_norm(self) -> float | None:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from trilane.engine.data import Feed
 from trilane.engine.engines import build
+from trilane.engine.phases import DATA, phase
 from trilane.engine.report import Log, iteration, memory_line
 from trilane.engine.schedule import learning_rate
 from trilane.engine.stamp import write_json
@@ -29,16 +30,17 @@ class Training:
         """Train from the first to the last iteration; the folder gets steps.jsonl, the terminal Megatron's lines."""
         plan, world = self._plan, self._world
         log = Log(plan, self._folder)
-        gbs, iterations = plan.topology.gbs, plan.run.train_iters
         begin = time.perf_counter()
-        for number in range(1, iterations + 1):
-            lr = learning_rate(plan.optimizer, number * gbs, iterations * gbs)
-            step = self._engine.step(self._feed.microbatches((number - 1) * gbs), lr)
+        for batch in plan.batches():
+            lr = learning_rate(plan.optimizer, batch.end, plan.samples)
+            with phase(DATA):
+                microbatches = self._feed.microbatches(batch)
+            step = self._engine.step(microbatches, lr)
             end = time.perf_counter()
             if world.is_last:
-                log.write(iteration(plan, number, end - begin, lr, step))
-            if number == 1:
-                print(memory_line(world.rank, number, world.device), flush=True)
+                log.write(iteration(plan, batch, end - begin, lr, step))
+            if batch.number == 1:
+                print(memory_line(world.rank, batch.number, world.device), flush=True)
             begin = end
         dist.barrier()
         dist.destroy_process_group()

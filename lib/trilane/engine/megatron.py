@@ -17,6 +17,7 @@ from trilane.checks import require
 from trilane.engine.audit import decay_audit
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import DTYPES, build_chunks, config
+from trilane.engine.phases import OPTIMIZER, MegatronTimers, phase
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -48,6 +49,7 @@ class Megatron:
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks)
         _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
         self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
+        settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         self._schedule = get_forward_backward_func()
@@ -65,7 +67,8 @@ class Megatron:
         _set_lr(self._optimizer, lr)
         scale = self._optimizer.get_loss_scale().item()
         losses = self._forward_backward(microbatches)
-        updated, grad_norm, _ = self._optimizer.step()
+        with phase(OPTIMIZER):
+            updated, grad_norm, _ = self._optimizer.step()
         return Step(loss=self._mean(losses), grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
 
     def _zero_grad(self) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from trilane.engine.engines import Step
 from trilane.plan import Plan
+from trilane.ramp import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +58,17 @@ class Iteration:
         return " | ".join(parts)
 
 
-def iteration(plan: Plan, number: int, seconds: float, lr: float, step: Step) -> Iteration:
-    """What the engine's step number `number`, `seconds` long, means for the plan."""
+def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Iteration:
+    """What the engine's step over `batch`, `seconds` long, means for the plan."""
     t = plan.topology
-    flops = plan.shape.flops_per_iteration(t.gbs, recompute_full=t.recompute == "full")
+    flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
     return Iteration(
-        iteration=number,
-        consumed_samples=number * t.gbs,
+        iteration=batch.number,
+        consumed_samples=batch.end,
         sec_per_it=seconds,
         tflops=flops / seconds / t.gpus / 1e12,
         learning_rate=lr,
-        global_batch_size=t.gbs,
+        global_batch_size=batch.gbs,
         lm_loss=step.loss,
         loss_scale=step.loss_scale,
         grad_norm=step.grad_norm,
