@@ -103,8 +103,11 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_jobs(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import job_door
+    from trilane import guard, job_door
 
+    parser = doors.add_parser("guard", help="what must be refused before GPUs are spent")
+    guard.add_arguments(parser)
+    parser.set_defaults(call=guard.run)
     for name, add, text in (
         ("script", job_door.add_script, "the sbatch script of a plan, to read or edit"),
         ("submit", job_door.add_submit, "submit runs to SLURM, or train them here at site local"),

@@ -1,80 +1,18 @@
 """Guard: what must be refused before GPUs are spent, each finding with its rule and its remedy."""
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+import argparse
+import json
+from collections.abc import Collection
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from trilane import calibration
-from trilane.checks import require, require_known
-from trilane.hardware import Cluster
-from trilane.plan import Plan
-from trilane.prediction import Prediction, predict
-from trilane.request import Request
-from trilane.script import nodes_of, render
+from trilane import guard_cost, guard_place, guard_script, sites
+from trilane.checks import require
+from trilane.finding import REFUSAL, WARNING, Case, Finding, refuse
+from trilane.plan import Plan, read_plan
+from trilane.request import Request, add_request, request_of
+from trilane.script import SCRIPT, render
 from trilane.sites import Site
-
-REFUSAL, WARNING = "refusal", "warning"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One thing that is wrong (a refusal) or likely to be (a warning), and what helps."""
-
-    level: str
-    rule: str
-    says: str
-    remedy: str
-
-    def __post_init__(self) -> None:
-        require_known("level", self.level, (REFUSAL, WARNING))
-
-
-def refuse(rule: str, says: str, remedy: str) -> Finding:
-    """A refusal."""
-    return Finding(level=REFUSAL, rule=rule, says=says, remedy=remedy)
-
-
-def warn(rule: str, says: str, remedy: str) -> Finding:
-    """A warning."""
-    return Finding(level=WARNING, rule=rule, says=says, remedy=remedy)
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is about to be submitted: the plan of a run folder with its script, edited by hand or not."""
-
-    plan: Plan
-    site: Site
-    request: Request
-    folder: Path
-    script: str
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        """The nodes that the job gets."""
-        return nodes_of(self.plan, self.site)
-
-    @cached_property
-    def prediction(self) -> Prediction:
-        """Time and memory on these nodes."""
-        plan = self.plan
-        return predict(plan.shape, plan.topology, self.cluster, calibration.default(self.cluster))
-
-    @cached_property
-    def directives(self) -> dict[str, str]:
-        """The script's own #SBATCH options, which are what counts."""
-        lines = [line[7:].strip() for line in self.script.splitlines() if line.startswith("#SBATCH ")]
-        pairs = (line.removeprefix("--").partition("=") for line in lines)
-        return {name.strip(): value.strip() for name, _, value in pairs}
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the job."""
-        return -(-self.plan.topology.gpus // self.cluster.gpus_per_node)
-
-
-Rule = Callable[[Case], Iterator[Finding]]
 
 
 def check(plan: Plan, site: Site, request: Request, folder: Path, allow: Collection[str] = ()) -> list[Finding]:
@@ -82,18 +20,14 @@ def check(plan: Plan, site: Site, request: Request, folder: Path, allow: Collect
 
     The folder's job.sbatch is looked at where there is one, else the script that would be written.
     """
-    from trilane.guard_cost import RULES as COST
-    from trilane.guard_place import RULES as PLACE
-    from trilane.guard_script import RULES as SCRIPT
-
-    path = folder / "job.sbatch"
+    path = folder / SCRIPT
     try:
         script = path.read_text(encoding="utf-8") if path.exists() else render("train", plan, site, request)
     except ValueError as error:
         return [of_error(error)]
     case = Case(plan, site, request, folder, script)
     found: list[Finding] = []
-    for rule in (*COST, *SCRIPT, *PLACE):
+    for rule in (*guard_cost.RULES, *guard_script.RULES, *guard_place.RULES):
         found += rule(case)
     for name in allow:
         require(any(f.rule == name for f in found), "allow", name, "no finding has this rule")
@@ -115,3 +49,37 @@ def of_error(error: ValueError) -> Finding:
     """A refusal out of "field=value: the rule"."""
     field = str(error).partition("=")[0]
     return refuse(field, str(error), REMEDIES.get(field, "correct it in the plan, the request or the site's file"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `python -m trilane guard`."""
+    parser.add_argument("plan", type=Path, help="a plan.json; job.sbatch beside it is looked at too")
+    parser.add_argument("--site", required=True, help=f"{', '.join(sites.catalogue())}, or a JSON file")
+    parser.add_argument("--allow", action="append", default=[], metavar="RULE", help="only warn of this rule")
+    parser.add_argument("--json", action="store_true", help='print {"findings": [...]}')
+    add_request(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 1 where something is refused."""
+    site, request = sites.site(args.site), request_of(args)
+    try:
+        found = check(read_plan(args.plan), site, request, args.plan.parent, args.allow)
+    except ValueError as error:
+        require(args.plan.is_file(), "plan", args.plan, "no such file")
+        found = [of_error(error)]
+    if args.json:
+        print(json.dumps({"findings": [asdict(f) for f in found]}, indent=1))
+    else:
+        print("\n".join(map(line, found)) or "nothing found")
+    return 1 if refused(found) else 0
+
+
+def refused(findings: Collection[Finding]) -> list[Finding]:
+    """The refusals among them."""
+    return [f for f in findings if f.level == REFUSAL]
+
+
+def line(finding: Finding) -> str:
+    """A finding for the terminal, in two lines."""
+    return f"{finding.level:7} [{finding.rule}] {finding.says}\n        {finding.remedy}"

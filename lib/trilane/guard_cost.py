@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trilane import hardware
 from trilane.checkpoints import checkpoint_bytes
-from trilane.guard import Case, Finding, Rule, refuse, warn
+from trilane.finding import Case, Finding, Rule, refuse, warn
 from trilane.request import seconds_of
 from trilane.search import OOM_LIMIT
 

@@ -1,11 +1,11 @@
 """What the guard asks of folders: is the data where every node sees it, is there room, is the run folder free?"""
 
+import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from trilane.guard import Case, Finding, Rule, refuse, warn
+from trilane.finding import Case, Finding, Rule, refuse, warn
 from trilane.guard_cost import size
 from trilane.store import is_completed, is_started
 
@@ -41,19 +41,24 @@ def room(case: Case) -> Iterator[Finding]:
     Left out: quotas by user or group, which only the site's own tools know.
     """
     place = next(p for p in (case.folder.resolve(), *case.folder.resolve().parents) if p.exists())
-    need, free = size(case), shutil.disk_usage(place).free
+    need, (free, inodes) = size(case), left(place)
     says = f"checkpoints take up to {need / 1e9:.3g} GB, {place} has {free / 1e9:.3g} GB left"
     if need > free:
         yield refuse("disk", says, "smaller keep_last, larger save_interval, or another file system")
     elif need > free / 2:
         yield warn("disk", says, "smaller keep_last, or make room")
-    inodes, ranks = os.statvfs(place), case.plan.topology.gpus
-    run = case.plan.run
+    ranks, run = case.plan.topology.gpus, case.plan.run
     kept = 1 + (min(run.keep_last or 10**9, run.train_iters // run.save_interval) if run.save_interval else 0)
     files = kept * (2 * ranks + 3)
-    if inodes.f_files and files > inodes.f_favail:
-        says = f"checkpoints take {files} files, {place} has {inodes.f_favail} inodes left"
+    if files > inodes:
+        says = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes left"
         yield refuse("inodes", says, "remove files, or a smaller keep_last")
+
+
+def left(place: Path) -> tuple[float, float]:
+    """Bytes and inodes that the file system of `place` has left; endless inodes where it does not count them."""
+    stat = os.statvfs(place)
+    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else math.inf
 
 
 def free(case: Case) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trilane import slurm
-from trilane.guard import Case, Finding, Rule, refuse, warn
+from trilane.finding import Case, Finding, Rule, refuse, warn
 
 DOWNLOADS = re.compile(
     r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b", re.M

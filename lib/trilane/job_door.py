@@ -3,33 +3,20 @@
 import argparse
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
-from trilane import attempt, jobs, sites
+from trilane import attempt, guard, jobs, sites
 from trilane.checks import require
 from trilane.plan import read_plan
-from trilane.request import LAUNCHERS, NCCL_DEBUG, Request
+from trilane.request import add_request, request_of
 from trilane.script import NAMES, render
 from trilane.store import outputs_root
 
-CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
 
-
-def add_request(parser: argparse.ArgumentParser) -> None:
-    """--site and an option for each wish."""
+def add_site(parser: argparse.ArgumentParser) -> None:
+    """The option --site."""
     parser.add_argument("--site", required=True, help=f"{', '.join(sites.catalogue())}, or a JSON file")
-    for f in fields(Request):
-        option, kind = f"--{f.name.replace('_', '-')}", type(f.default)
-        if kind is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=f.default)
-        else:
-            parser.add_argument(option, type=kind, default=f.default, choices=CHOICES.get(f.name))
-
-
-def request_of(args: argparse.Namespace) -> Request:
-    """The request that the options describe."""
-    return Request(**{f.name: getattr(args, f.name) for f in fields(Request)})
 
 
 def run_folders(names: Iterable[str]) -> list[Path]:
@@ -47,6 +34,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     """The door `script`."""
     parser.add_argument("plan", type=Path)
     parser.add_argument("--template", choices=NAMES, default="train")
+    add_site(parser)
     add_request(parser)
     parser.set_defaults(call=_script)
 
@@ -60,20 +48,29 @@ def _script(args: argparse.Namespace) -> int:
 def add_submit(parser: argparse.ArgumentParser) -> None:
     """The doors `submit` and `resubmit`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a study's name for all its runs")
-    add_request(parser)
+    add_site(parser)
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="RULE", help="submit although the guard refuses"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="let the guard look, and submit nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_request(parser)
     parser.set_defaults(call=_submit)
 
 
 def _submit(args: argparse.Namespace) -> int:
-    site, request = sites.site(args.site), request_of(args)
-    submitted = {str(folder): jobs.submit(folder, site, request) for folder in run_folders(args.runs)}
+    """All runs or none: what the guard refuses in one of them keeps the others back too."""
+    site, request, folders = sites.site(args.site), request_of(args), run_folders(args.runs)
+    found = {str(f): guard.check(read_plan(f / "plan.json"), site, request, f, args.allow) for f in folders}
+    refused = any(guard.refused(findings) for findings in found.values())
+    submitted = {} if refused or args.dry_run else {str(f): jobs.submit(f, site, request) for f in folders}
     if args.json:
-        print(json.dumps({"submitted": submitted}))
+        told = {folder: [asdict(f) for f in findings] for folder, findings in found.items()}
+        print(json.dumps({"findings": told, "submitted": submitted}, indent=1))
     else:
-        for folder, job in submitted.items():
-            print(f"{job}  {folder}")
-    return 0
+        for folder, findings in found.items():
+            print("\n".join([f"{submitted.get(folder, 'not submitted')}  {folder}", *map(guard.line, findings)]))
+    return 1 if refused else 0
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:

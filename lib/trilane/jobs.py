@@ -12,11 +12,10 @@ from trilane.deepspeed_config import deepspeed_config
 from trilane.outcome import Outcome, read_status
 from trilane.plan import Plan, read_plan
 from trilane.request import Request
-from trilane.script import render
+from trilane.script import SCRIPT, render
 from trilane.sites import Site
 from trilane.store import is_completed, write_text
 
-SCRIPT = "job.sbatch"
 # SLURM's word, in the words of the log's reader; the log decides where SLURM only knows that something failed
 WORDS = {
     "TIMEOUT": "time limit",

@@ -1,5 +1,6 @@
 """Request: what is asked of SLURM for a job beyond its plan and site; every value is safe in a script."""
 
+import argparse
 import re
 from dataclasses import dataclass, fields
 
@@ -11,6 +12,7 @@ NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
 TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
 LAUNCHERS = ("torchrun", "deepspeed")
 NCCL_DEBUG = ("VERSION", "WARN", "INFO", "TRACE")
+CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
 
 
 def plain(field: str, value: str) -> str:
@@ -84,3 +86,18 @@ class Request:
     def given(self) -> list[str]:
         """The names of the wishes that differ from what an empty request has."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """An option for each wish."""
+    for f in fields(Request):
+        option, kind = f"--{f.name.replace('_', '-')}", type(f.default)
+        if kind is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=f.default)
+        else:
+            parser.add_argument(option, type=kind, default=f.default, choices=CHOICES.get(f.name))
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request that the options describe."""
+    return Request(**{f.name: getattr(args, f.name) for f in fields(Request)})

@@ -18,6 +18,7 @@ from trilane.store import REPOSITORY
 
 TEMPLATES = REPOSITORY / "slurm_templates"
 NAMES = ("train", "sweep", "bench", "monitor", "interactive")
+SCRIPT = "job.sbatch"  # its name in a run folder
 WATCH_EVERY_S = 60
 # wishes that every template may leave out: they are of the script's environment or of one kind of job
 QUIET = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel"}
