@@ -12,7 +12,9 @@ from pathlib import Path
 
 from trilane.checks import require
 
-DOWN = re.compile(r"[Uu]nable to contact slurm controller|Connection refused|[Ss]ocket timed out|Zero Bytes were trans")
+DOWN = re.compile(
+    r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
+)
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # a controller that is restarted is back within such a time
 TIMEOUT_S = 60.0
 JOB_ID = re.compile(r"\d+(_\d+)?")
