@@ -13,7 +13,7 @@ FLOORS = [
     {"checks", "shape", "hardware", "topology", "systems", "ramp", "plan", "checkpoints"},
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
-    {"store", "deepspeed_config", "deepspeed_read", "launch", "outcome", "progress", "watch"},
+    {"store", "deepspeed_config", "deepspeed_read", "launch", "again", "outcome", "progress", "watch"},
     {"sites", "request", "script", "slurm", "ledger"},
     {"finding", "guard", "guard_cost", "guard_place", "guard_script"},
     {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},

@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from trilane.again import STOP, reopen
 from trilane.checks import require
 from trilane.outcome import Outcome, judge, write_status
 from trilane.plan import Plan, read_plan
@@ -20,27 +22,32 @@ GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by f
 WEEK_S = 7 * 86400.0
 
 
-def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: float = WEEK_S) -> Outcome:
+def run_local(
+    folder: Path, *, port: int = 0, watched: bool = True, timeout_s: float = WEEK_S, resume: bool = False
+) -> Outcome:
     """Train the plan in `folder`/plan.json here and wait; what happened is returned and written to status.json.
 
-    The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json.
-    `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before anything
-    starts, for a bad plan or corpus, a folder that holds a run already, or a port in use. Ctrl-C ends all processes,
-    leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as "timeout". The processes
-    also end with the thread that called, even where it is killed.
+    The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json,
+    checkpoints/. `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before
+    anything starts, for a bad plan or corpus, a folder that holds a run already (unless told to `resume` it: it goes on
+    from its newest checkpoint, see again.py), or a port in use.
+
+    Ctrl-C ends all processes, leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as
+    "timeout". SIGUSR1 makes the run save; SIGTERM makes it save and end as "stopped" (in the main thread alone may
+    Python take signals). The processes also end with the thread that called, even where it is killed.
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
-    for name in ("run.log", "steps.jsonl", "status.json"):
-        require(not (folder / name).exists(), "run folder", folder, f"holds a run already ({name}); take a new one")
+    _require_ready(folder, resume)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     port = free_port(port)
     begin = time.monotonic()
+    reopen(folder)
     try:
         prepare_data(folder)
-        with started(folder, plan, port) as child:
+        with started(folder, plan, port) as child, passing_on(child):
             code = follow(child, folder, plan, watched, begin + timeout_s)
         outcome = judge(folder, plan.topology.gpus, code, _since(begin))
     except KeyboardInterrupt:
@@ -50,6 +57,16 @@ def run_local(folder: Path, *, port: int = 0, watched: bool = True, timeout_s: f
         outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
     write_status(folder, outcome)
     return outcome
+
+
+def _require_ready(folder: Path, resume: bool) -> None:
+    """ValueError where a run must not begin, or not go on, in that folder."""
+    if resume:
+        require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; take it away to go on")
+        return
+    for name in ("run.log", "steps.jsonl", "status.json"):
+        rule = f"holds a run already ({name}); resume it, or take a new one"
+        require(not (folder / name).exists(), "run folder", folder, rule)
 
 
 def free_port(port: int) -> int:
@@ -94,13 +111,13 @@ def prepare_data(folder: Path) -> None:
 def started(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """torchrun over the plan's processes, in its own process group; gone, with its workers, when the block ends."""
     ranks = folder / "ranks"
-    ranks.mkdir()
+    ranks.mkdir(exist_ok=True)
     processes = plan.topology.gpus
     command = [sys.executable, "-m", "trilane.engine.torchrun", str(ranks / "failures.json")]
     command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks)}
-    with (ranks / "torchrun.log").open("wb") as log:
+    with (ranks / "torchrun.log").open("ab") as log:
         child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
     try:
         yield child
@@ -108,10 +125,25 @@ def started(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[by
         end(child)
 
 
+@contextlib.contextmanager
+def passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Inside the block SIGUSR1 and SIGTERM are the run's, not ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: child.send_signal(number)) for number in wanted]
+    try:
+        yield
+    finally:
+        for number, handler in zip(wanted, before, strict=True):
+            signal.signal(number, handler)
+
+
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Ask torchrun to end its workers; by force after GRACE_S, and then the kernel ends them with it."""
+    """Ask torchrun to end its workers, who do not save then; by force after GRACE_S: the kernel ends them with it."""
     if child.poll() is None:
-        child.terminate()
+        child.send_signal(signal.SIGINT)
         try:
             child.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -132,17 +164,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `python -m trilane launch`."""
     parser.add_argument("plan", type=Path, help="a plan.json (its folder is the run folder), or a plan of any name")
     parser.add_argument("--port", type=int, default=0, help="torchrun's port (default: one that is free)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
 
 
-def run_folder(plan: Path) -> Path:
+def run_folder(plan: Path, resume: bool = False) -> Path:
     """The folder in which the plan of that file runs: its own, or for a plan of another name one called like it.
 
-    ValueError for a file that is no plan, or whose folder is taken.
+    ValueError for a file that is no plan, or whose folder is taken (by another plan, where a run is to `resume`).
     """
     if plan.name == "plan.json":
         return plan.parent
     read_plan(plan)
     folder = plan.with_suffix("")
+    if resume and (folder / "plan.json").is_file() and read_plan(folder / "plan.json") == read_plan(plan):
+        return folder
     require(
         folder != plan and not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them"
     )
@@ -152,7 +187,7 @@ def run_folder(plan: Path) -> Path:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch the plan that the arguments name, say how it ended; 0 when it completed."""
-    outcome = run_local(run_folder(args.plan), port=args.port)
+    """Launch the plan that the arguments name, say how it ended; 0 when it completed, 3 when it was stopped."""
+    outcome = run_local(run_folder(args.plan, args.resume), port=args.port, resume=args.resume)
     print(f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}")
-    return 0 if outcome.status == "completed" else 1
+    return {"completed": 0, "stopped": 3}.get(outcome.status, 1)

@@ -3,15 +3,16 @@
 import json
 import os
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trilane.checks import require_known
 
-# the launcher's own; a job's attempt also says what the log's reader finds, that it saved and stopped, or was pruned
+# stopped: it was asked to end before its last iteration, saved if it could, and can be resumed. The second line is what
+# the log's reader tells of a job, and a run of a sweep that was not started because another ran out of memory
 STATUSES = (
-    *("completed", "crashed", "cancelled", "timeout", "stopped", "pruned"),
-    *("OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
+    *("completed", "stopped", "crashed", "cancelled", "timeout"),
+    *("OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss", "pruned"),
 )
 
 
@@ -32,6 +33,10 @@ class Outcome:
 def judge(folder: Path, ranks: int, code: int, seconds: float) -> Outcome:
     """What torchrun's exit code, its list of failed ranks (of `ranks`) and their last lines amount to."""
     if code == 0:
+        if (folder / "status.json").exists():  # the engine's own word
+            said = read_status(folder)
+            if said.status == "stopped":
+                return replace(said, seconds=seconds)
         last = ranks - 1
         evidence = f"rank {last}: {last_line(folder, last)}"
         return Outcome(status="completed", evidence=evidence, rank=last, exit_code=0, seconds=seconds)

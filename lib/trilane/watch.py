@@ -1,6 +1,7 @@
 """Watching a run while it goes: what the ranks say gathered in one log, whole lines only."""
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, watched: bo
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps = Tail(folder / "steps.jsonl")
     with (
-        (folder / "run.log").open("w", encoding="utf-8") as log,
+        (folder / "run.log").open("a", encoding="utf-8") as log,
         progress(plan.label, plan.run.train_iters, watched) as show,
     ):
         try:
@@ -48,16 +49,23 @@ def copy(tails: Sequence["Tail"], log: Any, rest: bool = False) -> None:
 
 
 class Tail:
-    """New lines of a file that somebody else is writing, and that may not be there yet."""
+    """New lines of a file that somebody else is writing, and that may not be there yet.
+
+    A file that is replaced by another (steps.jsonl, when a resumed run cuts it) is read from its beginning.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._file, self._offset = path, 0, 0
 
     def lines(self, rest: bool = False) -> list[str]:
         """The whole lines added since the last call; with `rest` also an unfinished last one."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            number = os.fstat(file.fileno()).st_ino
+            if self._file not in (0, number):
+                self._offset = 0
+            self._file = number
             file.seek(self._offset)
             new = file.read()
         whole = new if rest else new[: new.rfind(b"\n") + 1]

@@ -22,19 +22,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fork() -> Iterator[Callable[[int, Path], None]]:
-    """Run the plan in a folder on so many workers (0: the reference); a failure shows what the ranks said."""
+def fork() -> Iterator[Callable[..., None]]:
+    """Run the plan in a folder on so many workers (0: the reference); another end than wanted shows what they said."""
     env = {k: v for k, v in environment(8).items() if k != "TRILANE_PARENT_PID"}  # the nursery is their parent
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, str(NURSERY)], env=env, text=True, **pipes) as nursery:
 
-        def forked(processes: int, folder: Path) -> None:
+        def forked(processes: int, folder: Path, code: int = 0) -> None:
             assert nursery.stdin is not None and nursery.stdout is not None
             nursery.stdin.write(f"{processes} {free_port(0)} {folder}\n")
             nursery.stdin.flush()
             codes = nursery.stdout.readline().split()
             said = "\n".join(log.read_text() for log in sorted(folder.glob("*.log")))
-            assert codes and set(codes) == {"0"}, said
+            assert codes and set(codes) == {str(code)}, said
 
         yield forked
 

@@ -7,7 +7,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from trilane.again import set_aside
 from trilane.engine.parent import die_with_parent
+from trilane.engine.signals import Signals
 from trilane.plan import read_plan
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
@@ -17,14 +19,18 @@ COURTESY_S = 1.0
 
 
 def main(argv: list[str]) -> int:
-    """0 after the last iteration; 2 and one line from rank 0 where plan or data cannot be trained; 1 otherwise."""
+    """0 after the last iteration, and where a run ended as it was asked to (status.json says which of the two).
+
+    2 and one line from rank 0 where plan, data or checkpoint cannot be trained; 1 otherwise.
+    """
+    begin, signals = time.monotonic(), Signals()
     die_with_parent()
     _own_log()
     if len(argv) != 1:
         print("usage: python -m trilane.engine plan.json", file=sys.stderr)
         return 2
     try:
-        train = _prepare(Path(argv[0]))
+        train = _prepare(Path(argv[0]), signals, begin)
     except ValueError as error:
         if not _is_ours(error):
             raise
@@ -33,7 +39,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _prepare(path: Path) -> Callable[[], None]:
+def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
     plan = read_plan(path)
     # Megatron-LM insists on it: one queue keeps communication ahead of the matmuls that it overlaps with.
@@ -50,8 +56,11 @@ def _prepare(path: Path) -> Callable[[], None]:
     from trilane.engine.stamp import stamp, write_json
 
     if world.is_first:
+        set_aside(path.parent / "env.json")
+        set_aside(path.parent / "status.json")
+        (path.parent / "status.json").unlink(missing_ok=True)
         write_json(path.parent / "env.json", stamp(world))
-    return Training(plan, world, path.parent).run
+    return Training(plan, world, path.parent, signals, begin).run
 
 
 def _own_log() -> None:

@@ -69,7 +69,7 @@ def _together(out: str, name: str) -> None:
     from trilane.engine import world as places
 
     places.from_slurm(os.environ)
-    from trilane.engine import together
+    from trilane.engine import agree, together
 
     context = together.context_bytes()
     world = places.enter("fp32")
@@ -79,7 +79,7 @@ def _together(out: str, name: str) -> None:
         return destination(out, chosen), chosen
 
     try:
-        path, chosen = together.told(world, asked)
+        path, chosen = agree.told(world, asked)
         cluster = together.measure(world, context, chosen)
     except ValueError:  # on all ranks; after any other error the peers may be gone, and saying goodbye could take long
         torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from trilane.engine import pipe_layers
 from trilane.engine.audit import deepspeed_audit
 from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
+from trilane.engine.deepspeed_states import DeepSpeedStates
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import config, fill_parameters
 from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
@@ -57,6 +58,7 @@ class DeepSpeed3D:
         }
         _check_places(self._engine, plan)
         self.audit = deepspeed_audit(named, optimizer, decay)
+        self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
 
     @property
     def replica(self) -> tuple[int, int]:

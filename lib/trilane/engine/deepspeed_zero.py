@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine.audit import deepspeed_audit
 from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
+from trilane.engine.deepspeed_states import DeepSpeedStates
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import canonical_parameters, config, empty_chunk, fill
 from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during, phase
@@ -55,6 +56,7 @@ class DeepSpeedZero:
             )
         self._engine.allreduce_gradients = during(REDUCE, self._engine.allreduce_gradients)
         self.audit = deepspeed_audit(named, optimizer, decay)
+        self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trilane.engine.pieces import States
 from trilane.engine.world import World
 from trilane.plan import Plan
 from trilane.systems import ENGINES
@@ -31,16 +32,16 @@ class Step:
 
 
 class Engine(Protocol):
-    """One system that trains the plan's GPT. A module of this package offers it as `build(plan, world) -> Engine`.
-
-    Saving and loading join `step` here with the checkpoints; the loop stays the same for all.
-    """
+    """One system that trains the plan's GPT. A module of this package offers it as `build(plan, world) -> Engine`."""
 
     audit: dict[str, str]
     """Every parameter of this rank and its optimizer group, "decay" or "no decay"; checked when the engine is built."""
 
     settings: dict[str, Any]
     """What was handed to the library, as JSON, by file name; the run folder keeps it."""
+
+    states: States
+    """Weights and optimizer, for checkpoints to read and write."""
 
     @property
     def replica(self) -> tuple[int, int]:

@@ -5,42 +5,114 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from trilane.again import cut_steps
+from trilane.checkpoints import FOLDER, name_of
 from trilane.engine.data import Feed
 from trilane.engine.engines import build
+from trilane.engine.load import find, load
 from trilane.engine.phases import DATA, phase
 from trilane.engine.report import Log, iteration, memory_line
+from trilane.engine.requests import Request, Requests
+from trilane.engine.save import save
 from trilane.engine.schedule import learning_rate
+from trilane.engine.signals import Signals
 from trilane.engine.stamp import write_json
 from trilane.engine.world import World
+from trilane.outcome import Outcome, write_status
 from trilane.plan import Plan
+from trilane.ramp import Batch
 
 
 class Training:
-    """A plan's engine in its initial state with its samples at hand. ValueError, on every rank, for a bad plan."""
+    """A plan's engine with its samples at hand, in its initial state or that of the newest checkpoint.
 
-    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
-        self._plan, self._world, self._folder = plan, world, folder
+    `begin` is when the process started, in seconds of the monotonic clock. ValueError, on every rank, for a bad plan
+    or a checkpoint that it cannot go on from.
+    """
+
+    def __init__(self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float) -> None:
+        self._plan, self._world, self._folder, self._begin = plan, world, folder, begin
+        self._requests = Requests(folder, plan.run, world, signals, begin)
         self._engine = build(plan, world)
         if world.is_first:
             for name, settings in self._engine.settings.items():
                 write_json(folder / name, settings)
         self._feed = Feed(plan, world, self._engine.replica)
+        checkpoint = find(folder, plan, world)
+        self._done, self._saved = 0, ""
+        if checkpoint:
+            load(checkpoint, plan, world, self._engine)
+            self._done = checkpoint.iteration
+            own = checkpoint.path.parent == folder / FOLDER
+            self._saved = checkpoint.path.name if own else ""
+            self._say(f"goes on after iteration {self._done} of {checkpoint.path}")
+        if world.is_last:
+            cut_steps(folder, self._done)
 
     def run(self) -> None:
-        """Train from the first to the last iteration; the folder gets steps.jsonl, the terminal Megatron's lines."""
-        plan, world = self._plan, self._world
-        log = Log(plan, self._folder)
+        """Train to the last iteration, or until asked to end; status.json says which of the two it was.
+
+        The folder gets steps.jsonl and checkpoints, the terminal Megatron's lines.
+        """
+        log, request, first = Log(self._plan, self._folder), self._requests.now(), self._done + 1
         begin = time.perf_counter()
-        for batch in plan.batches():
-            lr = learning_rate(plan.optimizer, batch.end, plan.samples)
-            with phase(DATA):
-                microbatches = self._feed.microbatches(batch)
-            step = self._engine.step(microbatches, lr)
-            end = time.perf_counter()
-            if world.is_last:
-                log.write(iteration(plan, batch, end - begin, lr, step))
-            if batch.number == 1:
-                print(memory_line(world.rank, batch.number, world.device), flush=True)
-            begin = end
+        for batch in self._plan.batches(self._done) if not request.stop else ():
+            self._step(batch, log, begin)
+            if batch.number == first:
+                print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
+            begin = time.perf_counter()
+            request = self._requests.now()
+            if self._is_due(batch, request):
+                self._save(batch)
+                begin = time.perf_counter()
+            if request.stop:
+                break
+        self._end(request)
         dist.barrier()
         dist.destroy_process_group()
+
+    def _step(self, batch: Batch, log: Log, begin: float) -> None:
+        lr = learning_rate(self._plan.optimizer, batch.end, self._plan.samples)
+        with phase(DATA):
+            microbatches = self._feed.microbatches(batch)
+        step = self._engine.step(microbatches, lr)
+        self._done = batch.number
+        if self._world.is_last:
+            log.write(iteration(self._plan, batch, time.perf_counter() - begin, lr, step))
+
+    def _is_due(self, batch: Batch, request: Request) -> bool:
+        """A checkpoint is wanted now: somebody asks, it is its turn, or the run ends here."""
+        interval, last = self._plan.run.save_interval, batch.number == self._plan.run.train_iters
+        return request.save or (interval > 0 and (last or batch.number % interval == 0))
+
+    def _save(self, batch: Batch) -> None:
+        saved = save(self._folder, self._plan, self._world, self._engine, batch.number, batch.end)
+        if saved.problem:
+            self._say(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")
+        else:
+            self._saved = saved.name
+            self._say(str(saved))
+
+    def _end(self, request: Request) -> None:
+        """Say whether the run is through, or what ended it and from where it can go on."""
+        iterations = self._plan.run.train_iters
+        if self._done == iterations:
+            status, evidence = "completed", f"iteration {self._done} of {iterations}"
+        else:
+            status, evidence = "stopped", f"stopped at iteration {self._done} by {request.reason}, {self._newest()}"
+            self._say(evidence)
+        if self._world.is_first:
+            seconds = round(time.monotonic() - self._begin, 3)
+            write_status(
+                self._folder, Outcome(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
+            )
+
+    def _newest(self) -> str:
+        if not self._saved:
+            return "no checkpoint"
+        now = self._saved == name_of(self._done)
+        return f"{'saved' if now else 'the newest checkpoint is'} {FOLDER}/{self._saved}"
+
+    def _say(self, text: str) -> None:
+        if self._world.is_first:
+            print(f"trilane: {text}", flush=True)

@@ -16,7 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.checks import require
 from trilane.engine.audit import decay_audit
 from trilane.engine.engines import Microbatch, Step
-from trilane.engine.model import DTYPES, build_chunks, config
+from trilane.engine.megatron_states import MegatronStates
+from trilane.engine.model import DTYPES, build_chunks, canonical_parameters, config
 from trilane.engine.phases import OPTIMIZER, MegatronTimers, phase
 from trilane.engine.world import World
 from trilane.plan import Plan
@@ -45,11 +46,14 @@ class Megatron:
         self._plan, self._world = plan, world
         self.settings: dict[str, Any] = {}
         settings = config(plan)
-        self._chunks = [_distributed(chunk, settings, plan) for chunk in build_chunks(plan, settings)]
+        models = build_chunks(plan, settings)
+        named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
+        self._chunks = [_distributed(model, settings, plan) for model in models]
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks)
         _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
         self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
         settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
+        self.states = MegatronStates(named, self._optimizer.chained_optimizers)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         self._schedule = get_forward_backward_func()

@@ -3,20 +3,17 @@
 import platform
 import statistics
 import sys
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from trilane.checks import require
 from trilane.engine import rates
+from trilane.engine.agree import gathered
 from trilane.engine.collectives import Link, links
 from trilane.engine.findings import Findings, Found, as_cluster
 from trilane.engine.world import World, core_numbers, own_device
 from trilane.hardware import Cluster
 
-T = TypeVar("T")
 SLOW = 0.9  # of the median: what a rank must reach to go unmentioned
 
 
@@ -33,34 +30,19 @@ def context_bytes() -> float:
     return resident()
 
 
-def told(world: World, ask: Callable[[], T]) -> T:
-    """What rank 0 answers to `ask`, on every rank; where it raises ValueError, every rank does."""
-    answer: list[tuple[T | None, str]] = [(None, "")]
-    if world.is_first:
-        try:
-            answer = [(ask(), "")]
-        except ValueError as error:
-            answer = [(None, str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    value, problem = answer[0]
-    if problem:
-        raise ValueError(problem)
-    return value  # type: ignore[return-value]
-
-
 def measure(world: World, context: float, name: str) -> Cluster:
     """The machine that these ranks see, on every rank: medians over ranks, and a warning of each slow one from rank 0.
 
     Raises ValueError on all ranks where the hosts have unlike numbers of them.
     """
-    hosts = _gathered(world, platform.node())
+    hosts = gathered(world, platform.node())
     per_host = hosts.count(hosts[0])
     counts = ", ".join(f"{h} {hosts.count(h)}" for h in dict.fromkeys(hosts))
     require(len(set(map(hosts.count, hosts))) == 1, "ranks per host", counts, "must be the same on every host")
     here = _memory(world, context, per_host)
     here |= rates.of_gpu(world.device) if world.device.type == "cuda" else rates.of_core()
     inside, among = links(world, hosts)
-    every, numbers = _gathered(world, here), _gathered(world, core_numbers())
+    every, numbers = gathered(world, here), gathered(world, core_numbers())
     for warning in slow_ranks(every, hosts) if world.is_first else []:
         print(f"trilane: {warning}", file=sys.stderr)
     findings = Findings(
@@ -106,15 +88,8 @@ def _medians(every: list[Found]) -> Found:
 
 def _agreed(world: World, mine: Link | None) -> Link | None:
     """The link with the medians over ranks, so that all ranks hold the same."""
-    every = [link for link in _gathered(world, mine) if link]
+    every = [link for link in gathered(world, mine) if link]
     if not every:
         return None
     names = ("bytes_per_s", "hop_s", "pair_bytes_per_s", "pair_s")
     return Link(ranks=every[0].ranks, **{n: statistics.median(getattr(link, n) for link in every) for n in names})
-
-
-def _gathered(world: World, value: T) -> list[T]:
-    """The value of every rank."""
-    values: list[T | None] = [None] * world.size
-    dist.all_gather_object(values, value)
-    return values  # type: ignore[return-value]

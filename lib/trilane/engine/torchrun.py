@@ -1,24 +1,34 @@
-"""torchrun that ends with the process that started it, and that writes down which ranks failed, and how.
+"""torchrun that ends with the process that started it, passes signals on, and writes down which ranks failed, and how.
 
-`python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; torchrun itself only prints a report.
+`python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; torchrun itself only prints a report, dies of
+SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, who take the time that a save takes.
 """
 
+import contextlib
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 from trilane.engine.parent import announce, die_with_parent
+from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 
 
 def main(argv: list[str]) -> int:
     """torchrun's exit code; FAILURES.json holds [{"rank": .., "pid": .., "exitcode": ..}], those that failed first."""
+    # Workers inherit what is held back: a signal that comes while they import torch waits for them and kills nobody.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
     die_with_parent()
     os.environ.update(announce({}))
+    os.environ[FORWARDED] = "1"
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    _forward_signals()
     try:
         run(parse_args(argv[1:]))
     except ChildFailedError as error:
@@ -28,6 +38,30 @@ def main(argv: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _forward_signals() -> None:
+    """From now on SIGUSR1 and SIGTERM go to the workers as SAVE and STOP, and torchrun does not hear of them."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    workers: list[Any] = []
+    start = SubprocessContext._start
+
+    def remembered(context: Any) -> None:
+        start(context)
+        workers.append(context)
+
+    def listen() -> None:
+        while True:
+            number = signal.sigwait(ALL)
+            if not workers and number != SAVE:
+                os._exit(128 + number)  # nothing has begun yet
+            for pid in workers[-1].pids().values() if workers else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, SAVE if number == SAVE else STOP)
+
+    SubprocessContext._start = remembered  # type: ignore[method-assign]
+    threading.Thread(target=listen, daemon=True).start()
 
 
 if __name__ == "__main__":

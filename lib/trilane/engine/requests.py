@@ -1,0 +1,65 @@
+"""Requests: when to save, when to end, agreed on by all ranks after each iteration."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trilane.again import SAVE, STOP
+from trilane.engine.signals import Signals
+from trilane.engine.world import World
+from trilane.plan import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for, and by what."""
+
+    reason: str = ""
+    save: bool = False
+    stop: bool = False
+
+
+# The later, the stronger: who ends saves too.
+REQUESTS = (
+    Request(),
+    Request(reason="SIGUSR1", save=True),
+    Request(reason="the file `save`", save=True),
+    Request(reason="exit_duration_minutes", save=True, stop=True),
+    Request(reason="the file `stop`", save=True, stop=True),
+    Request(reason="SIGTERM", save=True, stop=True),
+)
+
+
+class Requests:
+    """Signals that reached any rank, and what rank 0 sees: the clock, and the files `save` and `stop`.
+
+    `save` is taken away once it is seen; `stop` stays, so that a chain of jobs does not go on.
+    """
+
+    def __init__(self, folder: Path, run: Run, world: World, signals: Signals, begin: float) -> None:
+        self._folder, self._world, self._signals = folder, world, signals
+        self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else float("inf")
+
+    def now(self) -> Request:
+        """The strongest request of any rank, the same on all: one number goes around, after which all go on."""
+        number = torch.tensor(self._mine(), device=self._world.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return REQUESTS[int(number)]
+
+    def _mine(self) -> int:
+        """The number of the strongest request that this rank knows."""
+        found = [0]
+        if self._signals.save:
+            self._signals.save = False
+            found.append(1)
+        if self._signals.stop:
+            found.append(5)
+        if self._world.is_first:
+            found += [3] * (time.monotonic() >= self._end) + [4] * (self._folder / STOP).exists()
+            if (self._folder / SAVE).exists():
+                (self._folder / SAVE).unlink(missing_ok=True)
+                found.append(2)
+        return max(found)

@@ -1,0 +1,233 @@
+"""What was saved is what goes on: a resumed run gives the losses of a run that was never stopped."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from plans import changed, run_folder, small_plan, steps
+
+from trilane.plan import Plan
+
+pytestmark = pytest.mark.slow
+
+HALFWAY, END = 6, 12
+Fork = Callable[..., None]
+Whole = Callable[[Plan], Path]
+
+
+def saving(data: Path, **topology: object) -> Plan:
+    """A plan that saves halfway."""
+    return changed(small_plan(data, iters=END, source="mock", **topology), "run", save_interval=HALFWAY)
+
+
+@pytest.fixture(scope="module")
+def whole(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The folder of a run of the plan that was never stopped; each plan runs once."""
+    folders: dict[str, Path] = {}
+
+    def trained(plan: Plan) -> Path:
+        if repr(plan) not in folders:
+            folders[repr(plan)] = run_folder(plan, tmp_path_factory.mktemp("whole") / "run")
+            fork(plan.topology.gpus, folders[repr(plan)])
+        return folders[repr(plan)]
+
+    return trained
+
+
+def halfway(folder: Path, plan: Plan, to: Path, *iterations: int) -> Path:
+    """A run folder for `plan` as a run like that in `folder` leaves it if it is killed some time after these saves."""
+    run_folder(plan, to)
+    for iteration in iterations or (HALFWAY,):
+        name = f"iter_{iteration:07d}"
+        shutil.copytree(folder / "checkpoints" / name, to / "checkpoints" / name)
+        (to / "checkpoints" / "latest").write_text(name + "\n")
+    (to / "steps.jsonl").write_text("".join((folder / "steps.jsonl").read_text().splitlines(True)[: HALFWAY + 2]))
+    return to
+
+
+def losses(folder: Path) -> list[float]:
+    return [s["lm_loss"] for s in steps(folder)]
+
+
+SAME = {
+    "megatron": {},
+    "TP2 PP2 DP2 distributed optimizer": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
+    "PP2 interleaved": {"pp": 2, "interleaving": 2},
+    "DP2 distributed optimizer bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
+    "TP2 fp16": {"tp": 2, "precision": "fp16"},
+    "ZeRO-0 TP2": {"engine": "deepspeed-zero", "tp": 2},
+    "ZeRO-1 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 1},
+    "ZeRO-2 DP2 optimizer offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"},
+    "ZeRO-3 TP2 DP2 fp16": {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
+    "ZeRO-3 DP2 full offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 3, "offload": "full"},
+    "3D TP2 PP2": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
+    "3D PP2 DP2 bf16 fp32 sums": {
+        "engine": "deepspeed-3d",
+        "pp": 2,
+        "dp": 2,
+        "zero": 1,
+        "precision": "bf16",
+        "fp32_gradients": True,
+    },
+}
+
+
+@pytest.mark.parametrize("topology", SAME.values(), ids=SAME.keys())
+def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
+    topology: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    """To the last bit; what it had trained beyond the checkpoint stands once, the first attempt aside."""
+    plan = saving(data, **topology)
+    again = halfway(whole(plan), plan, tmp_path / "again")
+    fork(plan.topology.gpus, again)
+    assert losses(again) == losses(whole(plan))
+    assert [s["iteration"] for s in steps(again)] == list(range(1, END + 1))
+    assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 2
+
+
+ELSEWHERE = {
+    "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
+    "megatron interleaved -> ZeRO-3 TP2 DP2": (
+        {"pp": 2, "interleaving": 2},
+        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3},
+    ),
+    "3D TP2 PP2 -> megatron DP2 distributed optimizer": (
+        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
+        {"dp": 2, "zero": 1},
+    ),
+    "ZeRO-3 DP3 -> 3D PP2": (
+        {"engine": "deepspeed-zero", "dp": 3, "zero": 3, "gbs": 12},
+        {"engine": "deepspeed-3d", "pp": 2, "zero": 1, "gbs": 12},
+    ),
+    "megatron TP4 -> ZeRO-3 DP3 full offload": (
+        {"tp": 4, "gbs": 12},
+        {"engine": "deepspeed-zero", "dp": 3, "zero": 3, "offload": "full", "gbs": 12},
+    ),
+    "ZeRO-2 DP2 -> ZeRO-0 TP2": (
+        {"engine": "deepspeed-zero", "dp": 2, "zero": 2},
+        {"engine": "deepspeed-zero", "tp": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(("there", "here"), ELSEWHERE.values(), ids=ELSEWHERE.keys())
+def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path) -> None:
+    """On another topology and in another engine, from the checkpoint of a run that is left as it is: within 1e-5."""
+    first = whole(saving(data, **there))
+    other = changed(saving(data, **here), "run", load=str(first / "checkpoints" / "iter_0000006"))
+    folder = run_folder(other, tmp_path / "other")
+    fork(other.topology.gpus, folder)
+    assert [s["iteration"] for s in steps(folder)] == list(range(HALFWAY + 1, END + 1))
+    assert losses(folder) == pytest.approx(losses(first)[HALFWAY:], abs=1e-5, rel=0)
+
+
+def a_byte(folder: Path) -> None:
+    file = next(folder.glob("rank_*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "a byte": (a_byte, "rank_00000.safetensors is damaged (its checksum is another)"),
+    "a shard": (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors is missing"),
+    "the manifest": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(
+    damage: Callable[[Path], None], said: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    """And where there is none before, one line and exit code 2 on all ranks."""
+    plan = changed(saving(data, tp=2), "run", save_interval=3, keep_last=0)
+    folder = halfway(whole(plan), plan, tmp_path / "again", 3, 6)
+    damage(folder / "checkpoints/iter_0000006")
+    shutil.copytree(folder, tmp_path / "alone")
+    fork(2, folder)
+    line = f"trilane: checkpoint iter_0000006: {said}; trying the one before"
+    assert line in (folder / "0.log").read_text().splitlines()
+    assert losses(folder)[3:] == losses(whole(plan))[3:]
+
+    shutil.rmtree(tmp_path / "alone/checkpoints/iter_0000003")
+    fork(2, tmp_path / "alone", code=2)
+    last = (tmp_path / "alone/0.log").read_text().splitlines()[-1]
+    assert last == f"checkpoints=iter_0000006: {said}: none of them can be used, and none is older"
+
+
+OTHER = {
+    "model": ("shape", {"hidden_size": 32}, "shape.hidden_size=32: the checkpoint iter_0000006 was trained with 64"),
+    "seed": ("run", {"seed": 7}, "seed=7: the checkpoint iter_0000006 was trained with 1234"),
+    "data": ("data", {"source": "stdlib"}, "data.source=stdlib: the checkpoint iter_0000006 was trained with mock"),
+    "order": ("run", {"train_iters": 24}, "samples of the run=192: the checkpoint iter_0000006 was trained with 96"),
+}
+
+
+@pytest.mark.parametrize(("part", "fields", "said"), OTHER.values(), ids=OTHER.keys())
+def test_a_checkpoint_of_something_else_is_refused_in_one_line(
+    part: str, fields: dict, said: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    plan = changed(saving(data), part, **fields)
+    folder = halfway(whole(saving(data)), plan, tmp_path / "again")
+    fork(1, folder, code=2)
+    assert (folder / "0.log").read_text() == said + "\n"
+
+
+def test_what_a_killed_save_left_is_never_loaded_and_is_cleared_away(
+    whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    plan = saving(data)
+    folder = run_folder(plan, tmp_path / "again")
+    shutil.copytree(whole(plan) / "checkpoints/iter_0000012", folder / "checkpoints/.iter_0000012.dead")
+    fork(1, folder)
+    assert losses(folder) == losses(whole(plan))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "iter_0000006",
+        "iter_0000012",
+        "latest",
+    ]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
+    whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    """A disk of 5 MB: a checkpoint of 2.9 MB fits once."""
+    plan = saving(data)
+    folder = run_folder(plan, tmp_path / "run")
+    disk = folder / "checkpoints"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", str(disk)]).returncode:
+        pytest.skip("a small disk can be mounted by root alone")
+    try:
+        fork(1, folder)
+        assert losses(folder) == losses(whole(plan))
+        said = [line for line in (folder / "0.log").read_text().splitlines() if "NOT SAVED" in line]
+        assert said == [
+            "trilane: CHECKPOINT NOT SAVED: iter_0000012 could not be saved: rank 0: No space left on device; "
+            "the newest is iter_0000006"
+        ]
+        assert sorted(path.name for path in disk.iterdir()) == ["iter_0000006", "latest"]
+        after = changed(plan, "run", load=str(disk))
+        fork(1, run_folder(after, tmp_path / "after"))
+        assert losses(tmp_path / "after") == losses(whole(plan))[HALFWAY:]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_file_of_slices_is_one_that_safetensors_reads(whole: Whole, data: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from trilane.checkpoints import read_manifest
+    from trilane.engine.slices import assemble
+
+    folder = whole(saving(data)) / "checkpoints/iter_0000012"
+    tensors = load_file(folder / "rank_00000.safetensors")
+    held = read_manifest(folder)["tensors"]
+    assert len(tensors) == 3 * len(held) == 3 * (4 * 12 + 4)
+    name, kind = "decoder.layers.2.mlp.linear_fc1.weight", "exp_avg_sq"
+    part = assemble(folder, held[name]["slices"], kind, ((3, 9), (0, 64)))
+    assert torch.equal(part, tensors[f"{name}/{kind}"][3:9])
