@@ -26,7 +26,7 @@ SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 # Nodes of two processes; /tmp is shared here, since all nodes are this machine.
 SITE = Site(name="test", partition="gpu_p5", local=("/dev/shm",))
 REQUEST = Request(account="xyz@a100", time_limit="00:10:00", signal_s=60)
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 
 
 class Cluster:

@@ -17,7 +17,7 @@ FLOORS = [
     {"sites", "request", "script", "slurm", "ledger"},
     {"finding", "guard", "guard_cost", "guard_place", "guard_script"},
     {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
-    {"attempt", "jobs", "job_door"},
+    {"attempt", "jobs", "job_door", "sweep", "sweep_door", "chain", "chain_door", "monitor", "monitor_door"},
     {"plots", "backtest_plots", "tables", "explore", "report", "notebook", "__main__"},
 ]
 

@@ -103,11 +103,16 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_jobs(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import guard, job_door
+    from trilane import chain_door, guard, job_door, monitor_door, sweep_door
 
-    parser = doors.add_parser("guard", help="what must be refused before GPUs are spent")
-    guard.add_arguments(parser)
-    parser.set_defaults(call=guard.run)
+    for name, room, text in (
+        ("guard", guard, "what must be refused before GPUs are spent"),
+        ("sweep", sweep_door, "a table of plans as one job array"),
+        ("chain", chain_door, "a long run as dependent jobs"),
+    ):
+        parser = doors.add_parser(name, help=text)
+        room.add_arguments(parser)
+        parser.set_defaults(call=room.run)
     for name, add, text in (
         ("script", job_door.add_script, "the sbatch script of a plan, to read or edit"),
         ("submit", job_door.add_submit, "submit runs to SLURM, or train them here at site local"),
@@ -118,6 +123,12 @@ def _add_jobs(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("job", job_door.add_job, "for the job scripts: may this attempt begin, how did it end"),
     ):
         add(doors.add_parser(name, help=text))
+    parser = doors.add_parser("attach", help="look into a running job: memory, stacks, processes")
+    monitor_door.add_attach(parser)
+    parser.set_defaults(call=monitor_door.attach)
+    parser = doors.add_parser("watch", help="say when a run dies, stalls or goes on")
+    monitor_door.add_watch(parser)
+    parser.set_defaults(call=monitor_door.watch)
 
 
 if __name__ == "__main__":

@@ -10,37 +10,39 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trilane import ledger, slurm
+from trilane.again import STOP
+from trilane.checkpoints import FOLDER, latest
 from trilane.checks import read_json
 from trilane.logs import RunLog, read_log
 from trilane.outcome import Outcome, read_status, write_status
 from trilane.plan import read_plan
 
-STOP = "stop"  # the file that ends a run and keeps the next attempts from starting
-LATEST = Path("checkpoints/latest")
 LEFT = ("run.log", "steps.jsonl", "env.json", "ranks")  # what an attempt leaves beside status.json
 TRIES = 3  # attempts that may start at the same iteration: the third without progress is the last
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 
 
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
-    """ "go: ..." where the training should start now, or "stop: " and the reason; noted in the folder's ledger.
+    """Whether the training should start now: "go: ..." or "stop: " and the reason; noted in the folder's ledger.
 
     What an earlier attempt left is kept: an attempt that saved no checkpoint is moved to attempts/N, and the run
     begins anew; otherwise it goes on, and only the earlier status.json is moved.
     """
     job, at = job_id(env), iteration(folder)
-    reason = done(folder) or in_the_way(folder) or too_large(folder, env.get(SWEEP, ""))
+    reason = done(folder) or in_the_way(folder) or unready(folder) or too_large(folder, env.get(SWEEP, ""))
     if reason:
         ledger.note(folder, "refused", job, says=reason)
         if reason.startswith("done"):
             _cancel_later(folder, job)
         return f"stop: {reason}"
     blame(folder, job)
-    put_aside(folder, keep=(folder / LATEST).exists())
+    newest = latest(folder / FOLDER)
+    put_aside(folder, keep=newest is not None)
     nodes = env.get("SLURM_JOB_NODELIST", "")
     restarts = int(env.get("SLURM_RESTART_COUNT", "0"))
     ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts)
-    return f"go: from iteration {at if (folder / LATEST).exists() else 0}"
+    from_where = f"from {newest.name}" if newest else "from the beginning"
+    return f"go: {from_where}"
 
 
 def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> Outcome:
@@ -57,11 +59,11 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> Outcome
 
 def verdict(folder: Path, log: RunLog | None, code: int, seconds: float) -> Outcome:
     """The scheduler's word first (here the exit code of the step), then the text of the log."""
-    at, goal = iteration(folder), read_plan(folder / "plan.json").run.train_iters
-    if code == 0 and at >= goal:
-        return _outcome("completed", f"iteration {at} of {goal}", code, seconds)
+    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
     if code == 0:
-        return _outcome("stopped", f"iteration {at} of {goal}; the next attempt goes on", code, seconds)
+        said = read_status(folder) if (folder / "status.json").exists() else None  # the engine's own word
+        how = "completed" if at >= goal else "stopped"
+        return _outcome(how, said.evidence if said else f"iteration {at} of {goal}", code, seconds)
     if log is None or log.status in ("completed", "running", "unfinished"):
         return _outcome("crashed", f"exit code {code} after iteration {at}; the log says no more", code, seconds)
     return _outcome(log.status, log.evidence, code, seconds, log.rank)
@@ -90,8 +92,17 @@ def iteration(folder: Path) -> int:
 
 def done(folder: Path) -> str:
     """Why nothing is left to do, "" where something is."""
-    at, goal = iteration(folder), read_plan(folder / "plan.json").run.train_iters
+    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
     return f"done: iteration {at} of {goal} is reached" if at >= goal else ""
+
+
+def unready(folder: Path) -> str:
+    """Why a link of a chain cannot begin: the run whose checkpoint it loads is not through; "" where it can."""
+    plan = read_plan(folder / "plan.json")
+    before = Path(plan.run.load)
+    if not plan.run.start_iteration or latest(folder / FOLDER) or not (before / "plan.json").exists():
+        return ""
+    return "" if done(before) else f"{before.name}, which comes before, is at iteration {iteration(before)}"
 
 
 def in_the_way(folder: Path) -> str:

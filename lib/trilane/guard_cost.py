@@ -125,13 +125,14 @@ def time(case: Case) -> Iterator[Finding]:
     run, second = case.plan.run, case.prediction
     limit = seconds_of(case.directives.get("time", "00:10:00"))
     asked = "signal" in case.directives or run.exit_duration_minutes > 0
-    needs = run.train_iters * second.sec_per_it
+    iterations = run.goal - run.start_iteration
+    needs = iterations * second.sec_per_it
     if 0 < limit < run.exit_duration_minutes * 60:
         says = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
         yield refuse("time", says, "end the run some minutes before the limit")
     if needs <= limit:
         return
-    told = f"{run.train_iters} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
+    told = f"{iterations} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
     interval = run.save_interval * second.sec_per_it
     if not asked and not 0 < interval < limit:
         remedy = "save_interval, exit_duration_minutes or --signal-s"
@@ -146,7 +147,7 @@ def time(case: Case) -> Iterator[Finding]:
 def size(case: Case) -> float:
     """Bytes that the run's checkpoints take at most: those that are kept, and the one being written."""
     run = case.plan.run
-    saves = run.train_iters // run.save_interval if run.save_interval else 0
+    saves = run.goal // run.save_interval if run.save_interval else 0
     kept = min(saves, run.keep_last or saves)
     return (kept + 1) * checkpoint_bytes(case.plan.shape)
 

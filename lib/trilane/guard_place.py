@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from trilane.checkpoints import FOLDER, latest
 from trilane.finding import Case, Finding, Rule, refuse, warn
 from trilane.guard_cost import size
 from trilane.store import is_completed, is_started
@@ -48,7 +49,7 @@ def room(case: Case) -> Iterator[Finding]:
     elif need > free / 2:
         yield warn("disk", says, "smaller keep_last, or make room")
     ranks, run = case.plan.topology.gpus, case.plan.run
-    kept = 1 + (min(run.keep_last or 10**9, run.train_iters // run.save_interval) if run.save_interval else 0)
+    kept = 1 + (min(run.keep_last or 10**9, run.goal // run.save_interval) if run.save_interval else 0)
     files = kept * (2 * ranks + 3)
     if files > inodes:
         says = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes left"
@@ -66,7 +67,7 @@ def free(case: Case) -> Iterator[Finding]:
     folder = case.folder
     if is_completed(folder):
         yield refuse("run folder", f"{folder} holds a completed run", "take a new run folder")
-    elif is_started(folder) and not (folder / "checkpoints/latest").exists():
+    elif is_started(folder) and latest(folder / FOLDER) is None:
         says = f"{folder} holds a run without a checkpoint: what it left moves to attempts/, and it begins anew"
         yield warn("run folder", says, "take a new run folder to keep them side by side")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane import attempt, launch, ledger, slurm
+from trilane.checkpoints import FOLDER, latest
 from trilane.checks import require
 from trilane.deepspeed_config import deepspeed_config
 from trilane.outcome import Outcome, read_status
@@ -138,7 +139,7 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, slurm.JobState]) 
         verdict=word,
         evidence=evidence,
         iteration=attempt.iteration(folder),
-        iterations=read_plan(folder / "plan.json").run.train_iters,
+        iterations=read_plan(folder / "plan.json").run.goal,
         waiting=len(live) - (current in live),
     )
 
@@ -182,9 +183,10 @@ def _last_line(folder: Path) -> str:
 
 def _train_here(folder: Path) -> str:
     job = f"local-{1 + len(ledger.job_ids(folder))}"
-    attempt.put_aside(folder, keep=(folder / attempt.LATEST).exists())
+    goes_on = latest(folder / FOLDER) is not None
+    attempt.put_aside(folder, keep=goes_on)
     ledger.note(folder, "submitted", job, site="local", script="")
     ledger.note(folder, "started", job, nodes="", iteration=attempt.iteration(folder), restarts=0)
-    outcome: Outcome = launch.run_local(folder)
+    outcome: Outcome = launch.run_local(folder, resume=goes_on)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
     return job

@@ -97,7 +97,7 @@ class Log:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(step.record() + "\n")
         self._window.append(step)
-        if step.iteration % self._run.log_interval == 0 or step.iteration == self._run.train_iters:
+        if step.iteration % self._run.log_interval == 0 or step.iteration == self._run.goal:
             print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
             self._window = []
 
