@@ -1,7 +1,7 @@
-"""Chain: a long run as dependent jobs, each going on from the last checkpoint; ramp steps on different numbers of nodes.
+"""Chain: a long run as dependent jobs, each going on where the last one stopped; nodes that follow the ramp.
 
-A link begins when the one before has ended, however it ended (afterany): the job script itself asks attempt.begin whether
-there is anything left to do, whether the stop switch is set, and whether the same early failure came again and again.
+A link begins when the one before has ended, however it ended (afterany): the job script itself asks attempt.begin
+whether anything is left to do, whether the stop switch is set, and whether the same early failure came again and again.
 """
 
 import json
@@ -60,7 +60,7 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     """
     node, lane = plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
     starts = [*_starts(plan, stages), plan.run.train_iters]
-    made = []
+    made: list[Plan] = []
     for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True), 1):
         gpus = stage.nodes * node
         require(gpus % lane == 0, "nodes", stage.nodes, f"{gpus} GPUs are no multiple of tp x pp = {lane}")

@@ -52,8 +52,8 @@ def _create(args: argparse.Namespace) -> int:
         print(json.dumps({"links": rows}, indent=1))
     else:
         for row in rows:
-            told = f"iterations {row['first']}-{row['last']}, {row['gpus']} GPUs"
-            print(f"{row['run']}: {told}, {row['hours']:.2f} h, {row['gpu_hours']:.2f} GPU hours")
+            span = f"iterations {row['first']}-{row['last']}, {row['gpus']} GPUs"
+            print(f"{row['run']}: {span}, {row['hours']:.2f} h, {row['gpu_hours']:.2f} GPU hours")
     return 0
 
 

@@ -22,7 +22,8 @@ for pid in $(pgrep -f -- "trilane.engine plan.json"); do
 done
 """
 WHAT = {
-    "memory": "echo == $(hostname); nvidia-smi --query-gpu=index,memory.used,memory.total,utilization.gpu --format=csv",
+    "memory": "echo == $(hostname); "
+    "nvidia-smi --query-gpu=index,memory.used,memory.total,utilization.gpu --format=csv || true",
     "stacks": RANKS % "PY_SPY dump --pid $pid || true",
     "processes": RANKS % "ps -o pid,rss,etime,args -p $pid",
 }

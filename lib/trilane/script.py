@@ -2,6 +2,7 @@
 
 import html
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,12 @@ def as_html(marked: str) -> str:
     """A marked script as HTML: what was filled in stands on yellow."""
     text = html.escape(marked).replace(OPEN, '<mark style="background:#ffe9a8">').replace(CLOSE, "</mark>")
     return f'<pre style="line-height:1.35">{text}</pre>'
+
+
+def folded(texts: Mapping[str, str]) -> str:
+    """Files as HTML, each behind its name."""
+    shown = ((html.escape(name), html.escape(text)) for name, text in texts.items())
+    return "".join(f"<details><summary>{name}</summary><pre>{text}</pre></details>" for name, text in shown)
 
 
 def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int:
