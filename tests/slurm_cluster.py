@@ -75,9 +75,12 @@ def started(nodes: str = "", accounting: bool = True) -> Iterator[Cluster]:
 def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: Any) -> Plan:
     """A small GPT on `nodes` nodes of two processes each."""
     run = {name: topology.pop(name) for name in ("save_interval", "load", "exit_duration_minutes") if name in topology}
+    engine = topology.pop("engine", "megatron")
     p = small_plan(label, train_iters=iters, **{"dp": 2 * nodes, "gbs": 8 * nodes, **topology})
     cluster = replace(small_cluster(), gpus_per_node=2, max_nodes=4)
-    return replace(p, cluster=cluster, data=replace(p.data, folder=str(folder)), run=replace(p.run, **run))
+    return replace(
+        p, engine=engine, cluster=cluster, data=replace(p.data, folder=str(folder)), run=replace(p.run, **run)
+    )
 
 
 def run_folder(root: Path, p: Plan, request: Request = REQUEST) -> Path:

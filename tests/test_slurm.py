@@ -57,6 +57,17 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
         jobs.submit(folder, SITE, REQUEST)
 
 
+def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    request = replace(REQUEST, launcher="deepspeed")
+    p = plan("ds", tmp_path / "data", dp=4, zero=1, engine="deepspeed-zero")
+    folder = run_folder(tmp_path, p, request)
+    job = jobs.submit(folder, SITE, request)
+    found = ended(folder)
+    assert (found.state, found.verdict, found.iteration) == ("COMPLETED", "completed", 4), says(folder)
+    lines = (folder / f"ranks/hostfile-{job}").read_text().splitlines()
+    assert lines == [f"{host} slots=2" for host in slurm.hostnames(found.nodes)]
+
+
 def test_sbatch_accepts_every_recorded_script(cluster: Cluster) -> None:
     for path in sorted(GOLDEN.glob("*.sbatch")):
         if "everything" not in path.name:  # which names a reservation and nodes that are not here

@@ -54,6 +54,8 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> Outcome
     outcome = verdict(folder, log, code, round(seconds, 1))
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
+    if outcome.status == "completed":
+        _cancel_later(folder, job)
     return outcome
 
 
