@@ -14,7 +14,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
 from support import wait_until
 
-from trilane import guard, jobs, ledger, slurm
+from trilane import guard, jobs, ledger, slurm, sweep
 from trilane.__main__ import main
 from trilane.checks import to_mapping
 from trilane.finding import REFUSAL
@@ -121,6 +121,26 @@ def test_a_job_that_waits_says_why(sleeper: Path) -> None:
     wait_until(lambda: one(sleeper).reason == "BeginTime", 30, "reason")
     assert (one(sleeper).state, one(sleeper).verdict) == ("PENDING", "waiting")
     assert jobs.cancel([sleeper]) == [job]
+
+
+@pytest.mark.parametrize(
+    "name", ["two words", "it's", 'a "quote"', "$(touch x)", "`touch x`", "-rf", "é数", "a;touch x", "{a,b}*"]
+)
+def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
+    name: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """All of the script up to the training; a sweep reads the path of its runs from a file."""
+    p = plan("one", tmp_path / "data", nodes=1)
+    sweep.create(tmp_path / name, [p.to_json()], SITE, REQUEST)
+    folder = tmp_path / name / "runs/one"
+    for script in (folder / "job.sbatch", tmp_path / name / "sweep-1x2.sbatch"):
+        text = script.read_text()
+        script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
+        job = slurm.submit(script)
+        out = script.parent / f"slurm-{job}{'_1' if 'sweep' in script.name else ''}.out"
+        wait_until(lambda out=out: out.exists() and out.read_text().endswith("/runs/one\n"), 120, f"{out}")
+        assert out.read_text() == f"go: from the beginning\n{folder}\n"
+    assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == {name}
 
 
 def test_a_job_of_somebody_else_is_left_alone(sleeper: Path) -> None:

@@ -122,7 +122,7 @@ def status(folders: Iterable[Path]) -> list[JobStatus]:
 
 
 def _status(folder: Path, ids: Sequence[str], known: dict[str, slurm.JobState]) -> JobStatus:
-    states = [known.get(job, slurm.JobState(id=job, state=slurm.FORGOTTEN)) for job in ids]
+    states = [known.get(job) or _unknown(job) for job in ids]
     live = [s for s in states if not s.has_ended]
     running = [s for s in live if s.state != "PENDING"]
     none = slurm.JobState(id="", state="NOT SUBMITTED")
@@ -142,6 +142,11 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, slurm.JobState]) 
         iterations=read_plan(folder / "plan.json").run.goal,
         waiting=len(live) - (current in live),
     )
+
+
+def _unknown(job: str) -> slurm.JobState:
+    """A job that SLURM does not know."""
+    return slurm.JobState(id=job, state=slurm.FORGOTTEN if slurm.JOB_ID.fullmatch(job) else slurm.HERE)
 
 
 def _last_that_began(folder: Path, states: Sequence[slurm.JobState]) -> slurm.JobState | None:

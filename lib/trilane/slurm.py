@@ -20,6 +20,7 @@ TIMEOUT_S = 60.0
 JOB_ID = re.compile(r"\d+(_\d+)?")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 FORGOTTEN = "FORGOTTEN"
+HERE = "ENDED HERE"  # a run of this machine, which SLURM never saw
 
 
 class SlurmError(ValueError):
@@ -40,7 +41,7 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """Whether it will not run any more."""
-        return self.state in (*ENDED, FORGOTTEN)
+        return self.state in (*ENDED, FORGOTTEN, HERE)
 
 
 def is_here() -> bool:
