@@ -18,8 +18,8 @@ import pytest
 from support import REPOSITORY, small_cluster, small_plan, wait_until
 
 from trilane import jobs, slurm
+from trilane.job_request import Request
 from trilane.plan import Plan
-from trilane.request import Request
 from trilane.sites import Site
 
 SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"

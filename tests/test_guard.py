@@ -12,8 +12,8 @@ from trilane import guard, guard_place, slurm
 from trilane.__main__ import main
 from trilane.finding import REFUSAL, WARNING
 from trilane.hardware import cluster
+from trilane.job_request import Request
 from trilane.plan import Data, Plan, Run
-from trilane.request import Request
 from trilane.script import SCRIPT, render
 from trilane.shape import parse_shape
 from trilane.sites import site

@@ -14,7 +14,7 @@ FLOORS = [
     {"columns", "constants", "layertime", "memory", "timing", "calibration", "fitting", "prediction"},
     {"space", "blocks", "search", "whatif", "search_door", "sizing"},
     {"store", "deepspeed_config", "deepspeed_read", "launch", "again", "outcome", "progress", "watch"},
-    {"sites", "request", "script", "slurm", "ledger"},
+    {"sites", "job_request", "script", "slurm", "ledger"},
     {"finding", "guard", "guard_cost", "guard_place", "guard_script"},
     {"logs", "measure", "parse_door", "rows", "scoring", "backtest"},
     {"attempt", "jobs", "job_door", "sweep", "sweep_door", "chain", "chain_door", "monitor", "monitor_door"},

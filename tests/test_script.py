@@ -11,8 +11,8 @@ from support import small_plan
 
 from trilane import script, sites
 from trilane.hardware import cluster
+from trilane.job_request import Request
 from trilane.plan import Plan
-from trilane.request import Request
 from trilane.shape import parse_shape
 from trilane.sites import Site
 from trilane.topology import Topology

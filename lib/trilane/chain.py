@@ -11,8 +11,8 @@ from pathlib import Path
 
 from trilane import jobs, slurm
 from trilane.checks import require, require_integer
+from trilane.job_request import Request
 from trilane.plan import Plan, read_plan
-from trilane.request import Request
 from trilane.script import SCRIPT
 from trilane.sites import Site
 from trilane.store import is_completed, write_text

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from trilane import calibration, chain, guard, jobs, sites
 from trilane.job_door import add_site, line
+from trilane.job_request import add_request, request_of
 from trilane.plan import read_plan
 from trilane.prediction import predict
-from trilane.request import add_request, request_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

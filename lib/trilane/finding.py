@@ -8,9 +8,9 @@ from pathlib import Path
 from trilane import calibration
 from trilane.checks import require_known
 from trilane.hardware import Cluster
+from trilane.job_request import Request
 from trilane.plan import Plan
 from trilane.prediction import Prediction, predict
-from trilane.request import Request
 from trilane.script import nodes_of
 from trilane.sites import Site
 

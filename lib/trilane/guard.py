@@ -9,8 +9,8 @@ from pathlib import Path
 from trilane import guard_cost, guard_place, guard_script, sites
 from trilane.checks import require
 from trilane.finding import REFUSAL, WARNING, Case, Finding, refuse
+from trilane.job_request import Request, add_request, request_of
 from trilane.plan import Plan, read_plan
-from trilane.request import Request, add_request, request_of
 from trilane.script import SCRIPT, render
 from trilane.sites import Site
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from trilane import hardware
 from trilane.checkpoints import checkpoint_bytes
 from trilane.finding import Case, Finding, Rule, refuse, warn
-from trilane.request import seconds_of
+from trilane.job_request import seconds_of
 from trilane.search import OOM_LIMIT
 
 LIKELY = 0.05  # of running out of memory: worth a warning

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trilane import attempt, guard, jobs, sites
 from trilane.checks import require
+from trilane.job_request import add_request, request_of
 from trilane.plan import read_plan
-from trilane.request import add_request, request_of
 from trilane.script import NAMES, render
 from trilane.store import outputs_root
 

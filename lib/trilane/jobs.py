@@ -10,9 +10,9 @@ from trilane import attempt, launch, ledger, slurm
 from trilane.checkpoints import FOLDER, latest
 from trilane.checks import require
 from trilane.deepspeed_config import deepspeed_config
+from trilane.job_request import Request
 from trilane.outcome import Outcome, read_status
 from trilane.plan import Plan, read_plan
-from trilane.request import Request
 from trilane.script import SCRIPT, render
 from trilane.sites import Site
 from trilane.store import is_completed, write_text

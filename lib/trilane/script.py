@@ -12,8 +12,8 @@ import jinja2.meta
 from trilane import hardware
 from trilane.checks import require, require_known
 from trilane.hardware import Cluster
+from trilane.job_request import Request, plain
 from trilane.plan import Plan
-from trilane.request import Request, plain
 from trilane.sites import Site
 from trilane.store import REPOSITORY
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from trilane import calibration, jobs, ledger, slurm
 from trilane.checks import read_json, require
+from trilane.job_request import Request
 from trilane.measure import measure
 from trilane.measure import table as measured_table
 from trilane.plan import Plan, plan_from_json, read_plan
 from trilane.prediction import predict
-from trilane.request import Request
 from trilane.script import node_count, nodes_of, render
 from trilane.sites import Site
 from trilane.store import write_text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trilane import guard, jobs, sites, sweep
 from trilane.job_door import add_site, line
+from trilane.job_request import Request, add_request, request_of
 from trilane.plan import read_plan
-from trilane.request import Request, add_request, request_of
 from trilane.sites import Site
 
 
