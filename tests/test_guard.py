@@ -153,6 +153,12 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(rule: str, edit: Callable[
     assert next(f.level for f in findings(folder, plan(), script=edit) if f.rule == rule) == WARNING
 
 
+def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda s: s.replace("xyz@a100", "abc@a100"))
+    wanted = "--account xyz@a100 is asked for, job.sbatch says abc@a100"
+    assert wanted in [f.says for f in found if f.rule == "script" and f.level == REFUSAL]
+
+
 def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> None:
     found = findings(folder, plan(), script=lambda s: s.replace("--nproc-per-node=8", "--nproc-per-node=4"))
     assert "4 processes a node, the plan's 16 GPUs need 8" in [f.says for f in found]

@@ -165,7 +165,9 @@ def test_a_time_limit_is_a_verdict(cluster: Cluster, tmp_path: Path) -> None:
     """A job over its limit ends as TIMEOUT; SLURM looks every 30 s or so."""
     folder = run_folder(tmp_path, plan("slow", tmp_path / "data", nodes=1))
     script = (folder / "job.sbatch").read_text()
-    (folder / "job.sbatch").write_text(script[: script.index("set -euo")] + "srun sleep 300\n")
+    (folder / "job.sbatch").write_text(
+        script[: script.index("set -euo")] + "srun bash -c 'trap \"\" USR1; sleep 300'\n"
+    )
     job = slurm.submit(folder / "job.sbatch", "--time=00:01:00")
     jobs.note(folder, job, "test", folder / "job.sbatch")
     found = ended(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 from trilane import slurm
 from trilane.finding import Case, Finding, Rule, refuse, warn
 
+DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation", "exclude", "mail-user")
 DOWNLOADS = re.compile(
     r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b", re.M
 )
@@ -31,6 +32,15 @@ def directives(case: Case) -> Iterator[Finding]:
         yield refuse("script", says, "change --nproc-per-node")
     if "array" not in asked and re.search(r"%[Aa]", asked.get("output", "")):
         yield warn("script", "%A and %a print 4294967294 in a job that is no array", "use %j")
+
+
+def asked(case: Case) -> Iterator[Finding]:
+    """What was asked for now against what the script, written before, says."""
+    for wish in case.request.given():
+        name, value = {"time_limit": "time", "mail": "mail-user"}.get(wish, wish), getattr(case.request, wish)
+        if name in DIRECTIVES and case.directives.get(name, "") != value:
+            says = f"--{name} {value} is asked for, job.sbatch says {case.directives.get(name, 'nothing of it')}"
+            yield refuse("script", says, "submit --rewrite to write it anew, or edit it")
 
 
 def dead_ends(case: Case) -> Iterator[Finding]:
@@ -91,4 +101,4 @@ def accepted(case: Case) -> Iterator[Finding]:
             yield refuse("sbatch", str(error), "sinfo and sacctmgr show assoc say what there is and what you may use")
 
 
-RULES: tuple[Rule, ...] = (directives, dead_ends, internet, readable, accepted)
+RULES: tuple[Rule, ...] = (directives, asked, dead_ends, internet, readable, accepted)

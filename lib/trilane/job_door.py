@@ -34,6 +34,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     """The door `script`."""
     parser.add_argument("plan", type=Path)
     parser.add_argument("--template", choices=NAMES, default="train")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_site(parser)
     add_request(parser)
     parser.set_defaults(call=_script)
@@ -41,7 +42,8 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 def _script(args: argparse.Namespace) -> int:
     plan = read_plan(args.plan)
-    print(render(args.template, plan, sites.site(args.site), request_of(args)), end="")
+    text = render(args.template, plan, sites.site(args.site), request_of(args))
+    print(json.dumps({"script": text}) if args.json else text, end="\n" if args.json else "")
     return 0
 
 
@@ -52,6 +54,7 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow", action="append", default=[], metavar="RULE", help="submit although the guard refuses"
     )
+    parser.add_argument("--rewrite", action="store_true", help="write job.sbatch anew, for this site and these wishes")
     parser.add_argument("--dry-run", action="store_true", help="let the guard look, and submit nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_request(parser)
@@ -61,6 +64,8 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
 def _submit(args: argparse.Namespace) -> int:
     """All runs or none: what the guard refuses in one of them keeps the others back too."""
     site, request, folders = sites.site(args.site), request_of(args), run_folders(args.runs)
+    for path in folders if args.rewrite else []:
+        jobs.rewrite(path, site, request)
     found = {str(f): guard.check(read_plan(f / "plan.json"), site, request, f, args.allow) for f in folders}
     refused = any(guard.refused(findings) for findings in found.values())
     submitted = {} if refused or args.dry_run else {str(f): jobs.submit(f, site, request) for f in folders}
@@ -115,11 +120,13 @@ def add_tail(parser: argparse.ArgumentParser) -> None:
     """The door `tail`."""
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--lines", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(call=_tail)
 
 
 def _tail(args: argparse.Namespace) -> int:
-    print("\n".join(jobs.logs(run_folders([args.run])[0], args.lines)))
+    lines = jobs.logs(run_folders([args.run])[0], args.lines)
+    print(json.dumps({"lines": lines}) if args.json else "\n".join(lines))
     return 0
 
 
@@ -128,13 +135,16 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("begin", "end"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--code", type=int, default=0, help="the training's exit code")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(call=_job)
 
 
 def _job(args: argparse.Namespace) -> int:
     if args.what == "begin":
-        print(attempt.begin(args.folder))
-    else:
-        outcome = attempt.end(args.folder, args.code)
-        print(f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}")
+        verdict = attempt.begin(args.folder)
+        print(json.dumps({"verdict": verdict}) if args.json else verdict)
+        return 0
+    outcome = attempt.end(args.folder, args.code)
+    text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
+    print(json.dumps(asdict(outcome)) if args.json else text)
     return 0

@@ -70,7 +70,7 @@ def submit(folder: Path, site: Site, request: Request, options: Sequence[str] = 
     run is completed, or has a job that has not ended.
     """
     folder = Path(folder).resolve()
-    plan = read_plan(folder / "plan.json")
+    read_plan(folder / "plan.json")
     require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
     going = [job.id for job in status([folder]) if job.state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")]
     require(not going or bool(options), "run folder", folder, f"has job {', '.join(going)} already; cancel it first")
@@ -78,10 +78,15 @@ def submit(folder: Path, site: Site, request: Request, options: Sequence[str] = 
         return _train_here(folder)
     script = folder / SCRIPT
     if not script.exists():
-        write_text(script, render("train", plan, site, request))
+        rewrite(folder, site, request)
     job = slurm.submit(script, *options)
     note(folder, job, site.name, script)
     return job
+
+
+def rewrite(folder: Path, site: Site, request: Request) -> None:
+    """Write job.sbatch anew from its template; what stood there, edited or not, is kept in earlier/."""
+    write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
 
 
 def note(folder: Path, job: str, site: str, script: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trilane import calibration, jobs, ledger, slurm
-from trilane.checks import read_json, require
+from trilane.checks import read_json, require, to_mapping
 from trilane.job_request import Request
 from trilane.measure import measure
 from trilane.measure import table as measured_table
@@ -15,7 +15,7 @@ from trilane.plan import Plan, plan_from_json, read_plan
 from trilane.prediction import predict
 from trilane.script import node_count, nodes_of, render
 from trilane.sites import Site
-from trilane.store import write_text
+from trilane.store import load_cluster, write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,10 +25,13 @@ HOPELESS = ("OOM", "pruned")  # running it again changes nothing
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """Plans with their predictions: what `search --json` prints, or a list of plans."""
+    """Plans with their predictions: what `search --json` prints, 02's plans.json, or a list of plans."""
     values = read_json(path, "plans")
     plans = values.get("plans") if isinstance(values, dict) else values
     require(isinstance(plans, list) and bool(plans), "plans", path, "must be a list of plans, or hold one as `plans`")
+    if isinstance(values, dict) and "shape" in values:  # 02's: one shape and cluster for all, and other defaults
+        common = {"shape": values["shape"], "cluster": to_mapping(load_cluster(values["cluster"]))}
+        return [{**common, **{k: plan[k] for k in ("label", "topology", "prediction")}} for plan in plans or []]
     return list(plans or [])
 
 
