@@ -20,6 +20,7 @@ WATCHDOG = (
 NCCL = "[rank5]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited\n"
 LIMIT = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO TIME LIMIT ***\n"
 NODE = "slurmstepd: error: *** STEP 42.0 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
+STOPPED = "trilane: stopped at iteration 5 by SIGTERM, saved checkpoints/iter_0000005\n"
 CANCEL = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 ***\n"
 KILLER = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=42.0. Some of your processes may have been killed by the cgroup out-of-memory handler.\n"
 SRUN = "srun: error: r1n1: task 6: Exited with exit code 1\n"
@@ -59,6 +60,8 @@ ENDINGS = [
     ("unfinished", FIVE, "iteration        5/", None),
     ("unfinished", "ImportError: no apex, using torch's own\n" + FIVE, "iteration        5/", None),
     ("completed", FIVE + OOM + TEN[len(FIVE) :], "iteration       10/", None),
+    ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
+    ("completed", FIVE + STOPPED + TEN[len(FIVE) :], "iteration       10/", None),
     ("unfinished", "NCCL WARN Failed to open libibverbs.so\n" + FIVE, "iteration        5/", None),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 from support import small_plan
 
 from trilane.logs import read_log, read_run_folder
-from trilane.measure import measure, stable_window, table
+from trilane.measure import measure, table
 
 LINE = (
     " [2026-08-01 12:00:00.000000] iteration {i:8d}/{n:8d} | consumed samples: {s:12d} | elapsed time per iteration (ms): "
@@ -72,13 +72,13 @@ def test_a_run_that_never_took_a_step_is_empty_not_an_error(tmp_path):
     assert (len(log.iterations), log.status) == (0, "unfinished")
 
 
-def test_the_warm_up_and_skipped_iterations_do_not_count(tmp_path):
-    (tmp_path / "run.log").write_text(log_text())
-    log = read_log(tmp_path / "run.log")
-    assert list(stable_window(log, warm_up=3)["iteration"]) == [4, 5, 6, 7, 8, 9, 10]
-    assert len(stable_window(log, warm_up=50)) == 5, "at most half is warm-up"
-    log.iterations.loc[4, "skipped"] = 1
-    assert 5 not in list(stable_window(log, warm_up=3)["iteration"])
+def test_an_iteration_that_a_resumed_run_trained_again_counts_once(tmp_path):
+    """Killed after iteration 7, the run went on from a checkpoint of iteration 4; what was trained last stands."""
+    again = "".join(LINE.format(i=i, n=10, s=4 * i, ms=100, loss=3 - i / 10) for i in range(5, 11))
+    (tmp_path / "run.log").write_text(log_text(iterations=7) + "trilane: goes on after iteration 4\n" + again)
+    rows = read_run_folder(tmp_path).iterations
+    assert list(rows["iteration"]) == list(range(1, 11))
+    assert list(rows["lm_loss"]) == pytest.approx([5.9, 5.8, 5.7, 5.6, 2.5, 2.4, 2.3, 2.2, 2.1, 2.0])
 
 
 def test_a_run_becomes_one_row_of_the_table(tmp_path):

@@ -5,7 +5,9 @@ import gzip
 import json
 
 import pytest
+from support import small_plan
 from test_log_dialects import m2021, m2022
+from test_log_endings import BAD, HARD
 
 from trilane.__main__ import main
 from trilane.shape import ModelShape
@@ -44,13 +46,26 @@ def test_a_run_is_one_record(tmp_path, capsys):
     assert {name: run[name] for name in numbers} == numbers
     assert run["max_memory_gib"] == 2.0 and "iteration       10/" in run["evidence"]
     shape = ModelShape(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50304)
-    assert run["tflops"] == {"narayanan": pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)}
+    assert list(run["tflops"]) == ["narayanan", "size_factor", "replicated", "megatron_causal"]
+    assert run["tflops"]["narayanan"] == pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)
+    assert run["left_out"] == [{"reason": "warm-up", "iterations": "1-5"}] and run["mfu"] is None
+    assert run["tokens_per_s"] == 4 * 2048 / 2
     assert run["arguments"]["hidden_size"] == 2048
 
 
 def test_what_the_log_prints_stands_beside(tmp_path, capsys):
     _, (run,), _ = parsed(capsys, log(tmp_path, text=m2022(1) + m2022(2)))
     assert run["tflops"] == {"printed": 107.48} and run["max_memory_gib"] is None
+
+
+def test_the_plan_of_a_run_folder_tells_what_its_log_does_not(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan(dp=2).to_json()))
+    log(tmp_path, "run.log", "".join(map(m2021, range(1, 11))))
+    log(tmp_path, "other.log", "".join(map(m2021, range(1, 11))))
+    _, (run, other), _ = parsed(capsys, f"{tmp_path}/run.log", f"{tmp_path}/other.log")
+    assert run["tflops"]["narayanan"] > 0 and other["tflops"] == {}
+    (tmp_path / "plan.json").write_text("{")
+    assert parsed(capsys, f"{tmp_path}/run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
@@ -96,3 +111,27 @@ def test_people_read_three_lines(tmp_path, capsys):
     assert main(["parse", log(tmp_path)]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("a.log: completed (megatron-2021)") and "2 s/it" in second and "iteration" in third
+
+
+@pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
+def test_the_door_reads_hard_files(tmp_path, capsys, kind, content):
+    (tmp_path / "a.log").write_bytes(content)
+    code, (run,), said = parsed(capsys, str(tmp_path / "a.log"))
+    assert (code, run["iterations"], run["sec_per_it"], said) == (0, 10, 2.0, "")
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
+def test_the_door_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    code, runs, said = parsed(capsys, str(tmp_path / name))
+    assert (code, runs) == (2, []) and said.startswith(f"trilane: log={tmp_path}/{name}: {message}")
+    assert said.count("\n") == 1
+
+
+def test_the_door_reads_a_document_of_tables(tmp_path, capsys):
+    table = "| GPUs | TP | PP | DP | MBS | GBS | Sec/it | TFLOPs |\n|-|-|-|-|-|-|-|-|\n| 16 | 4 | 4 | 1 | 1 | 4 | 1.5 | 27.0 |\n"
+    (tmp_path / "a.md").write_text(table)
+    code, (run,), _ = parsed(capsys, str(tmp_path / "a.md"))
+    assert (code, run["dialect"], run["sec_per_it"], run["tflops"]["printed"]) == (0, "table", 1.5, pytest.approx(27.0))
+    assert "line 3: 16 | 4 | 4" in run["evidence"] and run["arguments"]["tp"] == 4

@@ -6,8 +6,9 @@ from trilane import calibration
 from trilane.hardware import cluster
 from trilane.memory import stage_layers
 from trilane.prediction import predict
+from trilane.published import planned_models
 from trilane.shape import parse_shape
-from trilane.sizing import largest_within, planned_models, training_seconds
+from trilane.sizing import largest_within, training_seconds
 from trilane.topology import Topology
 
 A100 = cluster("jz-a100-80g")

@@ -8,7 +8,8 @@ import pytest
 
 from trilane.checks import from_mapping, parse_integers
 from trilane.hardware import Cluster, catalogue, cluster
-from trilane.plan import Data, Optimizer, Plan, Run, plan_from_json, read_plan
+from trilane.plan import Data, Dropout, Optimizer, Part, Plan, Run, plan_from_json, read_plan
+from trilane.ramp import Ramp
 from trilane.shape import ModelShape, padded_vocab_size, parse_shape
 from trilane.topology import Topology
 
@@ -97,7 +98,7 @@ BAD = [
     ),
     (
         lambda: plan(engine="megatro"),
-        "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero, megatron",
+        "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero, hf-zero3, megatron",
     ),
     (
         lambda: plan(engine="deepspeed-zero", topology=Topology(pp=2)),
@@ -112,12 +113,12 @@ BAD = [
         "partition=type:transformer|embedding: engine deepspeed-zero has no pipeline",
     ),
     (
-        lambda: plan(engine="deepspeed-zero", topology=Topology(tp=2, sequence_parallel=True)),
-        "sequence_parallel=True: engine deepspeed-zero has no sequence parallelism",
+        lambda: plan(engine="hf-zero3", topology=Topology(tp=2, zero=3)),
+        "tp=2: engine hf-zero3 has no tensor parallelism",
     ),
     (
-        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2)),
-        "zero=0: engine deepspeed-3d has ZeRO stage 1 alone (stage 0 clips each stage by its own norm)",
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, precision="fp16")),
+        "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32",
     ),
     (
         lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, gbs=2, interleaving=2)),
@@ -137,8 +138,8 @@ BAD = [
     ),
     (
         lambda: plan(
-            engine="deepspeed-3d",
-            topology=Topology(pp=2, zero=1),
+            engine="hf-zero3",
+            topology=Topology(zero=3),
             shape=ModelShape(
                 num_layers=4,
                 hidden_size=128,
@@ -148,7 +149,7 @@ BAD = [
                 embedding_layernorm=True,
             ),
         ),
-        "embedding_layernorm=True: engine deepspeed-3d has none yet",
+        "embedding_layernorm=True: engine hf-zero3 has none: GPT-2 of transformers lacks it",
     ),
     (
         lambda: plan(topology=Topology(zero=3)),
@@ -158,6 +159,55 @@ BAD = [
         lambda: plan(topology=Topology(zero=1, offload="optimizer")),
         "offload=optimizer: engine megatron does not offload",
     ),
+    (
+        lambda: plan(
+            topology=Topology(gbs=8, pp=2, interleaving=2), run=Run(ramp=Ramp(start=2, increment=3, samples=9))
+        ),
+        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
+    ),
+    (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
+    (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
+    (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
+    (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
+    (lambda: plan(engine="hf-zero3", topology=Topology(pp=2)), "pp=2: engine hf-zero3 has no pipeline"),
+    (
+        lambda: plan(engine="hf-zero3", topology=Topology(zero=3, recompute="selective")),
+        "recompute=selective: engine hf-zero3 recomputes whole layers or nothing",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, last_stage_layers=1)),
+        "last_stage_layers=1: engine deepspeed-3d cuts its stages evenly, or by type",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(zero=1, overlap_grad_reduce=True)),
+        "overlap_grad_reduce=True: engine deepspeed-zero decides itself what it overlaps",
+    ),
+    (
+        lambda: Topology(zero=1, overlap_param_gather=True),
+        "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad_reduce",
+    ),
+    (lambda: Topology(first_stage_layers=1), "first_stage_layers=1: needs pp > 1"),
+    (
+        lambda: Topology(pp=2, last_stage_layers=1, partition="type:transformer|embedding"),
+        "last_stage_layers=1: contradicts partition=type:transformer|embedding",
+    ),
+    (
+        lambda: plan(topology=Topology(pp=2, first_stage_layers=4)),
+        "first_stage_layers=4: leaves 0 of 4 layers to 1 other stages, which must share them evenly",
+    ),
+    (
+        lambda: plan(topology=Topology(pp=2, first_stage_layers=1, last_stage_layers=2)),
+        "first_stage_layers=1: leaves 1 of 4 layers to 0 other stages, which must share them evenly",
+    ),
+    (
+        lambda: plan(topology=Topology(pp=2, gbs=2, interleaving=2, first_stage_layers=3)),
+        "first_stage_layers=3: must be a multiple of interleaving=2",
+    ),
+    (
+        lambda: plan(cluster=cluster("jz-v100-32g"), topology=Topology(precision="bf16")),
+        "precision=bf16: V100-32GB has no bf16 matrix units",
+    ),
+    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0 and below 1"),
     (lambda: plan(label="a/b"), "label='a/b': must be a plain folder name"),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
@@ -169,7 +219,7 @@ BAD = [
     (
         lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
         "plan field=topolgy: did you mean topology? known: "
-        "cluster, data, engine, label, optimizer, run, shape, topology",
+        "cluster, data, dropout, engine, label, optimizer, run, shape, topology",
     ),
     (
         lambda: ModelShape(num_layers=4, hidden_size=128, num_attention_heads=5, seq_length=8, vocab_size=8),

@@ -90,12 +90,40 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import backtest, parse_door, search_door
+    from trilane import (
+        backtest,
+        benchmark,
+        calendar_door,
+        compare_door,
+        ds_config_door,
+        lint,
+        megatron_door,
+        parse_door,
+        search_door,
+        seedtable,
+        size_door,
+        spikes_door,
+        verify,
+    )
 
     for name, room, text in (
+        ("size", size_door, "shapes of a target size: layers x hidden, topology, days and GPU-hours"),
         ("search", search_door, "rank every topology of a cluster for a model"),
+        ("benchmark", benchmark, "train a plan for some iterations and say how fast they were, as one JSON object"),
+        (
+            "calendar",
+            calendar_door,
+            "a plan, its tokens and a ramp: finish date, GPU-hours, and the risk of missing them",
+        ),
+        ("megatron-args", megatron_door, "a plan as Megatron-LM's or Megatron-DeepSpeed's arguments, and back"),
         ("backtest", backtest, "measured rows against predictions"),
+        ("ds-config", ds_config_door, "DeepSpeed's JSON of a plan, or the contradictions in one of yours"),
+        ("verify", verify, "train the equality table of the engines on this machine"),
         ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
+        ("spikes", spikes_door, "where the loss or the gradient norm left its course, over restarts"),
+        ("compare", compare_door, "whether the runs of B are faster than those of A"),
+        ("lint", lint, "what contradicts itself in a hand-written table"),
+        ("table", seedtable, "the runs of a folder as one table"),
     ):
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)

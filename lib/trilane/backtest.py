@@ -14,6 +14,7 @@ from trilane.checks import require_known
 from trilane.columns import columns_of
 from trilane.fitting import fit_memory, fit_time
 from trilane.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
+from trilane.posterior import posterior
 from trilane.rows import MeasuredRow, Skipped, read_rows
 from trilane.scoring import RowPrediction, figures
 from trilane.timing import iteration_time
@@ -47,12 +48,14 @@ class Backtest:
         return {"rows": [asdict(p) for p in self.predictions], "skipped": skipped, "summary": self.summary()}
 
 
-def predict_row(row: MeasuredRow, calibration: Calibration, memory: MemoryConstants = DEFAULT) -> RowPrediction:
-    """Seconds and memory of one row on its day."""
+def predict_row(
+    row: MeasuredRow, calibration: Calibration, memory: MemoryConstants = DEFAULT, half_width: float | None = None
+) -> RowPrediction:
+    """Seconds and memory of one row on its day; `half_width` of the interval, else the calibration's."""
     case = row.case
     on_day = calibration.on(case.day, case.topology.gpus)
     seconds = iteration_time(case.shape, case.topology, case.cluster, on_day).total
-    low, high = calibration.interval(seconds)
+    low, high = (replace(calibration, half_width=half_width) if half_width else calibration).interval(seconds)
     columns = columns_of(case.shape, case.topology)
     need = float(memory_bytes(columns, case.cluster, memory))
     return RowPrediction(
@@ -76,17 +79,26 @@ def as_they_are(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
 
 
 def calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Every row by the default calibration of the first of the `on` rows, refitted to those."""
+    """Every row by the default calibration of the first of the `on` rows, refitted to those.
+
+    The intervals are the posterior's: the further a row is from those that were fitted to, the wider.
+    """
     first = on[0]
     calibration = learn_time(on, default(first.case.cluster, first.stack))
-    memory = learn_memory(on)
-    return [predict_row(row, calibration, memory) for row in rows]
+    memory, timed = learn_memory(on), _teaching(on)
+    belief = posterior([r.case for r in timed], [r.seconds for r in timed], calibration)
+    widths = belief.half_widths([row.case for row in rows]).tolist()
+    return [predict_row(row, calibration, memory, width) for row, width in zip(rows, widths, strict=True)]
 
 
 def learn_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:
     """Constants of time from rows; duplicates and rows marked as unusable teach nothing."""
-    timed = [r for r in rows if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
+    timed = _teaching(rows)
     return fit_time([r.case for r in timed], [r.seconds for r in timed], prior) if timed else prior
+
+
+def _teaching(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+    return [r for r in rows if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
 
 
 def learn_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:

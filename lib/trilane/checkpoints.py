@@ -54,6 +54,12 @@ def complete(folder: Path) -> list[Path]:
     return sorted(found, key=iteration_of)
 
 
+def found_in(source: Path) -> list[Path]:
+    """The same for what a person may name: a run folder, a folder of checkpoints, or one checkpoint."""
+    inside = source / FOLDER if (source / FOLDER).is_dir() else source
+    return complete(inside) if inside.is_dir() else []
+
+
 def leftovers(folder: Path) -> list[Path]:
     """What killed saves and interrupted deletions left; nothing refers to it."""
     return [path for path in folder.glob(".*") if path.name.startswith((".iter_", f".{LATEST}"))]

@@ -10,6 +10,9 @@ from trilane.hardware import Cluster
 from trilane.shape import ModelShape
 from trilane.topology import RECOMPUTE, Topology
 
+# DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
+LIBRARY_BUCKET = 500_000_000
+
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 
@@ -19,7 +22,8 @@ class Columns:
 
     Choices are numbers too: `recompute` 0 none, 1 selective, 2 full; `embedding_layers` 1 where the pipeline counts
     embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
-    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32.
+    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32;
+    `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size.
     """
 
     layers: Number
@@ -44,6 +48,9 @@ class Columns:
     torch_adam: Number
     untied: Number
     embedding_layernorm: Number
+    first_stage_layers: Number = 0  # 0: as many as the others
+    last_stage_layers: Number = 0
+    library_buckets: Number = 0
 
     @property
     def microbatches(self) -> Number:
@@ -82,13 +89,27 @@ class Columns:
 
         Layers are dealt in stages of ceil(units / pp), and the last stage gets what is left: DeepSpeed's greedy balance
         gives 78 layers on 12 stages as 11 x 7 + 1 (BigScience chronicles, 'Re-do').
+        A first or last stage with a number of its own stands apart, and the others share the rest.
         """
-        units = self.layers + 2 * self.embedding_layers
-        each = np.ceil(units / self.pp)
-        first = np.minimum(each, units) - self.embedding_layers
-        last = np.maximum(units - each * (self.pp - 1) - self.embedding_layers, 0)
+        own_first, own_last = self.first_stage_layers, self.last_stage_layers
+        units = self.layers + 2 * self.embedding_layers - own_first - own_last
+        others = self.pp - np.greater(own_first, 0) - np.greater(own_last, 0)
+        each = np.ceil(units / np.maximum(others, 1))
+        first = np.where(np.greater(own_first, 0), own_first, np.minimum(each, units) - self.embedding_layers)
+        rest = np.maximum(units - each * (others - 1) - self.embedding_layers, 0)
+        last = np.where(np.greater(own_last, 0), own_last, rest)
         alone = self.pp == 1
         return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
+
+    @property
+    def bucket_values(self) -> Number:
+        """Values in one of ZeRO's buckets: one layer's matrices, 12 h^2, and never more than DeepSpeed's own size.
+
+        Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
+        """
+        h2 = self.hidden * self.hidden
+        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(LIBRARY_BUCKET, 12 * h2))
+        return np.where(np.equal(self.library_buckets, 1), LIBRARY_BUCKET, fitted)
 
     def take(self, index: Any) -> "Columns":
         """The chosen rows; what is the same for all rows stays a number."""
@@ -121,6 +142,9 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
         embedding_layernorm=int(shape.embedding_layernorm),
+        first_stage_layers=t.first_stage_layers,
+        last_stage_layers=t.last_stage_layers,
+        library_buckets=int(t.buckets == "library"),
     )
 
 

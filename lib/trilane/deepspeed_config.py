@@ -2,12 +2,11 @@
 
 from typing import Any
 
+from trilane.columns import columns_of
 from trilane.plan import Plan
 from trilane.topology import Topology
 
 NEVER = 10**9  # iterations between the lines that DeepSpeed would print itself
-# Its default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
-LARGEST_BUCKET = 500_000_000
 
 
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
@@ -35,19 +34,20 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
 
 
 def _zero(plan: Plan) -> dict[str, Any]:
-    """Stage, offload and buckets. A bucket of stage 1 and 2 holds one layer's matrices, 12 h^2 values, or the default.
+    """Stage, offload and the buckets that the planner counts (Columns.bucket_values), unless they are DeepSpeed's own.
 
-    Stage 3: h^2, 0.9 h^2 and 10 h, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
+    Stage 3 prefetches 0.9 h^2 and keeps parameters below 10 h, as Hugging Face's Trainer fills in "auto".
     """
     t, h = plan.topology, plan.shape.hidden_size
     pinned = {"device": "cpu", "pin_memory": plan.cluster.gpu.kind != "cpu"}
-    layer = min(LARGEST_BUCKET, 12 * h * h)
     zero: dict[str, Any] = {"stage": t.zero}
-    if t.zero in (1, 2):
-        zero |= {"reduce_bucket_size": layer, "allgather_bucket_size": layer, "overlap_comm": t.pp == 1}
-    if t.zero == 3:
-        zero |= {"reduce_bucket_size": h * h, "stage3_prefetch_bucket_size": int(0.9 * h * h)}
-        zero |= {"stage3_param_persistence_threshold": 10 * h, "overlap_comm": True}
+    if t.zero > 0:
+        zero |= {"overlap_comm": t.pp == 1}
+    if t.zero > 0 and t.buckets == "layer":
+        bucket = int(columns_of(plan.shape, t).bucket_values)
+        zero |= {"reduce_bucket_size": bucket}
+        zero |= {"allgather_bucket_size": bucket} if t.zero < 3 else {"stage3_prefetch_bucket_size": int(0.9 * h * h)}
+        zero |= {"stage3_param_persistence_threshold": 10 * h} if t.zero == 3 else {}
     if t.offload != "none":
         zero |= {"offload_optimizer": pinned}
     if t.offload == "full":

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trilane.checks import require_integer, require_known
+from trilane.checks import require, require_integer, require_known
 from trilane.deepspeed_config import deepspeed_config
+from trilane.deepspeed_keys import unknown_keys
 from trilane.plan import Plan
 from trilane.topology import Topology
 
@@ -37,11 +38,15 @@ DEFAULTS: dict[str, Any] = {
 
 
 def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
-    """What in a user's JSON goes against itself, DeepSpeed or the plan, each in one line; empty where it fits."""
+    """What in a user's JSON goes against itself, DeepSpeed or the plan, each in one line; empty where it fits.
+
+    ValueError for a plan whose engine takes no such JSON.
+    """
     t = plan.topology
+    require(plan.engine != "megatron", "engine", plan.engine, "takes no DeepSpeed JSON")
     given = _given(values)
     open_ = {name for name, value in _flat(values, "") if value == AUTO}
-    lines = _own_contradictions(given, t.pp, t.dp)
+    lines = own_contradictions(values, pp=t.pp, dp=t.dp)
     planned = {**DEFAULTS, **_given(deepspeed_config(plan, compiler=True))}
     for name in (name for name in DECIDED if name not in open_):
         value = given.get(name, DEFAULTS.get(name))
@@ -53,7 +58,7 @@ def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
 def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 1) -> Topology:
     """The topology that a user's JSON means on tp x pp x dp GPUs. ValueError, one line, for the first contradiction."""
     given = _given(values)
-    lines = _own_contradictions(given, pp, dp)
+    lines = own_contradictions(values, pp=pp, dp=dp)
     if lines:
         raise ValueError(lines[0])
     gbs, mbs, steps = _batch(given, dp)
@@ -72,8 +77,31 @@ def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: in
     )
 
 
-def _own_contradictions(given: Mapping[str, Any], pp: int, dp: int) -> list[str]:
-    """What DeepSpeed would refuse, or silently ignore, once all processes are up."""
+def own_contradictions(values: Mapping[str, Any], *, pp: int = 1, dp: int = 1) -> list[str]:
+    """What DeepSpeed would refuse, or ignore without a word, once pp x dp processes (and tp times as many) are up."""
+    lines = unknown_keys(values)
+    given = _given(values)
+    wrong = _ill_typed(given)
+    return lines + (wrong or _senseless(given, pp, dp))
+
+
+def _ill_typed(given: Mapping[str, Any]) -> list[str]:
+    """Values that cannot be judged further."""
+    lines = []
+    for name in (name for name in DECIDED if name in given):
+        try:
+            if name in DECIDED[:3]:
+                require_integer(name, given[name], 1)
+            elif name.endswith(".enabled"):
+                require(isinstance(given[name], bool), name, repr(given[name]), "must be true or false")
+            elif name.endswith(".device"):
+                require_known(name, given[name], ("none", "cpu"))
+        except ValueError as error:
+            lines.append(str(error))
+    return lines
+
+
+def _senseless(given: Mapping[str, Any], pp: int, dp: int) -> list[str]:
     gbs, mbs, steps = _batch(given, dp)
     stage = given.get("zero_optimization.stage", 0)
     zero, rules = "zero_optimization", []
@@ -96,15 +124,11 @@ def _own_contradictions(given: Mapping[str, Any], pp: int, dp: int) -> list[str]
 
 
 def _device(given: Mapping[str, Any], what: str) -> str:
-    device = given.get(f"zero_optimization.offload_{what}.device", "none")
-    require_known(f"zero_optimization.offload_{what}.device", device, ("none", "cpu"))
-    return device
+    return given.get(f"zero_optimization.offload_{what}.device", "none")
 
 
 def _batch(given: Mapping[str, Any], dp: int) -> tuple[int | None, int | None, int | None]:
     """(global batch, microbatch, accumulation steps), the missing one from the others, as DeepSpeed fills it in."""
-    for name in DECIDED[:3]:
-        require_integer(name, given.get(name, 1), 1)
     gbs, mbs, steps = (given.get(name) for name in DECIDED[:3])
     if gbs is not None and mbs is None:
         mbs = gbs // (dp * (steps or 1))

@@ -16,6 +16,9 @@ from trilane.timing import iteration_columns
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
 CPU_DEVIATION = 0.5  # other work on the machine may take half of it: no efficiency of a GPU is known that badly
+# A prior that was itself fitted to rows is held tighter: this many rows halve the variance of its constants. Without
+# it, 8 more rows of one table took the shipped A100 constants from 1.1 to 6 % (median) elsewhere (docs/log.md).
+HELD_ROWS = 10
 MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
 # Prior deviation of each memory constant's logarithm: what DeepSpeed documents is held tighter than what is guessed
 MEMORY_DEVIATION = dict(
@@ -98,6 +101,7 @@ def fit_time(cases: Sequence[Case], measured: Sequence[float], prior: Calibratio
     deviation = np.array([b.deviation for b in limits])
     if any(c.cluster.gpu.kind == "cpu" for c in cases):
         deviation = np.maximum(deviation, CPU_DEVIATION)
+    deviation = deviation / (1 + prior.rows / HELD_ROWS) ** 0.5
     best = robust_minimum(errors, start, deviation, bounds, noise)
     found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
     width = float(np.quantile(np.append(np.abs(errors(best)), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5)

@@ -41,9 +41,9 @@ DEFAULT = MemoryConstants()
 # Without ZeRO: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
 # (BigScience chronicles, '104B topology / memory usage').
 WHOLE_OPTIMIZER = 14.0
-# DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 5e8 16-bit values, the first one doubled to
-# overlap (its configuration page, reduce_bucket_size and allgather_bucket_size).
-BUCKET_BYTES = 3 * 5e8 * 2
+# DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 16-bit values, the first one doubled to overlap
+# (its configuration page, reduce_bucket_size and allgather_bucket_size).
+BYTES_PER_BUCKET_VALUE = 3 * 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def stage_memory(
         "optimizer": optimizer * here,
         "activations": stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) * over,
         "working": working_bytes(x, stage, c),
-        "buffers": (0.0 if cpu else c.base_bytes) + buckets * BUCKET_BYTES,
+        "buffers": (0.0 if cpu else c.base_bytes) + buckets * BYTES_PER_BUCKET_VALUE * x.bucket_values,
         "context": cluster.gpu.context_bytes,
     }
     needed = sum(parts.values())

@@ -38,7 +38,7 @@ def judge(folder: Path, ranks: int, code: int, seconds: float) -> Outcome:
             if said.status == "stopped":
                 return replace(said, seconds=seconds)
         last = ranks - 1
-        evidence = f"rank {last}: {last_line(folder, last)}"
+        evidence = f"rank {last}: {last_line(folder, last, 'iteration ')}"
         return Outcome(status="completed", evidence=evidence, rank=last, exit_code=0, seconds=seconds)
     rank, how = culprit(folder)
     if rank is None:
@@ -66,11 +66,11 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
 
 
-def last_line(folder: Path, rank: int | str) -> str:
-    """The last line that is not blank in ranks/<rank>.log; "(nothing)" where there is none."""
+def last_line(folder: Path, rank: int | str, words: str = "") -> str:
+    """The last line that is not blank, and holds `words`, in ranks/<rank>.log; "(nothing)" where there is none."""
     path = folder / "ranks" / f"{rank}.log"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "(nothing)")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip() and words in line), "(nothing)")
 
 
 def write_status(folder: Path, outcome: Outcome) -> None:

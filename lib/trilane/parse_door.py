@@ -5,18 +5,16 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.checks import require
-from trilane.logs import RunLog, read_runs
-from trilane.shape import ModelShape, padded_vocab_size
+from trilane.logs import RunLog
+from trilane.many_logs import read_many
+from trilane.plan import Plan, read_plan
+from trilane.window import ranges
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-KEEP = ("flops_per_s_per_gpu", "skipped")  # beside what reading needs: all that a record tells
-WARM_UP = 5  # as measure's
-FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing")
+KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # beside what reading needs: all that a record tells
+OURS = ("run.log", "steps.jsonl")  # in a run folder, beside plan.json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,32 +29,26 @@ def run(args: argparse.Namespace) -> int:
     if args.csv:
         require(Path(args.csv).parent.is_dir(), "csv", args.csv, "its folder does not exist")
         require(Path(args.csv).resolve() not in map(Path.resolve, map(Path, args.logs)), "csv", args.csv, "is a log")
-    runs, bad = [], []
-    for name in args.logs:
-        try:
-            runs += read_runs(name, None if args.csv else KEEP)
-        except (ValueError, OSError) as error:
-            bad.append(str(error))
+    found = read_many(args.logs, record, KEEP, Path(args.csv) if args.csv else None)
+    records = [values for one in found for values in one.records]
+    bad = [one.error for one in found if one.error]
     for line in bad:
         print(f"trilane: {line}", file=sys.stderr)
-    if bad and not runs:
+    if bad and not records:
         return 2
-    if args.csv:
-        iterations(runs).to_csv(args.csv, index=False)
     if args.json:
-        print(json.dumps({"runs": [record(log) for log in runs]}, indent=1, allow_nan=False))
+        print(json.dumps({"runs": records}, indent=1, allow_nan=False))
     else:
-        for log in runs:
-            print(text(record(log)))
+        for values in records:
+            print(text(values))
     return 1 if bad else 0
 
 
 def record(log: RunLog) -> dict[str, Any]:
     """A run as JSON; what the log does not tell is null."""
-    loss = log.iterations["lm_loss"].dropna().tolist() if "lm_loss" in log.iterations else []
-    seconds = sec_per_it(log)
-    memory = log.memory
-    most = next((c for c in ("max_allocated", "max_reserved") if c in memory and memory[c].notna().any()), None)
+    from trilane.measure import measure_log
+
+    m = measure_log(log, plan_beside(log))
     values = {
         "file": str(log.source),
         "dialect": log.dialect,
@@ -66,11 +58,18 @@ def record(log: RunLog) -> dict[str, Any]:
         "asked_gib": log.asked_bytes / 2**30,
         "arguments": dict(log.arguments),
         "iterations": len(log.iterations),
-        "sec_per_it": seconds,
-        "tflops": {name: _plain(rate / 1e12) for name, rate in flops_per_s(log, seconds).items()},
-        "max_memory_gib": float(memory[most].max()) / 2**30 if most else None,
-        "last_loss": loss[-1] if loss else None,
-        "notes": list(log.notes),
+        "sec_per_it": m.sec_per_it,
+        "sec_per_it_spread": m.spread,
+        "left_out": [{"reason": part.reason, "iterations": ranges(part.iterations)} for part in m.window.left_out],
+        "tokens_per_s": m.tokens_per_s,
+        "tflops": {name: _plain(rate / 1e12) for name, rate in m.flops_per_s.items()},
+        "mfu": m.utilization.get("mfu"),
+        "hfu": m.utilization.get("hfu"),
+        "max_memory_gib": m.memory_bytes / 2**30,
+        "last_loss": m.last_loss,
+        "skipped_iterations": m.health.skipped,
+        "nan_iterations": m.health.nan_iterations,
+        "notes": [*log.notes, *filter(None, [m.window.note])],
     }
     return {name: _plain(value) for name, value in values.items()}
 
@@ -89,94 +88,13 @@ def text(values: dict[str, Any]) -> str:
     return f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}"
 
 
-def iterations(logs: list[RunLog]) -> "pd.DataFrame":
-    """All iterations of all runs, with the columns `file` and `run` (1 for a file's first) in front."""
-    import pandas as pd
-
-    tables, counts = [], dict[Path, int]()
-    for log in logs:
-        counts[log.source] = counts.get(log.source, 0) + 1
-        tables.append(log.iterations.assign(file=str(log.source), run=counts[log.source]))
-    table = pd.concat(tables, ignore_index=True)
-    return table[["file", "run", *(name for name in table if name not in ("file", "run"))]]
-
-
-def sec_per_it(log: RunLog) -> float:
-    """Median seconds per iteration of the stable window; the Trainer's runtime over its steps; else NaN."""
-    from trilane.measure import stable_window
-
-    if "sec_per_it" in log.iterations:
-        window = stable_window(log, WARM_UP)
-        return float((window if len(window) else log.iterations)["sec_per_it"].median())
-    steps = log.arguments.get("total_optimization_steps")
-    if "train_runtime" in log.summary:
-        if isinstance(steps, int) and steps > 0:
-            return log.summary["train_runtime"] / steps
-        return 1 / (log.summary.get("train_steps_per_second") or math.nan)
-    batch = log.arguments.get("deepspeed.train_batch_size")
-    if "samples_per_second" in log.iterations and isinstance(batch, int):
-        return batch / float(log.iterations["samples_per_second"].median())
-    return math.nan
-
-
-def flops_per_s(log: RunLog, seconds: float) -> dict[str, float]:
-    """FLOP/s per GPU by definition.
-
-    printed     the median of what the log prints, by its dialect's own definition
-    narayanan   ModelShape.flops_per_iteration over `seconds`, where the arguments tell shape, batch and world size
-    """
-    rates = {}
-    if "flops_per_s_per_gpu" in log.iterations:
-        rates["printed"] = float(log.iterations["flops_per_s_per_gpu"].iloc[1:].median())
-        if math.isnan(rates["printed"]):
-            rates["printed"] = float(log.iterations["flops_per_s_per_gpu"].median())
-    for name, value in log.summary.items():
-        if name.startswith("profiler: fwd+bwd+step") and value > 1e6:
-            rates["profiler"] = value
-    shape, world, batch = _shape(log), _whole(log, "world_size"), _batch(log)
-    if shape and world and batch and seconds > 0:
-        rates["narayanan"] = shape.flops_per_iteration(batch, _recomputes_all(log)) / seconds / world
-    return rates
-
-
-def _shape(log: RunLog) -> ModelShape | None:
-    """The model's shape, None where an argument is missing or they do not fit together."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    sizes = {name: _whole(log, name) for name in names}
-    vocab = _whole(log, "padded_vocab_size")
-    if not vocab and (tokens := _whole(log, "vocab_size")):
-        multiple = _whole(log, "make_vocab_size_divisible_by") or 128
-        vocab = padded_vocab_size(tokens, _tp(log), multiple)
-    if not vocab or not all(sizes.values()):
-        return None
-    L, h, a, s = sizes.values()
+def plan_beside(log: RunLog) -> Plan | None:
+    """The plan of the run folder that the log lies in; None where there is none that can be read."""
+    file = log.source.parent / "plan.json"
     try:
-        return ModelShape(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=vocab)
+        return read_plan(file) if log.source.name in OURS and file.is_file() else None
     except ValueError:
-        return None
-
-
-def _tp(log: RunLog) -> int:
-    return _whole(log, "tensor_model_parallel_size") or _whole(log, "model_parallel_size") or 1
-
-
-def _batch(log: RunLog) -> float:
-    if "global_batch_size" in log.iterations:
-        return float(log.iterations["global_batch_size"].iloc[-1])
-    batch = _whole(log, "global_batch_size") or _whole(log, "deepspeed.train_batch_size")
-    if not batch and "world_size" in log.arguments:  # versions of 2020 name only what a replica takes
-        replicas = _whole(log, "world_size") // (_tp(log) * (_whole(log, "pipeline_model_parallel_size") or 1))
-        batch = _whole(log, "batch_size") * max(1, replicas)
-    return float(batch)
-
-
-def _whole(log: RunLog, name: str) -> int:
-    value = log.arguments.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
-
-
-def _recomputes_all(log: RunLog) -> bool:
-    return any(log.arguments.get(name) is True for name in FULL) or log.arguments.get("recompute_granularity") == "full"
+        return None  # what the log itself says still stands
 
 
 def _plain(value: Any) -> Any:

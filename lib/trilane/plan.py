@@ -20,13 +20,28 @@ from trilane.shape import ModelShape
 from trilane.systems import ENGINES, lack
 from trilane.topology import Topology, refusal
 
+BLEND = "blend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One source of a blend and its share of the samples, relative to the other weights."""
+
+    source: str
+    weight: float
+
+    def __post_init__(self) -> None:
+        require(self.source != BLEND, "data.blend", self.source, "a blend cannot hold another")
+        require_positive(f"data.blend weight of {self.source}", self.weight)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where the tokens come from.
 
     source      "stdlib" (text of Python's standard library), "mock" (made on the fly), a text or JSONL file, a folder
-                of text files, or the prefix of an existing Megatron .bin/.idx pair
+                of text files, the prefix of an existing Megatron .bin/.idx pair, or "blend"
+    blend       the sources of "blend", mixed sample by sample so that their shares stay close to their weights
     tokenizer   "bytes" (256 bytes and an end-of-document token), or a local folder with a Hugging Face tokenizer.json
     folder      where prepared .bin/.idx pairs are kept
     """
@@ -34,6 +49,12 @@ class Data:
     source: str = "stdlib"
     tokenizer: str = "bytes"
     folder: str = "outputs/data"
+    blend: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
+        require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
+        require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +81,21 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Shares of values that training sets to 0: `hidden` after the embedding, the attention and the MLP, `attention` in
+    the attention's probabilities. Megatron-LM's --hidden-dropout and --attention-dropout, which are 0.1 there.
+    """
+
+    hidden: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "attention"):
+            share = getattr(self, name)
+            require(0 <= share < 1, f"dropout.{name}", share, "must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """How long the run is and what it leaves behind.
 
@@ -70,10 +106,14 @@ class Run:
     load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
     start_iteration         so many iterations are done by the plan before, whose checkpoint is `load`
     exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
+    timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
+    tensorboard             also an event file for TensorBoard
     """
 
     train_iters: int = 50
     log_interval: int = 1
+    timers: bool = False
+    tensorboard: bool = False
     seed: int = 1234
     ramp: Ramp = field(default_factory=Ramp)
     save_interval: int = 0
@@ -113,6 +153,7 @@ class Plan:
     engine: str = "megatron"
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    dropout: Dropout = field(default_factory=Dropout)
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trilane.measure import Measurement
 from trilane.memory import StageMemory
 from trilane.search import Candidate
 from trilane.timing import IterationTime
@@ -33,76 +32,16 @@ def figure(width: float = 8.0, height: float = 3.6) -> tuple[Figure, Axes]:
     return made, axes
 
 
-def _title(axes: Axes, text: str) -> None:
+def title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", weight="bold", fontsize=11)
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False)
 
 
-def loss_curves(measurements: Sequence[Measurement]) -> Figure:
-    """Loss (nats per token) over samples, one line a run, so that topologies of one plan lie on each other."""
-    made, axes = figure()
-    widths = [5.0, 3.0, 1.5, 0.8]  # drawn thick to thin: a line that hides another would look like a missing run
-    for i, m in enumerate(measurements):
-        table = m.log.iterations
-        width = widths[min(i, len(widths) - 1)]
-        axes.plot(table["consumed_samples"], table["lm_loss"], color=COLORS[i], lw=width, label=m.plan.topology.label)
-    axes.set(xlabel="consumed samples (sequences)", ylabel="loss (nats per token)")
-    _title(axes, "Loss")
-    _legend(axes)
-    return made
-
-
-def seconds_per_iteration(measurements: Sequence[Measurement], warm_up: int) -> Figure:
-    """Seconds of each iteration, one line a run; the shaded iterations are left out of the medians."""
-    made, axes = figure()
-    axes.axvspan(0.5, warm_up + 0.5, color="#eef1f4", label="warm-up, left out")
-    for i, m in enumerate(measurements):
-        table = m.log.iterations
-        axes.plot(table["iteration"], table["sec_per_it"], color=COLORS[i], lw=1.2, label=m.plan.topology.label)
-        axes.axhline(m.sec_per_it, color=COLORS[i], lw=0.8, ls=":")
-    axes.set(xlabel="iteration", ylabel="seconds per iteration")
-    _title(axes, "Time (dotted: the median)")
-    axes.set_ylim(bottom=0, top=1.5 * max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements))
-    _legend(axes)
-    return made
-
-
-def predicted_against_measured(
-    labels: Sequence[str],
-    measured: Sequence[float],
-    before: Sequence[tuple[float, float, float]],
-    after: Sequence[tuple[float, float, float]],
-) -> Figure:
-    """Seconds per iteration, predicted (with its 90 % interval) over measured, before and after calibration.
-
-    `before` and `after` hold (predicted, low, high). On the diagonal a prediction is right.
-    """
-    made, axes = figure(7.0, 4.2)
-    groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
-    for predictions, color, marker, name in groups:
-        middle = [p[0] for p in predictions]
-        arms = [[p[0] - p[1] for p in predictions], [p[2] - p[0] for p in predictions]]
-        axes.errorbar(measured, middle, yerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
-    highest = 1.3 * max([*measured, *(p[0] for p in (*before, *after))])
-    axes.plot([0, highest], [0, highest], color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
-    for number, (label, x) in enumerate(sorted(zip(labels, measured, strict=True), key=lambda pair: pair[1])):
-        # below the axis' end, one above the other: runs of one speed would write on each other
-        spot = (x, 0.02 + 0.06 * number)
-        side = "right" if x > 0.7 * max(measured) else "left"
-        axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
-        axes.axvline(x, color="#c4ced6", lw=0.6, zorder=0)
-    axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)")
-    _title(axes, "Prediction against measurement")
-    axes.set(xlim=(0, 1.25 * max(measured)), ylim=(0, highest))
-    _legend(axes)
-    return made
-
-
 def stacked_bars(
-    labels: Sequence[str], parts: Sequence[dict[str, float]], xlabel: str, title: str, limit: float | None = None
+    labels: Sequence[str], parts: Sequence[dict[str, float]], xlabel: str, heading: str, limit: float | None = None
 ) -> Figure:
     """One horizontal bar a label, its parts one after the other; `limit` is drawn where it lies in sight."""
     made, axes = figure(8.0, 1.1 + 0.42 * len(labels))
@@ -118,8 +57,8 @@ def stacked_bars(
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(xlabel=xlabel)
-    _title(axes, title)
-    _legend(axes)
+    title(axes, heading)
+    legend(axes)
     return made
 
 
@@ -150,7 +89,7 @@ def shapes_on_the_plane(hidden: Sequence[int], layers: Sequence[int], size_m: Se
     for x, y, size in zip(hidden, layers, size_m, strict=True):
         axes.annotate(f"{size:.1f}M", (x, y), textcoords="offset points", xytext=(0, 13), ha="center", fontsize=8)
     axes.set(xlabel="hidden size", ylabel="layers")
-    _title(axes, "Candidate shapes (filled: the chosen one)")
+    title(axes, "Candidate shapes (filled: the chosen one)")
     axes.margins(0.15, 0.3)
     return made
 
@@ -183,7 +122,7 @@ def memory_by_stage(candidates: Sequence[Candidate], limit_bytes: float) -> Figu
         axes.set_title(candidate.topology.label, fontsize=8, loc="left")
         axes.set_xlabel("pipeline stage")
         axes.set_xticks(range(0, len(stages), -(-len(stages) // 8)))
-    _legend(panels[-1])
+    legend(panels[-1])
     return made
 
 

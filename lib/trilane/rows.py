@@ -82,6 +82,30 @@ def shipped_rows() -> Path:
     return Path(str(resources.files("trilane").joinpath("data/measured.csv")))
 
 
+def cells_of(name: str, case: Case, seconds: float, memory_bytes: float) -> dict[str, object]:
+    """A measured run as the cells of such a CSV, from which read_rows makes the same case again."""
+    s, t = case.shape, case.topology
+    return {
+        "row_id": name,
+        "cluster": case.cluster.name,
+        "gpu": case.cluster.gpu.name,
+        "gpus": t.gpus,
+        "layers": s.num_layers,
+        "hidden": s.hidden_size,
+        "heads": s.num_attention_heads,
+        "seq": s.seq_length,
+        "padded_vocab": s.vocab_size,
+        **{field: getattr(t, field) for field in ("dp", "tp", "pp", "mbs", "gbs", "zero", "recompute", "interleaving")},
+        **{field: getattr(t, field) for field in ("partition", "sequence_parallel", "offload", "precision")},
+        "bf16acc": t.fp32_gradients,
+        "attention": t.attention,
+        "adam": t.adam,
+        "date": case.day,
+        "sec_per_it": seconds,
+        "mem_gb": memory_bytes / 2**30 if memory_bytes == memory_bytes else "",
+    }
+
+
 def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> MeasuredRow:
     machine = cluster or _cluster(cells)
     topology = _topology(cells, machine)
@@ -105,17 +129,17 @@ def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> Measur
 
 def _cluster(cells: Mapping[str, str]) -> Cluster:
     known = {name: hardware.cluster(name) for name in hardware.catalogue()}
-    card = _card(cells.get("gpu", ""))
+    card = card_words(cells.get("gpu", ""))
     names = {c.gpu.name for c in known.values()}
-    if not any(card <= _card(name) for name in names):
+    if not any(card <= card_words(name) for name in names):
         require_known("gpu", cells["gpu"], names)
     require_known("cluster", cells.get("cluster", ""), known)
     cluster = known[cells["cluster"]]
-    require(card <= _card(cluster.gpu.name), "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
+    require(card <= card_words(cluster.gpu.name), "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
     return cluster
 
 
-def _card(name: str) -> set[str]:
+def card_words(name: str) -> set[str]:
     """What a card's name says: "NVIDIA A100-SXM4-80GB" and "A100-80GB" are one card, "A100" may be either size."""
     words = {word.removesuffix("GB") for word in re.split(r"[\s_-]+", name.upper()) if word}
     return words - {"NVIDIA", "TESLA", "SXM", "SXM2", "SXM3", "SXM4", "SXM5", "HBM2", "HBM2E", "HBM3", "GPU"}
@@ -128,7 +152,7 @@ def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
         hidden_size=_integer(cells, "hidden"),
         num_attention_heads=_integer(cells, "heads"),
         seq_length=_integer(cells, "seq"),
-        vocab_size=VOCABULARY.get(vocab) or padded_vocab_size(vocab, tp),
+        vocab_size=_integer(cells, "padded_vocab", 0) or VOCABULARY.get(vocab) or padded_vocab_size(vocab, tp),
     )
 
 
@@ -162,6 +186,8 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         precision=precision,
         fp32_gradients=accumulates,
         attention=_attention(cells, cluster),
+        buckets=cells.get("buckets") or "library",  # others leave them to DeepSpeed
+        adam=cells.get("adam") or "fused",
     )
 
 

@@ -37,5 +37,15 @@ def short(text: str, most: int = 110) -> str:
     return textwrap.shorten(text, most, placeholder=" …")
 
 
+def middle(text: str, most: int = 38) -> str:
+    """At most `most` characters of a name, its middle left out."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A share as a percentage, empty where it is no number."""
+    return f"{value:.{digits}%}" if value == value else ""
+
+
 def _decimals(values: Any, most: int) -> int:
     return next((d for d in range(most) if (values.round(d) == values.round(most)).all()), most)

@@ -11,6 +11,7 @@ PARTITIONS = ("uniform", "type:transformer|embedding")
 OFFLOADS = ("none", "optimizer", "full")
 ATTENTIONS = ("fused", "scores")
 ADAMS = ("fused", "torch")
+BUCKETS = ("layer", "library")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +20,12 @@ class Topology:
 
     `zero` is the ZeRO stage (1 in the `megatron` engine: its distributed optimizer). `interleaving` is the number of
     model chunks per pipeline stage. `partition` "type:transformer|embedding" counts embedding and head as layers.
+    `first_stage_layers` and `last_stage_layers` give those pipeline stages a number of their own (0: as the others).
+    `overlap_grad_reduce` sums gradients over replicas while the backward pass still runs, `overlap_param_gather`
+    gathers the distributed optimizer's weights while the forward pass runs: Megatron's names; DeepSpeed decides itself.
     `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
     `adam` "torch" is torch.optim.Adam, which needs a temporary as large as its states' share; "fused" is apex's kernel.
+    `buckets` of ZeRO: "layer" fits them to the hidden size, "library" leaves them at DeepSpeed's 5e8 values.
     Raises ValueError for what no model could make right; what depends on the shape is in refusal().
     """
 
@@ -39,6 +44,11 @@ class Topology:
     fp32_gradients: bool = False
     attention: str = "fused"
     adam: str = "fused"
+    first_stage_layers: int = 0
+    last_stage_layers: int = 0
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    buckets: str = "layer"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
@@ -51,6 +61,7 @@ class Topology:
         require_known("precision", self.precision, PRECISIONS)
         require_known("attention", self.attention, ATTENTIONS)
         require_known("adam", self.adam, ADAMS)
+        require_known("buckets", self.buckets, BUCKETS)
         rule = f"must be a multiple of mbs x dp = {self.mbs} x {self.dp}"
         require(self.gbs % (self.mbs * self.dp) == 0, "gbs", self.gbs, rule)
         require(self.tp > 1 or not self.sequence_parallel, "sequence_parallel", True, "needs tp > 1")
@@ -62,6 +73,14 @@ class Topology:
             self.zero == 3 or self.offload != "full", "offload", "full", "parameters can be offloaded by ZeRO-3 only"
         )
         require(self.pp > 1 or self.interleaving == 1, "interleaving", self.interleaving, "needs pp > 1")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            layers = getattr(self, name)
+            require_integer(name, layers, 0)
+            require(layers == 0 or self.pp > 1, name, layers, "needs pp > 1")
+            require(layers == 0 or self.partition == "uniform", name, layers, f"contradicts partition={self.partition}")
+        gathers = self.zero == 1 and self.overlap_grad_reduce
+        rule = "needs ZeRO stage 1 and overlap_grad_reduce"
+        require(gathers or not self.overlap_param_gather, "overlap_param_gather", True, rule)
 
     @property
     def gpus(self) -> int:
@@ -83,24 +102,12 @@ class Topology:
 
 def refusal(shape: ModelShape, topology: Topology) -> str | None:
     """Why `shape` cannot run on `topology` at all, as `field=value: the rule`; None where it can."""
-    t = topology
-    pipeline_layers = shape.num_layers + (0 if t.partition == "uniform" else 2)
-    chunks = t.pp * t.interleaving
+    t, heads, microbatches = topology, shape.num_attention_heads, topology.microbatches
     rules = [
-        (
-            shape.num_attention_heads % t.tp == 0,
-            "tp",
-            t.tp,
-            f"must divide num_attention_heads={shape.num_attention_heads}",
-        ),
+        (heads % t.tp == 0, "tp", t.tp, f"must divide num_attention_heads={heads}"),
         (shape.vocab_size % t.tp == 0, "tp", t.tp, f"must divide vocab_size={shape.vocab_size} (pad the vocabulary)"),
         (shape.hidden_size % t.tp == 0, "tp", t.tp, f"must divide hidden_size={shape.hidden_size}"),
-        (
-            pipeline_layers % chunks == 0,
-            "pp",
-            t.pp,
-            f"pp x interleaving = {chunks} must divide the {pipeline_layers} layers",
-        ),
+        *_stage_rules(shape, t),
         (
             not t.sequence_parallel or shape.seq_length % t.tp == 0,
             "tp",
@@ -108,10 +115,30 @@ def refusal(shape: ModelShape, topology: Topology) -> str | None:
             f"must divide seq_length={shape.seq_length}",
         ),
         (
-            t.interleaving == 1 or t.microbatches % t.pp == 0,
+            t.interleaving == 1 or microbatches % t.pp == 0,
             "gbs",
             t.gbs,
             f"interleaving needs microbatches % pp={t.pp} == 0",
         ),
     ]
     return next((f"{field}={value}: {rule}" for ok, field, value, rule in rules if not ok), None)
+
+
+def _stage_rules(shape: ModelShape, t: Topology) -> list[tuple[bool, str, object, str]]:
+    """What the layers ask of the stages, with or without a number of their own for the first and the last."""
+    L, v = shape.num_layers, t.interleaving
+    named = {n: getattr(t, n) for n in ("first_stage_layers", "last_stage_layers") if getattr(t, n)}
+    if not named:
+        units, chunks = L + (0 if t.partition == "uniform" else 2), t.pp * v
+        return [(units % chunks == 0, "pp", t.pp, f"pp x interleaving = {chunks} must divide the {units} layers")]
+    others, left = t.pp - len(named), L - sum(named.values())
+    even = left > 0 and left % others == 0 if others else left == 0
+    field, value = next(iter(named.items()))
+    rule = f"leaves {left} of {L} layers to {others} other stages, which must share them evenly"
+    own = [(n % v == 0, name, n, f"must be a multiple of interleaving={v}") for name, n in named.items()]
+    shared = left // others if others else 0
+    return [
+        (even, field, value, rule),
+        *own,
+        (shared % v == 0, field, value, f"leaves {shared} layers to a stage: no multiple of interleaving={v}"),
+    ]

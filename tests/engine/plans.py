@@ -7,13 +7,11 @@ from typing import Any
 
 from support import small_cluster
 
-from trilane.plan import Data, Optimizer, Plan, Run
-from trilane.shape import ModelShape
+from trilane.equality import OPTIMIZER, SHAPE
+from trilane.plan import Data, Plan, Run
 from trilane.topology import Topology
 
 HERE = small_cluster()
-SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
-OPTIMIZER = Optimizer(lr=2e-3, min_lr=2e-4, warmup_samples=40, decay_samples=160)
 
 
 def small_plan(

@@ -1,14 +1,19 @@
 """What was saved is what goes on: a resumed run gives the losses of a run that was never stopped."""
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from plans import changed, run_folder, small_plan, steps
+from test_engine import ask
 
+from trilane.launch import environment
+from trilane.outcome import read_status
 from trilane.plan import Plan
 
 pytestmark = pytest.mark.slow
@@ -58,11 +63,10 @@ SAME = {
     "PP2 interleaved": {"pp": 2, "interleaving": 2},
     "DP2 distributed optimizer bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
     "TP2 fp16": {"tp": 2, "precision": "fp16"},
-    "ZeRO-0 TP2": {"engine": "deepspeed-zero", "tp": 2},
-    "ZeRO-1 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 1},
     "ZeRO-2 DP2 optimizer offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"},
     "ZeRO-3 TP2 DP2 fp16": {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
     "ZeRO-3 DP2 full offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 3, "offload": "full"},
+    "HF ZeRO-3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
     "3D TP2 PP2": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
     "3D PP2 DP2 bf16 fp32 sums": {
         "engine": "deepspeed-3d",
@@ -106,6 +110,7 @@ ELSEWHERE = {
         {"tp": 4, "gbs": 12},
         {"engine": "deepspeed-zero", "dp": 3, "zero": 3, "offload": "full", "gbs": 12},
     ),
+    "HF ZeRO-3 DP2 -> megatron TP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 2}),
     "ZeRO-2 DP2 -> ZeRO-0 TP2": (
         {"engine": "deepspeed-zero", "dp": 2, "zero": 2},
         {"engine": "deepspeed-zero", "tp": 2},
@@ -231,3 +236,63 @@ def test_a_file_of_slices_is_one_that_safetensors_reads(whole: Whole, data: Path
     name, kind = "decoder.layers.2.mlp.linear_fc1.weight", "exp_avg_sq"
     part = assemble(folder, held[name]["slices"], kind, ((3, 9), (0, 64)))
     assert torch.equal(part, tensors[f"{name}/{kind}"][3:9])
+
+
+def test_a_chain_of_short_jobs_trains_what_one_long_one_does(
+    whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    """Each job's time is up after one iteration; the file `save` is obeyed once, the file `stop` by every later job."""
+    plan = changed(saving(data), "run", save_interval=0, exit_duration_minutes=1e-6)
+    folder = run_folder(plan, tmp_path / "run")
+    for iteration in range(1, 5):
+        fork(1, folder)
+        status = read_status(folder)
+        said = f"stopped at iteration {iteration} by exit_duration_minutes, saved checkpoints/iter_000000{iteration}"
+        assert (status.status, status.evidence) == ("stopped", said)
+    (folder / "plan.json").write_text(json.dumps(changed(plan, "run", exit_duration_minutes=0.0).to_json()))
+    (folder / "stop").touch()
+    fork(1, folder)
+    assert read_status(folder).evidence.startswith("stopped at iteration 4 by the file `stop`")
+    (folder / "stop").unlink()
+    (folder / "save").touch()
+    fork(1, folder)
+    assert (read_status(folder).status, losses(folder)) == ("completed", losses(whole(saving(data))))
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["iter_0000004", "iter_0000005", "latest"] and not (folder / "save").exists()
+    assert len(list((folder / "earlier").glob("status.json.*"))) == 5
+
+
+def test_runs_killed_at_random_moments_go_on_right() -> None:
+    """Four of the sixty whose result is docs/faults.md."""
+    script = Path(__file__).parents[2] / "benchmarks/kill_saves.py"
+    layouts = ["--layout", "megatron TP2 PP2", "--layout", "deepspeed-zero ZeRO-1 DP2"]
+    command = [sys.executable, str(script), "--trials", "4", "--seed", "7", *layouts]
+    env = {k: v for k, v in environment(8).items() if k != "TRILANE_PARENT_PID"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No partial or damaged checkpoint was ever loaded" in done.stdout
+
+
+GENERATORS = """
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from trilane.engine import generators
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(7)
+def draw():
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        inside = torch.rand(3)
+    return torch.cat([torch.rand(3), inside]).tolist()
+draw()
+import json
+said = json.dumps(generators.states())
+first, other = draw(), draw()
+generators.restore(json.loads(said))
+print(draw() == first != other)
+"""
+
+
+def test_every_generator_goes_on_where_it_was(data: Path, tmp_path: Path) -> None:
+    """torch's own and that of megatron-core's tensor-parallel regions, through text."""
+    assert ask(small_plan(data), GENERATORS, tmp_path) == "True\n"

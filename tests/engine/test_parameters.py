@@ -27,13 +27,18 @@ def formula(shape: ModelShape, topology: Topology) -> list[float]:
     return [float(stage_parameters(columns_of(shape, topology), stage)) for stage in range(topology.pp)]
 
 
-def plan(partition: str, tied: bool, tp: int, pp: int, interleaving: int, layers: int) -> Plan:
+def plan(
+    partition: str, tied: bool, tp: int, pp: int, interleaving: int, layers: int, first: int = 0, last: int = 0
+) -> Plan:
     """A plan whose sizes have no common factor but what tp asks for, so that no term can hide in another."""
     sizes = {"num_layers": layers, "hidden_size": 1088, "num_attention_heads": 4}
-    shape = ModelShape(**sizes, seq_length=77, vocab_size=50260, tied_embeddings=tied)
-    topology = Topology(tp=tp, pp=pp, gbs=pp, interleaving=interleaving, partition=partition)
+    normed = layers < 14
+    shape = ModelShape(**sizes, seq_length=77, vocab_size=50260, tied_embeddings=tied, embedding_layernorm=normed)
+    own = {"first_stage_layers": first, "last_stage_layers": last}
+    topology = Topology(tp=tp, pp=pp, gbs=pp, interleaving=interleaving, partition=partition, **own)
     cluster = dataclasses.replace(HERE, max_nodes=2)
-    label = f"{topology.label}-{partition.replace('|', '-')}-{'tied' if tied else 'untied'}-L{shape.num_layers}"
+    ends = "tied" if tied else "untied"
+    label = f"{topology.label}-{partition.replace('|', '-')}-{ends}-L{layers}-{first}-{last}"
     return Plan(label=label, shape=shape, cluster=cluster, topology=topology)
 
 
@@ -44,6 +49,11 @@ PLANS = [
         for pp, interleaving in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]
     ),
     plan(EMBEDDING, True, 2, 4, 1, 2),  # the embedding and the head each have a stage to themselves
+    # Stages with a number of their own, and with less than 14 layers a norm of the embedding.
+    plan("uniform", True, 2, 2, 1, 16, first=5),
+    plan("uniform", False, 1, 4, 2, 12, last=6),
+    plan("uniform", True, 1, 4, 2, 12, first=2, last=2),
+    plan("uniform", True, 1, 4, 1, 11, first=1, last=4),
 ]
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from plans import changed, small_plan
 
+from trilane.engine import phases
 from trilane.engine.report import Iteration, average
+from trilane.engine.timers import durations
+from trilane.logs import read_log
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -50,11 +53,11 @@ def test_every_printed_line_is_its_json_line(train: Callable, data: Path, tmp_pa
     plan = small_plan(data, iters=5, pp=2)
     steps = train(plan)
     said = (tmp_path / "run" / "1.log").read_text().splitlines()
-    memory = [line for line in said if line.startswith("[Rank 1] (after 1 iterations) memory (MB) | allocated: ")]
+    memory = [line for line in said if re.match(r"\[Rank 1\] \(after [15] iterations\) memory \(MB\) \| alloc", line)]
     printed = [re.sub(r"\[.*?\]", "[]", line) for line in said if line not in memory]
     noon = datetime(2026, 8, 1, 12)
     assert printed == [re.sub(r"\[.*?\]", "[]", Iteration(**step).line(5, noon)) for step in steps]
-    assert len(memory) == 1
+    assert len(memory) == 2
     assert len(steps) == 5
 
 
@@ -66,3 +69,63 @@ def test_a_log_interval_thins_the_terminal_and_not_steps_jsonl(train: Callable, 
     assert len(steps) == 5
     mean = (steps[0]["lm_loss"] + steps[1]["lm_loss"]) / 2
     assert f"lm loss: {mean:.6E}" in said[0]
+
+
+NAMES = {"forward-compute", "backward-compute", "all-grads-sync", "optimizer", "batch-generator"}
+TIMED = {
+    "megatron PP2 DP2": ({"pp": 2, "dp": 2}, NAMES | {"p2p-wait"}),
+    "megatron PP2 interleaved": ({"pp": 2, "interleaving": 2}, NAMES | {"p2p-wait"}),
+    "ZeRO-1 DP2": ({"engine": "deepspeed-zero", "dp": 2, "zero": 1}, NAMES),
+    "3D PP2 DP2": ({"engine": "deepspeed-3d", "pp": 2, "dp": 2, "zero": 1}, NAMES | {"p2p-wait"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "names"), TIMED.values(), ids=TIMED.keys())
+def test_timers_fill_the_iteration_and_our_reader_reads_them(
+    topology: dict, names: set, train: Callable, data: Path, tmp_path: Path
+) -> None:
+    """(min, max) over ranks, of the two iterations before each line; no rank can spend more than the iteration."""
+    plan = changed(small_plan(data, iters=4, **topology), "run", timers=True, log_interval=2)
+    steps = train(plan)
+    spreads = [step["timers"] for step in steps if "timers" in step]
+    assert [step["iteration"] for step in steps if "timers" in step] == [2, 4]
+    assert all(set(spread) == names for spread in spreads)
+    seconds = sum(step["sec_per_it"] for step in steps[2:]) / 2
+    assert sum(low for low, _ in spreads[1].values()) < 1.1 * seconds
+    assert sum(high for _, high in spreads[1].values()) > 0.7 * seconds
+    assert all(0 <= low <= high for low, high in spreads[1].values())
+    last = tmp_path / "run" / f"{plan.topology.gpus - 1}.log"
+    for log in (read_log(last), read_log(tmp_path / "run" / "steps.jsonl")):
+        assert log.timers["iteration"].tolist() == [2, 4]
+        for name, (low, high) in spreads[1].items():
+            assert log.timers[name].iloc[1] == pytest.approx(high, abs=1e-5)
+            assert log.timers[f"{name} min"].iloc[1] == pytest.approx(low, abs=1e-5)
+
+
+def test_a_phase_counts_its_own_time_and_not_that_of_those_inside() -> None:
+    marks = [(0.0, ""), (1.0, "forward-compute"), (2.0, "batch-generator"), (4.0, "forward-compute"), (5.0, "")]
+    assert durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
+
+
+def test_a_phase_that_broke_says_where() -> None:
+    with pytest.raises(RuntimeError), phases.phase("optimizer"):
+        raise RuntimeError
+    assert phases.now() == "optimizer"
+    phases.end()
+    assert phases.now() == ""
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_what_steps_jsonl_says(train: Callable, data: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    steps = train(changed(small_plan(data, iters=3), "run", tensorboard=True))
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board.Reload()
+    names = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm"}
+    names |= {"batch-size": "global_batch_size", "iteration-time": "sec_per_it", "throughput": "tflops"}
+    for scalar, field in names.items():
+        events = board.Scalars(scalar)
+        assert [event.step for event in events] == [1, 2, 3]
+        assert [event.value for event in events] == pytest.approx([step[field] for step in steps], rel=1e-6)

@@ -45,3 +45,34 @@ def test_the_rate_warms_up_and_follows_a_cosine_by_samples(samples: int, rate: f
 
     optimizer = Optimizer(lr=1e-3, min_lr=1e-4, warmup_samples=20, decay_samples=100)
     assert learning_rate(optimizer, samples, 1000) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "refusal"),
+    [
+        ((7, 0), "bf16", "precision=bf16: needs compute capability 8.0, this card has 7.0; use fp16"),
+        ((7, 0), "fp16", None),
+        ((8, 0), "bf16", None),
+        ((9, 0), "bf16", None),
+    ],
+    ids=str,
+)
+def test_a_card_says_by_its_capability_what_it_can(
+    capability: tuple, precision: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A V100 has 7.0, an A100 8.0, an H100 9.0 (NVIDIA's table of CUDA GPUs); torch says yes to bf16 on all three."""
+    import torch
+
+    from trilane.engine.world import own_device
+
+    pretended = {"is_available": True, "device_count": 1, "get_device_capability": capability, "set_device": None}
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    if refusal is None:
+        assert own_device(precision) == torch.device("cuda", 0)
+    else:
+        with pytest.raises(ValueError) as caught:
+            own_device(precision)
+        assert str(caught.value) == refusal

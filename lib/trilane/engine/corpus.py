@@ -1,6 +1,7 @@
 """A plan's data source as Megatron's indexed dataset (.bin and .idx): made once, under a name that says its content.
 
-`python -m trilane.engine.corpus plan.json` makes it and prints the prefix; torch is imported only when there is work.
+`python -m trilane.engine.corpus plan.json` makes it, or all of a blend, and prints the prefixes.
+torch is imported only when there is work.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from trilane.checks import require
@@ -36,6 +38,13 @@ def prepare(data: Data, shape: ModelShape) -> str:
     rule = f"holds token {largest}, the vocabulary ends before vocab_size={shape.vocab_size}"
     require(largest < shape.vocab_size, "data.source", data.source, rule)
     return prefix
+
+
+def prepare_all(data: Data, shape: ModelShape) -> list[str]:
+    """The prefixes of all sources of `data`, in order: one, or those of its blend; raises ValueError as prepare()."""
+    if not data.blend:
+        return [prepare(data, shape)]
+    return [prepare(replace(data, source=part.source, blend=()), shape) for part in data.blend]
 
 
 def _existing_pair(source: str) -> str | None:
@@ -85,10 +94,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare the data of the plan at argv[0] and print the prefix; 2 and one line where that is impossible."""
+    """Prepare the data of the plan at argv[0] and print the prefixes; 2 and one line where that is impossible."""
     try:
         plan = read_plan(argv[0])
-        print(prepare(plan.data, plan.shape))
+        print(*prepare_all(plan.data, plan.shape), sep="\n")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,17 +2,20 @@
 
 import hashlib
 import json
+import math
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from trilane.checks import require
-from trilane.engine.corpus import locked, prepare
+from trilane.engine.corpus import locked, prepare_all
 from trilane.engine.engines import Microbatch
 from trilane.engine.tokenizer import tokenizer
 from trilane.engine.world import World
@@ -27,7 +30,7 @@ class Feed:
         self._topology, self._device = plan.topology, world.device
         self._replica, self._replicas = replica
         self._vocabulary = plan.shape.vocab_size
-        self._samples = build_dataset(plan, world, shared_prefix(plan, world))
+        self._samples = build_dataset(plan, world, shared_prefixes(plan, world))
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """This replica's share of the global batch, as Megatron-LM deals it out."""
@@ -44,47 +47,49 @@ class Feed:
         return Microbatch(tokens=tokens.to(self._device), labels=labels.to(self._device))
 
 
-def shared_prefix(plan: Plan, world: World) -> str:
-    """The prefix of the prepared pair, made by rank 0 alone and told to all; its ValueError is raised on every rank."""
-    answer: list[str | ValueError | None] = [None]
+def shared_prefixes(plan: Plan, world: World) -> list[str]:
+    """The prefixes of the prepared pairs, made by rank 0 alone and told to all; its ValueError is every rank's."""
+    answer: list[list[str] | ValueError | None] = [None]
     if world.is_first:
         try:
-            answer[0] = prepare(plan.data, plan.shape)
+            answer[0] = prepare_all(plan.data, plan.shape)
         except ValueError as error:
             answer[0] = error
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ValueError):
         raise answer[0]
-    assert isinstance(answer[0], str)
+    assert isinstance(answer[0], list)
     return answer[0]
 
 
-def build_dataset(plan: Plan, world: World, prefix: str) -> GPTDataset:
-    """All documents of the pair as one training set of plan.samples samples, seq_length + 1 tokens each.
+def build_dataset(plan: Plan, world: World, prefixes: Sequence[str]) -> GPTDataset | BlendedDataset:
+    """All documents of the pairs as one training set of plan.samples samples, seq_length + 1 tokens each.
 
     Rank 0 builds megatron-core's sample index, under a lock that another run would wait for; the others then map it.
     An index that a killed run left half-written is thrown away: a file says when it is complete.
     """
-    cache = index_folder(plan, prefix)
+    cache = index_folder(plan, prefixes)
     complete = cache / "complete"
     with locked(cache.with_name(cache.name + ".lock")) if world.is_first else nullcontext():
         if world.is_first and not complete.is_file():
             shutil.rmtree(cache, ignore_errors=True)
         sizes = [plan.samples, 0, 0]
         train, _, _ = BlendedMegatronDatasetBuilder(
-            GPTDataset, sizes, lambda: True, dataset_config(plan, prefix, cache)
+            GPTDataset, sizes, lambda: True, dataset_config(plan, prefixes, cache)
         ).build()
         if world.is_first:
             complete.touch()
     return train
 
 
-def dataset_config(plan: Plan, prefix: str, cache: Path) -> GPTDatasetConfig:
+def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path) -> GPTDatasetConfig:
     """megatron-core's dataset settings. Split "1" leaves nothing for validation and test."""
+    weights = [part.weight for part in plan.data.blend]
     return GPTDatasetConfig(
         random_seed=plan.run.seed,
         sequence_length=plan.shape.seq_length,
-        blend=([prefix], None),
+        blend=(list(prefixes), weights or None),
+        mid_level_dataset_surplus=surplus(weights, plan.samples),
         split="1",
         path_to_cache=str(cache),
         tokenizer=tokenizer(plan.data.tokenizer),
@@ -95,9 +100,22 @@ def dataset_config(plan: Plan, prefix: str, cache: Path) -> GPTDatasetConfig:
     )
 
 
-def index_folder(plan: Plan, prefix: str) -> Path:
+def surplus(weights: Sequence[float], samples: int) -> float:
+    """How many more samples of each source are laid out than its share, relative to that.
+
+    Half a percent, as megatron-core has it, or more in short runs: it rounds the shares of n sources up to whole
+    samples, so that one of weight w is asked for up to w n + 1 more, and fails where they are not there.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    return max([0.005, *((share * len(shares) + 1) / math.ceil(share * samples) for share in shares)])
+
+
+def index_folder(plan: Plan, prefixes: Sequence[str]) -> Path:
     """Where the sample index of this plan's order is kept: one folder for each thing that decides the order."""
-    order = [str(Path(prefix).resolve()), plan.run.seed, plan.shape.seq_length, plan.samples]
+    pairs = [str(Path(prefix).resolve()) for prefix in prefixes]
+    weights = [part.weight for part in plan.data.blend]
+    order = [pairs, weights, plan.run.seed, plan.shape.seq_length, plan.samples]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
     folder = Path(plan.data.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,15 +9,17 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine import pipe_layers
 from trilane.engine.audit import deepspeed_audit
+from trilane.engine.clipping import WholeClipping
 from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
 from trilane.engine.deepspeed_states import DeepSpeedStates
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import config, fill_parameters
 from trilane.engine.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
+from trilane.engine.randomness import seed_streams
+from trilane.engine.sequence import sum_shared_gradients
 from trilane.engine.world import World
 from trilane.memory import stage_layers
 from trilane.plan import Plan
@@ -32,7 +34,7 @@ PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}  # of its instructi
 def build(plan: Plan, world: World) -> "DeepSpeed3D":
     """The engine on every rank together."""
     parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp)
-    model_parallel_cuda_manual_seed(plan.run.seed)
+    seed_streams(plan.run.seed)
     start()
     return DeepSpeed3D(plan)
 
@@ -49,6 +51,7 @@ class DeepSpeed3D:
             stage = _stage(plan)
             named = list(pipe_layers.canonical_parameters(stage))
             fill_parameters(named, plan)
+            sum_shared_gradients(parameter for _, parameter in named)
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=stage, config=ds_config, model_parameters=groups(named, decay)
             )
@@ -57,6 +60,7 @@ class DeepSpeed3D:
             for kind, function in self._engine._INSTRUCTION_MAP.items()
         }
         _check_places(self._engine, plan)
+        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
         self.audit = deepspeed_audit(named, optimizer, decay)
         self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
 
@@ -70,7 +74,7 @@ class DeepSpeed3D:
         begin_step(self._engine, lr, len(microbatches))
         scale = loss_scale(self._engine, self._plan)
         loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
-        return step_of(self._engine, loss.item(), scale)
+        return step_of(self._engine, loss.item(), scale, self._clipping.norm if self._clipping else None)
 
 
 def _stage(plan: Plan) -> PipelineModule:

@@ -68,17 +68,12 @@ def groups(named: Iterable[tuple[str, torch.nn.Parameter]], decay: float) -> lis
 
 
 def begin_step(engine: Any, lr: float, microbatches: int) -> None:
-    """The rate and the number of microbatches of the next optimizer step, which grows with the batch.
-
-    The ZeRO optimizers keep a copy of that number, by which an offloaded one knows where its sums are.
-    """
+    """The rate and the number of microbatches of the next optimizer step, which grows with the batch."""
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     if microbatches != engine.gradient_accumulation_steps():
         micro, replicas = engine.train_micro_batch_size_per_gpu(), engine.dp_world_size
         engine.set_train_batch_size(microbatches * micro * replicas)
-        if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-            engine.optimizer.gradient_accumulation_steps = microbatches
 
 
 def loss_scale(engine: Any, plan: Plan) -> float:

@@ -37,13 +37,15 @@ class DeepSpeedStates:
         self._start()
         parameter = self._parameters[number]
         if self._stage == 0:
-            return (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).detach()
+            return self._ours(
+                number, (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).detach()
+            )
         if kind == "weight":
             found = safe_get_full_fp32_param(parameter)
         else:
             found = safe_get_full_optimizer_state(parameter, kind)
         assert found is not None
-        return found.view(self.pieces[number].size)
+        return self._ours(number, found)
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
@@ -51,6 +53,7 @@ class DeepSpeedStates:
         parameter = self._parameters[number]
         write = {0: self._write_plain, 3: self._write_cut}.get(self._stage, self._write_laid_out)
         with torch.no_grad():
+            values = {kind: self._theirs(number, value) for kind, value in values.items()}
             for kind, value in values.items():
                 write(parameter, kind, value)
             # Every replica writes the same values; the rank, one among the replicas, is whose values are kept.
@@ -75,6 +78,14 @@ class DeepSpeedStates:
             scaler.cur_scale = values["loss_scale"]
             scaler.cur_iter, scaler.last_overflow_iter = int(values["good_steps"]), -1
             scaler.cur_hysteresis = int(values["hysteresis"])
+
+    def _ours(self, number: int, held: torch.Tensor) -> torch.Tensor:
+        """Parameter `number`, as DeepSpeed hands it out, as a piece."""
+        return held.view(self.pieces[number].size)
+
+    def _theirs(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The piece as the parameter."""
+        return value
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         yield self._optimizer if self._stage == 0 else self._optimizer.optimizer

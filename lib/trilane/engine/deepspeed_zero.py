@@ -7,16 +7,17 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.utils import clip_grad_norm_
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from trilane.engine.audit import deepspeed_audit
+from trilane.engine.clipping import WholeClipping
 from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
 from trilane.engine.deepspeed_states import DeepSpeedStates
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import canonical_parameters, config, empty_chunk, fill
 from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during, phase
+from trilane.engine.randomness import seed_streams
+from trilane.engine.sequence import sum_shared_gradients
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -35,7 +36,7 @@ class Mpu:
 def build(plan: Plan, world: World) -> "DeepSpeedZero":
     """The engine on every rank together."""
     parallel_state.initialize_model_parallel(plan.topology.tp)
-    model_parallel_cuda_manual_seed(plan.run.seed)
+    seed_streams(plan.run.seed)
     start()
     return DeepSpeedZero(plan, world)
 
@@ -49,6 +50,7 @@ class DeepSpeedZero:
         self.settings: dict[str, Any] = {CONFIG: ds_config}
         model = _model(plan, ds_config)
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
+        sum_shared_gradients(parameter for _, parameter in named)
         decay = plan.optimizer.weight_decay
         with quiet():
             self._engine, optimizer, *_ = deepspeed.initialize(
@@ -57,6 +59,7 @@ class DeepSpeedZero:
         self._engine.allreduce_gradients = during(REDUCE, self._engine.allreduce_gradients)
         self.audit = deepspeed_audit(named, optimizer, decay)
         self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
+        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
 
@@ -68,8 +71,7 @@ class DeepSpeedZero:
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """One iteration: DeepSpeed sums the gradients of the microbatches and updates after the last of them."""
         begin_step(self._engine, lr, len(microbatches))
-        scale, norm = loss_scale(self._engine, self._plan), None
-        losses = []
+        scale, losses = loss_scale(self._engine, self._plan), []
         for number, batch in enumerate(microbatches, 1):
             # Its own count goes by the microbatches since the start, which is wrong once the batch has grown.
             self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
@@ -79,15 +81,9 @@ class DeepSpeedZero:
                 self._engine.backward(loss)
             losses.append(loss.detach())
             with phase(OPTIMIZER):
-                norm = self._plain_norm() if number == len(microbatches) else None
                 self._engine.step()
+        norm = self._clipping.norm if self._clipping else None
         return step_of(self._engine, self._mean(losses), scale, norm)
-
-    def _plain_norm(self) -> float | None:
-        """The gradient norm of stage 0, which DeepSpeed clips by and does not keep; an infinite limit clips nothing."""
-        if self._plan.topology.zero > 0:
-            return None
-        return float(clip_grad_norm_(self._engine.module.parameters(), float("inf"), mpu=Mpu()))
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over microbatches and replicas."""

@@ -19,8 +19,12 @@ def layout(plan: Plan) -> list[Any]:
 
 
 def require_same(where: str, held: dict[str, Any], plan: Plan, iteration: int, consumed: int) -> None:
-    """ValueError that names the first thing in which the plan differs from the checkpoint `where`."""
-    for name, value, wanted in _differences("", held, identity(plan)):
+    """ValueError that names the first thing in which the plan differs from the checkpoint `where`.
+
+    A checkpoint that nobody trained, such as an imported one, says nothing of data.
+    """
+    ours_too = {name: value for name, value in identity(plan).items() if name in held}
+    for name, value, wanted in _differences("", held, ours_too):
         raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
     ours = plan.run.ramp.consumed(iteration, plan.topology.gbs)
     rule = f"the checkpoint {where} has seen {consumed} samples in {iteration} iterations, this plan would have {ours}"

@@ -15,6 +15,7 @@ STD = 0.02  # GPT-2, section 2.3
 # Which dimension megatron-core cuts: rows of what spreads out (column parallel), columns of what comes together.
 ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+EMBEDDING_NORM = "embedding.layernorm"  # BLOOM's, between the embedding and the first layer
 
 
 def split_dim(name: str) -> int | None:
@@ -22,6 +23,25 @@ def split_dim(name: str) -> int | None:
     if any(part in name for part in ROWS):
         return 0
     return 1 if name.endswith(COLUMNS) else None
+
+
+def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the whole model by its canonical name, and its size uncut; a tied head has none of its own."""
+    h, norm = shape.hidden_size, lambda name: {f"{name}.weight": (h,), f"{name}.bias": (h,)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (shape.vocab_size, h),
+        "embedding.position_embeddings.weight": (shape.seq_length, h),
+    }
+    linears = {"self_attention.linear_qkv": (3 * h, h), "self_attention.linear_proj": (h, h)}
+    linears |= {"mlp.linear_fc1": (4 * h, h), "mlp.linear_fc2": (h, 4 * h)}
+    if shape.embedding_layernorm:
+        sizes |= norm(EMBEDDING_NORM)
+    for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
+        sizes |= norm(f"{layer}.input_layernorm") | norm(f"{layer}.pre_mlp_layernorm")
+        for name, size in linears.items():
+            sizes |= {f"{layer}.{name}.weight": size, f"{layer}.{name}.bias": size[:1]}
+    sizes |= norm("decoder.final_layernorm")
+    return sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
 
 
 def initial_tensor(name: str, size: Iterable[int], seed: int, shape: ModelShape) -> torch.Tensor:

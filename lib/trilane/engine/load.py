@@ -72,9 +72,7 @@ def _candidates(folder: Path, plan: Plan) -> list[Path]:
     own = checkpoints.complete(folder / FOLDER)
     if own or not plan.run.load:
         return own[::-1]
-    source = Path(plan.run.load)
-    inside = source / FOLDER if (source / FOLDER).is_dir() else source
-    found = checkpoints.complete(inside) if inside.is_dir() else []
+    found = checkpoints.found_in(Path(plan.run.load))
     require(bool(found), "run.load", plan.run.load, "holds no complete checkpoint")
     return found[::-1]
 

@@ -54,31 +54,33 @@ class Training:
 
         The folder gets steps.jsonl and checkpoints, the terminal Megatron's lines.
         """
-        log, request, first = Log(self._plan, self._folder), self._requests.now(), self._done + 1
+        log, first = Log(self._plan, self._world, self._folder), self._done + 1
+        request = self._requests.now(begun=False)
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
-            self._step(batch, log, begin)
-            if batch.number == first:
+            begin = self._step(batch, log, begin)
+            if batch.number in (first, self._plan.run.train_iters):  # the optimizer's states: from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
-            begin = time.perf_counter()
             request = self._requests.now()
             if self._is_due(batch, request):
                 self._save(batch)
-                begin = time.perf_counter()
+                begin = time.perf_counter()  # no iteration pays for it
             if request.stop:
                 break
         self._end(request)
         dist.barrier()
         dist.destroy_process_group()
 
-    def _step(self, batch: Batch, log: Log, begin: float) -> None:
+    def _step(self, batch: Batch, log: Log, begin: float) -> float:
+        """Train one batch; when it was done."""
         lr = learning_rate(self._plan.optimizer, batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._feed.microbatches(batch)
         step = self._engine.step(microbatches, lr)
+        end = time.perf_counter()
         self._done = batch.number
-        if self._world.is_last:
-            log.write(iteration(self._plan, batch, time.perf_counter() - begin, lr, step))
+        log.write(iteration(self._plan, batch, end - begin, lr, step))
+        return end
 
     def _is_due(self, batch: Batch, request: Request) -> bool:
         """A checkpoint is wanted now: somebody asks, it is its turn, or the run ends here."""

@@ -9,16 +9,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trilane.checks import require
 from trilane.engine.audit import decay_audit
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.megatron_states import MegatronStates
 from trilane.engine.model import DTYPES, build_chunks, canonical_parameters, config
 from trilane.engine.phases import OPTIMIZER, MegatronTimers, phase
+from trilane.engine.randomness import seed_streams
 from trilane.engine.world import World
 from trilane.plan import Plan
 
@@ -29,13 +28,12 @@ INITIAL_LOSS_SCALE = 2.0**16
 
 
 def build(plan: Plan, world: World) -> "Megatron":
-    """The engine on every rank together. Raises ValueError for what it cannot build yet."""
+    """The engine on every rank together."""
     t = plan.topology
-    require(not plan.shape.embedding_layernorm, "embedding_layernorm", True, "engine megatron has none yet")
     parallel_state.initialize_model_parallel(
         t.tp, t.pp, virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None
     )
-    model_parallel_cuda_manual_seed(plan.run.seed)
+    seed_streams(plan.run.seed)
     return Megatron(plan, world)
 
 
@@ -56,6 +54,10 @@ class Megatron:
         self.states = MegatronStates(named, self._optimizer.chained_optimizers)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
+        if plan.topology.overlap_grad_reduce:
+            # Gradients are summed as they come, but after the last microbatch only.
+            waits = [chunk.no_sync for chunk in self._chunks]
+            settings.no_sync_func = waits if len(waits) > 1 else waits[0]
         self._schedule = get_forward_backward_func()
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
@@ -116,10 +118,14 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan) -> DistributedDataParallel:
-    """The chunk in its precision, with gradients summed over replicas in fp32 after the last microbatch."""
-    half = plan.topology.precision != "fp32"
+    """The chunk in its precision, with gradients summed over replicas in fp32 for the last microbatch."""
+    t = plan.topology
+    half = t.precision != "fp32"
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=plan.topology.zero == 1, grad_reduce_in_fp32=half, overlap_grad_reduce=False
+        use_distributed_optimizer=t.zero == 1,
+        grad_reduce_in_fp32=half,
+        overlap_grad_reduce=t.overlap_grad_reduce,
+        overlap_param_gather=t.overlap_param_gather,
     )
     return DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
 
@@ -140,6 +146,7 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
         params_dtype=DTYPES[t.precision],
         initial_loss_scale=INITIAL_LOSS_SCALE,
         use_distributed_optimizer=t.zero == 1,
+        overlap_param_gather=t.overlap_param_gather,
     )
 
 

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.engine.initial import STD, initial_slice, split_dim
-from trilane.engine.spec import block_spec
+from trilane.engine.spec import Norm, block_spec
 from trilane.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -29,13 +29,14 @@ def config(plan: Plan) -> TransformerConfig:
     """megatron-core's settings for the plan. What needs apex, Transformer Engine or torch.compile is off."""
     shape, t = plan.shape, plan.topology
     dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
+    own = {"first": t.first_stage_layers or None, "last": t.last_stage_layers or None}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
         activation_func=F.gelu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=plan.dropout.hidden,
+        attention_dropout=plan.dropout.attention,
         layernorm_epsilon=1e-5,
         init_method_std=STD,
         perform_initialization=False,
@@ -50,6 +51,7 @@ def config(plan: Plan) -> TransformerConfig:
         sequence_parallel=t.sequence_parallel,
         account_for_embedding_in_pipeline_split=t.partition != "uniform",
         account_for_loss_in_pipeline_split=t.partition != "uniform",
+        **{f"num_layers_in_{end}_pipeline_stage": layers for end, layers in own.items()},
         # With two stages and batched p2p, interleaving trains wrong without an error (seen in megatron-core 0.16.1).
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
@@ -82,7 +84,7 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
     """The same chunk where megatron-core made it, its values not yet written."""
     shape = plan.shape
     where = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    return GPTModel(
+    model = GPTModel(
         config=settings,
         transformer_layer_spec=block_spec(settings, vp_stage),
         vocab_size=shape.vocab_size,
@@ -93,6 +95,24 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
         position_embedding_type="learned_absolute",
         vp_stage=vp_stage,
     )
+    if shape.embedding_layernorm and model.pre_process:
+        # The dropout is the embedding's last act, on what this rank holds of the sequence.
+        model.embedding.embedding_dropout = NormedDropout(settings)
+    return model
+
+
+class NormedDropout(torch.nn.Module):
+    """BLOOM's norm of the embedding, then its dropout."""
+
+    def __init__(self, settings: TransformerConfig) -> None:
+        super().__init__()
+        self.settings = settings
+        self.layernorm = Norm(settings, settings.hidden_size)
+        self.dropout = torch.nn.Dropout(settings.hidden_dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        return self.dropout(self.layernorm(x))
 
 
 def fill(model: GPTModel, plan: Plan, whole: Whole = nullcontext) -> None:
@@ -119,6 +139,7 @@ def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, tor
     """Each parameter with its name in the whole model: layers counted from the first stage, a tied head by its twin."""
     numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
+        name = name.replace(".embedding_dropout.", ".")
         name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda found: str(numbers[found.group()]), name)
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"

@@ -7,19 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trilane.engine.engines import Step
+from trilane.engine.timers import Spread, Timers, lines
+from trilane.engine.world import World
 from trilane.plan import Plan
 from trilane.ramp import Batch
+
+if TYPE_CHECKING:
+    from trilane.engine.board import Board
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """One iteration (or the mean of several, ending here), in the units of Megatron's line but for seconds.
 
+    Its fields are a line of steps.jsonl. A loss that is no number becomes NaN, which Python's reader takes.
     `tflops` is model FLOPs per GPU and second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation
     counted where it is full. Megatron-LM of today counts causal attention half and recomputation never.
     """
@@ -35,10 +41,6 @@ class Iteration:
     grad_norm: float
     skipped: int
     nan: int
-
-    def record(self) -> str:
-        """The JSON line of steps.jsonl. A loss that is no number becomes NaN, which Python's reader takes."""
-        return json.dumps(self.__dict__)
 
     def line(self, train_iters: int, now: datetime) -> str:
         """Megatron-LM's line, training.py of 2025 (training_log), with the clock in front."""
@@ -86,20 +88,47 @@ def average(window: Sequence[Iteration]) -> Iteration:
 
 
 class Log:
-    """The terminal and steps.jsonl of a run, both from the rank that sees the loss."""
+    """The terminal and steps.jsonl of a run, both from the last rank, which sees the loss; TensorBoard on request."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self._run, self._path = plan.run, folder / "steps.jsonl"
+    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
+        self._run, self._speaks, self._path = plan.run, world.is_last, folder / "steps.jsonl"
         self._window: list[Iteration] = []
+        self._timers = Timers(world.device) if plan.run.timers else None
+        self._board = _board(folder) if plan.run.tensorboard and self._speaks else None
 
     def write(self, step: Iteration) -> None:
-        """Append the JSON line; print Megatron's line every log_interval iterations and at the end."""
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end. All ranks call it."""
+        due = step.iteration % self._run.log_interval == 0 or step.iteration == self._run.goal
+        spread: Spread = {}
+        if self._timers:
+            self._timers.fold()
+            spread = self._timers.over_ranks() if due else {}
+        if self._speaks:
+            self._record(step, spread)
+            if due:
+                self._print(spread)
+
+    def _record(self, step: Iteration, spread: Spread) -> None:
+        values = {**step.__dict__, "timers": spread} if spread else step.__dict__
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(step.record() + "\n")
+            file.write(json.dumps(values) + "\n")
         self._window.append(step)
-        if step.iteration % self._run.log_interval == 0 or step.iteration == self._run.goal:
-            print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
-            self._window = []
+        if self._board:
+            self._board.add(step)
+
+    def _print(self, spread: Spread) -> None:
+        print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
+        self._window = []
+        if spread:
+            print(lines(spread), flush=True)
+        if self._board:
+            self._board.flush()
+
+
+def _board(folder: Path) -> "Board":
+    from trilane.engine.board import Board  # TensorBoard's import takes a second
+
+    return Board(folder)
 
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:

@@ -43,23 +43,30 @@ class Requests:
         self._folder, self._world, self._signals = folder, world, signals
         self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else float("inf")
 
-    def now(self) -> Request:
-        """The strongest request of any rank, the same on all: one number goes around, after which all go on."""
-        number = torch.tensor(self._mine(), device=self._world.device)
+    def now(self, begun: bool = True) -> Request:
+        """The strongest request of any rank, the same on all: one number goes around, after which all go on.
+
+        A run that has not `begun` an iteration is only kept from it by those who want the end whatever the clock says.
+        """
+        number = torch.tensor(self._iteration_done() if begun else self._end_wanted(), device=self._world.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return REQUESTS[int(number)]
 
-    def _mine(self) -> int:
-        """The number of the strongest request that this rank knows."""
-        found = [0]
+    def _iteration_done(self) -> int:
+        """The number of the strongest request that this rank knows of; what asks for one save has been heard."""
+        found = [self._end_wanted()]
         if self._signals.save:
             self._signals.save = False
             found.append(1)
-        if self._signals.stop:
-            found.append(5)
         if self._world.is_first:
-            found += [3] * (time.monotonic() >= self._end) + [4] * (self._folder / STOP).exists()
             if (self._folder / SAVE).exists():
                 (self._folder / SAVE).unlink(missing_ok=True)
                 found.append(2)
+            if time.monotonic() >= self._end:
+                found.append(3)
         return max(found)
+
+    def _end_wanted(self) -> int:
+        if self._signals.stop:
+            return 5
+        return 4 if self._world.is_first and (self._folder / STOP).exists() else 0

@@ -27,6 +27,8 @@ class Signals:
         self.save = self.stop = False
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own answer waits for such an operation to return
         signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
+        for number in ALL:  # a job script may have had them ignored, so that torchrun does not die of them
+            signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:

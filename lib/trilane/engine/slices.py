@@ -76,7 +76,7 @@ def said(error: OSError) -> str:
 
 def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
-    table: dict[str, Any] = {}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants it
     end = 0
     for name, shape in entries:
         first, end = end, end + FLOAT_BYTES * int(np.prod(shape, dtype=np.int64))
@@ -84,7 +84,7 @@ def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     behind = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {n: behind + t["data_offsets"][0] for n, t in table.items()}
+    return len(text).to_bytes(8, "little") + text, {n: behind + table[n]["data_offsets"][0] for n, _ in entries}
 
 
 def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box) -> torch.Tensor:

@@ -3,6 +3,7 @@
 S sequence, B microbatch, H heads of this rank, D channels of a head.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Attention(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
+        self.shares_sequence = config.sequence_parallel
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
 
@@ -46,12 +48,11 @@ class Attention(torch.nn.Module):
     ) -> torch.Tensor:
         """(S, B, H, D) three times -> (S, B, H D)."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H, S, D)
-        if self.dropout and self.training:
-            # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it.
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                out = self._attend(q, k, v, self.dropout)
-        else:
-            out = self._attend(q, k, v, 0.0)
+        # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
+        # sequence parallelism the whole layer draws from it already: taken out twice it would be rewound wrong.
+        own = self.dropout and self.training and not self.shares_sequence
+        with tensor_parallel.get_cuda_rng_tracker().fork() if own else nullcontext():
+            out = self._attend(q, k, v, self.dropout if self.training else 0.0)
         return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:

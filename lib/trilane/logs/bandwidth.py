@@ -30,9 +30,11 @@ class Bench:
         self._ranks: list[float] = []
         self._open: dict[str, float] = {}
         self._mixed = False
+        self.took = False  # whether the last line was one of a bench
 
     def row(self, line: bytes) -> dict[str, float] | None:
         """A finished row, where this line finishes one."""
+        self.took = True
         if found := NCCL_TEST.match(line):
             algorithm, bus = float(found[4]) * 1e9, float(found[5]) * 1e9
             return {
@@ -55,6 +57,8 @@ class Bench:
             del self._ranks[:1]
             self._mixed = self._mixed and bool(self._ranks)
             return row
+        else:
+            self.took = False
         return None
 
 

@@ -25,6 +25,11 @@ class Devices:
     def __init__(self) -> None:
         self._named: tuple[int, str] | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether a GPU was named whose memory has not been seen."""
+        return self._named is not None
+
     def device(self, line: bytes) -> Device | None:
         """The GPU that this line completes."""
         if found := NAME.match(line):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -12,13 +13,13 @@ from trilane.logs.table import NAN, Table
 
 
 class Draft:
-    """What was read of a run so far; with `keep`, only these columns of its tables.
+    """What was read of a run so far; with `keep` and `spill` as in Table.
 
     Tables grow by 8 bytes a number; all else is bounded by ranks and names.
     """
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self.iterations, self.companion = Table(keep), Table(keep)
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self.iterations, self.companion = Table(keep, spill), Table(keep, spill)
         self.timers, self.bandwidth = Table(keep), Table()
         self.memory: dict[int, dict[str, float]] = {}
         self.arguments: dict[str, Value] = {}
@@ -29,6 +30,10 @@ class Draft:
         self.rank = NAN  # who prints the iterations, where lines say it
         self.root_rank: int | None = None
         self.last_line = b""
+        self._clocks: dict[
+            str, tuple[float, float]
+        ] = {}  # by dialect the last iteration, and when its line was written
+        self.clocked: set[str] = set()  # dialects whose seconds are differences of such times
 
     @property
     def now(self) -> float:
@@ -52,6 +57,20 @@ class Draft:
     def says_something(self) -> bool:
         """Whether anything is known that makes it a run."""
         return self.is_over or bool(self.endings)
+
+    def timed(self, row: dict[str, float], clock: float, who: str) -> dict[str, float]:
+        """The row, with the seconds per iteration that passed since the last one of `who`, unless it says them itself.
+
+        `clock` are the seconds at which the line was written, NaN where it does not tell.
+        """
+        last, before = self._clocks.get(who, (row["iteration"], NAN))
+        steps, seconds = row["iteration"] - last, clock - before
+        if steps > 0 or who not in self._clocks:
+            self._clocks[who] = (row["iteration"], clock)
+        if "sec_per_it" in row or not (steps > 0 and seconds > 0):
+            return row
+        self.clocked.add(who)
+        return row | {"sec_per_it": seconds / steps}
 
     def accepts(self, row: Mapping[str, float], rank: float) -> bool | None:
         """Whether the row is the run's next one; None for what was read before, as other ranks may print the same."""

@@ -16,20 +16,23 @@ PATTERNS = [
     (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
     (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit"),
     (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory"),
+    (1, "OOM", b"failure", rb"Cuda failure (?:\d+ )?'out of memory'"),
     (1, "OOM", b"allocate", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
     (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
     (2, "hang", b"imed timeout", rb"failed or timed out|Wait timeout|wait\(\) timed out|watchdog.{0,80}timeout"),
-    (2, "hang", b"imed Timeout", rb"[Tt]imed out (?:waiting|after|initializing)|Socket Timeout"),
+    (2, "hang", b"imed Timeout", rb"[Tt]imed out (?:waiting(?! for job)|after|initializing)|Socket Timeout"),
     (2, "NCCL error", b"NCCL nccl", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*"),
     (2, "NCCL error", b"unhandled aborted Dist", rb"unhandled (?:system|cuda) error|NCCL .* aborted|DistBackendError"),
     (2, "NaN loss", b"NaN nan", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
     (3, "crashed", b"Error", rb"ChildFailedError|CalledProcessError"),
+    (3, "crashed", b"FAILURE", rb"DUE TO TASK FAILURE"),
     (3, "cancelled", b"CANCELLED PREEMPT", rb"CANCELLED AT|DUE TO PREEMPTION"),
     (3, "cancelled", b"Interrupt ignal", rb"^KeyboardInterrupt|SignalException|death signal"),
     (2, "crashed", b"Error Exception", EXCEPTION),
     (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
     (3, "crashed", b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
     (3, "crashed", b"exitcode", rb"failed \(exitcode: -?\d"),
+    (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
     (
         4,
         "completed",
@@ -38,7 +41,11 @@ PATTERNS = [
     ),
     (5, "crashed", b"Killing closing", rb"^Killing subprocess|Sending process \d+ closing signal"),
 ]
-COMPILED = [(level, status, tuple(words.split()), re.compile(pattern)) for level, status, words, pattern in PATTERNS]
+WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
+ANY = re.compile(b"|".join(WORDS))
+COMPILED = [(l, s, frozenset(words.split()), re.compile(pattern)) for l, s, words, pattern in PATTERNS]
+# a word that ANY finds may hide another that it holds, or that goes on after it
+HELD = {word: {other for other in WORDS if other in word or word in other} for word in WORDS}
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
 ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
 ASKED = re.compile(rb"[Tt]ried to allocate ([\d.]+) ([KMGT])i?B")
@@ -61,8 +68,11 @@ class Ending:
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """What the line says about the end of a run; None for the rest."""
+    held = {word for found in set(ANY.findall(line)) for word in HELD[found]}
+    if not held:
+        return None
     for level, status, words, pattern in COMPILED:
-        if any(word in line for word in words) and pattern.search(line):
+        if words & held and pattern.search(line):
             rank, asked = RANK.search(line), ASKED.search(line)
             return Ending(
                 level=level,

@@ -5,31 +5,35 @@ import re
 import numpy as np
 
 from trilane.logs import arguments, bandwidth, deepspeed, devices, endings, megatron, trainers
+from trilane.logs.arguments import Value
 from trilane.logs.draft import Draft
 
 LAUNCH = re.compile(
     rb"using world size:|-{6,} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
 )
-LAUNCH_WORDS = (b"world size", b"arguments -", b"torch dist", b"Running", b"DeepSpeed", b".py")
+LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|\.py")
 HF_COUNT = rb">>  "
+MOST_OTHERS = 2000  # lines in a row that are no argument: the dump is over, though its end was not seen
+MOST_HEARD = 20_000  # lines with arguments that are remembered, since every rank may print them
 
 
 class Facts:
     """Takes lines and tells the run they belong to. It remembers what a fact needs of the lines before."""
 
     def __init__(self) -> None:
-        self.inside = False  # a dump of arguments
+        self.inside, self._other = False, 0  # a dump of arguments; lines in it since the last argument
+        self.heard: set[bytes] = set()  # lines of dumps that would change nothing if they came again
         self._bench, self._devices = bandwidth.Bench(), devices.Devices()
 
     def is_launch(self, line: bytes) -> bool:
         """Whether the line is said when a training begins, and only then."""
-        if not any(word in line for word in LAUNCH_WORDS):
+        if not LAUNCH_WORDS.search(line):
             return False
         trains = line.startswith(b"+") and b".py" in line and bool(arguments.traced(line))
         return trains or bool(LAUNCH.search(line))
 
-    def numbers(self, line: bytes, rank: float, run: Draft) -> None:
-        """Memory, timers and rates."""
+    def numbers(self, line: bytes, rank: float, run: Draft) -> bool:
+        """Memory, timers and rates. Whether the line has the form of any of them, digits aside."""
         who = 0.0 if rank != rank else rank
         if b"memory (MB)" in line:
             for report in megatron.memories(line):
@@ -40,8 +44,8 @@ class Facts:
         elif spans := megatron.timers(line):
             values = np.array([[span.value(line)] for span in spans])
             run.add_timers([span.column for span in spans], np.array([run.now]), values)
-        elif rate := deepspeed.effective(line):
-            if run.iterations.rows:
+        elif b"Effective Tera" in line:
+            if (rate := deepspeed.effective(line)) and run.iterations.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": rate})
         elif told := deepspeed.profile(line):
             run.summary[f"profiler: {told[0]}"] = told[1]
@@ -51,25 +55,49 @@ class Facts:
             run.last_line = line
         elif device := self._devices.device(line):
             run.devices[device.index] = device
+        else:
+            return self._bench.took or self._devices.waits or b"MiB" in line
+        return True
 
-    def arguments(self, line: bytes, run: Draft) -> None:
-        """Launch arguments."""
+    def arguments(self, line: bytes, run: Draft) -> bool:
+        """Launch arguments; whether the line tells any."""
         if b"arguments" in line and (arguments.BEGIN.search(line) or arguments.END.search(line)):
-            self.inside = not arguments.END.search(line)
-        elif found := arguments.dumped(line, self.inside):
-            run.arguments[found[0]] = found[1]
+            self.inside, self._other = not arguments.END.search(line), 0
+            return True
+        if found := arguments.dumped(line, self.inside):
+            self._other = 0
+            self._hear(line, found, run)
         elif HF_COUNT in line and (count := trainers.hf_count(line)):
             run.arguments[count[0]] = count[1]
         else:
             given = arguments.traced(line)
             # what the program says of itself comes before what the script gave it
-            run.arguments |= {k: v for k, v in given.items() if k not in run.arguments} | arguments.world(line)
+            run.arguments |= {k: v for k, v in given.items() if k not in run.arguments} | (
+                world := arguments.world(line)
+            )
+            self._other += 1
+            if self._other > MOST_OTHERS:
+                self.inside = False
+            return bool(given or world)
+        return True
 
-    def end(self, line: bytes, run: Draft) -> None:
-        """Lines about the end."""
+    def _hear(self, line: bytes, found: tuple[str, Value], run: Draft) -> None:
+        name, value = found
+        if run.arguments.get(name, value) != value:
+            self.heard.clear()  # the last word counts, also where it was said before
+        run.arguments[name] = value
+        if len(self.heard) < MOST_HEARD and len(line) < 1000:
+            self.heard.add(line)
+
+    def end(self, line: bytes, run: Draft) -> bool:
+        """Lines about the end; whether the line may be one, digits aside."""
         if end := endings.ending(line, run.rows):
             run.add_ending(end)
         elif b"andwidth" in line and bandwidth.ends(line):
             run.add_ending(endings.planned(line, run.rows))
-        elif run.root_rank is None and b"local_rank" in line and (root := endings.ROOT.search(line)):
-            run.root_rank = int(root[1])
+        elif b"local_rank" in line:
+            if run.root_rank is None and (root := endings.ROOT.search(line)):
+                run.root_rank = int(root[1])
+        else:
+            return b"oom" in line  # `0 oom_kill events` is none, 1 is one
+        return True

@@ -2,16 +2,19 @@
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import deepspeed, facts, megatron, trainers
+from trilane.logs import clock, deepspeed, facts, megatron, trainers
 from trilane.logs.bulk import Bulk
 from trilane.logs.draft import Draft
 from trilane.logs.table import NAN
 from trilane.logs.tells import ARGUMENT, END, NUMBER, STEP
 
-WRAPPED = re.compile(rb"iteration\s+\d+\s*/[\s\d]*(?:\||$)")  # an iteration line begins, and may end in a later line
+WRAPPED = re.compile(
+    rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)"
+)  # an iteration line begins, and may end in a later line
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
 MOST_PIECES = 12  # lines that one wrapped iteration line may take
 LONG = 1 << 16  # bytes: in a longer line only iterations are looked for
@@ -21,9 +24,9 @@ OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # the rest are Megatron's rela
 class Lines:
     """The runs of a file so far, and an iteration line that may go on in the next line."""
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self._keep = keep
-        self.runs = [Draft(keep)]
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self._keep, self._spill = keep, spill
+        self.runs = [Draft(keep, spill)]
         self._begun, self._pieces = b"", 0
         self._facts = facts.Facts()
 
@@ -34,38 +37,53 @@ class Lines:
 
     @property
     def waits(self) -> bool:
-        """Whether even a line without a word of ours matters, for what came before it."""
-        return bool(self._begun) or self._facts.inside
+        """Whether even a line without a word of ours matters: it may be the rest of an iteration line."""
+        return bool(self._begun)
 
     def close(self) -> list[Draft]:
         """All runs of which something is known."""
         self.finish()
         return [run for run in self.runs if run.says_something]
 
-    def read(self, line: bytes, tell: int, whole: bool) -> None:
-        """Take one line that may say what `tell` tells (see tells.py); not `whole` where the file ends inside it."""
+    @property
+    def inside(self) -> bool:
+        """Whether a dump of arguments is open, where names may stand without dots."""
+        return self._facts.inside
+
+    @property
+    def heard(self) -> set[bytes]:
+        """Lines that would change nothing if they came again, as long as nothing else begins."""
+        return self._facts.heard
+
+    def read(self, line: bytes, tell: int, whole: bool) -> bool:
+        """Take one line that may say what `tell` tells (see tells.py); not `whole` where the file ends inside it.
+
+        Whether it has the form of a line that says something; if not, no line does that differs in digits only.
+        """
         if b"\x1b" in line or b"\0" in line:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
         if b"\r" in line:  # a progress bar that writes over itself
-            for part in line.split(b"\r"):
-                self.read(part, tell, whole)
-            return
+            return any([self.read(part, tell, whole) for part in trainers.bar_parts(line)])
         if self._begun and self._goes_on(line):
-            return
+            return True
         if b"iteration" in line and WRAPPED.search(line):
             self._begun, self._pieces = line, 1
             if not whole or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
                 self.finish(whole)
-        elif len(line) < LONG:
-            if self._facts.is_launch(line):
-                self.begin()
-            if tell & (NUMBER | STEP):
-                self._numbers(line)
-            if tell & ARGUMENT or self._facts.inside:
-                self._facts.arguments(line, self.run)
-            if tell & END:
-                self._facts.end(line, self.run)
+            return True
+        if len(line) >= LONG:
+            return True
+        told = self._facts.is_launch(line)
+        if told:
+            self.begin()
+        if tell & (NUMBER | STEP):
+            told |= self._numbers(line)
+        if tell & ARGUMENT or self._facts.inside:
+            told |= self._facts.arguments(line, self.run)
+        if tell & END:
+            told |= self._facts.end(line, self.run)
+        return told
 
     def _goes_on(self, line: bytes) -> bool:
         """Whether `line` is the rest of the iteration line that was begun; a wrap may have eaten a blank or not."""
@@ -101,7 +119,8 @@ class Lines:
     def begin(self) -> None:
         """Another run, unless nothing happened yet in this one."""
         if self.run.is_over:
-            self.runs.append(Draft(self._keep))
+            self.runs.append(Draft(self._keep, self._spill))
+            self._facts.heard.clear()
 
     def extend(self, steps: Bulk, line: bytes) -> bool:
         """Take iterations in bulk, if they simply go on; else False, and nothing was taken. `line` is the last one."""
@@ -118,24 +137,30 @@ class Lines:
         run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
         return True
 
-    def _numbers(self, line: bytes) -> None:
-        """Every kind of number but Megatron's iterations."""
+    def _numbers(self, line: bytes) -> bool:
+        """Every kind of number but Megatron's iterations; whether the line has the form of one."""
         prefix = megatron.PREFIX.match(line)
         rank = float(prefix[prefix.lastindex or 0]) if prefix else NAN
+        told = True
         if b"step:" in line and (row := trainers.titan(line)):
             known = {"rank": 0.0 if rank != rank else rank, "max_reserved": row["max_reserved"]}
-            self._step(row, "torchtitan", rank, line)
+            self._step(self.run.timed(row, clock.read(line), "torchtitan"), "torchtitan", rank, line)
             self.run.add_memory(known)
         elif b"{'" in line:
             self._hf(line)
-        elif line.lstrip().startswith(b'{"') and (row := trainers.our_step(line)):
-            self._step(row, "trilane", NAN, line)
+        elif line.lstrip().startswith(b'{"'):
+            if row := trainers.our_step(line):
+                self._step(row, "trilane", NAN, line)
+            if timers := trainers.our_timers(line):
+                self.run.add_timers(list(timers), np.array([self.run.now]), np.array([[v] for v in timers.values()]))
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in deepspeed.steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.now:
                     self.begin()
-                self.run.add_companion(row, line)
-        self._facts.numbers(line, rank, self.run)
+                self.run.add_companion(self.run.timed(row, clock.read(line), "deepspeed"), line)
+        else:
+            told = False
+        return self._facts.numbers(line, rank, self.run) or told
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):
@@ -149,7 +174,7 @@ class Lines:
                 continue  # another rank prints the same
             every = run.arguments.get("logging_steps")
             row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
-            self._step(row, "hf-trainer", NAN, line)
+            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, line)
 
 
 def _told(line: bytes) -> int:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+)\s*\|")
+ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+|infinity)\s*\|")
 MEMORY = re.compile(rb"(?:\[Rank (\d+)\] )?\(?after (\d+) iterations\)? memory \(MB\) \|")
 TIMERS = re.compile(rb"\btime \(ms\) \|")
 TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+\.?\d*)(?:,\s+(\d+\.?\d*)\))?\s*$")
 FIELD = re.compile(
-    rb"\s*([^:|]+?)\s*:\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
+    rb"\s*([^:|]+?)\s*(:?)\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
 PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
 NEOX_RATE = re.compile(rb"samples/sec: (\d+\.?\d*) \|\s*$")
@@ -26,6 +26,8 @@ COLUMNS = {
     "elapsed time per iteration (ms)": ("sec_per_it", 1.0, 1e3),
     "elapsed time per iteration (s)": ("sec_per_it", 1.0, 1.0),
     "throughput per GPU (TFLOP/s/GPU)": ("flops_per_s_per_gpu", 1e12, 1.0),
+    "compute per GPU (TFLOP/s/GPU)": ("flops_per_s_per_gpu", 1e12, 1.0),
+    "tokens per GPU (tokens/s/GPU)": ("tokens_per_gpu_per_second", 1.0, 1.0),
     "TFLOPs": ("flops_per_s_per_gpu", 1e12, 1.0),
     "approx flops per GPU": ("flops_per_s_per_gpu", 1.0, 1.0),
     "samples per second": ("samples_per_second", 1.0, 1.0),
@@ -66,7 +68,9 @@ def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
     """
     found = list(ITERATION.finditer(line))
     for this, after in zip(found, [*found[1:], None], strict=False):
-        spans = [Span("iteration", *this.span(1)), Span("train_iters", *this.span(2))]
+        spans = [Span("iteration", *this.span(1))]
+        if this[2].isdigit():
+            spans.append(Span("train_iters", *this.span(2)))
         if rate := NEOX_RATE.search(line, 0, this.start()):
             spans.append(Span("samples_per_second", *rate.span(1)))
         stop = after.start() if after else len(line)
@@ -87,11 +91,12 @@ def _fields(line: bytes, start: int, stop: int, whole: bool) -> Iterator[Span]:
         if not found:
             continue
         name = found[1].decode("utf-8", "replace")
-        known = COLUMNS.get(name) or ((re.sub(r"\W+", "_", name), 1.0, 1.0) if name.endswith("loss") else None)
+        is_loss = name.endswith("loss") and found[2]  # only Megatron of 2019 leaves the colons out
+        known = COLUMNS.get(name) or ((re.sub(r"\W+", "_", name), 1.0, 1.0) if is_loss else None)
         if known and known[0] not in seen:
             seen.add(known[0])
             column, times, over = known
-            yield Span(column, *found.span(2), times * PREFIXES[(found[3] or b"")[:-5]], over)
+            yield Span(column, *found.span(3), times * PREFIXES[(found[4] or b"")[:-5]], over)
 
 
 def memories(line: bytes) -> Iterator[dict[str, float]]:
@@ -117,8 +122,12 @@ def timers(line: bytes) -> list[Span]:
         for part in line[start:].split(b"|"):
             field = FIELD.fullmatch(part)
             # glued lines name a timer twice: the first counts
-            if field and field[1].decode("utf-8", "replace") not in {"iteration", *(s.column for s in spans)}:
-                begin, end = field.span(2)
+            if (
+                field
+                and field[2]
+                and field[1].decode("utf-8", "replace") not in {"iteration", *(s.column for s in spans)}
+            ):
+                begin, end = field.span(3)
                 spans.append(Span(field[1].decode("utf-8", "replace"), start + begin, start + end, 1.0, 1e3))
             start += len(part) + 1
         return spans

@@ -1,23 +1,26 @@
 """Reader: blocks of a log in, runs out. Lines of a known form in bulk; every other line that may matter, one by one."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
 import numpy as np
 
 from trilane.logs import megatron
 from trilane.logs.bulk import Bulk, by_iteration, merge
 from trilane.logs.draft import Draft
+from trilane.logs.dull import Dull
 from trilane.logs.fast import Form, Forms, readable
 from trilane.logs.lines import Lines
-from trilane.logs.tells import ALL, STEP, tells
+from trilane.logs.tells import ALL, MAYBE, STEP
 
 
 class Reader:
-    """Feed it blocks in order; `close` gives a Draft for each run of the file. `keep` is Table's."""
+    """Feed it blocks in order; `close` gives a Draft for each run of the file. `keep` and `spill` are Table's."""
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self._lines = Lines(keep)
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self._lines = Lines(keep, spill)
         self._forms = Forms(form)
+        self._dull = Dull()
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""
@@ -25,19 +28,34 @@ class Reader:
         starts, stops = np.concatenate([[0], ends + 1]), np.append(ends, len(block))
         # the bytes after the last line end may be cut off, and no form can tell
         batches, rest = self._forms.batches(block, starts[:-1], stops[:-1])
-        told = tells([block[a:b] for a, b in zip(starts[rest].tolist(), stops[rest].tolist(), strict=True)])
+        told = self._dull.tells(block, rest)
         new = self._forms.learn(block, starts, stops, rest[told & STEP > 0])
-        left = ~np.isin(rest, np.concatenate([b.at for b in new])) if new else slice(None)
+        if new:
+            left = ~np.isin(rest, np.concatenate([b.at for b in new]))
+            rest, told = rest[left], told[left]
         batches += new
         steps = merge([b for b in batches if b.form.kind == "iteration"])
         timers = merge([b for b in batches if b.form.kind == "timers"])
         lines, last = self._lines, len(starts) - 1
-        for number, tell in zip([*rest[left].tolist(), last], [*told[left].tolist(), ALL], strict=True):
-            if tell or lines.waits:
-                if min(steps.first, timers.first) < number:
-                    steps, timers = self._flush(number, steps, timers, block, starts, stops)
-                lines.read(block[starts[number] : stops[number]], tell, whole=number < last)
+        for number, tell in self._matter([*rest.tolist(), last], np.append(told, np.uint8(ALL))):
+            line = block[starts[number] : stops[number]]
+            if (tell == MAYBE and not lines.inside) or (line in lines.heard and not lines.waits):
+                continue
+            if min(steps.first, timers.first) < number:
+                steps, timers = self._flush(number, steps, timers, block, starts, stops)
+            if not lines.read(line, tell, whole=number < last):
+                self._dull.add(line)
         self._flush(last + 1, steps, timers, block, starts, stops)
+
+    def _matter(self, rest: list[int], told: np.ndarray) -> Iterator[tuple[int, int]]:
+        """The lines that may say something; while a line before them waits for its rest, all that follow it."""
+        hot, tell, at, place = np.flatnonzero(told).tolist(), told.tolist(), 0, 0
+        while place < len(hot):
+            at = at if self._lines.waits else max(at, hot[place])
+            yield rest[at], tell[at]
+            at += 1
+            while place < len(hot) and hot[place] < at:
+                place += 1
 
     def close(self) -> list[Draft]:
         """The runs of the file, those left out of which nothing is known."""

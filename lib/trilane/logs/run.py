@@ -1,6 +1,7 @@
 """RunLog: what one training run's log says, and how the run ended."""
 
 import json
+import re
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,26 +11,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trilane.checks import require
-from trilane.logs import endings, units
+from trilane.logs import document, endings, units
 from trilane.logs.arguments import Value
 from trilane.logs.devices import Device
 from trilane.logs.draft import Draft
 from trilane.logs.reader import Reader
 from trilane.logs.stream import blocks
-from trilane.logs.table import NAN, Table
+from trilane.logs.table import NAN, Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
 STATUSES = (
-    *("completed", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
+    *("completed", "stopped", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
     *("cancelled", "crashed", "timeout", "unfinished"),
 )
 DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
     "trilane, all_reduce_bench, nccl-tests"
 )
+CLOCKED = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
 
 
@@ -54,6 +56,7 @@ class RunLog:
     status       one of STATUSES; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
                  `asked_bytes` what could not be had where memory ran out
     notes        what was put right in reading
+    taped        more columns of the iterations, in files, where read_runs was told so
     """
 
     source: Path
@@ -70,25 +73,34 @@ class RunLog:
     rank: int | None = None
     asked_bytes: float = NAN
     notes: tuple[str, ...] = ()
+    taped: Mapping[str, Column] = field(default_factory=dict)
 
 
 NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
 
 
-def read_runs(path: Path | str, keep: Collection[str] | None = None) -> list[RunLog]:
+def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
     """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
 
+    Of a document with tables of measured runs (Markdown), each row that measured something is a run, beside the log
+    lines that it quotes.
+
     With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
+    With a folder `spill`, the other columns are written there and come as `taped`.
 
     Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
     """
-    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep})
+    path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill)
+    if text := document.text(path):
+        from trilane.logs import typed  # it makes RunLogs too
+
+        return typed.runs(text, path)
     for block in blocks(path):
         reader.feed(block)
     drafts = reader.close()
     require(bool(drafts), "log", path, f"holds no iteration line; dialects tried: {DIALECTS}")
     age = time.time() - path.stat().st_mtime
-    return [_finish(draft, path, age if draft is drafts[-1] else float("inf")) for draft in drafts]
+    return [finish(draft, path, age if draft is drafts[-1] else float("inf")) for draft in drafts]
 
 
 def read_log(path: Path | str) -> RunLog:
@@ -97,14 +109,15 @@ def read_log(path: Path | str) -> RunLog:
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
-    """The run of a run folder: its run.log, with the launcher's verdict of status.json where there is one.
+    """The run of a run folder: its run.log, with the verdict of status.json where there is one.
 
-    A run that ended before its first iteration has empty tables.
+    Where the run was resumed, an iteration that was trained twice counts once, as it was trained last: that is what the
+    run goes on from. A run that ended before its first iteration has empty tables.
     """
     folder = Path(folder)
     verdict = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
     try:
-        log = read_log(folder / "run.log")
+        log = _joined(read_runs(folder / "run.log"))
     except ValueError as error:
         log = RunLog(
             source=folder / "run.log", iterations=_empty(), memory=_empty(), status="unfinished", evidence=str(error)
@@ -112,7 +125,26 @@ def read_run_folder(folder: Path | str) -> RunLog:
     return replace(log, **{name: verdict[name] for name in ("status", "evidence") if name in verdict})
 
 
-def _finish(draft: Draft, path: Path, age: float) -> RunLog:
+def _joined(parts: list[RunLog]) -> RunLog:
+    """The last of the parts of one run, with the iterations and timers of those before up to where each was resumed."""
+    whole = parts[0]
+    for part in parts[1:]:
+        tables = {name: _until(getattr(whole, name), getattr(part, name)) for name in ("iterations", "timers")}
+        whole = replace(part, **tables)
+    return whole
+
+
+def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
+    import pandas as pd
+
+    if before.empty or after.empty:
+        return before if after.empty else after
+    kept = before[before["iteration"] < after["iteration"].iloc[0]]
+    return pd.concat([kept, after], ignore_index=True)
+
+
+def finish(draft: Draft, path: Path, age: float) -> RunLog:
+    """The run of a draft, read from `path`, which was written `age` seconds ago."""
     table = draft.iterations if draft.iterations.rows else draft.companion
     note = units.mend(table)
     status, evidence, end = _verdict(draft, table, age)
@@ -123,6 +155,7 @@ def _finish(draft: Draft, path: Path, age: float) -> RunLog:
     rank = end.rank if end and end.rank is not None else draft.root_rank if end else None
     return RunLog(
         source=path,
+        taped=table.taped(),
         iterations=table.frame(INTEGERS),
         memory=memory.frame(("rank", "iteration")),
         status=status,
@@ -135,7 +168,7 @@ def _finish(draft: Draft, path: Path, age: float) -> RunLog:
         summary=draft.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, CLOCKED if draft.clocked & set(counted) else ""))),
     )
 
 
@@ -145,7 +178,9 @@ def _verdict(draft: Draft, table: Table, age: float) -> tuple[str, str, endings.
     if end and end.level < 4:
         return end.status, end.evidence, end
     loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
-    if len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]:
+    is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]
+    # the Trainer hides a loss that is no number behind 0
+    if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", draft.last_line)):
         return "NaN loss", last, None
     if end and end.level == 4:
         return end.status, end.evidence, end

@@ -2,9 +2,12 @@
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from trilane.logs.tape import TAIL, Tape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -13,10 +16,18 @@ NAN = float("nan")
 
 
 class Column:
-    """Numbers that are appended. As long as all are the same, and some columns never change, one is kept."""
+    """Numbers that are appended, in memory or on `tape`. As long as all are the same, as some columns', one is kept."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows, self._same, self._all = rows, NAN, None if rows else array("d")
+    def __init__(self, rows: int, tape: Tape | None = None) -> None:
+        self.rows, self._same, self._tape = rows, NAN, tape
+        self._all: array[float] | Tape | None = None
+        if not rows:
+            self._spread()
+
+    @property
+    def is_taped(self) -> bool:
+        """Whether the numbers go to a file."""
+        return self._tape is not None
 
     def append(self, value: float) -> None:
         """One number more."""
@@ -49,20 +60,31 @@ class Column:
 
     def numbers(self) -> np.ndarray:
         """All of them, without a copy where there is an array: append no more while it is used."""
-        return np.full(self.rows, self._same) if self._all is None else np.frombuffer(self._all)
+        return np.frombuffer(self._all) if isinstance(self._all, array) else self.read(0, self.rows)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The numbers from `start` up to `stop`."""
+        if self._all is None:
+            return np.full(stop - start, self._same)
+        return self._all.read(start, stop) if isinstance(self._all, Tape) else np.array(self._all[start:stop])
 
     def _spread(self) -> None:
-        self._all = array("d", [self._same]) * self.rows
+        if self._tape is None:
+            self._all = array("d", [self._same]) * self.rows
+            return
+        self._all = self._tape
+        for start in range(0, self.rows, TAIL):
+            self._tape.frombytes(np.full(min(TAIL, self.rows - start), self._same).tobytes())
 
 
 class Table:
     """Columns that grow together. A number that a row does not say is NaN; a column that comes late is NaN above.
 
-    With `keep`, only columns of these names are kept.
+    With `keep`, only columns of these names are kept in memory; the others in files of the folder `spill`, or nowhere.
     """
 
-    def __init__(self, keep: Collection[str] | None = None) -> None:
-        self.rows, self._keep, self._columns = 0, keep, dict[str, Column]()
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+        self.rows, self._keep, self._spill, self._columns = 0, keep, spill, dict[str, Column]()
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -116,21 +138,29 @@ class Table:
         self._columns[name] = column
 
     def frame(self, integers: Sequence[str] = ()) -> "pd.DataFrame":
-        """The rows as a DataFrame, columns of `integers` that lack no number as int64. It empties the table."""
+        """The rows as a DataFrame, columns of `integers` that lack no number as int64; without those in files.
+
+        It empties the table.
+        """
         import pandas as pd
 
         columns = {}
-        for name in list(self._columns):
+        for name in [name for name, column in self._columns.items() if not column.is_taped]:
             numbers = self._columns.pop(name).numbers()
             whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
             columns[name] = numbers.astype(np.int64) if whole else numbers
         return pd.DataFrame(columns, copy=False)
 
+    def taped(self) -> dict[str, Column]:
+        """The columns in files."""
+        return {name: column for name, column in self._columns.items() if column.is_taped}
+
     def _column(self, name: str) -> Column | None:
         if name not in self._columns:
-            if self._keep is not None and name not in self._keep:
+            kept = self._keep is None or name in self._keep
+            if not kept and self._spill is None:
                 return None
-            self._columns[name] = Column(self.rows)
+            self._columns[name] = Column(self.rows, None if kept or self._spill is None else Tape(self._spill))
         return self._columns[name]
 
     def _pad(self) -> None:

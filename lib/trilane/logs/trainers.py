@@ -7,7 +7,7 @@ from typing import Any
 NUMBER = rb"([-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf))"
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?([-+]?[\w.+-]+)'?")
-BAR = re.compile(rb"(\d+)/(\d+) \[")  # tqdm's bar on the same line
+BAR = re.compile(rb"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # tqdm's bar on the same line, with the time passed
 COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]*|Num examples) = ([\d,]+)")
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
 TITAN = re.compile(
@@ -16,7 +16,7 @@ TITAN = re.compile(
     + rb"\s+(?:grad_norm:\s*"
     + NUMBER
     + rb"\s+)?memory:\s*(\d+\.?\d*)GiB\((\d+\.?\d*)%\)"
-    rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(\d+\.?\d*)%"
+    rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%|N/A)"
 )
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
@@ -31,8 +31,22 @@ def hf_dicts(line: bytes) -> list[dict[str, float]]:
         if "loss" in values or "train_runtime" in values:
             found.append(values)
     if found and (bar := BAR.search(line)):
-        found[0] |= {"step": float(bar[1]), "total": float(bar[2])}
+        passed = 3600 * int(bar[3] or 0) + 60 * int(bar[4]) + int(bar[5])
+        found[0] |= {"step": float(bar[1]), "total": float(bar[2]), "elapsed": float(passed)}
     return found
+
+
+def bar_parts(line: bytes) -> list[bytes]:
+    """The parts of a line that a progress bar wrote over; a dict comes with the bar that stood before it."""
+    parts: list[bytes] = []
+    bar = b""
+    for part in line.split(b"\r"):
+        if b"{'" in part and bar and not BAR.search(part):
+            part = bar + part
+        elif BAR.search(part):
+            bar = part
+        parts.append(part)
+    return parts
 
 
 def hf_iteration(values: dict[str, float], before: float, every: float) -> dict[str, float]:
@@ -60,7 +74,8 @@ def titan(line: bytes) -> dict[str, float] | None:
     if found[7]:
         row["flops_per_s_per_gpu"] = float(found[7].replace(b",", b"")) * 1e12
     row |= {"max_reserved": row["max_reserved"] * 2**30, "memory_share": row["memory_share"] / 100}
-    row["mfu"] = float(found[8]) / 100
+    if found[8]:
+        row["mfu"] = float(found[8]) / 100
     if row.get("lm_loss") == -1:
         del row["lm_loss"]
     return row
@@ -80,6 +95,12 @@ def our_step(line: bytes) -> dict[str, float] | None:
         if isinstance(value, int | float):
             row[column] = float(value) * factor
     return row
+
+
+def our_timers(line: bytes) -> dict[str, float]:
+    """The timers in a line of our steps.jsonl, in seconds: the maximum over ranks, and `<name> min`."""
+    told: dict[str, tuple[float, float]] = json.loads(line).get("timers", {})
+    return {key: value for name, (low, high) in told.items() for key, value in ((f"{name} min", low), (name, high))}
 
 
 def _float(raw: bytes) -> float | None:

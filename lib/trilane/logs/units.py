@@ -31,9 +31,9 @@ def _by_rate(table: Table, seconds: np.ndarray) -> np.ndarray:
     if "global_batch_size" not in table:
         return factors
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = seconds * table.column("samples_per_second") / table.column("global_batch_size")
-    factors[np.abs(np.log(ratio / FACTOR)) < np.log(NEAR)] = 1 / FACTOR
-    factors[np.abs(np.log(ratio * FACTOR)) < np.log(NEAR)] = FACTOR
+        ratio = np.log(seconds * table.column("samples_per_second") / table.column("global_batch_size"))
+    factors[np.abs(ratio - np.log(FACTOR)) < np.log(NEAR)] = 1 / FACTOR
+    factors[np.abs(ratio + np.log(FACTOR)) < np.log(NEAR)] = FACTOR
     return factors
 
 

@@ -1,0 +1,219 @@
+"""What our loop costs: python benchmarks/engine_overhead.py, or torchrun --nproc-per-node 2 ... --tp 2
+
+The engine's whole iteration (data, phases, checks, loss over replicas, log, steps.jsonl) against a bare one over the
+same megatron-core model, DDP and optimizer: zero, schedule, step, on samples that are there already. Both take turns
+in one run, a bare one in each of the engine's, before or after its step, so that a load from outside falls on both.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trilane.hardware import cluster
+from trilane.plan import Data, Plan, Run
+from trilane.shape import parse_shape
+from trilane.topology import Topology
+
+LEFT_OUT = 5
+DRAWS = 2000  # of the bootstrap
+# Without torchrun: one process, and, as if there were one for each core, one thread.
+ALONE = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(os.cpu_count()), "GOMP_SPINCOUNT": "1000"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def main() -> None:
+    """Train, and print the two medians and their ratio from rank 0, as JSON with --json."""
+    args = _arguments()
+    terminal = os.dup(1)
+    rank = int(os.environ.get("RANK", "0"))
+    with _folder(rank) as folder:
+        (folder / "ranks").mkdir(exist_ok=True)
+        os.environ |= {"TRILANE_RANK_LOGS": str(folder / "ranks"), "RANK": str(rank)}
+        for name, value in {
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }.items():
+            os.environ.setdefault(name, value)
+        path = folder / f"plan-{rank}.json"
+        path.write_text(json.dumps(_plan(args, folder).to_json()))
+        found = run(path)
+    if rank == 0:
+        os.write(terminal, (said(found, args.json) + "\n").encode())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="6,256,8,256,512", help="layers,hidden,heads,seq,vocab")
+    for name, value in {"tp": 1, "pp": 1, "dp": 1, "mbs": 4, "gbs": 8, "pairs": 60}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--timers", action="store_true", help="with phase timers, printed at each iteration")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def _folder(rank: int) -> Iterator[Path]:
+    """One folder for all ranks of this host: rank 0's, found by torchrun's name of the run."""
+    shared = os.environ.get("TORCHELASTIC_RUN_ID")
+    if shared is None:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+        return
+    folder = Path(tempfile.gettempdir()) / f"engine-overhead-{os.environ['MASTER_PORT']}"
+    folder.mkdir(exist_ok=True)
+    yield folder
+
+
+def _plan(args: argparse.Namespace, folder: Path) -> Plan:
+    topology = Topology(tp=args.tp, pp=args.pp, dp=args.dp, mbs=args.mbs, gbs=args.gbs, precision=args.precision)
+    run = Run(train_iters=args.pairs + LEFT_OUT + 1, timers=args.timers)
+    data = Data(source="mock", folder=str(folder / "data"))
+    shape = parse_shape(args.shape)
+    # No number of the cluster is used; it has to have the precision.
+    return Plan(label="overhead", shape=shape, cluster=cluster("h200"), topology=topology, data=data, run=run)
+
+
+def run(path: Path) -> dict[str, Any]:
+    """Train the plan with the engine's own entry point, a bare iteration in each of the engine's."""
+    from trilane.engine.cpu import enable_cpu
+
+    enable_cpu()
+    from trilane.engine import __main__ as entry
+    from trilane.engine import loop
+
+    build, pairs = loop.build, list[Paired]()
+
+    def paired(plan: Plan, world: Any) -> "Paired":
+        pairs.append(Paired(build(plan, world)))
+        return pairs[0]
+
+    loop.build = paired
+    code = entry.main([str(path)])
+    assert code == 0, f"the engine ended with {code}"
+    return result(pairs[0].bare, pairs[0].whole())
+
+
+class Paired:
+    """The engine, with a bare iteration in each of its steps; all else is the engine's."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.bare: dict[str, list[float]] = {name: [] for name in CLOCKS}
+        self._began: dict[str, list[float]] = {name: [] for name in CLOCKS}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self, microbatches: Sequence[Any], lr: float) -> Any:
+        """The engine's step, and a bare one before or after it."""
+        for name, clock in CLOCKS.items():
+            self._began[name].append(clock())
+        first = len(self.bare["wall"]) % 2 == 0
+        if first:
+            self._timed(microbatches)
+        step = self._engine.step(microbatches, lr)
+        if not first:
+            self._timed(microbatches)
+        return step
+
+    def whole(self) -> dict[str, list[float]]:
+        """Seconds from the beginning of each step to that of the next, the bare iteration in it taken off."""
+        return {
+            name: [
+                after - before - bare for before, after, bare in zip(began, began[1:], self.bare[name], strict=False)
+            ]
+            for name, began in self._began.items()
+        }
+
+    def _timed(self, microbatches: Sequence[Any]) -> None:
+        begin = {name: clock() for name, clock in CLOCKS.items()}
+        bare(self._engine, microbatches)
+        for name, clock in CLOCKS.items():
+            self.bare[name].append(clock() - begin[name])
+
+
+def bare(engine: Any, microbatches: Sequence[Any]) -> None:
+    """One iteration as one would write it first: nothing is looked at, told or counted."""
+    import torch
+
+    chunks, settings = engine._chunks, engine._chunks[0].config
+    timers, settings.timers = settings.timers, None
+
+    def forward(feed: Iterator[Any], model: Any) -> Any:
+        batch = next(feed)
+        out = model(batch.tokens, engine._positions, None, labels=batch.labels)
+        return out, lambda losses: (losses.float().mean(), {})
+
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    engine._optimizer.zero_grad()
+    feeds = [iter(microbatches) for _ in chunks]
+    many = len(chunks) > 1
+    engine._schedule(
+        forward_step_func=forward,
+        data_iterator=feeds if many else feeds[0],
+        model=chunks if many else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=microbatches[0].tokens.shape[1],
+        micro_batch_size=microbatches[0].tokens.shape[0],
+        forward_only=False,
+    )
+    engine._optimizer.step()
+    settings.timers = timers
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def result(bare: dict[str, list[float]], whole: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of both, and the median ratio of a pair with its 95 % interval by the bootstrap; for each clock."""
+    found: dict[str, Any] = {"pairs": len(whole["wall"]) - LEFT_OUT}
+    for name in CLOCKS:
+        ours, theirs = whole[name][LEFT_OUT:], bare[name][LEFT_OUT : len(whole[name])]
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        low, high = interval(ratios)
+        found[name] = {
+            "bare_s": statistics.median(theirs),
+            "engine_s": statistics.median(ours),
+            "ratio": statistics.median(ratios),
+            "low": low,
+            "high": high,
+        }
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The middle 95 % of the medians of samples drawn from `values`; the draws are the same each time."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(DRAWS))
+    return medians[DRAWS // 40], medians[-DRAWS // 40]
+
+
+def said(found: dict[str, Any], as_json: bool) -> str:
+    """The result as a person or a program reads it."""
+    if as_json:
+        return json.dumps(found)
+    lines = [
+        f"{name}: bare {v['bare_s'] * 1e3:.2f} ms, engine {v['engine_s'] * 1e3:.2f} ms, "
+        f"ratio {v['ratio']:.4f} ({v['low']:.4f} to {v['high']:.4f})"
+        for name, v in ((name, found[name]) for name in CLOCKS)
+    ]
+    return "\n".join([f"{found['pairs']} pairs", *lines])
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # megatron-core's threads would keep it

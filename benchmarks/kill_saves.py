@@ -1,0 +1,218 @@
+"""Kill runs at random moments, also while they save, and see whether they go on right: python benchmarks/kill_saves.py
+
+Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete checkpoint, starts
+the run again in the same folder, and compares the losses with those of a run that was never killed. Workers are forked
+from a process that has imported the libraries, so a trial takes some seconds. docs/faults.md is what it prints.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
+
+from plans import changed, run_folder, small_plan, steps
+
+from trilane import checkpoints
+from trilane.engine import nursery
+from trilane.launch import free_port
+from trilane.plan import Plan
+
+ITERATIONS, INTERVAL = 12, 2
+PATIENCE_S = 30.0  # for the ranks whose peer was killed; a launcher would end them
+LAYOUTS = {
+    "megatron, one process": {},
+    "megatron TP2 PP2": {"tp": 2, "pp": 2},
+    "megatron DP2 distributed optimizer": {"dp": 2, "zero": 1},
+    "deepspeed-zero ZeRO-1 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 1},
+    "deepspeed-zero ZeRO-3 DP2 full offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 3, "offload": "full"},
+    "hf-zero3 DP2 full offload": {"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"},
+    "deepspeed-3d TP2 PP2": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of one killed run. `half` counts the half-written checkpoints that the kill left."""
+
+    layout: str
+    victims: str
+    killed_after: int
+    complete: int
+    half: int
+    resumed_from: int
+    difference: float
+    fault: str = ""
+
+
+def fork(plan: Plan, folder: Path) -> list[int]:
+    """The plan's workers, started."""
+    size, port = plan.topology.gpus, str(free_port(0))
+    return [nursery.forked(rank, size, port, str(folder)) for rank in range(size)]
+
+
+def ended(pids: list[int], seconds: float) -> list[int]:
+    """Exit codes once all are gone; who is not gone after so long is killed."""
+    codes: dict[int, int] = {}
+    end = time.monotonic() + seconds
+    while len(codes) < len(pids):
+        for pid in set(pids) - set(codes):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            kill(set(pids) - set(codes))
+        time.sleep(0.005)
+    return [codes[pid] for pid in pids]
+
+
+def kill(pids: set[int]) -> None:
+    """SIGKILL, to those that are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def count(folder: Path) -> int:
+    """Iterations trained so far."""
+    path = folder / "steps.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_moment(folder: Path, seconds: float, chance: random.Random) -> None:
+    """Return at a random moment: one time in two while a checkpoint is being written, else anywhere in the training."""
+    while count(folder) < 1:
+        time.sleep(0.001)
+    if chance.random() < 0.5:
+        saves = chance.randrange(1, ITERATIONS // INTERVAL)
+        end = time.monotonic() + 2 * seconds
+        while count(folder) < saves * INTERVAL and time.monotonic() < end:
+            time.sleep(0.0005)
+        time.sleep(chance.random() * 0.1)
+    else:
+        time.sleep(chance.random() * seconds)
+
+
+def faulty(root: Path) -> str:
+    """What is wrong with any complete checkpoint, looked at from outside; "" where nothing is."""
+    for path in checkpoints.complete(root):
+        for name, (size, checksum) in checkpoints.read_manifest(path)["files"].items():
+            problem = checkpoints.fault(path, name, size, checksum)
+            if problem:
+                return f"{path.name}: {problem}"
+    named = checkpoints.latest(root)
+    return "" if named is None or named in checkpoints.complete(root) else f"latest names {named.name}"
+
+
+def trial(name: str, plan: Plan, folder: Path, whole: list[float], seconds: float, chance: random.Random) -> Trial:
+    """Kill one run of the plan in `folder`, start it again, compare."""
+    pids = fork(plan, run_folder(plan, folder))
+    wait_for_moment(folder, seconds, chance)
+    all_of_them = chance.random() < 0.5
+    kill(set(pids) if all_of_them else {chance.choice(pids)})
+    ended(pids, PATIENCE_S)
+    root, killed_after = folder / checkpoints.FOLDER, count(folder)
+    complete, half = checkpoints.complete(root), checkpoints.leftovers(root)
+    newest = checkpoints.iteration_of(complete[-1]) if complete else 0
+    fault = faulty(root)
+    codes = ended(fork(plan, folder), 300)
+    said = (folder / "0.log").read_text()
+    resumed = [int(n) for n in re.findall(r"goes on after iteration (\d+) of", said)]
+    losses = [step["lm_loss"] for step in steps(folder)]
+    if set(codes) != {0} or len(losses) != ITERATIONS:
+        fault = fault or f"the second run ended with {codes} after {len(losses)} iterations"
+    if newest and (not resumed or resumed[-1] != newest):
+        fault = fault or f"it went on from {resumed}, not from {newest}"
+    return Trial(
+        layout=name,
+        victims="all ranks" if all_of_them else "one rank",
+        killed_after=killed_after,
+        complete=len(complete),
+        half=len(half),
+        resumed_from=resumed[-1] if resumed else 0,
+        difference=max((abs(a - b) for a, b in zip(losses, whole, strict=False)), default=float("nan")),
+        fault=fault or faulty(root),
+    )
+
+
+def page(trials: list[Trial], seed: int) -> str:
+    """docs/faults.md."""
+    lines = [
+        "# Killed runs",
+        "",
+        f"`python benchmarks/kill_saves.py --trials {len(trials)} --seed {seed}`, {date.today().isoformat()}, "
+        f"{os.cpu_count()} cores ({platform.machine()}, {platform.system()} {platform.release()}), no GPU, gloo, fp32, "
+        f"a GPT of 4 x 64, {ITERATIONS} iterations, a checkpoint every {INTERVAL}.",
+        "",
+        "Each trial: SIGKILL to one rank or all of them at a random moment, half of the moments chosen where a save is "
+        "due; every complete checkpoint checked from outside; the run started again in its folder; its losses compared "
+        "with those of a run that was never killed.",
+        "",
+        "| layout | killed runs | of one rank | left a half-written one | went on from a checkpoint | from the start "
+        "| largest difference of a loss | faults |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows = {name: [t for t in trials if t.layout == name] for name in dict.fromkeys(t.layout for t in trials)}
+    for name, found in [*rows.items(), ("all", trials)]:
+        cells = [
+            len(found),
+            sum(t.victims == "one rank" for t in found),
+            sum(t.half > 0 for t in found),
+            sum(t.resumed_from > 0 for t in found),
+            sum(t.resumed_from == 0 for t in found),
+            f"{max((t.difference for t in found), default=0.0):.1e}",
+            sum(bool(t.fault) for t in found),
+        ]
+        lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
+    faults = [f"- {t.layout}, killed after iteration {t.killed_after}: {t.fault}" for t in trials if t.fault]
+    return "\n".join(
+        [*lines, "", *(faults or ["No partial or damaged checkpoint was ever loaded, nor named by `latest`."])]
+    )
+
+
+def main() -> int:
+    """0 where every run went on right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)")
+    parser.add_argument("--json", type=Path, help="write every trial there too")
+    args = parser.parse_args()
+    nursery.load()
+    chance, trials, plans = random.Random(args.seed), [], {}
+    with tempfile.TemporaryDirectory() as place:
+        names = args.layout or list(LAYOUTS)
+        for name in names:
+            small = small_plan(Path(place) / "data", iters=ITERATIONS, source="mock", **LAYOUTS[name])
+            plan = changed(small, "run", save_interval=INTERVAL)
+            folder, begin = run_folder(plan, Path(place) / name), time.monotonic()
+            codes = ended(fork(plan, folder), 600)
+            assert set(codes) == {0}, (folder / "0.log").read_text()
+            seconds = sum(step["sec_per_it"] for step in steps(folder))
+            plans[name] = (plan, [step["lm_loss"] for step in steps(folder)], seconds)
+            print(f"{name}: {time.monotonic() - begin:.1f} s, never killed", file=sys.stderr, flush=True)
+        for number in range(args.trials):
+            name = names[number % len(names)]
+            found = trial(name, plans[name][0], Path(place) / f"{number}", *plans[name][1:], chance)
+            trials.append(found)
+            print(number + 1, json.dumps(found.__dict__), file=sys.stderr, flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([t.__dict__ for t in trials], indent=1))
+    print(page(trials, args.seed))
+    return int(any(t.fault or not t.difference <= 1e-6 for t in trials))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

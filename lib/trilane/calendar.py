@@ -1,0 +1,160 @@
+"""Calendar: from tokens, a ramp, capacity and stops to a finish date, GPU-hours, and the risk of missing either."""
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import datetime, time, timedelta
+from itertools import pairwise
+
+import numpy as np
+
+from trilane.capacity import Window
+from trilane.montecarlo import Outcomes, Stretch, simulate
+from trilane.pace import SOONEST, schedule_on
+from trilane.ramp import Phase
+from trilane.request import Request
+from trilane.schedule import Choice, Schedule
+
+CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A job that stays what it is, in seconds after the start, and the batch sizes that it sees."""
+
+    start_s: float
+    end_s: float
+    choice: Choice
+    first_gbs: int
+    last_gbs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What comes out: the schedule of every window, the run of average luck, and thousands of runs of any luck."""
+
+    request: Request
+    phases: tuple[Phase, ...]
+    schedules: tuple[tuple[Window, Schedule | None], ...]
+    usual: Outcomes
+    outcomes: Outcomes
+
+    @property
+    def ramp_phases(self) -> int:
+        """Phases before the constant one."""
+        return sum(phase.gbs < self.request.plan.topology.gbs for phase in self.phases)
+
+    @property
+    def best_schedule(self) -> Schedule:
+        """The schedule on the most GPUs: what the run would be without waiting for any."""
+        able = [(w.gpus, s) for w, s in self.schedules if s is not None]
+        return max(able, key=lambda pair: pair[0])[1]
+
+    def days(self, quantile: float) -> float:
+        """Days from start to end that this share of the runs does not pass."""
+        return float(np.quantile(self.outcomes.wall_s, quantile)) / 86400
+
+    def gpu_hours(self, quantile: float) -> float:
+        """GPU-hours that this share of the runs does not pass."""
+        return float(np.quantile(self.outcomes.gpu_s, quantile)) / 3600
+
+    def finish(self, quantile: float) -> datetime:
+        """The time by which this share of the runs has ended."""
+        return datetime.combine(self.request.start, time()) + timedelta(days=self.days(quantile))
+
+    def bars(self) -> list["Bar"]:
+        """The run of average luck as bars: each stretch of one capacity, DP and microbatch, with its batch sizes."""
+        ends = self.usual.reached_s[0]
+        _, same = _pieces(list(self.phases))
+        found: list[Bar] = []
+        for window, schedule in self.schedules:
+            inside = [i for i, (a, b) in enumerate(pairwise([0.0, *ends])) if b > window.start_s and a < window.end_s]
+            for i in inside if schedule else []:
+                assert schedule is not None
+                step, begin = schedule.steps[same[i]], ends[i - 1] if i else 0.0
+                new = Bar(
+                    start_s=float(max(begin, window.start_s)),
+                    end_s=float(min(ends[i], window.end_s)),
+                    choice=step.choice,
+                    first_gbs=step.phase.gbs,
+                    last_gbs=step.phase.gbs,
+                )
+                if found and found[-1].choice.same_job(step.choice) and found[-1].end_s > window.start_s:
+                    new = dataclasses.replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
+                found.append(new)
+        return found
+
+    @property
+    def ramp_days(self) -> float:
+        """Days of the ramp's iterations alone, at the predicted seconds of each batch size."""
+        return sum(step.seconds for step in self.best_schedule.steps[: self.ramp_phases]) / 86400
+
+    @property
+    def p_deadline(self) -> float | None:
+        """Probability of MISSING the deadline: of ending after that day. None without one."""
+        if self.request.deadline is None:
+            return None
+        end = (self.request.deadline - self.request.start).total_seconds() + 86400
+        return float((self.outcomes.wall_s > end).mean())
+
+    @property
+    def p_allocation(self) -> float | None:
+        """Probability of OVERRUNNING the allocation. None without one."""
+        limit = self.request.allocation
+        return None if limit is None else float((self.outcomes.gpu_s / 3600 > limit).mean())
+
+    @property
+    def lost_days(self) -> dict[str, float]:
+        """Mean days lost to each cause, the largest first."""
+        means = {name: float(seconds.mean()) / 86400 for name, seconds in self.outcomes.lost_s.items()}
+        return dict(sorted(means.items(), key=lambda pair: -pair[1]))
+
+
+def forecast(request: Request) -> Forecast:
+    """The forecast of a request. ValueError where a batch size of the ramp fits nothing that the capacity allows."""
+    r = request
+    phases, worth = r.phases, SOONEST if r.day_worth is None else r.day_worth
+    schedules: dict[int, Schedule | None] = {}
+    windows = r.capacity.windows(r.start)
+    for gpus in {window.gpus for window in windows}:
+        schedules[gpus] = schedule_on(
+            r.plan, phases, gpus, r.calibration, r.risks.startup_s, r.day_worth is not None, worth
+        )
+    pieces, same = _pieces(phases)
+    queue = r.risks.queue_s / (r.risks.job_hours * 3600)
+    stretches = [_stretch(w, schedules[w.gpus], pieces, same, queue * w.shared) for w in windows]
+    given = (stretches, same, r.doubt, r.risks, r.shares, r.interval_s)
+    return Forecast(
+        request=r,
+        phases=tuple(phases),
+        schedules=tuple((window, schedules[window.gpus]) for window in windows),
+        usual=simulate(*given, 1, None),
+        outcomes=simulate(*given, r.runs, np.random.default_rng(r.seed)),
+    )
+
+
+def _pieces(phases: list[Phase]) -> tuple[np.ndarray, np.ndarray]:
+    """Iterations of each piece and the phase that it belongs to; the last phase is cut into CHUNKS."""
+    last = len(phases) - 1
+    cuts = np.diff(np.linspace(0, phases[-1].iterations, CHUNKS + 1))
+    iterations = np.concatenate([[p.iterations for p in phases[:-1]], cuts])
+    return iterations, np.concatenate([np.arange(last), np.full(CHUNKS, last)]).astype(int)
+
+
+def _stretch(
+    window: Window, schedule: Schedule | None, iterations: np.ndarray, same: np.ndarray, queue_share: float
+) -> Stretch:
+    if schedule is None:
+        none = np.zeros(0)
+        return Stretch(window=window, seconds=none, gpus=none, nodes=none)
+    steps = [schedule.steps[i] for i in same]
+    seconds = iterations * np.array([step.choice.seconds for step in steps])
+    first = np.concatenate([[True], np.diff(same) > 0])
+    seconds += np.array([step.restart * schedule.restart_s for step in steps]) * first
+    return Stretch(
+        window=window,
+        seconds=seconds,
+        gpus=np.array([float(step.choice.gpus) for step in steps]),
+        nodes=np.array([float(step.choice.nodes) for step in steps]),
+        queue_share=queue_share,
+    )

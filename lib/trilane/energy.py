@@ -1,0 +1,34 @@
+"""Energy and money of GPU-hours: two more columns, each only where its figure is known or given."""
+
+from dataclasses import dataclass
+
+from trilane.checks import require
+
+# Watts of a whole node at most, over its GPUs, from the data sheets: DGX-1 V100 3.5 kW / 8, DGX A100 6.5 kW / 8, DGX
+# H100 and H200 10.2 kW / 8. A node that computes draws less than its most, so these are upper ends.
+NODE_WATTS_PER_GPU = {"V100": 3500 / 8, "A100": 6500 / 8, "H100": 10200 / 8, "H200": 10200 / 8}
+# What the building adds for cooling and supply. Assumed; large centres report 1.1 to 1.6.
+OVERHEAD = 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a GPU-hour costs in money (any currency) and draws in power; None where nobody said."""
+
+    per_gpu_hour: float | None = None
+    watts_per_gpu: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("price", self.per_gpu_hour), ("watts", self.watts_per_gpu)):
+            require(value is None or 0 <= value < float("inf"), name, value, "must be zero or a number above")
+
+    def cost(self, gpu_hours: float) -> float | None:
+        """Money of so many GPU-hours."""
+        return None if self.per_gpu_hour is None else self.per_gpu_hour * gpu_hours
+
+
+def energy_kwh(gpu_hours: float, gpu: str, price: Price) -> float | None:
+    """Kilowatt-hours with the building's share; None for a card that is not in the table and no watts given."""
+    card = gpu.partition("-")[0]
+    watts = NODE_WATTS_PER_GPU.get(card) if price.watts_per_gpu is None else price.watts_per_gpu
+    return None if watts is None else gpu_hours * watts * OVERHEAD / 1000

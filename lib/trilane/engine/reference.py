@@ -1,0 +1,67 @@
+"""The truth that every engine and topology is held to: a plain torch GPT in one process, with torch's own AdamW."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from trilane.engine.corpus import prepare_all
+from trilane.engine.data import build_dataset
+from trilane.engine.initial import EMBEDDING_NORM, initial_tensor, whole_sizes
+from trilane.engine.schedule import learning_rate
+from trilane.engine.world import World
+from trilane.plan import Plan
+from trilane.shape import ModelShape
+
+WORDS = "embedding.word_embeddings.weight"
+
+
+def initial_weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
+    """The whole model by its canonical names."""
+    sizes = whole_sizes(plan.shape).items()
+    return {n: torch.nn.Parameter(initial_tensor(n, size, plan.run.seed, plan.shape)) for n, size in sizes}
+
+
+def loss(w: Mapping[str, torch.Tensor], shape: ModelShape, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; tokens and labels (B, T), H heads of D channels."""
+    (B, T), H = tokens.shape, shape.num_attention_heads
+    linear = lambda x, name: F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])  # noqa: E731
+    norm = lambda x, name: F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])  # noqa: E731
+    x = w[WORDS][tokens] + w["embedding.position_embeddings.weight"][:T]
+    x = norm(x, EMBEDDING_NORM) if shape.embedding_layernorm else x
+    for i in range(shape.num_layers):
+        layer = f"decoder.layers.{i}"
+        qkv = linear(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attention.linear_qkv")
+        q, k, v = qkv.view(B, T, H, 3, -1).permute(3, 0, 2, 1, 4)  # (B, H, T, D) each
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1)
+        x = x + linear(attended, f"{layer}.self_attention.linear_proj")
+        inner = F.gelu(linear(norm(x, f"{layer}.pre_mlp_layernorm"), f"{layer}.mlp.linear_fc1"))
+        x = x + linear(inner, f"{layer}.mlp.linear_fc2")
+    head = w[WORDS] if shape.tied_embeddings else w["output_layer.weight"]
+    logits = norm(x, "decoder.final_layernorm") @ head.T
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def train(plan: Plan) -> list[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of each iteration; the whole global batch at once, on the CPU in fp32."""
+    w, o = initial_weights(plan), plan.optimizer
+    alone = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    samples = build_dataset(plan, alone, prepare_all(plan.data, plan.shape))
+    plain = [n for n in w if n.endswith("bias") or "layernorm" in n]  # said again here: the truth asks no engine
+    groups = [
+        {"params": [p for n, p in w.items() if n not in plain], "weight_decay": o.weight_decay},
+        {"params": [w[n] for n in plain], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    history = []
+    for batch in plan.batches():
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(o, batch.end, plan.samples)
+        rows = [samples[k] for k in range(batch.first, batch.end)]
+        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+        adam.zero_grad()
+        value = loss(w, plan.shape, tokens, labels)
+        value.backward()
+        history.append((value.item(), torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()))
+        adam.step()
+    return history

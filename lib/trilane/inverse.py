@@ -1,0 +1,161 @@
+"""From a size back to shapes: layers x hidden of a target, each with its best topology, days and GPU-hours."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trilane.calibration import Calibration
+from trilane.checks import require, require_integer, require_positive
+from trilane.hardware import Cluster
+from trilane.prediction import Prediction, predict
+from trilane.search import search_space
+from trilane.shape import ModelShape, padded_vocab_size
+from trilane.shape_rules import TILE, broken_rules, usable_heads
+from trilane.space import Space
+from trilane.topology import Topology
+
+# hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
+# below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
+LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
+MOST_WIDTHS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRequest:
+    """What is asked: a number of parameters, the machine, and how much is to be trained with what."""
+
+    parameters: float
+    vocabulary: int
+    gpus: int
+    cluster: Cluster
+    calibration: Calibration
+    tokens: float = 300e9
+    gbs: int = 2048
+    seq_length: int = 2048
+    tolerance: float = 0.03
+    space: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "tokens", "tolerance"):
+            require_positive({"parameters": "params"}.get(name, name), getattr(self, name))
+        for name in ("vocabulary", "gpus", "gbs", "seq_length"):
+            require_integer({"vocabulary": "vocab"}.get(name, name), getattr(self, name), 1)
+        require(self.tolerance < 0.5, "tolerance", self.tolerance, "must be below 0.5")
+        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
+        require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
+        iteration = self.gbs * self.seq_length
+        require(self.tokens >= iteration, "tokens", self.tokens, f"one iteration takes gbs x seq_length = {iteration}")
+        rule = f"no usual width leaves room for layers beside an embedding of {self.vocabulary} tokens; ask for more"
+        require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to 128 divides."""
+        return padded_vocab_size(self.vocabulary)
+
+    def widths(self) -> list[int]:
+        """Hidden sizes between the published ratios, at most MOST_WIDTHS: multiples of 64, 128, 256, 512, ..."""
+        low, high = RATIOS if self.parameters >= LARGE else SMALL_RATIOS
+        highest = (self.parameters * high / 12) ** (1 / 3)  # all parameters in layers of that ratio
+        step = TILE if highest > 8 * TILE else TILE // 2
+        every = np.arange(step, highest + 1, step)
+        layers = (self.parameters - self.vocab_size * every) / (12 * every**2)
+        found = every[(layers >= 1) & (every / layers >= low) & (every / layers <= high)].astype(int)
+        while len(found) > MOST_WIDTHS:
+            step *= 2
+            found = found[found % step == 0]
+        return [int(h) for h in found if usable_heads(int(h), 1)]
+
+    def shapes(self) -> list[ModelShape]:
+        """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
+
+        Where no depth comes so near (few layers), the nearest one.
+        """
+        found = []
+        for h in self.widths():
+            heads = usable_heads(h, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(h, 1)
+            one = ModelShape(
+                num_layers=1,
+                hidden_size=h,
+                num_attention_heads=heads[0],
+                seq_length=self.seq_length,
+                vocab_size=self.vocab_size,
+            )
+            exact = (self.parameters - one.parameters) / one.layer_parameters + 1
+            room = self.tolerance * self.parameters / one.layer_parameters
+            depths = range(max(1, int(np.ceil(exact - room))), int(np.floor(exact + room)) + 1)
+            for depth in depths or [max(1, round(exact))]:
+                found.append(dataclasses.replace(one, num_layers=depth))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A shape on its best topology, what training it costs, and which rules it breaks."""
+
+    shape: ModelShape
+    topology: Topology
+    prediction: Prediction
+    tokens: float
+    target: float
+    notes: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Hidden size over layers."""
+        return self.shape.hidden_size / self.shape.num_layers
+
+    @property
+    def tflops(self) -> tuple[float, float, float]:
+        """TFLOP/s a GPU (Narayanan's formula), predicted, lowest and highest of the 90 % interval."""
+        flops = self.shape.flops_per_iteration(self.topology.gbs, self.topology.recompute == "full")
+        p, gpus = self.prediction, self.topology.gpus * 1e12
+        return flops / p.sec_per_it / gpus, flops / p.sec_hi / gpus, flops / p.sec_lo / gpus
+
+    @property
+    def days(self) -> float:
+        """Days of all tokens at the predicted pace, with nothing going wrong (see calendar for the rest)."""
+        iterations = self.tokens / self.shape.seq_length / self.topology.gbs
+        return iterations * self.prediction.sec_per_it / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of the same."""
+        return self.days * 24 * self.topology.gpus
+
+    @property
+    def days_at_target(self) -> float:
+        """Days per parameter, times the target: what ranks shapes that are not equally large."""
+        return self.days * self.target / self.shape.parameters
+
+
+def propose(request: SizeRequest) -> list[Proposal]:
+    """A proposal for every shape that some topology can run, best (days at the target size) first."""
+    found = [p for shape in request.shapes() if (p := _propose(shape, request))]
+    return sorted(found, key=lambda p: p.days_at_target)
+
+
+def _propose(shape: ModelShape, request: SizeRequest) -> Proposal | None:
+    r = request
+    given = {"zero": (0, 1), "interleaving": (1,), "mbs": (1, 2, 4, 8), **r.space}
+    best = search_space(shape, r.cluster, Space(gpus=(r.gpus,), gbs=(r.gbs,), **given), r.calibration, top=1).candidates
+    if not best:
+        return None
+    t = best[0].topology
+    shapes = [dataclasses.replace(shape, num_attention_heads=a) for a in usable_heads(shape.hidden_size, t.tp)] or [
+        shape
+    ]
+    tried = [(predict(s, t, r.cluster, r.calibration), s) for s in shapes]
+    able = [(p, s) for p, s in tried if p.oom_probability <= 0.5] or [(best[0].prediction, shape)]
+    # the fewest rules broken, then the quickest: a rule's effect may be one that the model does not see
+    prediction, chosen = min(able, key=lambda pair: (len(broken_rules(pair[1], t, r.cluster)), pair[0].sec_per_it))
+    return Proposal(
+        shape=chosen,
+        topology=t,
+        prediction=prediction,
+        tokens=r.tokens,
+        target=r.parameters,
+        notes=tuple(broken_rules(chosen, t, r.cluster)),
+    )

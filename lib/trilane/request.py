@@ -1,0 +1,118 @@
+"""Request: what is asked of the calendar, checked at birth, and the certain costs that follow from it."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from datetime import date
+
+from trilane.calibration import Calibration
+from trilane.capacity import Capacity
+from trilane.checks import require, require_integer, require_positive
+from trilane.montecarlo import Doubt
+from trilane.pace import require_divisible
+from trilane.plan import Plan
+from trilane.ramp import Phase, Ramp
+from trilane.schedule import phases_of
+from trilane.stops import Risks
+
+Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
+# What a checkpoint holds per parameter: 16-bit weights 2, fp32 masters 4, Adam's two moments 8 (the chronicles' 18
+# bytes less the gradients).
+CHECKPOINT_BYTES = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A plan, its tokens and ramp, the capacity from which day on, what may go wrong, and what must not be passed.
+
+    `day_worth` None keeps the plan's topology wherever it fits; a number of GPU-hours that a day is worth lets DP,
+    microbatch and nodes follow the batch size (0: the cheapest way, pace.SOONEST: the fastest). Raises ValueError for
+    tokens below one batch, a ramp that the topology cannot divide, a deadline before the start, an allocation that is
+    no positive number.
+    """
+
+    plan: Plan
+    calibration: Calibration
+    tokens: float
+    ramp: Ramp
+    capacity: Capacity
+    start: date
+    deadline: date | None = None
+    allocation: float | None = None
+    risks: Risks = field(default_factory=Risks)
+    day_worth: float | None = None
+    runs: int = 10_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        t, ramp = self.plan.topology, self.ramp
+        require_positive("tokens", self.tokens)
+        first = (ramp.start if ramp.samples else t.gbs) * self.plan.shape.seq_length
+        require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
+        require_integer("runs", self.runs, 100)
+        worth = self.day_worth
+        require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
+        if self.day_worth is None:
+            require_divisible(ramp, t)
+        if self.deadline is not None:
+            require(
+                self.deadline >= self.start, "deadline", self.deadline, f"must not be before the start, {self.start}"
+            )
+        if self.allocation is not None:
+            require_positive("allocation", self.allocation)
+        replica = t.tp * t.pp
+        most = max(step.gpus for step in self.capacity.steps)
+        require(most >= replica, "capacity.gpus", most, f"one replica of {t.label} takes {replica}")
+        last = self.capacity.steps[-1].gpus
+        require(last >= replica, "capacity.gpus", last, f"the last step never ends, and one replica takes {replica}")
+
+    @property
+    def samples(self) -> int:
+        """Sequences of the whole run."""
+        return math.ceil(self.tokens / self.plan.shape.seq_length)
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The ramp's phases and the constant one."""
+        return phases_of(self.ramp, self.plan.topology.gbs, self.samples)
+
+    @property
+    def doubt(self) -> Doubt:
+        """The calibration's interval, split into what all batch sizes share and what each has alone."""
+        deviation, common = self.calibration.half_width / Z90, self.risks.common
+        both = math.hypot(deviation * math.sqrt(common), self.risks.slowdown_spread)
+        return Doubt(common=both, alone=deviation * math.sqrt(1 - common), slowdown=self.risks.slowdown)
+
+    @property
+    def save_s(self) -> float:
+        """Seconds of one checkpoint: all nodes of the plan write their share."""
+        nodes = self.plan.topology.gpus / self.plan.cluster.gpus_per_node
+        rate = max(nodes, 1.0) * self.risks.write_bytes_per_s
+        return CHECKPOINT_BYTES * self.plan.shape.parameters / rate
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between checkpoints, on the plan's nodes."""
+        nodes = self.plan.topology.gpus / self.plan.cluster.gpus_per_node
+        return self.risks.checkpoint_interval_s(self.save_s, nodes)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Certain extra time per second of work.
+
+        An evaluation is a forward pass: a quarter of an iteration with full recomputation, else a third.
+        """
+        r = self.risks
+        forward = 1 / 4 if self.plan.topology.recompute == "full" else 1 / 3
+        return {
+            "evaluation": forward * r.evaluation_iters / r.evaluation_every,
+            "saving": self.save_s / self.interval_s,
+            "ends of jobs": r.startup_s / (r.job_hours * 3600),
+        }
+
+
+def with_pins(risks: Risks, failures_per_node_year: float | None, **pins: float | int | None) -> Risks:
+    """The risks with what the user knows better; None leaves a field as it is."""
+    given = {name: value for name, value in pins.items() if value is not None}
+    changed = dataclasses.replace(risks, **given) if given else risks  # type: ignore[arg-type]
+    return changed if failures_per_node_year is None else changed.with_failures(failures_per_node_year)

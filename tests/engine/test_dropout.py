@@ -1,0 +1,96 @@
+"""Dropout: the right share of the right values on every rank, and recomputation that draws the same again."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import HERE, run_folder, small_plan, steps
+
+from trilane.equality import PLAIN, SHAPE
+from trilane.launch import environment, free_port
+from trilane.plan import Dropout, Plan, Run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
+
+HALF = Dropout(hidden=0.5, attention=0.5)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[dict]]:
+    """What each of two tensor-parallel ranks drew, without and with sequence parallelism; shares of one half."""
+    plan = replace(small_plan(Path("data"), tp=2), shape=replace(SHAPE, num_layers=1), dropout=HALF)
+    folder = run_folder(plan, tmp_path_factory.mktemp("draws") / "run")
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(0)), "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "draws.py"), str(folder / "plan.json")]
+    envs = [{**environment(2), **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in envs]
+    said = [rank.communicate()[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return {parallel: [json.loads(lines[parallel]) for lines in said] for parallel in (False, True)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_share_that_is_dropped_is_the_share_asked_for(drawn: dict, sequence_parallel: bool) -> None:
+    """64 x 8 x 64 values (half of them under sequence parallelism), each share within five standard deviations."""
+    for said in drawn[sequence_parallel]:
+        values = 64 * 8 * 64 / (1 + sequence_parallel)
+        assert said["embedding values"] == [0.0, 2.0]  # what stays is scaled by 1 / (1 - 0.5)
+        assert said["embedding zeros"] == pytest.approx(0.5, abs=5 * (0.25 / values) ** 0.5)
+        assert said["untouched"] == pytest.approx(0.25, abs=5 * (0.1875 / values) ** 0.5)  # after attention and MLP
+        # Position i averages over i + 1 draws of 0 or 2, for 8 samples and 2 heads: variance 1 / (i + 1) each.
+        deviation = (sum(1 / (i + 1) for i in range(64)) / 64**2 / (8 * 2)) ** 0.5
+        assert said["attended"] == pytest.approx(1.0, abs=5 * deviation)
+
+
+def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(drawn: dict) -> None:
+    """Heads always differ. Hidden values differ only where each rank has its own part of the sequence."""
+    whole, part = drawn[False], drawn[True]
+    assert whole[0]["layer"] == whole[1]["layer"]
+    assert part[0]["layer"] != part[1]["layer"]
+    assert whole[0]["attention"] != whole[1]["attention"]
+
+
+def test_every_stage_and_replica_has_a_seed_of_its_own() -> None:
+    """Also once megatron-core has added its 2718 + rank for the tensor-parallel stream."""
+    from trilane.engine.randomness import own_seed
+
+    places = [(stage, replica) for stage in range(64) for replica in range(64)]
+    seeds = {own_seed(1234, *place) + extra for place in places for extra in [0, *range(2718, 2718 + 16)]}
+    assert len(seeds) == len(places) * 17
+
+
+def dropping(engine: str, data: Path, **topology: object) -> Plan:
+    """Four iterations with a tenth dropped everywhere."""
+    plan = PLAIN.plan(HERE, str(data), engine, **topology)
+    return replace(plan, dropout=Dropout(hidden=0.1, attention=0.1), run=Run(train_iters=4))
+
+
+RECOMPUTED = [
+    ("megatron", ["full", "selective"], {"pp": 2, "interleaving": 2}),
+    ("megatron", ["full", "selective"], {"tp": 2, "sequence_parallel": True}),
+    ("deepspeed-zero", ["full", "selective"], {"tp": 2, "zero": 1}),
+    ("deepspeed-zero", ["full"], {"dp": 2, "zero": 3}),
+    ("deepspeed-3d", ["full"], {"tp": 2, "pp": 2, "zero": 1}),
+    ("deepspeed-3d", ["full"], {"tp": 2, "pp": 2, "zero": 1, "sequence_parallel": True}),
+    ("hf-zero3", ["full"], {"dp": 2, "zero": 3}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "ways", "topology"), RECOMPUTED, ids=str)
+def test_recomputation_drops_the_very_same(
+    engine: str, ways: list, topology: dict, fork: Callable, truth: Callable, data: Path, tmp_path: Path
+) -> None:
+    """Losses equal to the last bit, and no longer those without dropout."""
+    losses = {}
+    for way in ["none", *ways]:
+        plan = dropping(engine, data, recompute=way, **topology)
+        folder = run_folder(plan, tmp_path / way)
+        fork(plan.topology.gpus, folder)
+        losses[way] = [step["lm_loss"] for step in steps(folder)]
+    assert all(losses[way] == losses["none"] for way in ways)
+    assert max(abs(a - b) for a, (b, _) in zip(losses["none"], truth(PLAIN), strict=False)) > 1e-3

@@ -1,0 +1,106 @@
+"""A checkpoint is a GPT-2 of transformers, which computes the same loss; and one of theirs is a checkpoint of ours."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from plans import changed, run_folder, small_plan, steps
+
+from trilane.checkpoints import name_of, read_manifest
+from trilane.launch import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+ITERATIONS = 5
+
+
+@pytest.fixture(scope="module")
+def trained(fork: Callable, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over two stages of two, with a checkpoint before and one after its last iteration."""
+    plan = changed(small_plan(data, iters=ITERATIONS, source="mock", tp=2, pp=2), "run", save_interval=ITERATIONS - 1)
+    folder = run_folder(plan, tmp_path_factory.mktemp("export") / "run")
+    fork(4, folder)
+    return folder
+
+
+def door(*args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "trilane.engine.export", *map(str, args)]
+    return subprocess.run(command, env=environment(8), capture_output=True, text=True)
+
+
+def weights(checkpoint: Path) -> dict:
+    from trilane.engine.slices import assemble
+
+    tensors = read_manifest(checkpoint)["tensors"].items()
+    return {n: assemble(checkpoint, t["slices"], "weight", tuple((0, size) for size in t["shape"])) for n, t in tensors}
+
+
+LOSS = """
+import sys, torch
+from transformers import GPT2LMHeadModel
+from trilane.engine.cpu import enable_cpu; enable_cpu()
+import os
+from trilane.engine import world as places
+from trilane.engine.data import Feed
+from trilane.plan import read_plan
+plan = read_plan(sys.argv[2])
+places.alone(os.environ)
+model = GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
+batch = list(plan.batches(plan.run.train_iters - 1))[0]
+rows = Feed(plan, places.enter("fp32"), (0, 1)).microbatches(batch)
+with torch.no_grad():
+    scores = [model(row.tokens).logits for row in rows]
+means = [torch.nn.functional.cross_entropy(s.flatten(0, 1), row.labels.flatten()) for s, row in zip(scores, rows)]
+print(float(torch.stack(means).mean()))
+"""
+
+
+def test_transformers_computes_the_loss_of_the_next_iteration(trained: Path, tmp_path: Path) -> None:
+    """The loss of the last iteration belongs to the weights of the checkpoint before it."""
+    done = door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'gpt2'}\n"), done.stderr
+    command = [sys.executable, "-W", "ignore", "-c", LOSS, str(tmp_path / "gpt2"), str(trained / "plan.json")]
+    said = subprocess.run(command, env=environment(8), capture_output=True, text=True, check=True).stdout
+    assert float(said.split()[-1]) == pytest.approx(steps(trained)[-1]["lm_loss"], abs=1e-5)
+
+
+def test_there_and_back_is_the_same_model_and_a_plan_starts_from_it(
+    trained: Path, fork: Callable, data: Path, tmp_path: Path
+) -> None:
+    """To the last bit; it has learned something already, and begins with the first iteration."""
+    assert door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2").returncode == 0
+    done = door("--back", tmp_path / "gpt2", tmp_path / "imported")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'imported/iter_0000000'}\n"), done.stderr
+    before, after = weights(trained / "checkpoints" / name_of(ITERATIONS - 1)), weights(Path(done.stdout.strip()))
+    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+    plan = small_plan(data, iters=ITERATIONS, source="mock", dp=2, zero=1)
+    folder = run_folder(changed(plan, "run", load=str(tmp_path / "imported")), tmp_path / "run")
+    fork(2, folder)
+    assert steps(folder)[0]["lm_loss"] < steps(trained)[0]["lm_loss"] - 0.5
+    assert len(steps(folder)) == ITERATIONS
+
+
+def broken(trained: Path, to: Path) -> Path:
+    shutil.copytree(trained / "checkpoints" / name_of(ITERATIONS), to)
+    next(to.glob("rank_*.safetensors")).write_bytes(b"")
+    return to
+
+
+def test_what_cannot_be_exported_or_imported_is_one_line(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/config.json").write_text(json.dumps({"model_type": "gpt2", "activation_function": "gelu_new"}))
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small/config.json").write_text(json.dumps({"n_layer": 1}))
+    for args, said in [
+        ((tmp_path, tmp_path / "new"), f"checkpoint={tmp_path}: holds no complete checkpoint"),
+        ((trained, tmp_path / "there"), f"out={tmp_path / 'there'}: exists"),
+        ((broken(trained, tmp_path / "broken"), tmp_path / "new"), "bytes, "),
+        (("--back", tmp_path / "gpt2", tmp_path / "new"), "activation_function=gelu_new: our GPT has gelu"),
+        (("--back", tmp_path / "small", tmp_path / "new"), "has no n_embd, n_head, n_positions, vocab_size"),
+    ]:
+        done = door(*args)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
