@@ -52,7 +52,7 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
         for name, text in jobs.files(plan, site, request, prediction).items():
             write_text(path / name, text)
     for shape, lines in _by_shape([plan for plan, _ in members], site).items():
-        first = replace(members[lines[0] - 1][0], label=folder.resolve().name)
+        first = replace(members[lines[0] - 1][0], label="sweep")
         array = ",".join(map(str, lines))
         write_text(folder / script_name(shape), render("sweep", first, site, request, array=array))
     needs = [prediction["memory_bytes"] if prediction else _memory(plan, site) for plan, prediction in members]
