@@ -155,10 +155,12 @@ def put_aside(folder: Path, keep: bool) -> None:
 
 
 def blame(folder: Path, job: str) -> None:
-    """Where an earlier attempt lost a node, note which, and keep the jobs that still wait off it."""
+    """Where the attempt before lost a node, note which, and keep the jobs that still wait off it.
+
+    It may have ended by itself, since srun fails before SLURM takes the job back; so the nodes are asked, not the log.
+    """
     starts = ledger.events(folder, "started")
-    ended = len(ledger.events(folder, "ended"))
-    if not starts or ended >= len(starts):
+    if not starts:
         return
     with contextlib.suppress(ValueError):  # a note that cannot be had must not keep the training from starting
         dead = sorted(set(slurm.hostnames(starts[-1]["nodes"])) & set(slurm.down_nodes()))

@@ -52,7 +52,7 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
         for name, text in jobs.files(plan, site, request, prediction).items():
             write_text(path / name, text)
     for shape, lines in _by_shape([plan for plan, _ in members], site).items():
-        first = replace(members[lines[0] - 1][0], label=folder.resolve().name)
+        first = replace(members[lines[0] - 1][0], label="sweep")
         array = ",".join(map(str, lines))
         write_text(folder / script_name(shape), render("sweep", first, site, request, array=array))
     needs = [prediction["memory_bytes"] if prediction else _memory(plan, site) for plan, prediction in members]
@@ -110,24 +110,21 @@ def table(folder: Path) -> "pd.DataFrame":
     """The runs as the seeds' tables print them, fastest first; one that did not complete has its status as note."""
     import pandas as pd
 
-    found = jobs.status(members(folder))
-    rows = [_row(path, job) for path, job in zip(members(folder), found, strict=True)]
-    whole = pd.concat(rows, ignore_index=True)
+    found = list(zip(members(folder), jobs.status(members(folder)), strict=True))
+    completed = [path for path, job in found if job.verdict == "completed"]
+    measured = measured_table([measure(path) for path in completed])
+    measured["Run"] = [path.name for path in completed]
+    others = pd.DataFrame([_row(path, job.verdict) for path, job in found if path not in completed])
+    whole = pd.concat([frame for frame in (measured, others) if len(frame)], ignore_index=True)
+    whole.insert(0, "Run", whole.pop("Run"))
     return whole.sort_values("Sec/it", na_position="last", kind="stable", ignore_index=True)
 
 
-def _row(path: Path, job: jobs.JobStatus) -> "pd.DataFrame":
-    import pandas as pd
-
-    if job.verdict == "completed":
-        row = measured_table([measure(path)])
-    else:
-        plan = read_plan(path / "plan.json")
-        t = plan.topology
-        told = {"GPUs": t.gpus, "Size": f"{plan.shape.parameters / 1e6:.1f}M", "DP": t.dp, "TP": t.tp, "PP": t.pp}
-        row = pd.DataFrame([{**told, "MBS": t.mbs, "GBS": t.gbs, "Sec/it": float("nan"), "Notes": job.verdict}])
-    row.insert(0, "Run", path.name)
-    return row
+def _row(path: Path, verdict: str) -> dict[str, Any]:
+    plan = read_plan(path / "plan.json")
+    t = plan.topology
+    told = {"GPUs": t.gpus, "Size": f"{plan.shape.parameters / 1e6:.1f}M", "DP": t.dp, "TP": t.tp, "PP": t.pp}
+    return {"Run": path.name, **told, "MBS": t.mbs, "GBS": t.gbs, "Sec/it": float("nan"), "Notes": verdict}
 
 
 def _by_shape(plans: list[Plan], site: Site) -> dict[str, list[int]]:
