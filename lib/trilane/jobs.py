@@ -1,5 +1,6 @@
 """Jobs: run folders written, submitted, asked after, cancelled and submitted again; on SLURM or on this machine."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from trilane.checkpoints import FOLDER, latest
 from trilane.checks import require
 from trilane.deepspeed_config import deepspeed_config
 from trilane.job_request import Request
+from trilane.megatron_args import ENGINE_OF, megatron_arguments
+from trilane.megatron_args import text as megatron_text
 from trilane.outcome import Outcome, read_status
 from trilane.plan import Plan, read_plan
 from trilane.script import SCRIPT, render
@@ -55,11 +58,15 @@ class JobStatus:
 
 
 def files(plan: Plan, site: Site, request: Request, prediction: dict[str, Any] | None = None) -> dict[str, str]:
-    """The files of a run folder as text: plan.json, job.sbatch, and ds_config.json where the engine is DeepSpeed's."""
+    """The files of a run folder as text: plan.json, job.sbatch, ds_config.json where the engine is DeepSpeed's, and
+    the same run as Megatron's arguments where that program could do it."""
     values = plan.to_json() | ({"prediction": prediction} if prediction else {})
     texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
     if plan.engine.startswith("deepspeed"):
         texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
+    for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:
+        with contextlib.suppress(ValueError):
+            texts["megatron_args.txt"] = megatron_text(megatron_arguments(plan, flavour)) + "\n"
     return texts
 
 
