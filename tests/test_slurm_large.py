@@ -55,7 +55,7 @@ def test_a_chain_on_48_nodes_loses_one_and_goes_on_with_a_spare(cluster: Cluster
     assert (found.id, found.verdict) == (first, "completed"), says(folder)
     now = slurm.hostnames(found.nodes)
     assert len(now) == 48 and dead not in now and set(now) - set(before) <= {f"jz-a100-{n}" for n in range(1, 53)}
-    assert ledger.events(folder, "node failure")[0]["nodes"] == [dead]
+    assert dead in ledger.events(folder, "node failure")[0]["nodes"]
     assert slurm.states([second])[second].state in ("CANCELLED", "COMPLETED")  # nothing was left to do
 
 
