@@ -13,7 +13,7 @@ FLOORS = [
     "checks shape hardware topology systems ramp plan checkpoints",
     "columns constants layertime memory timing calibration fitting posterior prediction",
     "space blocks search whatif search_door sizing published shape_rules inverse size_door capacity "
-    "schedule pace stops montecarlo request calendar energy calendar_door",
+    "schedule pace stops montecarlo request calendar energy calendar_door rivals",
     "launch again outcome progress watch store deepspeed_config deepspeed_read deepspeed_keys "
     "ds_config_door equality verify megatron_args megatron_limits megatron_read megatron_text "
     "megatron_door sites job_request script slurm ledger",
@@ -21,7 +21,7 @@ FLOORS = [
     "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable",
     "lint scoring backtest compare compare_door spikes spikes_door nextrun gather learning",
     "attempt jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
-    "plots backtest_plots tables explore report notebook __main__ measured_plots",
+    "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots calendar_plots decision",
 ]
 
 

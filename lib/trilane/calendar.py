@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 
 from trilane.capacity import Window
-from trilane.montecarlo import Outcomes, Stretch, simulate
+from trilane.montecarlo import QUEUE, Doubt, Outcomes, Stretch, simulate
 from trilane.pace import SOONEST, schedule_on
 from trilane.ramp import Phase
-from trilane.request import Request
+from trilane.request import Z90, Request
 from trilane.schedule import Choice, Schedule
 
 CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
@@ -31,11 +31,12 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What comes out: the schedule of every window, the run of average luck, and thousands of runs of any luck."""
+    """What comes out: the schedule of every window, the untroubled run, that of average luck, and thousands."""
 
     request: Request
     phases: tuple[Phase, ...]
     schedules: tuple[tuple[Window, Schedule | None], ...]
+    ideal: Outcomes
     usual: Outcomes
     outcomes: Outcomes
 
@@ -86,8 +87,11 @@ class Forecast:
 
     @property
     def ramp_days(self) -> float:
-        """Days of the ramp's iterations alone, at the predicted seconds of each batch size."""
-        return sum(step.seconds for step in self.best_schedule.steps[: self.ramp_phases]) / 86400
+        """Days until the ramp is over, its iterations at the predicted seconds of each batch size and nothing else.
+
+        Where the capacity changes meanwhile, on what there is; restarts that changes of topology need are counted.
+        """
+        return float(self.ideal.reached_s[0, self.ramp_phases - 1]) / 86400 if self.ramp_phases else 0.0
 
     @property
     def p_deadline(self) -> float | None:
@@ -104,6 +108,38 @@ class Forecast:
         return None if limit is None else float((self.outcomes.gpu_s / 3600 > limit).mean())
 
     @property
+    def course(self) -> tuple[np.ndarray, np.ndarray]:
+        """Batch size and iterations of each piece whose end `reached_s` dates."""
+        iterations, same = _pieces(list(self.phases))
+        return np.array([phase.gbs for phase in self.phases])[same], iterations
+
+    @property
+    def gpu_hours_by_cause(self) -> dict[str, float]:
+        """Mean GPU-hours: the iterations at their predicted pace, what each cause adds, and the doubt of the pace.
+
+        Causes share what is charged in the proportion of the time that they take, uncharged ones left out.
+        """
+        r, work = self.request, float(self.ideal.gpu_s[0]) / 3600
+        free = {stop.name for stop in r.risks.stops if not stop.charged} | {QUEUE}
+        days = {name: d for name, d in self.lost_days.items() if name not in free}
+        rest = float(self.outcomes.gpu_s.mean()) / 3600 - work
+        slower = min(max(r.risks.slowdown - 1, 0) * work, rest)
+        share = (rest - slower) / (sum(days.values()) or 1)
+        return {"iterations": work, "slower than a benchmark": slower, **{name: d * share for name, d in days.items()}}
+
+    @property
+    def dangers(self) -> list[tuple[str, float, float]]:
+        """What can delay the run: name, mean days, and the days that one run in twenty passes; the worst first."""
+        high = {name: float(np.quantile(seconds, 0.95)) / 86400 for name, seconds in self.outcomes.lost_s.items()}
+        rows = [(name, mean, high[name]) for name, mean in self.lost_days.items() if high[name] > 0]
+        doubt = self.request.doubt
+        ideal, spread = float(self.ideal.wall_s[0]) / 86400, float(np.hypot(doubt.common, doubt.alone))
+        rows.append(
+            ("slower than predicted", ideal * (doubt.slowdown - 1), ideal * (doubt.slowdown * np.exp(Z90 * spread) - 1))
+        )
+        return sorted(rows, key=lambda row: -row[2])
+
+    @property
     def lost_days(self) -> dict[str, float]:
         """Mean days lost to each cause, the largest first."""
         means = {name: float(seconds.mean()) / 86400 for name, seconds in self.outcomes.lost_s.items()}
@@ -117,17 +153,29 @@ def forecast(request: Request) -> Forecast:
     schedules: dict[int, Schedule | None] = {}
     windows = r.capacity.windows(r.start)
     for gpus in {window.gpus for window in windows}:
+        reshape_s = r.risks.reshape_s if r.reshape else None
         schedules[gpus] = schedule_on(
-            r.plan, phases, gpus, r.calibration, r.risks.startup_s, r.day_worth is not None, worth
+            r.plan, phases, gpus, r.calibration, r.risks.startup_s, r.day_worth is not None, worth, reshape_s
         )
     pieces, same = _pieces(phases)
     queue = r.risks.queue_s / (r.risks.job_hours * 3600)
     stretches = [_stretch(w, schedules[w.gpus], pieces, same, queue * w.shared) for w in windows]
+    untroubled = dataclasses.replace(r.risks, stops=(), startup_s=0.0, queue_s=0.0)
     given = (stretches, same, r.doubt, r.risks, r.shares, r.interval_s)
     return Forecast(
         request=r,
         phases=tuple(phases),
         schedules=tuple((window, schedules[window.gpus]) for window in windows),
+        ideal=simulate(
+            [dataclasses.replace(s, queue_share=0.0) for s in stretches],
+            same,
+            Doubt(common=0, alone=0),
+            untroubled,
+            {},
+            1.0,
+            1,
+            None,
+        ),
         usual=simulate(*given, 1, None),
         outcomes=simulate(*given, r.runs, np.random.default_rng(r.seed)),
     )
@@ -150,7 +198,7 @@ def _stretch(
     steps = [schedule.steps[i] for i in same]
     seconds = iterations * np.array([step.choice.seconds for step in steps])
     first = np.concatenate([[True], np.diff(same) > 0])
-    seconds += np.array([step.restart * schedule.restart_s for step in steps]) * first
+    seconds += np.array([step.pause_s for step in steps]) * first
     return Stretch(
         window=window,
         seconds=seconds,

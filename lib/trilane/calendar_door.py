@@ -8,13 +8,13 @@ from typing import Any
 from trilane.calendar import QUANTILES, Bar, Forecast, forecast
 from trilane.calibration import default, load
 from trilane.capacity import constant, parse_day, read_capacity, today
-from trilane.checks import require
+from trilane.checks import from_mapping, read_json, require
 from trilane.energy import Price, energy_kwh
-from trilane.pace import SOONEST
+from trilane.pace import SOONEST, first_full_gbs
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
 from trilane.request import Request, with_pins
-from trilane.stops import Risks
+from trilane.stops import SOURCES, Risks
 
 WORTH = {"days": SOONEST, "gpu_hours": 0.0}
 MOST_LINES = 12  # changes of topology that are printed
@@ -22,7 +22,7 @@ MEANING = {
     "p_deadline": "probability of MISSING the deadline (ending after that day); null without --deadline",
     "p_allocation": "probability of OVERRUNNING the allocation of GPU-hours; null without --allocation",
     "intervals": "5 % and 95 % of the simulated runs",
-    "ramp.days": "the ramp's iterations at the predicted seconds of each batch size, nothing else",
+    "ramp.days": "the ramp's iterations at the predicted seconds of each batch size alone; the interval has all",
 }
 
 
@@ -42,10 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--day-worth", type=float, metavar="GPU_HOURS", help="the same, between the two: what a day is worth"
     )
+    parser.add_argument("--reshape", action="store_true", help="with these, let TP and PP change too")
     parser.add_argument("--checkpoint-minutes", type=float, help="between checkpoints; default: Daly's optimum")
     parser.add_argument("--spare-nodes", type=int, help="nodes that stand by (default: 4)")
     parser.add_argument("--job-hours", type=float, help="the longest job that the queue takes (default: 20)")
     parser.add_argument("--evaluation-iters", type=int, help="per 1000 iterations (default: 100, as Megatron-LM)")
+    parser.add_argument("--risks", metavar="JSON", help="any field of stops.Risks that you know better")
     parser.add_argument("--price", type=float, metavar="PER_GPU_HOUR", help="money of one GPU-hour, in your currency")
     parser.add_argument("--watts", type=float, metavar="PER_GPU", help="of one GPU with its share of the node")
     parser.add_argument("--calibration", metavar="JSON", help="constants fitted to your own runs")
@@ -62,7 +64,7 @@ def request_of(args: argparse.Namespace) -> Request:
     minutes = args.checkpoint_minutes
     require(minutes is None or minutes > 0, "checkpoint-minutes", minutes, "must be above zero")
     risks = with_pins(
-        Risks(),
+        from_mapping(Risks, read_json(args.risks, "risks"), "risks") if args.risks else Risks(),
         args.failures_per_node_year,
         checkpoint_s=minutes * 60 if minutes else None,
         spare_nodes=args.spare_nodes,
@@ -80,6 +82,7 @@ def request_of(args: argparse.Namespace) -> Request:
         allocation=args.allocation,
         risks=risks,
         day_worth=WORTH.get(args.adapt) if args.day_worth is None else args.day_worth,
+        reshape=args.reshape,
         runs=args.runs,
         seed=args.seed,
     )
@@ -98,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
     """The forecast as one JSON object: days, GPU-hours, ISO dates, probabilities, and the assumptions behind them."""
-    r, ideal, price = found.request, found.best_schedule, price or Price()
+    r, ideal, price = found.request, found.ideal, price or Price()
     iterations = sum(phase.iterations for phase in found.phases[: found.ramp_phases])
     hours = [found.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
     energy = [energy_kwh(h, r.plan.cluster.gpu.name, price) for h in hours]
@@ -114,12 +117,13 @@ def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
             "days": found.ramp_days,
             "days_interval": [float(v) / 86400 for v in _interval(ramp_ends)],
             "batch_sizes": found.ramp_phases,
+            "first_full_gbs": first_full_gbs(r.plan.topology),
         },
         "days": found.days(0.5),
         "days_interval": [found.days(0.05), found.days(0.95)],
         "gpu_hours": hours[0],
         "gpu_hours_interval": hours[1:],
-        "ideal": {"days": ideal.days, "gpu_hours": ideal.gpu_hours},
+        "ideal": {"days": float(ideal.wall_s[0]) / 86400, "gpu_hours": float(ideal.gpu_s[0]) / 3600},
         "finish": {f"p{round(100 * q):02}": found.finish(q).isoformat(timespec="minutes") for q in QUANTILES},
         "deadline": r.deadline.isoformat() if r.deadline else None,
         "p_deadline": found.p_deadline,
@@ -144,7 +148,7 @@ def assumptions(request: Request) -> list[dict[str, Any]]:
         {"what": s.name, "per_node_year": s.per_node_year, "per_year": s.per_year, "source": s.source} for s in r.stops
     ]
     names = [f.name for f in dataclasses.fields(r) if f.name != "stops"]
-    return stops + [{"what": name, "value": getattr(r, name), "source": "stops.Risks"} for name in names]
+    return stops + [{"what": name, "value": getattr(r, name), "source": SOURCES[name]} for name in names]
 
 
 def _interval(values: Any) -> tuple[float, float]:
@@ -159,10 +163,13 @@ def _bar(bar: Bar) -> dict[str, Any]:
         "from_day": bar.start_s / 86400,
         "to_day": bar.end_s / 86400,
         "gbs": [bar.first_gbs, bar.last_gbs],
+        "tp": c.tp,
+        "pp": c.pp,
         "dp": c.dp,
         "mbs": c.mbs,
         "nodes": c.nodes,
         "gpus": c.gpus,
+        "recompute": c.recompute,
     }
 
 
@@ -189,7 +196,8 @@ def _print(said: dict[str, Any]) -> None:
     for bar in said["schedule"][:MOST_LINES]:
         print(
             f"  day {bar['from_day']:5.1f} to {bar['to_day']:5.1f}: gbs {bar['gbs'][0]} to {bar['gbs'][1]} on "
-            f"{bar['nodes']} nodes, dp {bar['dp']} mbs {bar['mbs']}"
+            f"{bar['nodes']} nodes, "
+            f"tp {bar['tp']} pp {bar['pp']} dp {bar['dp']} mbs {bar['mbs']} recompute {bar['recompute']}"
         )
     if len(said["schedule"]) > MOST_LINES:
         print(f"  and {len(said['schedule']) - MOST_LINES} more (--json shows all)")

@@ -16,7 +16,7 @@ ENGINE_OF = {LM: "megatron", DEEPSPEED: "deepspeed-3d"}
 INITIAL_LOSS_SCALE = "65536"  # where our engines start; theirs is 2^32, of which the first iterations are skipped
 BYTES = "256"  # ids of our tokenizer "bytes" but for the end of a document, which is the next one, as NullTokenizer has
 # Fields of a topology that neither program has an argument for: kernels, and sums that the precision decides.
-UNSAID = ("dp", "attention", "adam", "fp32_gradients")
+UNSAID = ("dp", "attention", "adam", "fp32_gradients", "buckets")
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
@@ -72,13 +72,13 @@ def _batch(plan: Plan) -> Arguments:
 
 
 def _optimizer(plan: Plan) -> Arguments:
-    """Dropout stands here because its default, 0.1, would be another training."""
+    """Dropout always stands here: its default is 0.1."""
     o = plan.optimizer
     values: dict[str, object] = {"lr": o.lr, "min-lr": o.min_lr, "lr-decay-style": "cosine"}
     values |= {"lr-decay-samples": o.decay_samples} if o.decay_samples else {}
     values |= {"lr-warmup-samples": o.warmup_samples, "weight-decay": o.weight_decay, "clip-grad": o.clip_grad}
     values |= {"adam-beta1": o.adam_beta1, "adam-beta2": o.adam_beta2, "adam-eps": o.adam_eps}
-    values |= {"attention-dropout": 0.0, "hidden-dropout": 0.0}
+    values |= {"attention-dropout": plan.dropout.attention, "hidden-dropout": plan.dropout.hidden}
     values |= {"initial-loss-scale": INITIAL_LOSS_SCALE} if plan.topology.precision == "fp16" else {}
     return _texts(values)
 
@@ -99,12 +99,15 @@ def _megatron_lm(plan: Plan) -> Arguments:
     s, t = plan.shape, plan.topology
     require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
     switches = ["sequence-parallel"] * t.sequence_parallel + ["use-distributed-optimizer"] * (t.zero == 1)
+    switches += ["overlap-grad-reduce"] * t.overlap_grad_reduce + ["overlap-param-gather"] * t.overlap_param_gather
     switches += ["untie-embeddings-and-output-weights"] * (not s.tied_embeddings)
     switches += ["accumulate-allreduce-grads-in-fp32"] * (t.precision != "fp32")
     if t.partition != "uniform":
         switches += ["account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"]
     values: dict[str, object] = {"padded-vocab-size": s.vocab_size}
     values |= {"num-virtual-stages-per-pipeline-rank": t.interleaving} if t.interleaving > 1 else {}
+    values |= {"decoder-first-pipeline-num-layers": t.first_stage_layers} if t.first_stage_layers else {}
+    values |= {"decoder-last-pipeline-num-layers": t.last_stage_layers} if t.last_stage_layers else {}
     values |= {"timing-log-level": 2} if plan.run.timers else {}
     values |= {"tensorboard-dir": "tensorboard"} if plan.run.tensorboard else {}
     coder: dict[str, object] = {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": plan.data.tokenizer}
@@ -116,6 +119,7 @@ def _megatron_lm(plan: Plan) -> Arguments:
 def _megatron_deepspeed(plan: Plan) -> Arguments:
     """Its JSON, which repeats batch, ZeRO stage and precision, is trilane.deepspeed_config's, in ds_config.json."""
     s, t, coder = plan.shape, plan.topology, plan.data.tokenizer
+    require(not t.sequence_parallel, "sequence_parallel", True, "Megatron-DeepSpeed has none")
     require(s.tied_embeddings, "tied_embeddings", False, "Megatron-DeepSpeed ties them always")
     rule = "Megatron-DeepSpeed has no tokenizer of bytes; name a folder with a Hugging Face tokenizer"
     require(coder != "bytes", "data.tokenizer", coder, rule)

@@ -13,14 +13,12 @@ ONE_WAY = {
     "normalization": "LayerNorm",
     "optimizer": "adam",
     "init_method_std": "0.02",
-    "attention_dropout": "0.0",
-    "hidden_dropout": "0.0",
     "recompute_method": "uniform",
     "recompute_num_layers": "1",
     "recompute_modules": "core_attn",
     "checkpoint_num_layers": "1",
 }
-ASSUMED = {"lr_decay_style": "linear", "attention_dropout": "0.1", "hidden_dropout": "0.1"}  # by the programs
+ASSUMED = {"lr_decay_style": "linear"}  # by the programs
 # Known, and no matter of a plan: where and how often it writes, kernels, workers, the launcher's own.
 IGNORED = {
     *("save", "load", "save_interval", "log_throughput", "eval_iters", "eval_interval", "split", "data_cache_path"),

@@ -8,7 +8,7 @@ from trilane.checks import require
 from trilane.hardware import Cluster
 from trilane.megatron_args import DEEPSPEED, ENGINE_OF, LM
 from trilane.megatron_limits import differing, unasked
-from trilane.plan import BLEND, Data, Optimizer, Part, Plan, Run
+from trilane.plan import BLEND, Data, Dropout, Optimizer, Part, Plan, Run
 from trilane.ramp import Ramp
 from trilane.shape import ModelShape
 from trilane.topology import Topology
@@ -73,6 +73,9 @@ def plan_of(
         topology=topology,
         data=_data(given),
         optimizer=optimizer,
+        dropout=Dropout(
+            hidden=given.get("hidden_dropout", float, 0.1), attention=given.get("attention_dropout", float, 0.1)
+        ),
         run=run,
     )
     ignored, unknown = unasked(set(values) - given.asked)
@@ -122,6 +125,10 @@ def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
         sequence_parallel=given.has("sequence_parallel"),
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,
+        first_stage_layers=given.get("decoder_first_pipeline_num_layers", int, 0),
+        last_stage_layers=given.get("decoder_last_pipeline_num_layers", int, 0),
+        overlap_grad_reduce=given.has("overlap_grad_reduce"),
+        overlap_param_gather=given.has("overlap_param_gather"),
         fp32_gradients=sums and precision != "fp32",
     )
 

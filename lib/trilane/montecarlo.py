@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.capacity import FOREVER, Window
+from trilane.capacity import Window
 from trilane.checks import require
 from trilane.stops import NODE_FAILURE, NODE_YEAR_S, Risks, Stop, wait_for_node_s
 
@@ -123,8 +123,7 @@ class _Course:
         active = (self.now < window.end_s) & (self.done[:, -1] < 1)
         self.now = np.where(active, np.maximum(self.now, window.start_s), self.now)
         if stretch.idle or not active.any():
-            self.now = np.where(active & (window.end_s < FOREVER), window.end_s, self.now)
-            return
+            return  # the next stretch begins where it begins
         whole = stretch.seconds * self.factor
         rest = whole * (1 - self.done) * active[:, None]
         work = rest.sum(axis=1)
@@ -181,7 +180,8 @@ class _Course:
             charged += lost[stop.name] * ours
         rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
         ends = np.median((sum(lost.values()) / seconds)[busy]) < MOST_LOST and np.median(undone[busy]) < MOST_UNDONE
-        require(bool(ends), "failures-per-node-year", f"{kinds[0].per_node_year:g}", rule)
+        rate = next((s.per_node_year for s in kinds if s.name == NODE_FAILURE), 0.0)
+        require(bool(ends), "failures-per-node-year", f"{rate:g}", rule)
         return lost, charged
 
 

@@ -13,10 +13,10 @@ from trilane.memory import memory_bytes, oom_probability
 from trilane.plan import Plan
 from trilane.ramp import Phase, Ramp
 from trilane.schedule import Choice, Schedule, optimize
-from trilane.search import OOM_LIMIT
-from trilane.space import divisors
+from trilane.search import OOM_LIMIT, search_space
+from trilane.space import divisors, space_around
 from trilane.timing import iteration_columns
-from trilane.topology import Topology
+from trilane.topology import Topology, refusal
 
 MICROBATCHES = (1, 2, 4, 8)
 SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
@@ -29,22 +29,61 @@ def require_divisible(ramp: Ramp, topology: Topology) -> None:
     require(not failing, "ramp", ", ".join(map(str, failing)), rule)
 
 
-def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool) -> list[Topology]:
-    """What `gbs` can run on with the plan's tp x pp and at most `gpus` GPUs.
+def first_full_gbs(topology: Topology) -> int:
+    """The first batch size with a microbatch for every stage: pp x mbs x dp. Below it no stage is ever all at work.
 
-    The plan's own topology where it fits and nothing is to be adapted; else every DP and microbatch.
+    The prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; the product is 192, from where its
+    later runs start ('main-5').
+    """
+    return topology.pp * topology.mbs * topology.dp
+
+
+Lane = tuple[int, int]  # tp, pp
+LANES = 4  # of the best tp x pp that are tried at the smallest and at the full batch size
+
+
+def lanes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[Lane]:
+    """The plan's tp x pp, and the best others at the smallest and the largest batch size on that many GPUs."""
+    t = plan.topology
+    found = [(t.tp, t.pp)]
+    for gbs in {min(batches), max(batches)}:
+        space = space_around(t, [gpus], [gbs], MICROBATCHES)
+        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_lanes(LANES)
+        found += [(c.topology.tp, c.topology.pp) for c in best]
+    return list(dict.fromkeys(found))
+
+
+def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Lane] = ()) -> list[Topology]:
+    """What `gbs` can run on with at most `gpus` GPUs, on the plan's tp x pp or one of `others`.
+
+    The plan's own topology where it fits and nothing is to be adapted; else every DP and microbatch, recomputing as the
+    plan does or fully, since fewer replicas hold more of ZeRO's shards each.
     """
     t = plan.topology
     if t.gpus <= gpus and not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
-    most, sizes = gpus // (t.tp * t.pp), sorted({*MICROBATCHES, t.mbs})
-    pairs = [(mbs, dp) for mbs in sizes if gbs % mbs == 0 for dp in divisors(gbs // mbs) if dp <= most]
-    return [dataclasses.replace(t, gbs=gbs, mbs=mbs, dp=dp) for mbs, dp in pairs]
+    pairs = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
+    found = [
+        {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "recompute": recompute}
+        for tp, pp in others or [(t.tp, t.pp)]
+        for mbs, dp in pairs
+        for recompute in sorted({t.recompute, "full"})
+        if tp * pp * dp <= gpus
+    ]
+    made = [dataclasses.replace(t, gbs=gbs, **fields) for fields in found]  # type: ignore[arg-type]
+    return [topology for topology in made if refusal(plan.shape, topology) is None]
 
 
-def choices(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration, adapt: bool) -> list[list[Choice]]:
+def choices(
+    plan: Plan,
+    batches: Sequence[int],
+    gpus: int,
+    calibration: Calibration,
+    adapt: bool,
+    others: Sequence[Lane] = (),
+) -> list[list[Choice]]:
     """For each batch size every topology that fits the card, with its predicted seconds; all predicted at once."""
-    found = [topologies(plan, gbs, gpus, adapt) for gbs in batches]
+    found = [topologies(plan, gbs, gpus, adapt, others) for gbs in batches]
     flat = [t for group in found for t in group]
     if not flat:
         return [[] for _ in batches]
@@ -69,7 +108,7 @@ def choice_of(topology: Topology, plan: Plan, seconds: float) -> Choice:
     """A topology in whole nodes of the plan's cluster."""
     t = topology
     nodes = -(-t.gpus // plan.cluster.gpus_per_node)
-    return Choice(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds)
+    return Choice(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds, recompute=t.recompute)
 
 
 def schedule_on(
@@ -80,14 +119,18 @@ def schedule_on(
     restart_s: float,
     adapt: bool = False,
     day_worth: float = SOONEST,
+    reshape_s: float | None = None,
 ) -> Schedule | None:
     """The phases on at most `gpus` GPUs, the plan's topology kept unless `adapt`; None where no replica fits.
 
-    ValueError names each batch size that nothing can run.
+    TP and PP stay unless a change of them is said to take `reshape_s`. ValueError names each batch size that nothing
+    can run.
     """
     if gpus < plan.topology.tp * plan.topology.pp:
         return None
-    options = choices(plan, [phase.gbs for phase in phases], gpus, calibration, adapt)
+    batches = [phase.gbs for phase in phases]
+    others = [] if reshape_s is None else lanes(plan, batches, gpus, calibration)
+    options = choices(plan, batches, gpus, calibration, adapt, others)
     empty = ", ".join(str(phase.gbs) for phase, found in zip(phases, options, strict=True) if not found)
     require(not empty, "ramp", empty, f"no DP and microbatch of the plan's tp x pp divide it and fit {gpus} GPUs")
-    return optimize(phases, options, restart_s, day_worth)
+    return optimize(phases, options, restart_s, day_worth, reshape_s or 0.0)

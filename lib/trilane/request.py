@@ -7,6 +7,7 @@ from datetime import date
 
 from trilane.calibration import Calibration
 from trilane.capacity import Capacity
+from trilane.checkpoints import checkpoint_bytes
 from trilane.checks import require, require_integer, require_positive
 from trilane.montecarlo import Doubt
 from trilane.pace import require_divisible
@@ -16,9 +17,6 @@ from trilane.schedule import phases_of
 from trilane.stops import Risks
 
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
-# What a checkpoint holds per parameter: 16-bit weights 2, fp32 masters 4, Adam's two moments 8 (the chronicles' 18
-# bytes less the gradients).
-CHECKPOINT_BYTES = 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +24,9 @@ class Request:
     """A plan, its tokens and ramp, the capacity from which day on, what may go wrong, and what must not be passed.
 
     `day_worth` None keeps the plan's topology wherever it fits; a number of GPU-hours that a day is worth lets DP,
-    microbatch and nodes follow the batch size (0: the cheapest way, pace.SOONEST: the fastest). Raises ValueError for
-    tokens below one batch, a ramp that the topology cannot divide, a deadline before the start, an allocation that is
-    no positive number.
+    microbatch and nodes follow the batch size (0: the cheapest way, pace.SOONEST: the fastest), and with `reshape` TP
+    and PP too. Raises ValueError for tokens below one batch, a ramp that the topology cannot divide, a deadline before
+    the start, an allocation that is no positive number.
     """
 
     plan: Plan
@@ -41,6 +39,7 @@ class Request:
     allocation: float | None = None
     risks: Risks = field(default_factory=Risks)
     day_worth: float | None = None
+    reshape: bool = False
     runs: int = 10_000
     seed: int = 0
 
@@ -52,6 +51,8 @@ class Request:
         require_integer("runs", self.runs, 100)
         worth = self.day_worth
         require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
+        rule = "needs --adapt days, --adapt gpu_hours or --day-worth"
+        require(not self.reshape or worth is not None, "reshape", True, rule)
         if self.day_worth is None:
             require_divisible(ramp, t)
         if self.deadline is not None:
@@ -88,7 +89,7 @@ class Request:
         """Seconds of one checkpoint: all nodes of the plan write their share."""
         nodes = self.plan.topology.gpus / self.plan.cluster.gpus_per_node
         rate = max(nodes, 1.0) * self.risks.write_bytes_per_s
-        return CHECKPOINT_BYTES * self.plan.shape.parameters / rate
+        return checkpoint_bytes(self.plan.shape) / rate
 
     @property
     def interval_s(self) -> float:

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from trilane.checks import require_integer, require_positive
 from trilane.ramp import Phase, Ramp
 from trilane.space import divisors
+from trilane.topology import RECOMPUTE
+
+KEPT = ("", *RECOMPUTE)  # a measured row may not say what it recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,7 @@ class Choice:
     mbs: int
     nodes: int
     seconds: float
+    recompute: str = ""
 
     @property
     def gpus(self) -> int:
@@ -28,16 +33,21 @@ class Choice:
 
     def same_job(self, other: "Choice") -> bool:
         """Whether a job can go on from the one to the other without a restart."""
-        return (self.tp, self.pp, self.dp, self.mbs) == (other.tp, other.pp, other.dp, other.mbs)
+        return self._job == other._job
+
+    @property
+    def _job(self) -> tuple[int, int, int, int, str]:
+        return self.tp, self.pp, self.dp, self.mbs, self.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A phase of the ramp on its choice; `restart` where the job before it was another."""
+    """A phase of the ramp on its choice; `restart` where the job before it was another, after `pause_s`."""
 
     phase: Phase
     choice: Choice
     restart: bool
+    pause_s: float
 
     @property
     def seconds(self) -> float:
@@ -47,10 +57,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Every phase on its choice, and what a restart between two costs."""
+    """Every phase on its choice."""
 
     steps: tuple[Step, ...]
-    restart_s: float
 
     @property
     def restarts(self) -> int:
@@ -60,12 +69,12 @@ class Schedule:
     @property
     def days(self) -> float:
         """Days of all phases and restarts."""
-        return (sum(step.seconds for step in self.steps) + self.restarts * self.restart_s) / 86400
+        return sum(step.seconds + step.pause_s for step in self.steps) / 86400
 
     @property
     def gpu_hours(self) -> float:
         """GPU-hours of the same."""
-        return sum((s.seconds + s.restart * self.restart_s) * s.choice.gpus for s in self.steps) / 3600
+        return sum((s.seconds + s.pause_s) * s.choice.gpus for s in self.steps) / 3600
 
 
 def phases_of(ramp: Ramp, gbs: int, samples: int) -> list[Phase]:
@@ -81,26 +90,27 @@ def phases_of(ramp: Ramp, gbs: int, samples: int) -> list[Phase]:
 
 
 def optimize(
-    phases: Sequence[Phase], choices: Sequence[Sequence[Choice]], restart_s: float, day_worth: float
+    phases: Sequence[Phase],
+    choices: Sequence[Sequence[Choice]],
+    restart_s: float,
+    day_worth: float,
+    reshape_s: float = 0.0,
 ) -> Schedule:
     """The cheapest way through all phases, where a day is worth `day_worth` GPU-hours (0: only GPU-hours count).
 
+    A change of job costs `restart_s`, and `reshape_s` more where TP or PP change and checkpoints must be cut anew.
     Exact: the best cost of every choice of a phase follows from those of the phase before (Viterbi). Among equals the
     faster. Each phase needs at least one choice.
     """
     assert all(choices), "a phase without a choice"
-
-    def price(c: Choice) -> float:
-        return c.gpus / 3600 + (day_worth + 1e-6) / 86400  # GPU-hours of a second; a hair of time breaks ties
-
     best = np.zeros(0)
     back: list[np.ndarray] = []
     for i, (phase, options) in enumerate(zip(phases, choices, strict=True)):
-        own = np.array([phase.iterations * c.seconds * price(c) for c in options])
+        # GPU-hours of a second; a hair of time breaks ties
+        price = np.array([c.gpus / 3600 + (day_worth + 1e-6) / 86400 for c in options])
+        own = phase.iterations * np.array([c.seconds for c in options]) * price
         if i:
-            before = choices[i - 1]
-            switch = np.array([[0.0 if a.same_job(c) else restart_s * price(c) for a in before] for c in options])
-            total = switch + best
+            total = best + price[:, None] * _switch_s(choices[i - 1], options, restart_s, reshape_s)
             back.append(total.argmin(axis=1))
             own = own + total.min(axis=1)
         best = own
@@ -108,11 +118,21 @@ def optimize(
     for step in reversed(back):
         chosen.append(int(step[chosen[-1]]))
     picked = [options[i] for options, i in zip(choices, reversed(chosen), strict=True)]
+    pauses = [0.0, *(float(_switch_s([a], [b], restart_s, reshape_s)[0, 0]) for a, b in pairwise(picked))]
     steps = [
-        Step(phase=phase, choice=c, restart=i > 0 and not c.same_job(picked[i - 1]))
-        for i, (phase, c) in enumerate(zip(phases, picked, strict=True))
+        Step(phase=phase, choice=c, pause_s=pause, restart=i > 0 and not c.same_job(picked[i - 1]))
+        for i, (phase, c, pause) in enumerate(zip(phases, picked, pauses, strict=True))
     ]
-    return Schedule(steps=tuple(steps), restart_s=restart_s)
+    return Schedule(steps=tuple(steps))
+
+
+def _switch_s(before: Sequence[Choice], after: Sequence[Choice], restart_s: float, reshape_s: float) -> np.ndarray:
+    """Seconds of going on from each choice (columns) to each other (rows)."""
+    old, new = (
+        np.array([(c.tp, c.pp, c.dp, c.mbs, KEPT.index(c.recompute)) for c in group]) for group in (before, after)
+    )
+    differs = new[:, None, :] != old[None, :, :]
+    return differs.any(axis=-1) * restart_s + differs[..., :2].any(axis=-1) * reshape_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +169,7 @@ class Benchmark:
 def fastest(rows: Sequence[Benchmark]) -> list[Benchmark]:
     """The rows of the tp x pp that has the fastest row; of equals that with the smallest replica.
 
-    A run keeps its tp x pp, since its checkpoints hold their shards; DP and microbatch may change.
+    A run that keeps its tp x pp keeps its checkpoints' shards; DP and microbatch may change.
     """
     first = min(rows, key=lambda r: (r.gpu_seconds, r.tp * r.pp))
     return [r for r in rows if (r.tp, r.pp) == (first.tp, first.pp)]

@@ -79,12 +79,31 @@ def usual_stops() -> tuple[Stop, ...]:
     )
 
 
+# Where the defaults of Risks come from, for the tables of a report.
+SOURCES = {
+    "startup_s": "20 minutes: assumed; MegaScale (arXiv:2402.15627) is back at work within 15",
+    "reshape_s": "an hour to cut a checkpoint of other TP or PP anew: assumed",
+    "queue_s": "2 hours, where the capacity is shared: assumed",
+    "repair_hours": "a day: assumed, from the prequel's 'Hanging Issue' (nodes came back the next morning)",
+    "spare_nodes": "prequel, 'Hardware': 4 of 52 nodes are kept",
+    "job_hours": "Jean Zay, QoS t3: 20 hours",
+    "evaluation_every": "Megatron-LM's --eval-interval",
+    "evaluation_iters": "Megatron-LM's --eval-iters",
+    "checkpoint_s": "0: Daly's optimum (Daly 2006)",
+    "write_bytes_per_s": "1 GB/s a node: assumed",
+    "slowdown": "2 % slower than a benchmark in the long run: assumed",
+    "slowdown_spread": "give or take 2 %: assumed",
+    "common": "a prediction's errors at two batch sizes of one topology are mostly the same: assumed",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Risks:
     """Everything that a benchmark does not show. All assumptions but where a source is named.
 
     startup_s           from a job's start to its first iteration: launch, loading the checkpoint, building the data
                         index. MegaScale (Jiang et al. 2024, arXiv:2402.15627) is back at work within 15 minutes
+    reshape_s           what a change of TP or PP takes beside the restart: checkpoints are cut anew
     queue_s             mean wait in the queue before each restart, only while the capacity is shared
     repair_hours        mean until a broken node is back: over night, as the prequel tells of 13 of 52 ('Hanging Issue')
     spare_nodes         nodes that stand by; the prequel keeps 4 of 52
@@ -100,6 +119,7 @@ class Risks:
 
     stops: tuple[Stop, ...] = dataclasses.field(default_factory=usual_stops)
     startup_s: float = 1200.0
+    reshape_s: float = 3600.0
     queue_s: float = 7200.0
     repair_hours: float = 24.0
     spare_nodes: int = 4
@@ -113,7 +133,15 @@ class Risks:
     common: float = 0.8
 
     def __post_init__(self) -> None:
-        for name in ("startup_s", "queue_s", "repair_hours", "spare_nodes", "checkpoint_s", "evaluation_iters"):
+        for name in (
+            "startup_s",
+            "reshape_s",
+            "queue_s",
+            "repair_hours",
+            "spare_nodes",
+            "checkpoint_s",
+            "evaluation_iters",
+        ):
             value = getattr(self, name)
             require(0 <= value < math.inf, name, value, "must be zero or a number above")
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):

@@ -12,11 +12,11 @@ import pytest
 from plans import SHAPE
 
 from trilane.engine import corpus, sources
-from trilane.engine.corpus import prepare
+from trilane.engine.corpus import prepare, prepare_all
 from trilane.engine.index import check_pair, write_pair
 from trilane.engine.tokenizer import Tokenizer, tokenizer
 from trilane.launch import environment
-from trilane.plan import Data
+from trilane.plan import Data, Part
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
 
@@ -213,3 +213,16 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
 
     with pytest.raises(ValueError, match="vocab_size=256: tokenizer bytes has 257 ids"):
         prepare(Data(source="mock", folder=str(tmp_path)), replace(SHAPE, vocab_size=256))
+
+
+def test_a_blend_is_prepared_once_a_source_and_a_bad_source_is_refused(tmp_path: Path) -> None:
+    parts = (Part(source="mock", weight=1), Part(source=short(tmp_path), weight=1))
+    data = Data(source="blend", blend=parts, folder=str(tmp_path / "data"))
+    with pytest.raises(ValueError, match=r"^data\.source=.*short\.txt: has 10 tokens, one sample needs 65$"):
+        prepare_all(data, SHAPE)
+    (tmp_path / "short.txt").write_text(TEXT)
+    prefixes = prepare_all(data, SHAPE)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").glob("*.idx")}
+    assert len(prefixes) == len(made) - 1 == 2  # the one that is too short was prepared too
+    assert prepare_all(data, SHAPE) == prefixes
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").glob("*.idx")} == made

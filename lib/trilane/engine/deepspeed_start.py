@@ -16,6 +16,7 @@ from deepspeed.utils import logger
 from trilane.deepspeed_config import deepspeed_config
 from trilane.engine.audit import must_decay
 from trilane.engine.engines import Step
+from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during
 from trilane.plan import Plan
 
 CONFIG = "ds_config.json"  # in the run folder: what DeepSpeed was given
@@ -65,6 +66,17 @@ def groups(named: Iterable[tuple[str, torch.nn.Parameter]], decay: float) -> lis
         {"params": [p for name, p in named if must_decay(name)], "weight_decay": decay},
         {"params": [p for name, p in named if not must_decay(name)], "weight_decay": 0.0},
     ]
+
+
+def tell_phases(engine: Any) -> None:
+    """Each of the engine's parts is a phase from now on, whoever calls it; the reduction goes on inside backward."""
+    for name, phase in {
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "allreduce_gradients": REDUCE,
+        "step": OPTIMIZER,
+    }.items():
+        setattr(engine, name, during(phase, getattr(engine, name)))
 
 
 def begin_step(engine: Any, lr: float, microbatches: int) -> None:

@@ -11,11 +11,20 @@ from megatron.core import parallel_state
 
 from trilane.engine.audit import deepspeed_audit
 from trilane.engine.clipping import WholeClipping
-from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
+from trilane.engine.deepspeed_start import (
+    CONFIG,
+    begin_step,
+    groups,
+    loss_scale,
+    quiet,
+    settings,
+    start,
+    step_of,
+    tell_phases,
+)
 from trilane.engine.deepspeed_states import DeepSpeedStates
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.model import canonical_parameters, config, empty_chunk, fill
-from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during, phase
 from trilane.engine.randomness import seed_streams
 from trilane.engine.sequence import sum_shared_gradients
 from trilane.engine.world import World
@@ -56,7 +65,7 @@ class DeepSpeedZero:
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=model, config=ds_config, model_parameters=groups(named, decay), mpu=Mpu()
             )
-        self._engine.allreduce_gradients = during(REDUCE, self._engine.allreduce_gradients)
+        tell_phases(self._engine)
         self.audit = deepspeed_audit(named, optimizer, decay)
         self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
@@ -75,13 +84,10 @@ class DeepSpeedZero:
         for number, batch in enumerate(microbatches, 1):
             # Its own count goes by the microbatches since the start, which is wrong once the batch has grown.
             self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
-            with phase(FORWARD):
-                loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
-            with phase(BACKWARD):
-                self._engine.backward(loss)
+            loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
+            self._engine.backward(loss)
             losses.append(loss.detach())
-            with phase(OPTIMIZER):
-                self._engine.step()
+            self._engine.step()
         norm = self._clipping.norm if self._clipping else None
         return step_of(self._engine, self._mean(losses), scale, norm)
 

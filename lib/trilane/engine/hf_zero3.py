@@ -23,7 +23,17 @@ from transformers.utils import logging
 
 from trilane.engine.audit import deepspeed_audit
 from trilane.engine.clipping import WholeClipping
-from trilane.engine.deepspeed_start import CONFIG, begin_step, groups, loss_scale, quiet, settings, start, step_of
+from trilane.engine.deepspeed_start import (
+    CONFIG,
+    begin_step,
+    groups,
+    loss_scale,
+    quiet,
+    settings,
+    start,
+    step_of,
+    tell_phases,
+)
 from trilane.engine.engines import Microbatch, Step
 from trilane.engine.gpt2_names import canonical_name, gpt2_tensor
 from trilane.engine.gpt2_states import Gpt2States
@@ -58,6 +68,7 @@ class HfZero3:
             # DummyOptim: "make the optimizer of the JSON, over these groups".
             asked = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
             self._engine, _ = self._trainer.accelerator.prepare(model, asked)
+        tell_phases(self._engine)
         self.audit = deepspeed_audit(named, self._engine.optimizer, decay)
         self.states = Gpt2States(named, self._engine.optimizer, plan.topology.zero, plan.shape)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
