@@ -1,46 +1,207 @@
-"""The sbatch script: recorded whole, accepted by bash and shellcheck, closed to hostile values."""
+"""On a real SLURM: a plan submitted, watched, cancelled, refused; what SLURM refuses is one line."""
 
+import getpass
+import json
+import os
 import subprocess
-import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
+from support import wait_until
 
-from trilane import slurm
-from trilane.hardware import cluster
-from trilane.plan import Plan
-from trilane.shape import parse_shape
-from trilane.topology import Topology
+from trilane import guard, jobs, ledger, slurm, sweep
+from trilane.__main__ import main
+from trilane.checks import to_mapping
+from trilane.finding import REFUSAL
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def script(monkeypatch, **changes):
-    monkeypatch.setattr(slurm, "REPOSITORY", Path("/home/me/trilane"))
-    topology = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, precision="bf16", partition="type:transformer|embedding")
-    plan = Plan(
-        label="bloom", shape=parse_shape("70,14336,112,2048,250880"), cluster=cluster("jz-a100-80g"), topology=topology
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    yield from started()
+
+
+@pytest.fixture
+def sleeper(cluster: Cluster, tmp_path: Path) -> Path:
+    """A run folder whose script sleeps instead of training."""
+    folder = run_folder(tmp_path, plan("sleeper", tmp_path / "data"))
+    script = (folder / "job.sbatch").read_text()
+    (folder / "job.sbatch").write_text(
+        script[: script.index("set -euo")] + "set -euo pipefail\n"
+        "srun --kill-on-bad-exit=1 bash -c 'trap \"\" USR1; sleep 300'\n"
     )
-    return slurm.render(plan, **{"account": "xyz@a100", "constraint": "a100", **changes})
+    return folder
 
 
-def test_the_script_for_384_gpus_is_the_recorded_one(monkeypatch):
-    assert script(monkeypatch) == (GOLDEN / "train-jz-a100-80g.sbatch").read_text()
+def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster: Cluster, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, plan("two", tmp_path / "data"))
+    job = jobs.submit(folder, SITE, REQUEST)
+    found = ended(folder)
+    assert (found.id, found.state, found.verdict) == (job, "COMPLETED", "completed"), says(folder)
+    assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
+    assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
+    events = [e["event"] for e in ledger.events(folder)]
+    assert events == ["submitted", "started", "ended"]
+    script = (folder / "job.sbatch").read_text()
+    assert ledger.events(folder, "submitted")[0]["script"] == ledger.fingerprint(script)
+    # what remains once squeue forgot it
+    wait_until(lambda: slurm._accounted([job])[job].state == "COMPLETED", 60, "accounting")
+    with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
+        jobs.submit(folder, SITE, REQUEST)
 
 
-def test_bash_and_shellcheck_accept_the_recorded_scripts():
-    for path in GOLDEN.glob("*.sbatch"):
-        subprocess.run(["bash", "-n", path], check=True)
-        checked = subprocess.run(
-            [Path(sys.executable).with_name("shellcheck"), "--exclude=SC1091", path], capture_output=True, text=True
-        )
-        assert checked.returncode == 0, checked.stdout
+def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
+    request = replace(REQUEST, launcher="deepspeed")
+    p = plan("ds", tmp_path / "data", dp=4, zero=1, engine="deepspeed-zero")
+    folder = run_folder(tmp_path, p, request)
+    job = jobs.submit(folder, SITE, request)
+    found = ended(folder)
+    assert (found.state, found.verdict, found.iteration) == ("COMPLETED", "completed", 4), says(folder)
+    lines = (folder / f"ranks/hostfile-{job}").read_text().splitlines()
+    assert lines == [f"{host} slots=2" for host in slurm.hostnames(found.nodes)]
+
+
+def test_sbatch_accepts_every_recorded_script(cluster: Cluster) -> None:
+    for path in sorted(GOLDEN.glob("*.sbatch")):
+        if "everything" not in path.name:  # which names a reservation and nodes that are not here
+            slurm.test_only(path)
 
 
 @pytest.mark.parametrize(
-    "value", ["a b", "$(id)", "`id`", "x;id", "x\n#SBATCH --time=9", "-x", "x'y", 'x"y', "x|y", "${A}", "", "é"]
+    ("wish", "says"),
+    [
+        ({"partition": "gpu_p4"}, "Invalid partition name specified"),
+        ({"constraint": "b200"}, "Invalid feature specification"),
+        ({"account": "abc@a100"}, "Invalid account or account/partition combination specified"),
+        ({"qos": "qos_gpu_a100-t9"}, "Invalid qos specification"),
+        ({"time_limit": "1000:00:00"}, "time limit"),
+        ({"reservation": "hug"}, "reservation"),
+        ({"exclude": "jz-a100-[1-3]"}, "Requested node configuration is not available"),
+    ],
 )
-@pytest.mark.parametrize("field", ["account", "constraint", "time_limit"])
-def test_a_value_that_bash_would_read_twice_is_refused(monkeypatch, field, value):
-    with pytest.raises(ValueError, match=f"^{field}="):
-        script(monkeypatch, **{field: value})
+def test_the_guard_refuses_what_slurm_would_refuse(wish: dict, says: str, cluster: Cluster, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, plan("two", tmp_path / "data"), replace(REQUEST, **wish))
+    p = plan("two", tmp_path / "data")
+    found = [f for f in guard.check(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
+    assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].says.lower()
+
+
+def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    site = tmp_path / "test.json"
+    site.write_text(json.dumps(to_mapping(SITE)))
+    door = [str(sleeper), "--site", str(site), "--account", "xyz@a100", "--json"]
+    assert main(["submit", *door, "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["submitted"] == {}
+    assert main(["submit", *door]) == 0
+    job = json.loads(capsys.readouterr().out)["submitted"][str(sleeper)]
+    wait_until(lambda: one(sleeper).state == "RUNNING", 60, "running")
+    assert main(["status", str(sleeper), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["jobs"][0]
+    assert (shown["id"], shown["verdict"], shown["nodes"]) == (job, "running", "jz-a100-[1-2]")
+    with pytest.raises(ValueError, match=rf"^run folder=.*: has job {job} already; cancel it first$"):
+        jobs.submit(sleeper, SITE, REQUEST)
+    assert main(["cancel", str(sleeper), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"cancelled": [job]}
+    found = ended(sleeper)
+    assert (found.state, found.verdict, found.evidence) == ("CANCELLED", "cancelled", "SLURM: CANCELLED")
+    assert main(["status", str(sleeper)]) == 1
+    assert " CANCELLED " in capsys.readouterr().out
+
+
+def test_a_job_that_waits_says_why(sleeper: Path) -> None:
+    job = slurm.submit(sleeper / "job.sbatch", "--begin=now+1hour")
+    jobs.note(sleeper, job, "test", sleeper / "job.sbatch")
+    wait_until(lambda: one(sleeper).reason == "BeginTime", 30, "reason")
+    assert (one(sleeper).state, one(sleeper).verdict) == ("PENDING", "waiting")
+    assert jobs.cancel([sleeper]) == [job]
+
+
+@pytest.mark.parametrize(
+    "name", ["two words", "it's", 'a "quote"', "$(touch x)", "`touch x`", "-rf", "é数", "a;touch x", "{a,b}*"]
+)
+def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
+    name: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """All of the script up to the training; a sweep reads the path of its runs from a file."""
+    p = plan("one", tmp_path / "data", nodes=1)
+    sweep.create(tmp_path / name, [p.to_json()], SITE, REQUEST)
+    folder = tmp_path / name / "runs/one"
+    for script in (folder / "job.sbatch", tmp_path / name / "sweep-1x2.sbatch"):
+        text = script.read_text()
+        script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
+        job = slurm.submit(script)
+        out = script.parent / f"slurm-{job}{'_1' if 'sweep' in script.name else ''}.out"
+        wait_until(lambda out=out: out.exists() and out.read_text().endswith("/runs/one\n"), 120, f"{out}")
+        assert out.read_text() == f"go: from the beginning\n{folder}\n"
+    assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == {name}
+
+
+def test_a_job_of_somebody_else_is_left_alone(sleeper: Path) -> None:
+    if getpass.getuser() != "root":
+        pytest.skip("only root can submit for somebody else")
+    command = ["sbatch", "--parsable", "--uid=nobody", "--account=xyz@a100", "--chdir=/tmp", "--output=/dev/null"]
+    done = subprocess.run([*command, "--wrap", "sleep 60"], capture_output=True, text=True, check=True)
+    other = done.stdout.strip()
+    ledger.note(sleeper, "submitted", other, site="test", script="")
+    try:
+        for call in (slurm.cancel, lambda ids: slurm.send(ids[0], "USR1")):
+            with pytest.raises(ValueError, match=rf"^job={other}: is of user nobody, not yours$"):
+                call([other])
+        assert slurm.call(["squeue", "-h", "-j", other, "-o", "%T"]).strip() in ("PENDING", "RUNNING")
+    finally:
+        subprocess.run(["scancel", other], check=True)
+
+
+@pytest.mark.parametrize("job", ["1; id", "-1", "$(id)", "", "1 2", "a", "1_", "--user=root", "1\n2"])
+def test_what_is_no_job_id_never_reaches_slurm(job: str) -> None:
+    for call in (slurm.states, slurm.cancel):
+        with pytest.raises(ValueError, match=r"^job="):
+            call([job])
+
+
+def test_a_job_that_slurm_does_not_know_is_one_line(cluster: Cluster) -> None:
+    with pytest.raises(ValueError, match=r"^job=999999: SLURM knows no such job$"):
+        slurm.cancel(["999999"])
+    assert slurm.states(["999999"])["999999"].state == slurm.FORGOTTEN
+
+
+def test_a_controller_that_is_away_is_waited_for_and_nothing_is_submitted_twice(
+    cluster: Cluster, sleeper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = int((Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0])
+    os.kill(pid, 9)
+    back = threading.Timer(3, cluster.do, ["start", "--accounting"])
+    back.start()
+    job = slurm.submit(sleeper / "job.sbatch")
+    back.join()
+    listed = slurm.call(["squeue", "-h", "-t", "all", "-o", "%i %Z"]).splitlines()
+    assert [line for line in listed if line.endswith(f" {sleeper}")] == [f"{job} {sleeper}"]
+    slurm.cancel([job])
+
+
+def test_a_controller_that_stays_away_is_one_clear_line(
+    sleeper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(slurm, "DELAYS_S", (0.1, 0.1))
+    conf = Path(os.environ["SLURM_CONF"]).read_text().replace("SlurmctldPort=", "SlurmctldPort=1#")
+    (tmp_path / "slurm.conf").write_text(conf)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    ledger.note(sleeper, "submitted", "1", site="test", script="")
+    begin = time.monotonic()
+    assert main(["status", str(sleeper)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("trilane: slurm=squeue: the controller cannot be reached (") and said.count("\n") == 1
+    assert time.monotonic() - begin < 60
+
+
+def test_without_slurm_a_submission_is_one_line(sleeper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ValueError, match=r"^slurm=sbatch: is not installed here; use site local$"):
+        jobs.submit(sleeper, SITE, REQUEST)

@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
     _add_bench(doors.add_parser("bench", help="measure this machine, or under torchrun or srun this cluster"))
     _add_planner(doors)
+    _add_jobs(doors)
     args = parser.parse_args(argv)
     try:
         return args.call(args)
@@ -135,6 +136,35 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)
         parser.set_defaults(call=room.run)
+
+
+def _add_jobs(doors: "argparse._SubParsersAction[Parser]") -> None:
+    from trilane import chain_door, guard, job_door, monitor_door, sweep_door
+
+    for name, room, text in (
+        ("guard", guard, "what must be refused before GPUs are spent"),
+        ("sweep", sweep_door, "a table of plans as one job array"),
+        ("chain", chain_door, "a long run as dependent jobs"),
+    ):
+        parser = doors.add_parser(name, help=text)
+        room.add_arguments(parser)
+        parser.set_defaults(call=room.run)
+    for name, add, text in (
+        ("script", job_door.add_script, "the sbatch script of a plan, to read or edit"),
+        ("submit", job_door.add_submit, "submit runs to SLURM, or train them here at site local"),
+        ("resubmit", job_door.add_submit, "submit again what has not completed"),
+        ("status", job_door.add_status, "every job of a study in one call: queue, progress, verdict"),
+        ("cancel", job_door.add_cancel, "cancel the jobs of runs"),
+        ("tail", job_door.add_tail, "the last lines of a run's log"),
+        ("job", job_door.add_job, "for the job scripts: may this attempt begin, how did it end"),
+    ):
+        add(doors.add_parser(name, help=text))
+    parser = doors.add_parser("attach", help="look into a running job: memory, stacks, processes")
+    monitor_door.add_attach(parser)
+    parser.set_defaults(call=monitor_door.attach)
+    parser = doors.add_parser("watch", help="say when a run dies, stalls or goes on")
+    monitor_door.add_watch(parser)
+    parser.set_defaults(call=monitor_door.watch)
 
 
 if __name__ == "__main__":

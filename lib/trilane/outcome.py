@@ -8,9 +8,13 @@ from pathlib import Path
 
 from trilane.checks import require_known
 
-# stopped: it was asked to end before its last iteration, saved if it could, and can be resumed
-# hang: its ranks stood still, and a watchdog ended it
-STATUSES = ("completed", "stopped", "crashed", "cancelled", "timeout", "hang")
+# stopped: it was asked to end before its last iteration, saved if it could, and can be resumed. hang: its ranks stood
+# still, and a watchdog ended it. The second line is what the log's reader tells of a job, and a run of a sweep that was
+# not started because another ran out of memory
+STATUSES = (
+    *("completed", "stopped", "crashed", "cancelled", "timeout"),
+    *("OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss", "pruned"),
+)
 
 NOTHING = "(nothing)"  # of a rank that never said a word
 

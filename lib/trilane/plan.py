@@ -104,6 +104,8 @@ class Run:
     keep_last               so many checkpoints are kept (0: all)
     exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
     load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
+    start_iteration         so many iterations are done by the plan before, whose checkpoint is `load`
+    exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
     timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
     tensorboard             also an event file for TensorBoard
     hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
@@ -124,12 +126,19 @@ class Run:
     hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
     trace_packages: str = ""
     trace_calls: int = 500
+    start_iteration: int = 0
+    exit_iteration: int = 0
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
         require_integer("log_interval", self.log_interval, 1)
         require_integer("save_interval", self.save_interval, 0)
         require_integer("keep_last", self.keep_last, 0)
+        require_integer("start_iteration", self.start_iteration, 0)
+        require_integer("exit_iteration", self.exit_iteration, 0)
+        rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
+        require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
+        require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
         minutes = self.exit_duration_minutes
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
         require(
@@ -138,6 +147,11 @@ class Run:
         require_integer("trace_calls", self.trace_calls, 1)
         plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
+
+    @property
+    def goal(self) -> int:
+        """The iteration after which this plan has nothing left to do."""
+        return self.exit_iteration or self.train_iters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +181,15 @@ class Plan:
         self._check_ramp()
 
     def _check_ramp(self) -> None:
-        """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them."""
+        """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them.
+
+        Steps count that this plan itself trains: its part of a chain may be what no other number of replicas could do.
+        """
         t, groups = self.topology, self.topology.pp if self.topology.interleaving > 1 else 1
-        failing = self.run.ramp.failing(t.gbs, t.mbs * t.dp * groups)
+        run, multiple = self.run, t.mbs * t.dp * groups
+        failing = run.ramp.failing(t.gbs, multiple)
+        if failing and run.start_iteration + run.exit_iteration:
+            failing = sorted({b.gbs for b in self.batches(run.start_iteration) if b.gbs % multiple})
         rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
         rule += f", times pp={t.pp} with interleaving" if groups > 1 else ""
         require(not failing, "ramp", ", ".join(map(str, failing)), rule)
@@ -180,8 +200,8 @@ class Plan:
         return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
 
     def batches(self, done: int = 0) -> Iterator[Batch]:
-        """The iterations that are left after `done` of them, each with its batch size and its first sample."""
-        return self.run.ramp.batches(self.run.train_iters, self.topology.gbs, done)
+        """The iterations left to this plan after `done` of them, each with its batch size and its first sample."""
+        return self.run.ramp.batches(self.run.goal, self.topology.gbs, done)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""

@@ -1,53 +1,201 @@
-"""A plan as an sbatch script: template + plan -> text."""
+"""SLURM's commands behind one small door: sbatch, squeue, sacct, scontrol, scancel; what they say as values."""
 
+import getpass
 import re
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-
 from trilane.checks import require
-from trilane.plan import Plan
-from trilane.store import REPOSITORY
 
-TEMPLATES = REPOSITORY / "slurm_templates"
-# what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
-PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
-
-
-def _plain(field: str, value: str) -> str:
-    require(
-        PLAIN.fullmatch(value) is not None, field, repr(value), "must hold only letters, digits and _ . , @ : + = % / -"
-    )
-    return value
+DOWN = re.compile(
+    r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
+)
+DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # a controller that is restarted is back within such a time
+TIMEOUT_S = 60.0
+JOB_ID = re.compile(r"\d+(_\d+)?")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+FORGOTTEN = "FORGOTTEN"
+HERE = "ENDED HERE"  # a run of this machine, which SLURM never saw
 
 
-def render(plan: Plan, *, account: str, constraint: str, time_limit: str = "02:00:00", template: str = "train") -> str:
-    """The sbatch script that runs `plan` from its run folder, on whole nodes of its cluster.
+class SlurmError(ValueError):
+    """What SLURM refused, or that it cannot be reached, in one line."""
 
-    Submit it there: `cd outputs/<study>/runs/<label> && sbatch job.sbatch`. Raises ValueError for a value that bash or
-    sbatch would read as something else, and for a GPU count that does not fill its nodes.
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """One job as SLURM sees it. `reason` is why it waits; `nodes` is a SLURM node list; times as SLURM prints them."""
+
+    id: str
+    state: str
+    reason: str = ""
+    elapsed: str = ""
+    limit: str = ""
+    nodes: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not run any more."""
+        return self.state in (*ENDED, FORGOTTEN, HERE)
+
+
+def is_here() -> bool:
+    """Whether SLURM's commands are installed on this machine."""
+    return shutil.which("sbatch") is not None
+
+
+def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True) -> str:
+    """What the command prints. It is tried again while the controller is away, unless `again` is False.
+
+    Raises SlurmError with the command's last line where it fails, or is not installed.
     """
-    gpus, per_node = plan.topology.gpus, plan.cluster.gpus_per_node
-    nodes = -(-gpus // per_node)
-    used = min(gpus, per_node)
-    require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
-    # {# would open a Jinja comment and swallow bash's ${#array[@]}
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        comment_start_string="<#",
-        comment_end_string="#>",
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(f"{template}.sbatch").render(
-        job_name=_plain("label", plan.label),
-        nodes=nodes,
-        gpus_per_node=used,
-        cores_per_node=plan.cluster.cores_per_node,
-        threads=max(1, plan.cluster.cores_per_node // used),
-        time_limit=_plain("time_limit", time_limit),
-        account=_plain("account", account),
-        constraint=_plain("constraint", constraint),
-        repository=_plain("repository", str(Path(REPOSITORY))),
-        summary=f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
-    )
+    require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
+    for delay in (*DELAYS_S, None):
+        try:
+            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            said = done.stderr.strip()
+        except subprocess.TimeoutExpired:
+            said = f"{command[0]}: Socket timed out after {TIMEOUT_S:.0f} s"
+        else:
+            if done.returncode == 0:
+                return done.stdout
+        away = DOWN.search(said) is not None
+        if not away:
+            raise SlurmError(f"slurm={command[0]}: {_last(said)}")
+        if delay is None or not again:
+            break
+        time.sleep(delay)
+    raise SlurmError(f"slurm={command[0]}: the controller cannot be reached ({_last(said)}); nothing was changed")
+
+
+def submit(script: Path, *options: str) -> str:
+    """The id of the job that `script` becomes, submitted from its folder.
+
+    A controller that went away in mid-call may have taken the job: before another try it is looked for by a token, so
+    that nothing is submitted twice.
+    """
+    token = f"trilane-{uuid.uuid4().hex[:12]}"
+    command = ["sbatch", "--parsable", f"--comment={token}", *options, "--", script.name]
+    for delay in (*DELAYS_S, None):
+        try:
+            return call(command, cwd=script.parent, again=False).strip().split(";")[0]
+        except SlurmError as error:
+            if DOWN.search(str(error)) is None or delay is None:
+                raise
+            time.sleep(delay)
+        listed = call(["squeue", "-h", "-t", "all", "-o", "%i|%k"])
+        found = [line.split("|")[0] for line in listed.splitlines() if line.endswith(f"|{token}")]
+        if found:
+            return found[0].split("_")[0]
+    raise AssertionError("the last try returns or raises")
+
+
+def test_only(script: Path, *options: str) -> str:
+    """What `sbatch --test-only` answers : where and when the job could start. SlurmError if never."""
+    command = ["sbatch", "--test-only", *options, "--", script.name]
+    require(is_here(), "slurm", "sbatch", "is not installed here; use site local")
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        raise SlurmError(f"slurm=sbatch --test-only: {_last(done.stderr)}")
+    return _last(done.stderr)
+
+
+def states(ids: Iterable[str]) -> dict[str, JobState]:
+    """The state of each job of `ids` in two calls, however many there are: squeue for those that it still knows, sacct
+    for the rest. FORGOTTEN where neither knows it, as without accounting after a while."""
+    wanted = list(dict.fromkeys(ids))
+    for job in wanted:
+        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    if not wanted:
+        return {}
+    found = _queued(wanted)
+    missing = [job for job in wanted if job not in found]
+    if missing:
+        found |= _accounted(missing)
+    return {job: found.get(job, JobState(id=job, state=FORGOTTEN)) for job in wanted}
+
+
+def _queued(ids: Sequence[str]) -> dict[str, JobState]:
+    # `squeue -j` fails where it forgot one of the ids, and that is no error; so it lists all of ours
+    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N"]
+    jobs: dict[str, JobState] = {}
+    for line in call(command).splitlines():
+        job, state, reason, elapsed, limit, nodes = line.split("|")
+        if job in ids:
+            why = "" if reason == "None" else reason
+            jobs[job] = JobState(id=job, state=state, reason=why, elapsed=elapsed, limit=limit, nodes=nodes)
+    return jobs
+
+
+def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
+    names = "jobid,state,elapsed,timelimit,nodelist"
+    try:
+        said = call(["sacct", "-X", "-n", "-P", "-j", ",".join(ids), "-o", names])
+    except SlurmError:
+        return {}  # "Slurm accounting storage is disabled": the ledger and the log know the rest
+    jobs = {}
+    for line in said.splitlines():
+        job, state, elapsed, limit, nodes = line.split("|")
+        # "CANCELLED by 1000"
+        jobs[job] = JobState(id=job, state=state.split()[0], elapsed=elapsed, limit=limit, nodes=nodes)
+    return jobs
+
+
+def require_own(ids: Iterable[str]) -> None:
+    """ValueError where a job is somebody else's, or none that SLURM knows."""
+    wanted = list(ids)
+    for job in wanted:
+        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    if not wanted:
+        return
+    try:
+        said = call(["squeue", "-h", "-r", "-t", "all", "-j", ",".join(wanted), "-o", "%i|%F|%u"])
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        said = ""
+    users = {name: user for line in said.splitlines() for *names, user in [line.split("|")] for name in names}
+    for job in wanted:
+        require(job in users, "job", job, "SLURM knows no such job")
+        require(users[job] == getpass.getuser(), "job", job, f"is of user {users[job]}, not yours")
+
+
+def cancel(ids: Iterable[str]) -> None:
+    """End the jobs, all of them ours or none."""
+    jobs = list(ids)
+    require_own(jobs)
+    if jobs:
+        call(["scancel", *jobs])
+
+
+def send(job: str, signal: str) -> None:
+    """Send a signal, such as USR1, to the steps of a job."""
+    require_own([job])
+    call(["scancel", f"--signal={signal}", job])
+
+
+def hostnames(nodelist: str) -> list[str]:
+    """The nodes of a SLURM node list."""
+    return call(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
+
+
+def down_nodes() -> dict[str, str]:
+    """Nodes that SLURM holds for dead or drained, with the state it gives them."""
+    pairs = (line.split("|") for line in call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines())
+    return {name: state for name, state in pairs if re.match(r"down|drain|fail", state)}
+
+
+def exclude(job: str, nodes: Iterable[str]) -> None:
+    """Keep a waiting job off `nodes`, beside those that it already avoids."""
+    call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def _last(said: str) -> str:
+    """The line that tells most: the last one, without the command's own prefix."""
+    lines = [line.strip() for line in said.strip().splitlines() if line.strip()]
+    return re.sub(r"^\w+: (error: )?", "", lines[-1]) if lines else "it said nothing"

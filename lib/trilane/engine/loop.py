@@ -87,8 +87,9 @@ class Training:
 
     def _is_due(self, batch: Batch, request: Request) -> bool:
         """A checkpoint is wanted now: somebody asks, it is its turn, or the run ends here."""
-        interval, last = self._plan.run.save_interval, batch.number == self._plan.run.train_iters
-        return request.save or (interval > 0 and (last or batch.number % interval == 0))
+        run, last = self._plan.run, batch.number == self._plan.run.goal
+        turn = run.save_interval > 0 and (last or batch.number % run.save_interval == 0)
+        return request.save or turn or (last and run.exit_iteration > 0)
 
     def _save(self, batch: Batch) -> None:
         with phase(SAVE):
@@ -101,7 +102,7 @@ class Training:
 
     def _end(self, request: Request) -> None:
         """Say whether the run is through, or what ended it and from where it can go on."""
-        iterations = self._plan.run.train_iters
+        iterations = self._plan.run.goal
         if self._done == iterations:
             status, evidence = "completed", f"iteration {self._done} of {iterations}"
         else:

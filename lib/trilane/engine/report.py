@@ -98,7 +98,7 @@ class Log:
 
     def write(self, step: Iteration) -> None:
         """Append the JSON line; print Megatron's every log_interval iterations and at the end. All ranks call it."""
-        due = step.iteration % self._run.log_interval == 0 or step.iteration == self._run.train_iters
+        due = step.iteration % self._run.log_interval == 0 or step.iteration == self._run.goal
         spread: Spread = {}
         if self._timers:
             self._timers.fold()

@@ -1,0 +1,104 @@
+"""What the guard asks of the script, which a person may have edited: the traps that let a dead job live on."""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from trilane import slurm
+from trilane.finding import Case, Finding, Rule, refuse, warn
+
+DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation", "exclude", "mail-user")
+DOWNLOADS = re.compile(
+    r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b", re.M
+)
+
+
+def directives(case: Case) -> Iterator[Finding]:
+    """Nodes, tasks and GPUs of the script against the plan."""
+    asked, gpus = case.directives, case.plan.topology.gpus
+    used = min(gpus, case.cluster.gpus_per_node)
+    wanted = {"nodes": str(case.nodes), "ntasks-per-node": "1"}
+    if case.cluster.gpu.kind == "cuda":
+        wanted["gres"] = f"gpu:{used}"
+    for name, value in wanted.items():
+        if name in asked and asked[name] != value:
+            says = f"--{name}={asked[name]}, the plan's {gpus} GPUs need {value}"
+            yield refuse("script", says, "change the script back, or the plan")
+    started = re.search(r"--nproc-per-node=(\d+)", case.script)
+    if started and int(started[1]) != used:
+        says = f"{started[1]} processes a node, the plan's {gpus} GPUs need {used}"
+        yield refuse("script", says, "change --nproc-per-node")
+    if "array" not in asked and re.search(r"%[Aa]", asked.get("output", "")):
+        yield warn("script", "%A and %a print 4294967294 in a job that is no array", "use %j")
+
+
+def asked(case: Case) -> Iterator[Finding]:
+    """What was asked for now against what the script, written before, says."""
+    for wish in case.request.given():
+        name, value = {"time_limit": "time", "mail": "mail-user"}.get(wish, wish), getattr(case.request, wish)
+        if name in DIRECTIVES and case.directives.get(name, "") != value:
+            says = f"--{name} {value} is asked for, job.sbatch says {case.directives.get(name, 'nothing of it')}"
+            yield refuse("script", says, "submit --rewrite to write it anew, or edit it")
+
+
+def dead_ends(case: Case) -> Iterator[Finding]:
+    """What keeps a failed job running, or calls it COMPLETED."""
+    text = case.script
+    if "srun" in text and "--kill-on-bad-exit=1" not in text:
+        says = "srun without --kill-on-bad-exit=1: when one node dies, the others wait until the time limit"
+        yield refuse("kill-on-bad-exit", says, "srun --kill-on-bad-exit=1 --wait=60 ...")
+    if "| tee" in text and "pipefail" not in text:
+        says = "a pipe into tee without pipefail: a failed run would be COMPLETED, and what waits for it would start"
+        yield refuse("pipefail", says, "set -euo pipefail")
+    if "signal" in case.directives and not re.search(r"""trap ["']{1,2} USR1""", text):
+        says = "SIGUSR1 before the limit reaches torchrun too, which dies of it"
+        yield refuse("signal", says, """srun ... bash -c 'trap "" USR1; exec python -m torch.distributed.run ...'""")
+    if re.search(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))", text):
+        says = "one TORCHELASTIC_ERROR_FILE for all nodes: each launcher overwrites the others' report"
+        yield warn("error file", says, "put $SLURM_NODEID into its name")
+    if re.search(r"MASTER_PORT=\d+\b", text):
+        says = "a fixed MASTER_PORT: two jobs on one node meet"
+        yield warn("port", says, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))")
+
+
+def internet(case: Case) -> Iterator[Finding]:
+    """What asks for the internet where compute nodes have none."""
+    tokenizer = case.plan.data.tokenizer
+    if tokenizer != "bytes" and not Path(tokenizer).is_dir():
+        yield refuse("internet", f"tokenizer {tokenizer} is no folder here", "download it first, and name its folder")
+    if not case.site.offline:
+        return
+    if found := DOWNLOADS.search(case.script):
+        says = f"compute nodes of {case.site.name} have no internet, and the script says: {found[0].strip()}"
+        yield refuse("internet", says, "do it once on a login node")
+    if "HF_HUB_OFFLINE=1" not in case.script:
+        says = "without HF_HUB_OFFLINE=1 a Hugging Face library waits minutes for an internet that is not there"
+        yield warn("internet", says, "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
+
+
+def readable(case: Case) -> Iterator[Finding]:
+    """bash can read it."""
+    done = subprocess.run(["bash", "-n"], input=case.script, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        yield refuse("bash", done.stderr.strip().splitlines()[0], "correct the script")
+
+
+def accepted(case: Case) -> Iterator[Finding]:
+    """sbatch --test-only: partition, constraint, account, QoS, node and GPU counts as SLURM itself knows them."""
+    if case.site.is_local:
+        return
+    if not slurm.is_here():
+        yield warn("sbatch", "sbatch is not installed here, so SLURM was not asked", "run the guard on a login node")
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
+        file.write(case.script)
+        file.flush()
+        try:
+            slurm.test_only(Path(file.name))
+        except slurm.SlurmError as error:
+            yield refuse("sbatch", str(error), "sinfo and sacctmgr show assoc say what there is and what you may use")
+
+
+RULES: tuple[Rule, ...] = (directives, asked, dead_ends, internet, readable, accepted)

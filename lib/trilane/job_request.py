@@ -1,0 +1,103 @@
+"""Request: what is asked of SLURM for a job beyond its plan and site; every value is safe in a script."""
+
+import argparse
+import re
+from dataclasses import dataclass, fields
+
+from trilane.checks import require, require_integer, require_known
+
+# what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
+PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
+NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
+TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
+LAUNCHERS = ("torchrun", "deepspeed")
+NCCL_DEBUG = ("VERSION", "WARN", "INFO", "TRACE")
+CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
+
+
+def plain(field: str, value: str) -> str:
+    """`value`; ValueError where bash or sbatch would read it as more than a word."""
+    rule = "must hold only letters, digits and _ . , @ : + = % / -, and not begin with a dash"
+    require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
+    return value
+
+
+def seconds_of(time_limit: str) -> int:
+    """The seconds of "[DAYS-]HH:MM:SS", the form that squeue prints too; ValueError for any other."""
+    found = TIME.fullmatch(time_limit)
+    require(found is not None, "time_limit", repr(time_limit), "must be [DAYS-]HH:MM:SS, such as 20:00:00")
+    assert found is not None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A job's wishes; "" leaves a directive out, or to the site.
+
+    signal_s          seconds before the limit at which the training is told to save (SIGUSR1)
+    requeue           whether SLURM starts the job again when a node fails
+    launcher          who starts a node's processes: torchrun, or DeepSpeed's own from a hostfile
+    launch_blocking   CUDA_LAUNCH_BLOCKING=1, with which a hang of BigScience's did not come back, at a price
+    environment       "" for the repository's .venv, a folder for another venv, or conda:NAME
+    parallel          jobs of a sweep's array that may run at once
+    """
+
+    account: str = ""
+    time_limit: str = "02:00:00"
+    qos: str = ""
+    partition: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    exclude: str = ""
+    mail: str = ""
+    signal_s: int = 300
+    requeue: bool = True
+    launcher: str = "torchrun"
+    launch_blocking: bool = False
+    nccl_debug: str = "WARN"
+    environment: str = ""
+    parallel: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
+            if value := getattr(self, name):
+                plain(name, value)
+        if self.exclude:
+            ok = NODES.fullmatch(self.exclude) is not None
+            require(ok, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
+        if self.environment.startswith("conda:"):
+            plain("environment", self.environment.removeprefix("conda:"))
+        printable = self.environment.isprintable()
+        require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
+        require(seconds_of(self.time_limit) >= 60, "time_limit", self.time_limit, "must be a minute or more")
+        require_integer("signal_s", self.signal_s, 0)
+        rule = f"must be less than time_limit={self.time_limit}"
+        require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
+        require_integer("parallel", self.parallel, 1)
+        require_known("launcher", self.launcher, LAUNCHERS)
+        require_known("nccl_debug", self.nccl_debug, NCCL_DEBUG)
+
+    @property
+    def time_limit_s(self) -> int:
+        """The time limit in seconds."""
+        return seconds_of(self.time_limit)
+
+    def given(self) -> list[str]:
+        """The names of the wishes that differ from what an empty request has."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """An option for each wish."""
+    for f in fields(Request):
+        option, kind = f"--{f.name.replace('_', '-')}", type(f.default)
+        if kind is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=f.default)
+        else:
+            parser.add_argument(option, type=kind, default=f.default, choices=CHOICES.get(f.name))
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    """The request that the options describe."""
+    return Request(**{f.name: getattr(args, f.name) for f in fields(Request)})

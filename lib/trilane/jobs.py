@@ -1,0 +1,209 @@
+"""Jobs: run folders written, submitted, asked after, cancelled and submitted again; on SLURM or on this machine."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trilane import attempt, launch, ledger, slurm
+from trilane.checkpoints import FOLDER, latest
+from trilane.checks import require
+from trilane.deepspeed_config import deepspeed_config
+from trilane.job_request import Request
+from trilane.megatron_args import ENGINE_OF, megatron_arguments
+from trilane.megatron_args import text as megatron_text
+from trilane.outcome import Outcome, read_status
+from trilane.plan import Plan, read_plan
+from trilane.script import SCRIPT, render
+from trilane.sites import Site
+from trilane.store import is_completed, write_text
+
+# SLURM's word, in the words of the log's reader; the log decides where SLURM only knows that something failed
+WORDS = {
+    "TIMEOUT": "time limit",
+    "DEADLINE": "time limit",
+    "NODE_FAIL": "node failure",
+    "BOOT_FAIL": "node failure",
+    "OUT_OF_MEMORY": "OOM",
+    "CANCELLED": "cancelled",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """One job of one run: SLURM's state, the reader's verdict with its evidence, and how far the training is.
+
+    `reason` is why it waits. `waiting` counts the jobs of the same run that come after it.
+    """
+
+    run: str
+    id: str
+    state: str
+    reason: str
+    elapsed: str
+    limit: str
+    nodes: str
+    verdict: str
+    evidence: str
+    iteration: int
+    iterations: int
+    waiting: int
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended otherwise than completed, saved and stopped, or pruned."""
+        return self.verdict not in ("waiting", "running", "completed", "stopped", "pruned", "not submitted")
+
+
+def files(plan: Plan, site: Site, request: Request, prediction: dict[str, Any] | None = None) -> dict[str, str]:
+    """The files of a run folder as text: plan.json, job.sbatch, ds_config.json where the engine is DeepSpeed's, and
+    the same run as Megatron's arguments where that program could do it."""
+    values = plan.to_json() | ({"prediction": prediction} if prediction else {})
+    texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
+    if plan.engine.startswith("deepspeed"):
+        texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
+    for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:
+        with contextlib.suppress(ValueError):
+            texts["megatron_args.txt"] = megatron_text(megatron_arguments(plan, flavour)) + "\n"
+    return texts
+
+
+def submit(folder: Path, site: Site, request: Request, options: Sequence[str] = ()) -> str:
+    """Submit the run of a folder; its job's id. Its own job.sbatch where there is one, else one made from the template.
+
+    At site `local` the plan trains here and now, and the id begins with "local". Raises ValueError for a folder whose
+    run is completed, or has a job that has not ended.
+    """
+    folder = Path(folder).resolve()
+    read_plan(folder / "plan.json")
+    require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
+    going = [job.id for job in status([folder]) if job.state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")]
+    require(not going or bool(options), "run folder", folder, f"has job {', '.join(going)} already; cancel it first")
+    if site.is_local:
+        return _train_here(folder)
+    script = folder / SCRIPT
+    if not script.exists():
+        rewrite(folder, site, request)
+    job = slurm.submit(script, *options)
+    note(folder, job, site.name, script)
+    return job
+
+
+def rewrite(folder: Path, site: Site, request: Request) -> None:
+    """Write job.sbatch anew from its template; what stood there, edited or not, is kept in earlier/."""
+    write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
+
+
+def note(folder: Path, job: str, site: str, script: Path) -> None:
+    """Write the submission into the folder's ledger."""
+    ledger.note(folder, "submitted", job, site=site, script=ledger.fingerprint(script.read_text(encoding="utf-8")))
+
+
+def resubmit(folder: Path, site: Site, request: Request) -> str:
+    """Submit a run again that has not completed; it goes on where its last checkpoint is, or begins anew."""
+    return submit(folder, site, request)
+
+
+def cancel(folders: Iterable[Path]) -> list[str]:
+    """Cancel every job of the runs that has not ended; their ids."""
+    ids = {job: folder for folder in folders for job in ledger.job_ids(folder) if slurm.JOB_ID.fullmatch(job)}
+    live = [job for job, state in slurm.states(ids).items() if not state.has_ended]
+    slurm.cancel(live)
+    for job in live:
+        ledger.note(ids[job], "cancelled", job)
+    return live
+
+
+def logs(folder: Path, lines: int = 20) -> list[str]:
+    """The last lines of a run's log; ValueError where it has none yet."""
+    path = folder / "run.log"
+    require(path.exists(), "run folder", folder, "has no run.log yet")
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 400 * lines))
+        return file.read().decode("utf-8", "replace").splitlines()[-lines:]
+
+
+def status(folders: Iterable[Path]) -> list[JobStatus]:
+    """One line a run folder: of its jobs the one that runs, else the next that waits, else the last that was."""
+    jobs = {folder: ledger.job_ids(folder) for folder in map(Path, folders)}
+    ours = [job for ids in jobs.values() for job in ids if slurm.JOB_ID.fullmatch(job)]
+    known = slurm.states(ours) if ours and slurm.is_here() else {}
+    return [_status(folder, ids, known) for folder, ids in jobs.items()]
+
+
+def _status(folder: Path, ids: Sequence[str], known: dict[str, slurm.JobState]) -> JobStatus:
+    states = [known.get(job) or _unknown(job) for job in ids]
+    live = [s for s in states if not s.has_ended]
+    running = [s for s in live if s.state != "PENDING"]
+    none = slurm.JobState(id="", state="NOT SUBMITTED")
+    current = next(iter(running or live), None) or _last_that_began(folder, states) or none
+    word, evidence = verdict(folder, current)
+    return JobStatus(
+        run=folder.name,
+        id=current.id,
+        state=current.state,
+        reason=current.reason,
+        elapsed=current.elapsed,
+        limit=current.limit,
+        nodes=current.nodes,
+        verdict=word,
+        evidence=evidence,
+        iteration=attempt.iteration(folder),
+        iterations=read_plan(folder / "plan.json").run.goal,
+        waiting=len(live) - (current in live),
+    )
+
+
+def _unknown(job: str) -> slurm.JobState:
+    """A job that SLURM does not know."""
+    return slurm.JobState(id=job, state=slurm.FORGOTTEN if slurm.JOB_ID.fullmatch(job) else slurm.HERE)
+
+
+def _last_that_began(folder: Path, states: Sequence[slurm.JobState]) -> slurm.JobState | None:
+    """The last job that did any work: a chain's later links only find that nothing is left to do."""
+    began = {e["id"] for e in ledger.events(folder, "started")}
+    return next((s for s in reversed(states) if s.id in began), states[-1] if states else None)
+
+
+def verdict(folder: Path, job: slurm.JobState) -> tuple[str, str]:
+    """How the job stands, and the line that proves it: the scheduler's word first, then what the log says."""
+    said = read_status(folder) if (folder / "status.json").exists() else None
+    if job.state == "NOT SUBMITTED":
+        return (said.status, said.evidence) if said else ("not submitted", "")
+    if not job.has_ended:
+        return ("waiting", job.reason) if job.state == "PENDING" else ("running", _last_line(folder))
+    if said and (said.status == "completed" or job.state not in WORDS):
+        return said.status, said.evidence
+    if job.state in WORDS:
+        return WORDS[job.state], f"SLURM: {job.state}"
+    return _by_log(folder, job)
+
+
+def _by_log(folder: Path, job: slurm.JobState) -> tuple[str, str]:
+    """For a job that ended without a word of its own."""
+    log = attempt.last_log(folder)
+    if log is not None and log.status not in ("running", "unfinished"):
+        return log.status, log.evidence
+    if job.state in ("COMPLETED", slurm.FORGOTTEN) and attempt.done(folder):
+        return "completed", attempt.done(folder)
+    refused = ledger.events(folder, "refused")
+    if refused and refused[-1]["id"] == job.id:
+        return "stopped", refused[-1]["says"]
+    return "unfinished" if job.state == slurm.FORGOTTEN else "crashed", f"SLURM: {job.state}; the log says no more"
+
+
+def _last_line(folder: Path) -> str:
+    return next(iter(logs(folder, 1)), "") if (folder / "run.log").exists() else ""
+
+
+def _train_here(folder: Path) -> str:
+    job = f"local-{1 + len(ledger.job_ids(folder))}"
+    goes_on = latest(folder / FOLDER) is not None
+    attempt.put_aside(folder, keep=goes_on)
+    ledger.note(folder, "submitted", job, site="local", script="")
+    ledger.note(folder, "started", job, nodes="", iteration=attempt.iteration(folder), restarts=0)
+    outcome: Outcome = launch.run_local(folder, resume=goes_on)
+    ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
+    return job

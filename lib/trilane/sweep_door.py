@@ -1,0 +1,81 @@
+"""The door `sweep`: a table of plans as one job array, its state, its failures again, its table."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from trilane import guard, jobs, sites, sweep
+from trilane.job_door import add_site, line
+from trilane.job_request import Request, add_request, request_of
+from trilane.plan import read_plan
+from trilane.sites import Site
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The door's arguments, one set for each thing to do."""
+    doors = parser.add_subparsers(dest="what", required=True)
+    create = doors.add_parser("create", help="write the run folders and the scripts of the array")
+    create.add_argument("plans", type=Path, help="what `search --json` printed, or a list of plans")
+    for name, text in (
+        ("submit", "submit all runs, after the guard"),
+        ("rerun", "submit the failures alone"),
+        ("status", "every run in one call"),
+        ("table", "the results, fastest first"),
+    ):
+        doors.add_parser(name, help=text)
+    for name, door in doors.choices.items():
+        door.add_argument("folder", type=Path)
+        door.add_argument("--json", action="store_true", help="print one JSON object")
+        if name in ("create", "submit", "rerun"):
+            door.add_argument("--allow", action="append", default=[], metavar="RULE")
+            add_site(door)
+            add_request(door)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it and print what came of it; 1 where the guard refuses or a run failed."""
+    if args.what == "table":
+        found = sweep.table(args.folder)
+        print(found.to_json(orient="records", indent=1) if args.json else found.to_string(index=False))
+        return 0
+    if args.what == "status":
+        return _status(args)
+    site, request = sites.site(args.site), request_of(args)
+    if args.what == "create":
+        made = sweep.create(args.folder, sweep.read_plans(args.plans), site, request)
+        _say(args, {"created": [str(path) for path in made]})
+        return 0
+    if args.what == "submit" and (refused := _refused(args, site, request)):
+        return refused
+    arrays = (sweep.submit if args.what == "submit" else sweep.rerun)(args.folder, site, request.parallel)
+    _say(args, {"submitted": arrays})
+    return 0
+
+
+def _refused(args: argparse.Namespace, site: Site, request: Request) -> int:
+    found = {
+        p: guard.check(read_plan(p / "plan.json"), site, request, p, args.allow) for p in sweep.members(args.folder)
+    }
+    refused = {str(p): list(map(asdict, guard.refused(findings))) for p, findings in found.items()}
+    if not any(refused.values()):
+        return 0
+    if args.json:
+        print(json.dumps({"findings": refused}, indent=1))
+    else:
+        print("\n".join(f"{p.name}: {guard.line(f)}" for p, findings in found.items() for f in findings))
+    return 1
+
+
+def _status(args: argparse.Namespace) -> int:
+    found = jobs.status(sweep.members(args.folder))
+    text = json.dumps({"jobs": list(map(asdict, found))}, indent=1) if args.json else "\n".join(map(line, found))
+    print(text)
+    return 1 if any(job.has_failed for job in found) else 0
+
+
+def _say(args: argparse.Namespace, values: dict[str, list[str]]) -> None:
+    if args.json:
+        print(json.dumps(values))
+    else:
+        print("\n".join(f"{name}: {value}" for name, found in values.items() for value in found or ["nothing"]))
