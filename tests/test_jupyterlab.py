@@ -73,7 +73,7 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("name", [*DEMO, "06_backtest"])
+@pytest.mark.parametrize("name", [*DEMO, "05_diagnose", "06_backtest", "07_calendar", "08_decision"])
 def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
     """Run > Run All Cells, as a person would; every cell gets its number and none an error."""
     address, folder = lab
