@@ -146,7 +146,15 @@ def test_a_watchdog_of_another_node_answers_a_capture(tmp_path: Path) -> None:
     assert list(tmp_path.glob("stacks/*/rank_0.*"))
 
 
+def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path) -> None:
+    """It would hold the job's output open for ever."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    command = [sys.executable, "-m", "trilane.watchdog", str(tmp_path)]
+    subprocess.run(command, env=real_hangs.library() | {"TRILANE_PARENT_PID": "999999999"}, timeout=120, check=True)
+
+
 WATCHED = """
-import subprocess, sys
-subprocess.run([sys.executable, "-m", "trilane.watchdog", sys.argv[1]])
+import os, subprocess, sys
+env = {**os.environ, "TRILANE_PARENT_PID": str(os.getpid())}
+subprocess.run([sys.executable, "-m", "trilane.watchdog", sys.argv[1]], env=env)
 """

@@ -20,6 +20,7 @@ from trilane.diagnose.verdict import diagnose
 from trilane.outcome import Outcome, read_status, write_status
 from trilane.plan import Plan, read_plan
 
+PARENT = "TRILANE_PARENT_PID"  # engine/parent.py announces it to its children
 LOOK_S = 0.5
 PRECEDENCE_S = 15.0  # what the node of rank 0 is ahead of the others in noticing
 LONGEST = 2000  # characters of evidence
@@ -126,4 +127,5 @@ def _end_own(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    watch_node(Path(sys.argv[1]), os.getppid(), sys.argv[2:] == ["ahead"])
+    # Asked of the kernel it could be too late: who started us may have ended already, and we would outlive the job.
+    watch_node(Path(sys.argv[1]), int(os.environ[PARENT]), sys.argv[2:] == ["ahead"])
