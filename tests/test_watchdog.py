@@ -146,6 +146,13 @@ def test_a_watchdog_of_another_node_answers_a_capture(tmp_path: Path) -> None:
     assert list(tmp_path.glob("stacks/*/rank_0.*"))
 
 
+def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path) -> None:
+    """It would hold the job's output open for ever."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    command = [sys.executable, "-m", "trilane.watchdog", str(tmp_path), "999999999"]
+    subprocess.run(command, env=real_hangs.library(), timeout=120, check=True)
+
+
 WATCHED = """
 import os, subprocess, sys
 subprocess.run([sys.executable, "-m", "trilane.watchdog", sys.argv[1], str(os.getpid())])
