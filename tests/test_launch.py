@@ -23,7 +23,7 @@ from trilane.__main__ import main
 from trilane.deepspeed_config import deepspeed_config
 from trilane.launch import environment, run_local
 from trilane.launch import run_folder as launched_in
-from trilane.outcome import culprit, judge, read_status
+from trilane.outcome import Outcome, culprit, judge, read_status, write_status
 
 ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
 MEMORY = re.compile(r"\[Rank (\d)\] \(after [14] iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: .*")
@@ -249,3 +249,24 @@ def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path
 def test_the_launcher_imports_no_torch() -> None:
     code = "import sys, trilane.launch; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env=environment(1), check=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "evidence"),
+    [
+        (
+            " [..] iteration 4/ 4 | number of nan iterations:   0 |",
+            "rank 0: [..] iteration 4/ 4 | number of nan iterations:   0 |",
+        ),
+        ("trilane: goes on after iteration 4 of iter_0000004", "iteration 4 of 4"),
+    ],
+)
+def test_a_run_with_nothing_left_to_train_is_completed_by_the_engines_word(
+    said: str, evidence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/0.log").write_text(said + "\ntrilane: saved checkpoints/iter_0000004 (2.9 MB in 0.02 s)\n")
+    write_status(
+        tmp_path, Outcome(status="completed", evidence="iteration 4 of 4", rank=None, exit_code=0, seconds=1.0)
+    )
+    assert judge(tmp_path, 1, 0, 2.0).evidence == evidence

@@ -13,7 +13,7 @@ from test_log_dialects import m2021
 from test_measure import log
 from test_parse import DUMP
 
-from trilane import backtest, gather, learning, nextrun
+from trilane import backtest, gather, learning, nextrun, notebook
 from trilane.calibration import Calibration, default, shipped_regimes
 from trilane.fitting import fit_time
 from trilane.measure import measure_log
@@ -203,3 +203,19 @@ def test_a_prior_that_many_rows_taught_moves_less():
     loose, held = (fit_time(CASES, measured, dataclasses.replace(Calibration(), rows=n)) for n in (0, 1000))
     moved = [abs(math.log(c.matmul / Calibration().matmul)) for c in (loose, held)]
     assert moved[1] < moved[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["", "jz-v100-32g"])
+def test_the_report_reads_anybodys_logs(tmp_path, outputs, cluster):
+    """04_analyze on two foreign logs, one of which tells its arguments and the other only its iterations."""
+    (tmp_path / "a.out").write_text(
+        DUMP.replace(" 8\n", " 4\n") + "  micro_batch_size ................ 1\n" + "".join(map(m2021, range(1, 11)))
+    )
+    (tmp_path / "b.out").write_text("".join(map(m2021, range(1, 11))))
+    study = Study.create("theirs")
+    report = notebook.run("04_analyze", study, logs=f"{tmp_path}/*.out", cluster=cluster)
+    text = report.read_text()
+    assert "What happened" in text and "b.out" in text and "completed" in text
+    assert len(pd.read_csv(study.folder / "runs.csv")) == 2
+    assert (study.folder / "measured.csv").exists() == (study.folder / "calibration.json").exists() == bool(cluster)

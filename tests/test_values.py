@@ -64,11 +64,11 @@ def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from():
         assert cluster(name).sources
 
 
-def test_planning_imports_no_torch_and_takes_under_half_a_second():
+def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
     modules = "shape hardware topology plan memory timing calibration prediction search sizing slurm store tables"
-    code = "import sys, time; t = time.perf_counter()\n"
+    code = "import sys, time; t = time.process_time()\n"
     code += f"for m in '{modules}'.split(): __import__('trilane.' + m)\n"
-    code += "print(time.perf_counter() - t, sorted({'torch', 'deepspeed', 'megatron', 'pandas'} & set(sys.modules)))"
+    code += "print(time.process_time() - t, sorted({'torch', 'deepspeed', 'megatron', 'pandas'} & set(sys.modules)))"
     best = min(
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)
         for _ in range(3)

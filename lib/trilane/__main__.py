@@ -93,9 +93,12 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
     from trilane import (
         backtest,
         benchmark,
+        bisect,
         calendar_door,
+        capture_door,
         compare_door,
         ds_config_door,
+        hang_door,
         lint,
         megatron_door,
         parse_door,
@@ -103,6 +106,7 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         seedtable,
         size_door,
         spikes_door,
+        trace_door,
         verify,
     )
 
@@ -124,6 +128,10 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("compare", compare_door, "whether the runs of B are faster than those of A"),
         ("lint", lint, "what contradicts itself in a hand-written table"),
         ("table", seedtable, "the runs of a folder as one table"),
+        ("hang", hang_door, "who is to blame for a hang: the stacks of all ranks, merged and judged"),
+        ("capture", capture_door, "take the stacks of a running job, and judge them"),
+        ("bisect", bisect, "shrink a plan that hangs until the boundary to what works is known"),
+        ("trace-tail", trace_door, "the last call of each rank, from trace files of any size"),
     ):
         parser = doors.add_parser(name, help=text)
         room.add_arguments(parser)

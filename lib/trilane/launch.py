@@ -14,9 +14,10 @@ from pathlib import Path
 
 from trilane.again import STOP, reopen
 from trilane.checks import require
-from trilane.outcome import Outcome, judge, write_status
+from trilane.outcome import Outcome, failed_ranks, judge, write_status
 from trilane.plan import Plan, read_plan
 from trilane.watch import follow
+from trilane.watchdog import Guard, Hang
 
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
 WEEK_S = 7 * 86400.0
@@ -33,8 +34,9 @@ def run_local(
     from its newest checkpoint, see again.py), or a port in use.
 
     Ctrl-C ends all processes, leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as
-    "timeout". SIGUSR1 makes the run save; SIGTERM makes it save and end as "stopped" (in the main thread alone may
-    Python take signals). The processes also end with the thread that called, even where it is killed.
+    "timeout", one whose ranks stand still longer than the plan's hang_timeout_s as "hang", their stacks in stacks/.
+    SIGUSR1 makes the run save; SIGTERM makes it save and end as "stopped" (in the main thread alone may Python take
+    signals). The processes also end with the thread that called, even where it is killed.
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
@@ -45,16 +47,19 @@ def run_local(
     port = free_port(port)
     begin = time.monotonic()
     reopen(folder)
+    guard = Guard(folder, plan)
     try:
         prepare_data(folder)
         with started(folder, plan, port) as child, passing_on(child):
-            code = follow(child, folder, plan, watched, begin + timeout_s)
-        outcome = judge(folder, plan.topology.gpus, code, _since(begin))
+            code = follow(child, folder, plan, watched, begin + timeout_s, guard.look)
+        outcome = guard.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
         write_status(folder, _ended("cancelled", "Ctrl-C", begin))
         raise
     except TimeoutError:
         outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
+    except Hang as hang:
+        outcome = hang.outcome
     write_status(folder, outcome)
     return outcome
 

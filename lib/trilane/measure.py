@@ -84,7 +84,8 @@ def measure_log(
     low, high = np.quantile(counted, [0.25, 0.75]) if len(counted) else (math.nan, math.nan)
     batch = _batch(log, window, setup)
     tokens = batch * (setup.seq_length or math.nan)
-    loss = log.iterations["lm_loss"].dropna() if "lm_loss" in log.iterations else pd.Series(dtype=float)
+    loss = log.iterations["lm_loss"] if "lm_loss" in log.iterations else pd.Series(dtype=float)
+    first, last = loss.first_valid_index(), loss.last_valid_index()
     return Measurement(
         name=name or log.source.name,
         log=log,
@@ -101,8 +102,8 @@ def measure_log(
         bubble=ideal_bubble(setup),
         waited=measured_bubble(log, seconds, window),
         memory_bytes=peak_memory(log),
-        first_loss=float(loss.iloc[0]) if len(loss) else math.nan,
-        last_loss=float(loss.iloc[-1]) if len(loss) else math.nan,
+        first_loss=float(loss[first]) if first is not None else math.nan,
+        last_loss=float(loss[last]) if last is not None else math.nan,
         health=health(log),
     )
 
@@ -153,9 +154,9 @@ def _batch(log: RunLog, window: Window, setup: Setup) -> float:
 
 
 def _lost_share(seconds: np.ndarray, median: float) -> float:
-    seconds = seconds[np.isfinite(seconds)]
-    beyond = np.maximum(seconds - median, 0).sum()
-    return float(beyond / seconds.sum()) if len(seconds) else math.nan
+    slow = seconds[seconds > median]  # half of a long log, so that it is not copied whole
+    whole = float(np.nansum(seconds))
+    return float((slow.sum() - median * len(slow)) / whole) if whole > 0 else math.nan
 
 
 def table(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -170,9 +171,7 @@ def table(measurements: Iterable[Measurement]) -> pd.DataFrame:
                 "Run": m.name,
                 "GPUs": s.gpus or "",
                 "Size": _size(s.shape.parameters) if s.shape else "",
-                "DP": s.dp,
-                "TP": s.tp,
-                "PP": s.pp,
+                **{name.upper(): getattr(s, name) if s.gpus else "" for name in ("dp", "tp", "pp")},
                 "MBS": s.mbs or "",
                 "GBS": int(s.gbs) or "",
                 "Mem (GiB)": round(m.memory_bytes / 2**30, 2),

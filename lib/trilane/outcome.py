@@ -9,11 +9,14 @@ from pathlib import Path
 from trilane.checks import require_known
 
 # stopped: it was asked to end before its last iteration, saved if it could, and can be resumed. The second line is what
-# the log's reader tells of a job, and a run of a sweep that was not started because another ran out of memory
+# the log's reader tells of a job (hang: also where a watchdog ended ranks that stood still), and a run of a sweep that
+# was not started because another one ran out of memory
 STATUSES = (
     *("completed", "stopped", "crashed", "cancelled", "timeout"),
     *("OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss", "pruned"),
 )
+
+NOTHING = "(nothing)"  # of a rank that never said a word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +36,22 @@ class Outcome:
 def judge(folder: Path, ranks: int, code: int, seconds: float) -> Outcome:
     """What torchrun's exit code, its list of failed ranks (of `ranks`) and their last lines amount to."""
     if code == 0:
-        if (folder / "status.json").exists():  # the engine's own word
-            said = read_status(folder)
-            if said.status == "stopped":
-                return replace(said, seconds=seconds)
-        last = ranks - 1
-        evidence = f"rank {last}: {last_line(folder, last, 'iteration ')}"
-        return Outcome(status="completed", evidence=evidence, rank=last, exit_code=0, seconds=seconds)
+        return _clean_end(folder, ranks - 1, seconds)
     rank, how = culprit(folder)
     if rank is None:
         evidence = f"torchrun: {last_line(folder, 'torchrun')}"
     else:
         evidence = f"rank {rank}: {how}{last_line(folder, rank)}"
     return Outcome(status="crashed", evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+
+
+def _clean_end(folder: Path, last: int, seconds: float) -> Outcome:
+    """The engine's own word where it was stopped, or had nothing left to train; else the last rank's last iteration."""
+    said = read_status(folder) if (folder / "status.json").exists() else None
+    line = last_line(folder, last, "| number of nan iterations")
+    if said and (said.status == "stopped" or line == NOTHING):
+        return replace(said, seconds=seconds)
+    return Outcome(status="completed", evidence=f"rank {last}: {line}", rank=last, exit_code=0, seconds=seconds)
 
 
 def culprit(folder: Path) -> tuple[int | None, str]:
@@ -66,11 +72,17 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
 
 
+def failed_ranks(folder: Path) -> set[int]:
+    """The ranks that torchrun saw fail."""
+    path = folder / "ranks" / "failures.json"
+    return {f["rank"] for f in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else set()
+
+
 def last_line(folder: Path, rank: int | str, words: str = "") -> str:
     """The last line that is not blank, and holds `words`, in ranks/<rank>.log; "(nothing)" where there is none."""
     path = folder / "ranks" / f"{rank}.log"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip() and words in line), "(nothing)")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip() and words in line), NOTHING)
 
 
 def write_status(folder: Path, outcome: Outcome) -> None:

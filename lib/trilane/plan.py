@@ -108,6 +108,9 @@ class Run:
     exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
     timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
     tensorboard             also an event file for TensorBoard
+    hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
+                            off); longer than the longest iteration, checkpoint included
+    trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
     """
 
     train_iters: int = 50
@@ -122,6 +125,9 @@ class Run:
     load: str = ""
     start_iteration: int = 0
     exit_iteration: int = 0
+    hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
+    trace_packages: str = ""
+    trace_calls: int = 500
 
     def __post_init__(self) -> None:
         require_integer("train_iters", self.train_iters, 1)
@@ -135,6 +141,12 @@ class Run:
         require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
         minutes = self.exit_duration_minutes
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
+        require(
+            0 <= self.hang_timeout_s < float("inf"), "hang_timeout_s", self.hang_timeout_s, "must be >= 0 (0.0: off)"
+        )
+        require_integer("trace_calls", self.trace_calls, 1)
+        plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
+        require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
     @property
     def goal(self) -> int:

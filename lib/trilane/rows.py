@@ -100,6 +100,7 @@ def cells_of(name: str, case: Case, seconds: float, memory_bytes: float) -> dict
         "bf16acc": t.fp32_gradients,
         "attention": t.attention,
         "adam": t.adam,
+        "buckets": t.buckets,
         "date": case.day,
         "sec_per_it": seconds,
         "mem_gb": memory_bytes / 2**30 if memory_bytes == memory_bytes else "",

@@ -71,7 +71,8 @@ def _planned(plan: Plan) -> Setup:
 
 def _told(log: RunLog, gpu: Gpu | None) -> Setup:
     tp, pp = _tp(log), _whole(log, "pipeline_model_parallel_size") or 1
-    gpus = _whole(log, "world_size")
+    # DeepSpeed's own dump counts replicas, so it tells the GPUs only where there is nothing but replicas
+    gpus = _whole(log, "world_size") or (_whole(log, "deepspeed.world_size") if tp * pp == 1 else 0)
     dp = _whole(log, "data_parallel_size") or max(1, gpus // (tp * pp))
     per_stage, layers = _whole(log, "num_layers_per_virtual_pipeline_stage"), _whole(log, "num_layers")
     precision = next((name for name in ("bf16", "fp16") if log.arguments.get(name) is True), "")

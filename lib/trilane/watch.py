@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,17 @@ from trilane.progress import progress
 POLL_S = 0.1
 
 
-def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, watched: bool, deadline: float) -> int:
+def follow(
+    child: subprocess.Popen[bytes],
+    folder: Path,
+    plan: Plan,
+    watched: bool,
+    deadline: float,
+    look: Callable[[], None] = lambda: None,
+) -> int:
     """Copy what the ranks say to run.log and show the progress until the child ends; its exit code.
 
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock).
+    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `look`, called often, raises.
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps = Tail(folder / "steps.jsonl")
@@ -33,6 +40,7 @@ def follow(child: subprocess.Popen[bytes], folder: Path, plan: Plan, watched: bo
                     show(json.loads(line))
                 if code is not None:
                     return code
+                look()
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(POLL_S)

@@ -263,10 +263,9 @@ def test_a_chain_of_short_jobs_trains_what_one_long_one_does(
 
 
 def test_runs_killed_at_random_moments_go_on_right() -> None:
-    """Four of the sixty whose result is docs/faults.md."""
+    """Three more, like the seventy whose result is docs/faults.md."""
     script = Path(__file__).parents[2] / "benchmarks/kill_saves.py"
-    layouts = ["--layout", "megatron TP2 PP2", "--layout", "deepspeed-zero ZeRO-1 DP2"]
-    command = [sys.executable, str(script), "--trials", "4", "--seed", "7", *layouts]
+    command = [sys.executable, str(script), "--trials", "3", "--seed", "7", "--layout", "megatron TP2 PP2"]
     env = {k: v for k, v in environment(8).items() if k != "TRILANE_PARENT_PID"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -89,7 +89,11 @@ def broken(trained: Path, to: Path) -> Path:
     return to
 
 
-def test_what_cannot_be_exported_or_imported_is_one_line(trained: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_or_imported_is_one_line(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from trilane.engine.export import main
+
     (tmp_path / "there").mkdir()
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2/config.json").write_text(json.dumps({"model_type": "gpt2", "activation_function": "gelu_new"}))
@@ -102,5 +106,6 @@ def test_what_cannot_be_exported_or_imported_is_one_line(trained: Path, tmp_path
         (("--back", tmp_path / "gpt2", tmp_path / "new"), "activation_function=gelu_new: our GPT has gelu"),
         (("--back", tmp_path / "small", tmp_path / "new"), "has no n_embd, n_head, n_positions, vocab_size"),
     ]:
-        done = door(*args)
-        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert main([str(arg) for arg in args]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1, error

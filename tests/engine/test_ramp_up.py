@@ -33,6 +33,7 @@ TOPOLOGIES = {
     "ZeRO-0 DP2": {"engine": "deepspeed-zero", "dp": 2},
     "ZeRO-1 DP2 optimizer offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 1, "offload": "optimizer"},
     "ZeRO-3 DP2": {"engine": "deepspeed-zero", "dp": 2, "zero": 3},
+    "HF ZeRO-3 DP2": {"engine": "hf-zero3", "dp": 2, "zero": 3},
     "3D PP2 DP2": {"engine": "deepspeed-3d", "pp": 2, "dp": 2, "zero": 1},
 }
 

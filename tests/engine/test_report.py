@@ -76,6 +76,7 @@ TIMED = {
     "megatron PP2 DP2": ({"pp": 2, "dp": 2}, NAMES | {"p2p-wait"}),
     "megatron PP2 interleaved": ({"pp": 2, "interleaving": 2}, NAMES | {"p2p-wait"}),
     "ZeRO-1 DP2": ({"engine": "deepspeed-zero", "dp": 2, "zero": 1}, NAMES),
+    "HF ZeRO-3 DP2": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, NAMES),
     "3D PP2 DP2": ({"engine": "deepspeed-3d", "pp": 2, "dp": 2, "zero": 1}, NAMES | {"p2p-wait"}),
 }
 
@@ -129,3 +130,12 @@ def test_tensorboard_shows_what_steps_jsonl_says(train: Callable, data: Path, tm
         events = board.Scalars(scalar)
         assert [event.step for event in events] == [1, 2, 3]
         assert [event.value for event in events] == pytest.approx([step[field] for step in steps], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero", "hf-zero3"])
+def test_no_library_talks_into_the_log(engine: str, train: Callable, data: Path, tmp_path: Path) -> None:
+    """On two ranks: their memory lines, first and last, and from the last rank the iterations."""
+    train(small_plan(data, iters=2, engine=engine, dp=2, zero=1, recompute="full"))
+    said = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
+    assert [len(lines) for lines in said] == [2, 4]

@@ -47,10 +47,12 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
+    from trilane.engine import heartbeat
     from trilane.engine import world as places
 
     places.from_slurm(os.environ)
     places.alone(os.environ)
+    heartbeat.begin(plan, path.parent)
     world = places.join(plan)
     from trilane.engine.loop import Training
     from trilane.engine.stamp import stamp, write_json

@@ -22,6 +22,12 @@ def enable_cpu() -> None:
     the list grows with its releases, so the pin in requirements.txt matters.
     """
     warnings.filterwarnings("ignore", message=EXPECTED)
+    # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # megatron-core's distributed optimizer asks every tensor for its gradient before it knows whose it is.
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
     if torch.cuda.is_available():
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on every rank that it found no GPU

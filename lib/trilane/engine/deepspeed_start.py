@@ -25,8 +25,6 @@ CONFIG = "ds_config.json"  # in the run folder: what DeepSpeed was given
 def start() -> None:
     """DeepSpeed's communication over the process group that stands already; nothing is compiled, nothing said."""
     logger.setLevel("ERROR")
-    # torch 2.13 renames the collectives that DeepSpeed 0.19.8 calls.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     # Over gloo its pipeline hands activations on by broadcasts into tensors that want gradients; it never asks torch to
     # differentiate them, and the gradients it sends back are right.
     warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")

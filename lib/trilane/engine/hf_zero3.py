@@ -7,6 +7,7 @@ Trainer: its loop, sampler, schedule, logging and checkpoints, so that these are
 optimizer groups: with the optimizer in the JSON it would let norms and biases decay.
 """
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from accelerate.utils import DummyOptim
 from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
-from transformers.utils import logging
 
 from trilane.engine.audit import deepspeed_audit
 from trilane.engine.clipping import WholeClipping
@@ -47,7 +47,8 @@ def build(plan: Plan, world: World) -> "HfZero3":
     """The engine on every rank together."""
     parallel_state.initialize_model_parallel()
     start()
-    logging.set_verbosity_error()
+    # It notices that the Trainer counts microbatches by itself and DeepSpeed's JSON says how many there are.
+    logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
     return HfZero3(plan)
 
 
@@ -108,8 +109,6 @@ def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArgument
         adam_beta2=o.adam_beta2,
         adam_epsilon=o.adam_eps,
         max_grad_norm=o.clip_grad,
-        gradient_checkpointing=t.recompute == "full",
-        gradient_checkpointing_kwargs={"use_reentrant": False},
         bf16=t.precision == "bf16",
         fp16=t.precision == "fp16",
         use_cpu=not torch.cuda.is_available(),
@@ -118,6 +117,8 @@ def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArgument
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
     )
 
 
@@ -142,7 +143,7 @@ def _model(plan: Plan) -> torch.nn.Module:
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if t.recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     _fill(model, plan)
     return model
 

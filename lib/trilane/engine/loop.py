@@ -7,10 +7,11 @@ import torch.distributed as dist
 
 from trilane.again import cut_steps
 from trilane.checkpoints import FOLDER, name_of
+from trilane.engine import heartbeat
 from trilane.engine.data import Feed
 from trilane.engine.engines import build
 from trilane.engine.load import find, load
-from trilane.engine.phases import DATA, phase
+from trilane.engine.phases import DATA, SAVE, phase
 from trilane.engine.report import Log, iteration, memory_line
 from trilane.engine.requests import Request, Requests
 from trilane.engine.save import save
@@ -68,11 +69,13 @@ class Training:
             if request.stop:
                 break
         self._end(request)
+        heartbeat.end()
         dist.barrier()
         dist.destroy_process_group()
 
     def _step(self, batch: Batch, log: Log, begin: float) -> float:
         """Train one batch; when it was done."""
+        heartbeat.at(batch.number)
         lr = learning_rate(self._plan.optimizer, batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._feed.microbatches(batch)
@@ -89,7 +92,8 @@ class Training:
         return request.save or turn or (last and run.exit_iteration > 0)
 
     def _save(self, batch: Batch) -> None:
-        saved = save(self._folder, self._plan, self._world, self._engine, batch.number, batch.end)
+        with phase(SAVE):
+            saved = save(self._folder, self._plan, self._world, self._engine, batch.number, batch.end)
         if saved.problem:
             self._say(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")
         else:

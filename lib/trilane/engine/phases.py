@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 # The names that all engines share. Time counts for the innermost phase: data read inside a forward pass is no forward.
 DATA, FORWARD, BACKWARD = "batch-generator", "forward-compute", "backward-compute"
 P2P, REDUCE, OPTIMIZER = "p2p-wait", "all-grads-sync", "optimizer"
+SAVE = "save-checkpoint"  # outside of every iteration: no timer counts it
 NAMES = (DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER)
 
 T = TypeVar("T")

@@ -1,0 +1,91 @@
+"""PyTorch's Flight Recorder: which collectives a rank entered and finished, in each process group."""
+
+import ast
+import io
+import json
+import pickle
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective as a rank recorded it. `group` is the process group's name, `ranks` who belongs to it."""
+
+    group: str
+    desc: str
+    ranks: tuple[int, ...]
+    sequence: int
+    p2p: bool
+    op: str
+    sizes: str
+    state: str
+    done: bool
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The calls of one rank, oldest first; `entered` is the last sequence number that it entered in each group."""
+
+    calls: tuple[Call, ...]
+    entered: dict[str, int]
+    members: dict[str, tuple[int, ...]]
+
+    @property
+    def waiting(self) -> Call | None:
+        """The oldest call that is not done: what everything after it waits for."""
+        return next((call for call in self.calls if not call.done), None)
+
+
+class _Plain(pickle.Unpickler):
+    """A dump is lists, dicts, text and numbers: whatever else a pickle asks for could run code, and is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"asks for {module}.{name}, which no Flight Recorder dump needs")
+
+
+def read_recording(data: bytes) -> Recording:
+    """A dump as pickle or as JSON (`_dump_nccl_trace`, `_dump_fr_trace_json`); ValueError where it is none, or cut.
+
+    Format 2.x of torch 2.3 to 2.13 (torch/csrc/distributed/c10d/FlightRecorder.hpp). Left out: C++ stacks, timings.
+    """
+    try:
+        values = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        members = {name: _ranks(config.get("ranks")) for name, config in (values.get("pg_config") or {}).items()}
+        calls = tuple(_call(entry, members) for entry in values["entries"])
+        entered = {str(k): int(v["last_enqueued_collective"]) for k, v in (values.get("pg_status") or {}).items()}
+    except (pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"no Flight Recorder dump, or one that breaks off ({error})") from None
+    for call in calls:
+        if not call.p2p:
+            entered[call.group] = max(entered.get(call.group, 0), call.sequence)
+    return Recording(calls=calls, entered=entered, members=members)
+
+
+def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Call:
+    group, desc = [*entry["process_group"], ""][:2]
+    p2p = bool(entry.get("is_p2p"))
+    state = str(entry.get("state", ""))
+    frames = entry.get("frames") or []
+    ours = [f for f in frames if "torch/distributed" not in f["filename"]] or frames
+    where = f"{ours[0]['name']} ({'/'.join(ours[0]['filename'].split('/')[-2:])}:{ours[0]['line']})" if ours else ""
+    return Call(
+        group=str(group),
+        desc=str(desc),
+        # torch names the default group "" in pg_config and "0" in the entries of gloo
+        ranks=members.get(str(group)) or (members.get("", ()) if group == "0" else ()),
+        sequence=int(entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0)) or 0),
+        p2p=p2p,
+        op=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        sizes=str(entry.get("input_sizes", "")),
+        state=state,
+        # NCCL says "completed"; gloo never does, and only retires the entry
+        done=state == "completed" or (bool(entry.get("retired")) and state != "started"),
+        where=where,
+    )
+
+
+def _ranks(said: Any) -> tuple[int, ...]:
+    """ "[0, 1]" in torch's dumps, a list in others'."""
+    return tuple(int(rank) for rank in (ast.literal_eval(said) if isinstance(said, str) and said else said or ()))

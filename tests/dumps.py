@@ -1,0 +1,82 @@
+"""Writing dumps as the tools do: py-spy's text and JSON, faulthandler, Flight Recorder; for any stacks."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+from job import Stack
+
+HELPER: Stack = (
+    ("wait", "threading.py", 324),
+    ("run", "tensorboard/summary/writer.py", 233),
+    ("_bootstrap", "threading.py", 973),
+)
+
+
+def pyspy_text(stack: Stack, pid: int = 4242, flags: str = "active", command: str = "python -u pretrain_gpt.py") -> str:
+    lines = [f"Process {pid}: {command}", "Python v3.8.12 (/opt/conda/bin/python3.8)", ""]
+    lines += [f'Thread {pid} ({flags}): "MainThread"', *(f"    {f} ({file}:{line})" for f, file, line in stack)]
+    lines += [f'Thread {pid + 1} (idle): "Thread-1"', *(f"    {f} ({file}:{line})" for f, file, line in HELPER)]
+    return "\n".join(lines) + "\n"
+
+
+def pyspy_json(stack: Stack, pid: int = 4242, holder: Stack | None = None) -> str:
+    """`holder` is another thread that holds Python's global lock."""
+
+    def thread(name: str, frames: Stack, gil: bool) -> dict[str, Any]:
+        said = [
+            {"name": f, "filename": f"/opt/conda/lib/python3.8/site-packages/{file}", "short_filename": file, "line": n}
+            for f, file, n in frames
+        ]
+        return {"pid": pid, "thread_id": 1, "thread_name": name, "active": gil, "owns_gil": gil, "frames": said}
+
+    others = [thread("Thread-2", holder, True)] if holder else []
+    return json.dumps([thread("Thread-1", HELPER, False), *others, thread("MainThread", stack, False)], indent=1)
+
+
+def faulthandler_text(stack: Stack) -> str:
+    parts = []
+    for name, frames in (("Thread", HELPER), ("Current thread", stack)):
+        lines = [f'  File "/opt/lib/site-packages/{file}", line {line} in {f}' for f, file, line in frames]
+        parts.append("\n".join([f"{name} 0x00007f406fc746c0 (most recent call first):", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_json: bool = False) -> bytes:
+    """A Flight Recorder dump of format 2.10; each call has group, sequence, op, sizes, state."""
+    entries = [
+        {
+            "frames": [{"name": "_reduce", "filename": "/opt/megatron/mpu/mappings.py", "line": 30}],
+            "record_id": number,
+            "pg_id": 0,
+            "process_group": (call["group"], call["group"]),
+            "collective_seq_id": call["sequence"],
+            "p2p_seq_id": 0,
+            "op_id": number,
+            "profiling_name": f"nccl:{call['op']}",
+            "input_sizes": call.get("sizes", [[4096]]),
+            "state": call["state"],
+            "retired": call["state"] == "completed",
+            "is_p2p": call.get("p2p", False),
+        }
+        for number, call in enumerate(calls)
+    ]
+    config = {name: {"name": name, "desc": name, "ranks": str(ranks)} for name, ranks in groups.items()}
+    values = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+    return json.dumps(values).encode() if as_json else pickle.dumps(values, protocol=2)
+
+
+def write_all(folder: Path, stacks: dict[int, Stack], style: str = "json") -> None:
+    """One file a rank, in one style, or with "mixed" in all three."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, stack in stacks.items():
+        kind = ("json", "text", "faults")[rank % 3] if style == "mixed" else style
+        name = f"rank_{rank}.{'json' if kind == 'json' else 'txt'}"
+        text = {"json": pyspy_json, "text": pyspy_text, "faults": faulthandler_text}[kind](stack)
+        (folder / name).write_text(text)
+
+
+def topology(folder: Path, tp: int, pp: int, dp: int, **extra: Any) -> None:
+    values = {"tp": tp, "pp": pp, "dp": dp, "gpus_per_node": 8, **extra}
+    (folder / "topology.json").write_text(json.dumps(values))

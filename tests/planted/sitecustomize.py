@@ -1,0 +1,141 @@
+"""Ten ways to hang a real training, planted from outside: found by Python at its start through PYTHONPATH.
+
+TRILANE_PLANT="kind rank iteration": the rank does it when it asks for the samples of that iteration, or in its first
+collective after that. Without the variable nothing happens.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KIND, RANK, ITERATION = (os.environ.get("TRILANE_PLANT") or "none -1 0").split()
+FOREVER = 10_000
+
+
+class Later(importlib.abc.MetaPathFinder):
+    """Calls `then` on a module once it is imported."""
+
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then, self._busy = name, then, False
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self._name or self._busy:
+            return None
+        self._busy = True
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def executed(module: Any) -> None:
+            execute(module)
+            self._then(module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def sleep() -> None:
+    time.sleep(FOREVER)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_lock() -> None:
+    """A helper thread in a C call that keeps Python's global lock: an expression that needs for ever to fail."""
+    import re
+
+    threading.Thread(target=re.match, args=(r"(a+)+$", "a" * 60 + "b"), name="monitor", daemon=True).start()
+    time.sleep(0.1)
+
+
+def read_a_pipe() -> None:
+    path = Path(f"/tmp/trilane-pipe-{os.getpid()}")
+    os.mkfifo(path)
+    try:
+        path.read_text()
+    finally:
+        path.unlink()
+
+
+def deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def leave() -> None:
+    os._exit(0)
+
+
+def load_for_ever() -> None:
+    """A data loader whose worker never delivers."""
+    import queue
+
+    queue.Queue().get()
+
+
+HERE = {
+    "sleep": sleep,
+    "stopped": stop,
+    "lock-held": hold_the_lock,
+    "pipe": read_a_pipe,
+    "deadlock": deadlock,
+    "exit": leave,
+    "data": load_for_ever,
+}
+
+
+def plant_in_data(module: Any) -> None:
+    original = module.Feed.microbatches
+
+    def microbatches(self: Any, batch: Any) -> Any:
+        if batch.number == int(ITERATION):
+            HERE[KIND]()
+        return original(self, batch)
+
+    module.Feed.microbatches = microbatches
+
+
+def plant_in_engine(module: Any) -> None:
+    """`skip`: the rank leaves an iteration out. `mismatch`, `slow`: its first collective then is another, or lasts."""
+    import torch.distributed as dist
+
+    original, count = module.Megatron.step, [0]
+    all_reduce = dist.all_reduce
+
+    def step(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] == int(ITERATION) and KIND == "skip":
+            return module.Step(loss=0.0, grad_norm=0.0, loss_scale=1.0, skipped=True)
+        return original(self, *args)
+
+    def other(tensor: Any, *args: Any, **options: Any) -> Any:
+        if count[0] == int(ITERATION) and KIND == "slow":
+            spin = time.monotonic() + FOREVER
+            while time.monotonic() < spin:
+                time.sleep(0.01)
+        group = options.get("group")
+        # The gradient norm's group, tp x pp: where two disagree nobody could tell who of them is wrong.
+        if count[0] == int(ITERATION) and KIND == "mismatch" and dist.get_world_size(group) == 4:
+            return dist.barrier(group=group)
+        return all_reduce(tensor, *args, **options)
+
+    module.Megatron.step = step
+    if KIND in ("mismatch", "slow"):
+        dist.all_reduce = other
+
+
+if os.environ.get("RANK") == RANK:
+    if KIND in HERE:
+        sys.meta_path.insert(0, Later("trilane.engine.data", plant_in_data))
+    else:
+        sys.meta_path.insert(0, Later("trilane.engine.megatron", plant_in_engine))

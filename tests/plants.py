@@ -1,0 +1,277 @@
+"""Twenty ways in which 384 ranks hang, each with its culprits: what is planted, and the dumps that it leaves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from dumps import pyspy_json, recording, topology, write_all
+from job import BARRIER, DONE, DP_NORM, GRID, TP_NORM, Op, Stack, elsewhere, first, program, stand
+
+
+@dataclass
+class Scene:
+    """What a plant decided: who is to blame, what the ranks' programs are, who is stuck where, and what is odd."""
+
+    guilty: set[int]
+    programs: dict[int, list[Op]] = field(default_factory=lambda: {r: program(GRID, r) for r in GRID.ranks})
+    stuck: dict[int, int] = field(default_factory=dict)
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)
+    holder: Stack | None = None
+    style: str = "json"
+    allowed: set[int] = field(default_factory=set)  # as much to blame as the guilty, for all that stacks can tell
+    steps: bool = False
+
+
+Plant = Callable[[Random], Scene]
+
+
+def stuck_at(rank: int, name: str, *inner: tuple[str, str, int], **fields: Any) -> Scene:
+    """A rank that never gets over the operation `name`, with `inner` on top of its stack."""
+    scene = Scene({rank}, **fields)
+    ops = scene.programs[rank]
+    index = first(ops, name, 2)
+    ops[index] = elsewhere(ops[index], *inner)
+    scene.stuck[rank] = index
+    return scene
+
+
+def anyone(random: Random, stages: range = range(12)) -> int:
+    return random.choice([r for r in GRID.ranks if GRID[r].pp in stages])
+
+
+def missing_in_tp(random: Random) -> Scene:
+    return stuck_at(anyone(random), "mlp", ("bias_gelu", "megatron/model/fused_bias_gelu.py", 33))
+
+
+def mismatched(random: Random) -> Scene:
+    rank = anyone(random)
+    scene = Scene({rank})
+    ops = scene.programs[rank]
+    index = first(ops, "attention", 2)
+    wrong = (("broadcast", "torch/distributed/distributed_c10d.py", 1191), ("_bcast", "megatron/mpu/mappings.py", 77))
+    ops[index] = replace(ops[index], kind="broadcast", stack=(*wrong, *ops[index].stack[3:]))
+    return scene
+
+
+def data_loader(random: Random) -> Scene:
+    inner = (
+        ("_try_get_data", "torch/utils/data/dataloader.py", 1011),
+        ("__next__", "torch/utils/data/dataloader.py", 521),
+    )
+    return stuck_at(anyone(random, range(1)), "data", *inner, style="text")
+
+
+def checkpoint(random: Random) -> Scene:
+    inner = (
+        ("_save", "torch/serialization.py", 499),
+        ("save", "torch/serialization.py", 380),
+        ("save_checkpoint", "deepspeed/runtime/engine.py", 3000),
+    )
+    return stuck_at(anyone(random), "loss", *inner)
+
+
+def crashed(random: Random) -> Scene:
+    rank = anyone(random)
+    scene = stuck_at(rank, "attention")
+    scene.silent, scene.facts = {rank}, {rank: {"state": "gone"}}
+    return scene
+
+
+def two_groups(random: Random) -> Scene:
+    """Two tensor and two replica groups in a ring: two ranks, one in each, sum over replicas before they sum over
+    their tensor group, as nobody else does."""
+    one = anyone(random)
+    place = GRID[one]
+    (two,) = [p.rank for p in GRID.places if (p.pp, p.tp, p.dp) == (place.pp, (place.tp + 3) % 8, (place.dp + 1) % 4)]
+    scene = Scene({one, two})
+    scene.allowed = {p.rank for p in GRID.places if p.pp == place.pp and p.tp in (place.tp, GRID[two].tp)}
+    for rank, ops in scene.programs.items():
+        pair = [TP_NORM, DP_NORM] if rank not in (one, two) else [DP_NORM, TP_NORM]
+        index = first(ops, "adam")
+        ops[index:index] = pair
+    return scene
+
+
+def node_silent(random: Random) -> Scene:
+    node = random.choice(list(GRID.nodes.values()))
+    scene = Scene(set(node), silent=set(node))
+    scene.stuck = {r: first(scene.programs[r], "attention", 2) for r in node}
+    return scene
+
+
+def slow_rank(random: Random) -> Scene:
+    return stuck_at(anyone(random), "mlp", ("linear", "torch/nn/functional.py", 1848), style="mixed")
+
+
+def rank_silent(random: Random) -> Scene:
+    rank = anyone(random)
+    scene = stuck_at(rank, "grad_sum")
+    scene.silent = {rank}
+    return scene
+
+
+def skipped(random: Random) -> Scene:
+    """A rank goes on to the next iteration without the end of this one."""
+    rank = anyone(random)
+    scene = Scene({rank}, steps=True)
+    ops = scene.programs[rank]
+    del ops[first(ops, "dp_sum") : first(ops, "done") + 1]
+    return scene
+
+
+def stopped(random: Random) -> Scene:
+    rank = anyone(random)
+    scene = stuck_at(rank, "attention", *(("all_reduce", "torch/distributed/distributed_c10d.py", 1322),))
+    scene.facts = {rank: {"state": "T"}}
+    return scene
+
+
+def lock_held(random: Random) -> Scene:
+    """The main thread has finished a collective and cannot come back from it: another holds the global lock."""
+    inner = (("all_reduce", "torch/distributed/distributed_c10d.py", 1322), ("_reduce", "megatron/mpu/mappings.py", 30))
+    scene = stuck_at(anyone(random), "mlp", *inner)
+    scene.holder = (("match", "re.py", 190), ("scan", "monitor.py", 12), ("_bootstrap", "threading.py", 973))
+    return scene
+
+
+def deadlock(random: Random) -> Scene:
+    inner = (("acquire", "filelock/_api.py", 250), ("__enter__", "filelock/_api.py", 300), ("report", "wandb.py", 9))
+    return stuck_at(anyone(random), "adam", *inner)
+
+
+def recorded_missing(random: Random) -> Scene:
+    return stuck_at(anyone(random), "dp_sum", ("unscale", "bf16_optimizer.py", 30), style="recorder")
+
+
+def recorded_mismatch(random: Random) -> Scene:
+    rank = anyone(random)
+    scene = Scene({rank}, style="recorder")
+    ops = scene.programs[rank]
+    index = first(ops, "grad_sum", 2)
+    ops[index] = replace(ops[index], stack=(*ops[index].stack, ("other size", "", 0)))
+    return scene
+
+
+def slow_node(random: Random) -> Scene:
+    node = random.choice(list(GRID.nodes.values()))
+    scene = Scene(set(node))
+    for rank in node:
+        ops = scene.programs[rank]
+        index = first(ops, "adam")
+        ops[index] = elsewhere(ops[index], ("multi_tensor_adam", "apex/multi_tensor_apply.py", 27))
+        scene.stuck[rank] = index
+    return scene
+
+
+def early_barrier(random: Random) -> Scene:
+    """A rank saves a checkpoint that nobody else saves, and waits for all at its barrier."""
+    rank = anyone(random)
+    scene = Scene({rank})
+    ops = scene.programs[rank]
+    ops.insert(first(ops, "loss"), BARRIER)
+    return scene
+
+
+def skipped_broadcast(random: Random) -> Scene:
+    """Document 003 in large: some are in the broadcast of the loss, others already in the all_reduce of train."""
+    rank = anyone(random)
+    scene = Scene({rank}, style="text")
+    ops = scene.programs[rank]
+    del ops[first(ops, "loss")]
+    return scene
+
+
+def two_culprits(random: Random) -> Scene:
+    one, two = anyone(random, range(1)), anyone(random, range(6, 12))
+    scene = stuck_at(one, "data", ("read", "indexed_dataset.py", 41))
+    ops = scene.programs[two]
+    index = first(ops, "mlp")
+    ops[index] = elsewhere(ops[index], ("gelu_impl", "fused.py", 3))
+    scene.stuck[two] = index
+    scene.guilty.add(two)
+    return scene
+
+
+def tied_skipped(random: Random) -> Scene:
+    """A first or last stage that leaves out the sum of the tied embedding's gradients. Two are in that group: stacks
+    cannot tell who of them is wrong."""
+    rank = anyone(random, range(1))
+    scene = Scene({rank})
+    scene.allowed = set(GRID.group("embedding", rank))
+    ops = scene.programs[rank]
+    del ops[first(ops, "tied")]
+    return scene
+
+
+PLANTS: dict[str, Plant] = {
+    "a rank missing in a tensor-parallel collective": missing_in_tp,
+    "a mismatched collective": mismatched,
+    "a rank in the data loader": data_loader,
+    "a rank in checkpoint input/output": checkpoint,
+    "a rank that crashed": crashed,
+    "two groups deadlocked": two_groups,
+    "a whole node silent": node_silent,
+    "a slow rank": slow_rank,
+    "a rank that does not answer": rank_silent,
+    "a rank an iteration ahead": skipped,
+    "a stopped process": stopped,
+    "a thread that holds the global lock": lock_held,
+    "a rank that waits for a file lock": deadlock,
+    "Flight Recorder: a rank missing": recorded_missing,
+    "Flight Recorder: another size": recorded_mismatch,
+    "a slow node": slow_node,
+    "a rank alone at a barrier": early_barrier,
+    "a broadcast left out": skipped_broadcast,
+    "two culprits": two_culprits,
+    "the tied embedding left out": tied_skipped,
+}
+
+
+def write(folder: Path, scene: Scene) -> None:
+    """The dumps that the scene leaves, and its topology.json."""
+    stands = stand(GRID, scene.programs, scene.stuck)
+    folder.mkdir(parents=True)
+    if scene.style == "recorder":
+        _record(folder, scene, stands)
+    else:
+        write_all(folder, {r: op.stack for r, (_, op) in stands.items() if r not in scene.silent}, scene.style)
+    if scene.holder:
+        (rank,) = scene.guilty
+        (folder / f"rank_{rank}.json").write_text(pyspy_json(stands[rank][1].stack, holder=scene.holder))
+    if scene.steps:
+        for rank, (index, _) in stands.items():
+            done = sum(1 for op in scene.programs[rank][:index] if op.name == DONE.name)
+            scene.facts[rank] = {"step": 1 + done + (rank in scene.guilty)}
+    topology(folder, 8, 12, 4, **({"ranks": [{"rank": r, **f} for r, f in scene.facts.items()]} if scene.facts else {}))
+
+
+def _record(folder: Path, scene: Scene, stands: dict[int, tuple[int, Op]]) -> None:
+    for rank, (index, _) in stands.items():
+        calls: list[dict[str, Any]] = []
+        groups: dict[str, list[int]] = {}
+        count: dict[str, int] = {}
+        for i, op in enumerate(scene.programs[rank][: index + 1]):
+            if op.kind == "work" or (i == index and rank in scene.stuck):
+                continue
+            if op.kind in ("send", "recv"):
+                calls.append(_p2p(rank, op, "completed" if i < index else "started"))
+                groups[f"pp-{min(GRID.group('pp', rank))}"] = sorted(GRID.group("pp", rank))
+                continue
+            group = sorted(GRID.group(op.axis, rank))
+            name = f"{op.axis}-{group[0]}"
+            groups[name], count[name] = group, count.get(name, 0) + 1
+            size = [[7]] if op.stack[-1][0] == "other size" else [[4096]]
+            state = "completed" if i < index else "started"
+            calls.append({"group": name, "sequence": count[name], "op": op.kind, "sizes": size, "state": state})
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(recording(calls[-50:], groups, as_json=rank % 2 == 0))
+
+
+def _p2p(rank: int, op: Op, state: str) -> dict[str, Any]:
+    group = sorted(GRID.group("pp", rank))
+    (peer,) = GRID.group(op.axis, rank) - {rank}
+    arrow = "->" if op.kind == "send" else "<-"
+    name = f"{op.kind} {group.index(rank)}{arrow}{group.index(peer)}"
+    return {"group": f"pp-{group[0]}", "sequence": 0, "op": name, "state": state, "p2p": True}

@@ -1,0 +1,182 @@
+"""Whoever is to blame for a hang is named, from dumps of any kind, also bad ones."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+from dumps import pyspy_json, pyspy_text, recording, topology, write_all
+from job import GRID, ROOT, STEP, Stack
+from plants import PLANTS, data_loader, write
+from support import REPOSITORY
+
+from trilane.__main__ import main
+from trilane.diagnose.verdict import diagnose
+
+BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
+LOSS: Stack = (
+    ("broadcast", "torch/distributed/distributed_c10d.py", 1191),
+    ("_aggregate_total_loss", "deepspeed/runtime/pipe/engine.py", 540),
+    ("train_batch", "deepspeed/runtime/pipe/engine.py", 330),
+    *STEP,
+)
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_the_culprit_among_384_ranks_is_named(kind: str, tmp_path: Path) -> None:
+    scene = PLANTS[kind](Random(kind))
+    write(tmp_path / "dumps", scene)
+    verdict = diagnose(tmp_path / "dumps")
+    assert scene.guilty <= set(verdict.suspects) <= (scene.allowed or scene.guilty), verdict.paragraph
+    assert set(verdict.nodes) >= {GRID[rank].node for rank in scene.guilty}
+
+
+def test_384_dumps_are_judged_within_10_s_and_500_mb(tmp_path: Path) -> None:
+    """In a process of its own, so that its memory is its own; 10 s are 20 times what it takes."""
+    write(tmp_path / "dumps", data_loader(Random(1)))
+    code = "import resource, sys; from trilane.__main__ import main; main(sys.argv[1:])\n"
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    command = [sys.executable, "-c", code, "hang", str(tmp_path / "dumps"), "--json"]
+    begin = time.monotonic()
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert time.monotonic() - begin < 10 and int(done.stderr) * 1024 < 500e6
+    assert {"groups", "waiting_for", "suspects", "nodes", "exclude"} <= json.loads(done.stdout).keys()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_document_003_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(known: bool, tmp_path: Path) -> None:
+    """Node 0 of TP 8, PP 10, DP 4: six wait in train at line 915, two never left train_step."""
+    write_all(tmp_path, {rank: LOSS if rank in (3, 6) else BEFORE for rank in range(8)}, "text")
+    if known:
+        topology(tmp_path, 8, 10, 4)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (3, 6)
+    assert [len(g.ranks) for g in verdict.groups if g.frames] == [6, 2]
+    assert "in broadcast, asked for by _aggregate_total_loss" in verdict.reasons[3]
+    assert "6 of" in verdict.paragraph and "train (megatron/training.py:915)" in verdict.paragraph
+    if known:
+        assert "312 of 320 ranks have no dump; nothing is concluded from that" in " ".join(verdict.notes)
+        assert verdict.exclude == "--exclude=node0"
+
+
+def scene(folder: Path, style: str = "json") -> int:
+    """384 dumps with one rank in the data loader; that rank."""
+    made = data_loader(Random(7))
+    made.style = style
+    write(folder, made)
+    return made.guilty.pop()
+
+
+def test_missing_ranks_are_said_and_count_as_evidence(tmp_path: Path) -> None:
+    culprit = scene(tmp_path / "d")
+    (tmp_path / "d" / f"rank_{culprit}.json").unlink()
+    verdict = diagnose(tmp_path / "d")
+    assert verdict.suspects == (culprit,)
+    assert verdict.notes == (f"missing: ranks {culprit} gave no stack though most did; that counts against them",)
+
+
+@pytest.mark.parametrize("style", ["json", "text", "faults", "mixed"])
+def test_any_format_and_a_mixture_give_one_verdict(style: str, tmp_path: Path) -> None:
+    culprit = scene(tmp_path / "d", style)
+    verdict = diagnose(tmp_path / "d")
+    assert verdict.suspects == (culprit,) and len(verdict.groups) <= 12
+
+
+@pytest.mark.parametrize("style", ["json", "text", "faults"])
+def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Path) -> None:
+    culprit = scene(tmp_path / "d", style)
+    for rank in (culprit, (culprit + 9) % 384):
+        path = next((tmp_path / "d").glob(f"rank_{rank}.*"))
+        text = path.read_text()
+        where = {"json": "MainThread", "text": "get_batch", "faults": "get_batch"}[style]
+        path.write_text(text[: text.index(where) + (900 if style == "json" else 20)] if rank == culprit else text[:200])
+    verdict = diagnose(tmp_path / "d")
+    assert verdict.suspects[0] == culprit, verdict.paragraph
+    assert any(note.startswith("half-written dumps: ranks") for note in verdict.notes)
+
+
+def test_an_empty_dump_is_said_and_nothing_is_concluded_from_it(tmp_path: Path) -> None:
+    culprit = scene(tmp_path / "d")
+    (tmp_path / "d" / f"rank_{(culprit + 1) % 384}.json").write_text("")
+    verdict = diagnose(tmp_path / "d")
+    assert verdict.suspects == (culprit,)
+    assert any("cannot be read; nothing is concluded" in note for note in verdict.notes)
+
+
+def test_of_two_moments_the_last_counts_and_who_moved_is_said(tmp_path: Path) -> None:
+    culprit = scene(tmp_path / "t1")
+    (tmp_path / "t0").mkdir()
+    stack: Stack = (("fetch", "dataset.py", 10), *STEP)
+    (tmp_path / "t0" / f"rank_{culprit}.json").write_text(pyspy_json(stack))
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (culprit,)
+    assert f"between the two moments ranks {culprit} moved: slow rather than stuck" in verdict.notes
+
+
+def test_dumps_taken_minutes_apart_are_said_to_be_of_two_moments(tmp_path: Path) -> None:
+    scene(tmp_path / "d")
+    os.utime(tmp_path / "d" / "rank_5.json", (1e9, 1e9))
+    assert any("of two moments" in note for note in diagnose(tmp_path / "d").notes)
+
+
+def test_without_a_topology_the_culprit_is_named_too_and_the_lack_is_said(tmp_path: Path) -> None:
+    culprit = scene(tmp_path / "d")
+    (tmp_path / "d" / "topology.json").unlink()
+    verdict = diagnose(tmp_path / "d")
+    assert culprit in verdict.suspects
+    assert any("no topology file" in note for note in verdict.notes)
+
+
+def test_files_of_whole_nodes_as_srun_leaves_them_are_taken_apart(tmp_path: Path) -> None:
+    """Launcher, eight ranks out of order, a data loader's worker: as `ps | xargs py-spy dump` on two nodes."""
+    for node in range(2):
+        parts = [pyspy_text((("_invoke_run", "torch/distributed/elastic/agent/server/api.py", 1),), 90)]
+        for local in (3, 1, 0, 2, 7, 6, 5, 4):
+            stack = LOSS if (node, local) == (1, 2) else BEFORE
+            parts.append(pyspy_text(stack, 100 + local, command=f"python pretrain_gpt.py --local_rank={local}"))
+        parts.append(pyspy_text((("_worker_loop", "torch/utils/data/_utils/worker.py", 240), *BEFORE), 300))
+        (tmp_path / f"trace-jean-zay-iam{node + 1:02d}.out").write_text("\n".join(parts))
+    assert diagnose(tmp_path).suspects == (10,)
+    assert diagnose(tmp_path).exclude == "--exclude=jean-zay-iam02"
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch /tmp/never",)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    call = {"group": "dp", "sequence": 1, "op": "all_reduce", "state": "started"}
+    (tmp_path / "nccl_trace_rank_0").write_bytes(recording([call], {"dp": [0, 1]}))
+    (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps({"entries": Evil()}))
+    verdict = diagnose(tmp_path)
+    assert any("asks for posix.system" in note for note in verdict.notes)
+
+
+BAD = [
+    ([], "holds no dump"),
+    (["--tp", "-1"], "tp=-1: must be"),
+    (["--gpus-per-node", "0", "--tp", "2"], "gpus_per_node=0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_a_bad_call_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hang", str(tmp_path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_where_everybody_came_nobody_is_blamed(tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(range(8), LOSS))
+    topology(tmp_path, 2, 2, 2)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == () and verdict.exclude == "" and "Everybody came" in verdict.paragraph
