@@ -43,6 +43,11 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def heir(self) -> "subprocess.Popen[bytes]":
+        """A process that ends the daemons if this one is killed before it can."""
+        loop = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 2; done; {shlex.quote(str(SCRIPT))} stop --purge"
+        return subprocess.Popen(["bash", "-c", loop], env={**os.environ, **self.env}, start_new_session=True)
+
     def variables(self) -> dict[str, str]:
         """What SLURM's commands need in their environment."""
         words = shlex.split(self.do("env"))
@@ -57,6 +62,7 @@ def started(nodes: str = "", accounting: bool = True) -> Iterator[Cluster]:
         pytest.fail(reason) if needed else pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as place:
         cluster = Cluster(Path(place) / "c", nodes)
+        heir = cluster.heir()
         try:
             cluster.do("start", *(["--accounting"] if accounting else []))
         except AssertionError as error:
@@ -70,6 +76,8 @@ def started(nodes: str = "", accounting: bool = True) -> Iterator[Cluster]:
                 yield cluster
             finally:
                 cluster.do("stop", "--purge")
+                heir.kill()
+                heir.wait()
 
 
 def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: Any) -> Plan:
