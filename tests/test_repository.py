@@ -23,7 +23,7 @@ FLOORS = [
     "lint scoring backtest compare compare_door spikes spikes_door nextrun gather learning",
     "attempt jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
     "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots "
-    "calendar_plots decision hang_plots",
+    "calendar_plots decision hang_plots run_door bench_door",
 ]
 
 

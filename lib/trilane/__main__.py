@@ -1,12 +1,47 @@
 """Thin doors for batch use: `python -m trilane DOOR ...`, listed by --help. Bad input is one line and exit code 2."""
 
 import argparse
-import os
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from trilane.checks import require
+# Each door's name, the room that holds it (with the words after its functions' `add_` and `run_` where it holds
+# several), and what it is for. Only the room of the door that is asked for is imported.
+DOORS = (
+    ("run", "run_door", "execute one notebook of a study, or all in order"),
+    ("size", "size_door", "shapes of a target size: layers x hidden, topology, days and GPU-hours"),
+    ("search", "search_door", "rank every topology of a cluster for a model"),
+    ("calendar", "calendar_door", "a plan, its tokens and a ramp: finish date, GPU-hours, the risk of missing them"),
+    ("backtest", "backtest", "measured rows against predictions"),
+    ("bench", "bench_door", "measure this machine, or under torchrun or srun this cluster"),
+    ("launch", "launch", "train a plan on this machine"),
+    ("benchmark", "benchmark", "train a plan for some iterations and say how fast they were, as one JSON object"),
+    ("verify", "verify", "train the equality table of the engines on this machine"),
+    ("ds-config", "ds_config_door", "DeepSpeed's JSON of a plan, or the contradictions in one of yours"),
+    ("megatron-args", "megatron_door", "a plan as Megatron-LM's or Megatron-DeepSpeed's arguments, and back"),
+    ("guard", "guard", "what must be refused before GPUs are spent"),
+    ("script", "job_door:script", "the sbatch script of a plan, to read or edit"),
+    ("submit", "job_door:submit", "submit runs to SLURM, or train them here at site local"),
+    ("resubmit", "job_door:submit", "submit again what has not completed"),
+    ("status", "job_door:status", "every job of a study in one call: queue, progress, verdict"),
+    ("tail", "job_door:tail", "the last lines of a run's log"),
+    ("cancel", "job_door:cancel", "cancel the jobs of runs"),
+    ("sweep", "sweep_door", "a table of plans as one job array"),
+    ("chain", "chain_door", "a long run as dependent jobs"),
+    ("attach", "monitor_door:attach", "look into a running job: memory, stacks, processes"),
+    ("watch", "monitor_door:watch", "say when a run dies, stalls or goes on"),
+    ("job", "job_door:job", "for the job scripts: may this attempt begin, how did it end"),
+    ("parse", "parse_door", "what logs in any dialect say: speed, memory, loss, and how the run ended"),
+    ("table", "seedtable", "the runs of a folder as one table"),
+    ("lint", "lint", "what contradicts itself in a hand-written table"),
+    ("compare", "compare_door", "whether the runs of B are faster than those of A"),
+    ("spikes", "spikes_door", "where the loss or the gradient norm left its course, over restarts"),
+    ("hang", "hang_door", "who is to blame for a hang: the stacks of all ranks, merged and judged"),
+    ("capture", "capture_door", "take the stacks of a running job, and judge them"),
+    ("trace-tail", "trace_door", "the last call of each rank, from trace files of any size"),
+    ("bisect", "bisect", "shrink a plan that hangs until the boundary to what works is known"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,14 +54,14 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog="python -m trilane", description=__doc__)
-    doors = parser.add_subparsers(dest="door", required=True)
-    _add_run(doors.add_parser("run", help="execute one notebook of a study, or all in order"))
-    _add_launch(doors.add_parser("launch", help="train a plan on this machine"))
-    _add_bench(doors.add_parser("bench", help="measure this machine, or under torchrun or srun this cluster"))
-    _add_planner(doors)
-    _add_jobs(doors)
-    args = parser.parse_args(argv)
+    doors = parser.add_subparsers(dest="door", required=True, metavar="DOOR")
+    for name, place, text in DOORS:
+        door = doors.add_parser(name, help=text)
+        if name in words[:1]:
+            _furnish(door, *place.partition(":")[::2])
+    args = parser.parse_args(words)
     try:
         return args.call(args)
     except ValueError as error:
@@ -37,134 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("notebook", help="a notebook's name, such as 02_topology, or all")
-    parser.add_argument("--study", default="demo", help="the folder below outputs/ (default: demo)")
-    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
-    parser.add_argument("--resume", action="store_true", help="go on in a study that exists")
-    parser.add_argument("--fresh", action="store_true", help="take the next free name if the study exists")
-    parser.set_defaults(call=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from trilane import notebook
-    from trilane.store import Study
-
-    require(not (args.resume and args.fresh), "resume", True, "contradicts --fresh")
-    given = dict(args.parameter)
-    chosen = notebook.DEMO if args.notebook == "all" else (args.notebook,)
-    notebook.distribute(chosen, given)  # every parameter is checked before a folder is made
-    # one notebook may join a study that does not hold it yet: 02 after 01
-    joins = args.notebook != "all" and not (Study(args.study).folder / f"{args.notebook}.ipynb").exists()
-    study = Study.create(args.study, resume=args.resume or joins, fresh=args.fresh)
-    try:
-        if args.notebook == "all":
-            report = notebook.run_all(study, given)
-        else:
-            report = notebook.run(args.notebook, study, **given)
-    except notebook.NotebookError as error:
-        print(f"trilane: {error}", file=sys.stderr)
-        print(f"the executed copy with the traceback: {study.folder / error.notebook}.ipynb", file=sys.stderr)
-        return 2 if error.is_input else 1
-    print(report)
-    return 0
-
-
-def _add_launch(parser: argparse.ArgumentParser) -> None:
-    from trilane import launch
-
-    launch.add_arguments(parser)
-    parser.set_defaults(call=launch.run)
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", nargs="?", default="", metavar="OUT.json", help="default: NAME.json")
-    parser.add_argument("--name", default="", help="default: the host's name without digits, or local on one machine")
-    parser.set_defaults(call=_bench)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
-    engine = [sys.executable, "-m", "trilane.engine.bench", *filter(None, [args.out]), "--name", args.name]
-    os.execv(sys.executable, engine)
-
-
-def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import (
-        backtest,
-        benchmark,
-        bisect,
-        calendar_door,
-        capture_door,
-        compare_door,
-        ds_config_door,
-        hang_door,
-        lint,
-        megatron_door,
-        parse_door,
-        search_door,
-        seedtable,
-        size_door,
-        spikes_door,
-        trace_door,
-        verify,
-    )
-
-    for name, room, text in (
-        ("size", size_door, "shapes of a target size: layers x hidden, topology, days and GPU-hours"),
-        ("search", search_door, "rank every topology of a cluster for a model"),
-        ("benchmark", benchmark, "train a plan for some iterations and say how fast they were, as one JSON object"),
-        (
-            "calendar",
-            calendar_door,
-            "a plan, its tokens and a ramp: finish date, GPU-hours, and the risk of missing them",
-        ),
-        ("megatron-args", megatron_door, "a plan as Megatron-LM's or Megatron-DeepSpeed's arguments, and back"),
-        ("backtest", backtest, "measured rows against predictions"),
-        ("ds-config", ds_config_door, "DeepSpeed's JSON of a plan, or the contradictions in one of yours"),
-        ("verify", verify, "train the equality table of the engines on this machine"),
-        ("parse", parse_door, "what logs in any dialect say: speed, memory, loss, and how the run ended"),
-        ("spikes", spikes_door, "where the loss or the gradient norm left its course, over restarts"),
-        ("compare", compare_door, "whether the runs of B are faster than those of A"),
-        ("lint", lint, "what contradicts itself in a hand-written table"),
-        ("table", seedtable, "the runs of a folder as one table"),
-        ("hang", hang_door, "who is to blame for a hang: the stacks of all ranks, merged and judged"),
-        ("capture", capture_door, "take the stacks of a running job, and judge them"),
-        ("bisect", bisect, "shrink a plan that hangs until the boundary to what works is known"),
-        ("trace-tail", trace_door, "the last call of each rank, from trace files of any size"),
-    ):
-        parser = doors.add_parser(name, help=text)
-        room.add_arguments(parser)
-        parser.set_defaults(call=room.run)
-
-
-def _add_jobs(doors: "argparse._SubParsersAction[Parser]") -> None:
-    from trilane import chain_door, guard, job_door, monitor_door, sweep_door
-
-    for name, room, text in (
-        ("guard", guard, "what must be refused before GPUs are spent"),
-        ("sweep", sweep_door, "a table of plans as one job array"),
-        ("chain", chain_door, "a long run as dependent jobs"),
-    ):
-        parser = doors.add_parser(name, help=text)
-        room.add_arguments(parser)
-        parser.set_defaults(call=room.run)
-    for name, add, text in (
-        ("script", job_door.add_script, "the sbatch script of a plan, to read or edit"),
-        ("submit", job_door.add_submit, "submit runs to SLURM, or train them here at site local"),
-        ("resubmit", job_door.add_submit, "submit again what has not completed"),
-        ("status", job_door.add_status, "every job of a study in one call: queue, progress, verdict"),
-        ("cancel", job_door.add_cancel, "cancel the jobs of runs"),
-        ("tail", job_door.add_tail, "the last lines of a run's log"),
-        ("job", job_door.add_job, "for the job scripts: may this attempt begin, how did it end"),
-    ):
-        add(doors.add_parser(name, help=text))
-    parser = doors.add_parser("attach", help="look into a running job: memory, stacks, processes")
-    monitor_door.add_attach(parser)
-    parser.set_defaults(call=monitor_door.attach)
-    parser = doors.add_parser("watch", help="say when a run dies, stalls or goes on")
-    monitor_door.add_watch(parser)
-    parser.set_defaults(call=monitor_door.watch)
+def _furnish(door: argparse.ArgumentParser, room: str, part: str) -> None:
+    """The door's arguments, and what it calls, from its room."""
+    place = importlib.import_module(f"trilane.{room}")
+    if part:
+        getattr(place, f"add_{part}")(door)
+    else:
+        place.add_arguments(door)
+        door.set_defaults(call=place.run)
 
 
 if __name__ == "__main__":

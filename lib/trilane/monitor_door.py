@@ -18,6 +18,7 @@ def add_attach(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=(*monitor.WHAT, "hostfile"))
     parser.add_argument("--slots", type=int, default=8, help="GPUs a node, for the hostfile")
     parser.add_argument("--json", action="store_true", help="print the command (or the hostfile) as JSON, run nothing")
+    parser.set_defaults(call=attach)
 
 
 def attach(args: argparse.Namespace) -> int:
@@ -40,6 +41,7 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=7 * 86400.0, help="end after so many, with exit code 75")
     parser.add_argument("--stall", type=float, default=monitor.STALL_S, help="seconds without an iteration")
     parser.add_argument("--json", action="store_true", help="at the end, print every job as one JSON object")
+    parser.set_defaults(call=watch)
 
 
 def watch(args: argparse.Namespace) -> int:
