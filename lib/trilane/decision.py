@@ -126,7 +126,7 @@ def headline(made: dict[str, Any]) -> str:
         f"TP {t['tp']} × PP {t['pp']} × DP {t['dp']}, "
         f"microbatch {t['mbs']}, {t['tp'] * t['pp'] * t['dp']} GPUs of `{made['cluster']}`. "
         f"{made['tokens'] / 1e9:,.4g} billion tokens are done on **{made['finish']['p50'][:10]}** "
-        f"({low} to {high} in nine of ten runs), after **{made['days']:.3g} days** and "
+        f"({low} to {high} in nine of ten runs), after **{made['days']:,.4g} days** and "
         f"**{made['gpu_hours']:,.0f} GPU-hours**"
     ]
     if made["p_allocation"] is not None:
