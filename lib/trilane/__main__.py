@@ -101,6 +101,8 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         lint,
         megatron_door,
         parse_door,
+        rehearse,
+        restart_door,
         search_door,
         seedtable,
         size_door,
@@ -130,6 +132,8 @@ def _add_planner(doors: "argparse._SubParsersAction[Parser]") -> None:
         ("hang", hang_door, "who is to blame for a hang: the stacks of all ranks, merged and judged"),
         ("capture", capture_door, "take the stacks of a running job, and judge them"),
         ("bisect", bisect, "shrink a plan that hangs until the boundary to what works is known"),
+        ("restart", restart_door, "what was saved against what a restart made of it, by rank and tensor"),
+        ("rehearse", rehearse, "train, save, load and compare a plan's topology at tiny width"),
         ("trace-tail", trace_door, "the last call of each rank, from trace files of any size"),
     ):
         parser = doors.add_parser(name, help=text)

@@ -3,12 +3,12 @@
 A mark of a tensor's part is a sum over its values, weighted by where they stand in the whole tensor. So the marks of
 parts add up to the mark of the whole, however a topology cuts it:
 
-    hash      sum of bits(r, c) u(r) v(c) mod 2^64    the same bits give the same hash; others do, but for 1 in 2^60
+    hash      sum of bits(r, c) u(r) v(c) mod 2^64    other bits give another hash, but for one case in 2^60
     sketch    sum of x(r, c) s_j(r) t_j(c), j < 8     the mean of (sketch_a - sketch_b)^2 estimates |a - b|^2
 
-u, v are odd and random, s, t random signs, all from the row's or column's number. The hash is universal hashing (Carter and
-Wegman 1979); the sketch is Alon, Matias and Szegedy's 1996, with signs of rows times signs of columns. Eight sketches
-leave the estimate of |a - b| about a quarter off. Left out: which of the values differ.
+u, v are odd and random, s, t random signs, all from the row's or column's number. The hash is universal hashing (Carter
+and Wegman 1979), the sketch that of Alon, Matias and Szegedy 1996, with signs of rows times signs of columns. Eight
+sketches leave the estimate of |a - b| about a quarter off. Left out: which of the values differ.
 """
 
 from collections.abc import Mapping, Sequence
