@@ -56,3 +56,8 @@ class Finding:
         """As a JSON object."""
         ranks = [{axis: getattr(r, axis) for axis in ("rank", "tp", "pp", "dp")} for r in self.ranks]
         return {"kind": self.kind, "tensor": self.tensor, "ranks": ranks, "what": self.what, "size": self.size}
+
+
+def share(size: float) -> str:
+    """A relative size in percent."""
+    return f"{100 * size:.2g} %" if size < 0.995 else f"{100 * size:.0f} %"

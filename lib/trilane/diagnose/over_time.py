@@ -1,16 +1,15 @@
 """Over time: what was saved against what stands in memory after the load, tensor by tensor and rank by rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trilane.checkpoints import KINDS
-from trilane.diagnose.finding import Finding
+from trilane.diagnose.finding import Finding, share
 from trilane.diagnose.snapshot import LOADED, RankPrint, Snapshot
-from trilane.fingerprint import COPY, Mark, default_of
+from trilane.fingerprint import COPY, Mark, Part, default_of
 
 # Two trainings of the same samples on two topologies drift apart by rounding: relative, of a tensor.
 DRIFT = 1e-2
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -27,7 +26,7 @@ class Difference:
         """One more kind or rank."""
         if rank and rank not in self.ranks:
             self.ranks.append(rank)
-        value = default_of(name) if kind in ("weight", COPY) else 0.0
+        value = default_of(name) if kind in ("weight", COPY) else None
         reset = after.constant(value) and not before.constant(value)
         size = before.apart(after)
         if self.marks is None or (reset, size) > (self.reset, self.size):
@@ -58,7 +57,7 @@ def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPr
             same = [p for r, p in there if r.rank == rank.rank and _alike(before, after)]
             old = same[0] if same else there[0][1]
             for kind in kinds:
-                if kind in part.marks and kind in old.marks:
+                if kind in part.marks and kind in old.marks and not _elsewhere(there, kind, part.marks[kind]):
                     yield name, kind, rank, old.marks[kind], part.marks[kind]
     cut = {name for name, box in after.holders if (name, box) not in before.holders}
     for name in sorted(cut):
@@ -66,6 +65,11 @@ def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPr
         for kind in KINDS:
             if kind in marks[0] and kind in marks[1]:
                 yield name, kind, None, marks[0][kind], marks[1][kind]
+
+
+def _elsewhere(there: Sequence[tuple[RankPrint, Part]], kind: str, mark: Mark) -> bool:
+    """Whether some rank held just that: replicas were apart before, which is another finding, and one was taken."""
+    return any(kind in part.marks and part.marks[kind].hash == mark.hash for _, part in there)
 
 
 def _alike(before: Snapshot, after: Snapshot) -> bool:
@@ -86,7 +90,7 @@ def _finding(name: str, difference: Difference) -> Finding:
     if difference.reset:
         what = f"{kind} was trained (norm {before.norm:.6g}) and is all {after.low:g} now: reset to its defaults"
     else:
-        what = f"{kind} is {difference.size:.1e} of its norm away from what was saved"
+        what = f"{kind} is {share(difference.size)} of its norm away from what was saved"
         what += f" (norm {before.norm:.6g}, now {after.norm:.6g})"
     short = "reset" if difference.reset else "not-restored"
     return Finding(kind=short, tensor=name, ranks=tuple(difference.ranks), what=what, size=difference.size)

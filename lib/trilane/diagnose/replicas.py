@@ -1,9 +1,10 @@
 """Replicas: what several ranks hold alike must be the same on all of them, at one moment."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from trilane.checkpoints import KINDS
-from trilane.diagnose.finding import Finding
+from trilane.diagnose.finding import Finding, share
 from trilane.diagnose.snapshot import RankPrint, Snapshot
 from trilane.fingerprint import COPY, Mark, Part
 
@@ -15,32 +16,44 @@ Held = tuple[RankPrint, Part]
 
 def torn(snapshot: Snapshot) -> list[Finding]:
     """A finding for each tensor whose replicas are apart, and each direction in which they are."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], Torn] = {}
     for (name, _), held in snapshot.holders.items():
-        for axis, kind in AXES.items():
-            finding = _torn(name, held, axis, kind)
-            before = found.get((name, kind))
-            if finding and (before is None or (finding.size or 0) > (before.size or 0)):
-                found[name, kind] = finding
-    return list(found.values())
+        for axis in AXES:
+            for line in _lines(held, axis):
+                _compare(line, found.setdefault((name, axis), Torn()))
+    return [_finding(name, axis, torn) for (name, axis), torn in found.items() if torn.ranks]
 
 
-def _torn(name: str, held: Sequence[Held], axis: str, finding: str) -> Finding | None:
-    """Along one axis, the others being equal, the odd ones out: the furthest apart of all kinds."""
-    worst: tuple[float, str, list[Held], list[Held]] | None = None
-    for line in _lines(held, axis):
-        for kind in (*KINDS, COPY):
-            same, other = _split([h for h in line if kind in h[1].marks], kind)
-            away = max((o[1].marks[kind].apart(same[0][1].marks[kind]) for o in other), default=0.0)
-            if away > ROUNDING[kind] and (worst is None or away > worst[0]):
-                worst = (away, kind, same, other)
-    if worst is None:
-        return None
-    away, kind, same, other = worst
-    what = f"{kind} is {away:.1e} of its norm away from that of {_names(same)}"
+@dataclass
+class Torn:
+    """How far the replicas of a tensor are apart along an axis: who is odd, and the worst case."""
+
+    ranks: dict[int, RankPrint] = field(default_factory=dict)
+    size: float = 0.0
+    kind: str = ""
+    pair: tuple[Held, Held] | None = None
+
+
+def _compare(line: Sequence[Held], torn: Torn) -> None:
+    """Hold those who differ from most along the line against one of these, kind by kind."""
+    for kind in (*KINDS, COPY):
+        same, other = _split([h for h in line if kind in h[1].marks], kind)
+        for odd in other:
+            away = odd[1].marks[kind].apart(same[0][1].marks[kind])
+            if away > ROUNDING[kind]:
+                torn.ranks[odd[0].rank] = odd[0]
+                if away > torn.size:
+                    torn.size, torn.kind, torn.pair = away, kind, (same[0], odd)
+
+
+def _finding(name: str, axis: str, torn: Torn) -> Finding:
+    assert torn.pair
+    (place, usual), (odd_place, odd) = torn.pair
+    what = f"{torn.kind} of {odd_place.place} is {share(torn.size)} of its norm away from that of {place.place}"
     if axis == "pp":
-        what = f"the tied embedding's {what}; {_why(same[0][1], other[0][1])}"
-    return Finding(kind=finding, tensor=name, ranks=tuple(r for r, _ in other), what=what, size=away)
+        what = f"the tied embedding's {what}; {_why(usual, odd)}"
+    ranks = tuple(torn.ranks[rank] for rank in sorted(torn.ranks))
+    return Finding(kind=AXES[axis], tensor=name, ranks=ranks, what=what, size=torn.size)
 
 
 def _lines(held: Sequence[Held], axis: str) -> Iterator[list[Held]]:
@@ -74,7 +87,3 @@ def scale(first: Part, last: Part) -> float | None:
         return None
     factor = marks[1].scaled(marks[0])
     return factor if factor and abs(factor - 1) > 1e-2 else None
-
-
-def _names(held: Sequence[Held]) -> str:
-    return held[0][0].place + (f" and {len(held) - 1} more" if len(held) > 1 else "")

@@ -11,7 +11,7 @@ from trilane.diagnose.moments import pairs
 from trilane.diagnose.over_time import changed
 from trilane.diagnose.replicas import torn
 from trilane.diagnose.rules import decaying, stale, unclipped
-from trilane.diagnose.snapshot import RankPrint, Snapshot
+from trilane.diagnose.snapshot import SAVED, RankPrint, Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +35,47 @@ def audit(before: Path, after: Path) -> Audit:
     compared, notes = [], []
     for one, two in pairs(before, after):
         a, b = one.read(), two.read()
+        known = bool(findings)
         _require_same_model(a, b)
         compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment}), {len(b.tensors)} tensors")
         notes += [*a.notes, *b.notes, *_notes(a, b)]
-        for finding in compare(a, b):
+        moved = changed(a, b) if a.iteration == b.iteration else []
+        if b.moment == SAVED and len(moved) > 1 and len(moved) == sum(f.kind == "not-restored" for f in moved):
+            notes += [_consequence(a, b, moved)] if known else []
+            moved = [] if known else [_gone_apart(a, moved)]
+        for finding in (*within(a, b), *moved, *beside(a, b)):
             findings.setdefault((finding.kind, finding.tensor, finding.where), finding)
     return Audit(compared=tuple(compared), findings=tuple(findings.values()), notes=tuple(dict.fromkeys(notes)))
 
 
-def compare(a: Snapshot, b: Snapshot) -> list[Finding]:
-    """What is wrong between two snapshots, and within each; causes first."""
-    moved = [*changed(a, b), *_generators(a, b), *_data(a, b), *_optimizer(a, b)] if a.iteration == b.iteration else []
-    within: dict[tuple[str, str], Finding] = {}
+def within(a: Snapshot, b: Snapshot) -> list[Finding]:
+    """What is wrong inside each of two snapshots; what is wrong in both is said once."""
+    found: dict[tuple[str, str], Finding] = {}
     for snapshot in (a, b):
         for finding in (*decaying(snapshot), *unclipped(snapshot), *torn(snapshot), *stale(snapshot)):
-            known = within.get((finding.kind, finding.tensor))
+            known = found.get((finding.kind, finding.tensor))
             said = f"{finding.what} (in {snapshot.name})" if known is None else f"{known.what} and {snapshot.name}"
-            within[finding.kind, finding.tensor] = replace(known or finding, what=said)
-    return [*within.values(), *moved]
+            found[finding.kind, finding.tensor] = replace(known or finding, what=said)
+    return list(found.values())
+
+
+def beside(a: Snapshot, b: Snapshot) -> list[Finding]:
+    """What, beside tensors, is not what it was at the same iteration."""
+    return [*_generators(a, b), *_data(a, b), *_optimizer(a, b)] if a.iteration == b.iteration else []
+
+
+def _gone_apart(a: Snapshot, moved: list[Finding]) -> Finding:
+    """A run that went on otherwise than the one it continues differs everywhere: that is one finding."""
+    worst = max(moved, key=lambda finding: finding.size or 0)
+    what = (
+        f"{len(moved)} tensors differ between the runs at iteration {a.iteration}; most of all {worst.tensor}, whose "
+    )
+    what += worst.what
+    return replace(worst, tensor="", ranks=(), what=what)
+
+
+def _consequence(a: Snapshot, b: Snapshot, moved: list[Finding]) -> str:
+    return f"{b.name} differs from {a.name} in {len(moved)} tensors, as what was found at the restart lets expect"
 
 
 def _require_same_model(a: Snapshot, b: Snapshot) -> None:

@@ -3,7 +3,7 @@ weights that the optimizer holds."""
 
 from collections.abc import Iterator
 
-from trilane.diagnose.finding import Finding
+from trilane.diagnose.finding import Finding, share
 from trilane.diagnose.replicas import scale
 from trilane.diagnose.snapshot import RankPrint, Snapshot
 from trilane.fingerprint import COPY, Part, must_decay
@@ -39,9 +39,9 @@ def stale(snapshot: Snapshot) -> list[Finding]:
             if COPY in part.marks and (away := part.marks[COPY].apart(part.marks["weight"])) > ROUNDED:
                 size, ranks = found.get(part.name, (0.0, []))
                 found[part.name] = (max(size, away), [*ranks, r])
-    what = "the model's copy is {:.1e} of its norm away from the optimizer's weight"
+    what = "the model's copy is {} of its norm away from the optimizer's weight"
     return [
-        Finding(kind="copy", tensor=name, ranks=tuple(ranks), what=what.format(size), size=size)
+        Finding(kind="copy", tensor=name, ranks=tuple(ranks), what=what.format(share(size)), size=size)
         for name, (size, ranks) in found.items()
     ]
 
@@ -49,10 +49,10 @@ def stale(snapshot: Snapshot) -> list[Finding]:
 def unclipped(snapshot: Snapshot) -> list[Finding]:
     """A stage whose gradients were larger than clipping lets them be.
 
-    Adam's second moment after t steps is v = sum over k of (1 - b) b^(t-k) g_k^2, b = beta2. Summed over all elements of
-    the model, v / (1 - b^t) is a mean of |g_k|^2 with weights that add up to 1; and |g_k| <= clip_grad for every
-    step. So it is at most clip_grad^2, whatever the gradients were. Left out: a limit that was lowered on the way, and
-    a clipping that failed too rarely, or by too little, to show in the mean.
+    Adam's second moment after t steps is v = sum over k of (1 - b) b^(t-k) g_k^2, b = beta2 (Kingma and Ba 2015).
+    Summed over all elements of the model, v / (1 - b^t) is a mean of |g_k|^2 with weights that add up to 1; and
+    |g_k| <= clip_grad for every step. So it is at most clip_grad^2, whatever the gradients were. Left out: a limit that
+    was lowered on the way, and a clipping that failed too rarely, or by too little, to show in the mean.
     """
     limit, step = snapshot.optimizer.get("clip_grad", 0.0), snapshot.scalars.get("step", 0)
     if not limit or not step or not snapshot.wholes:
