@@ -50,13 +50,11 @@ def audit(before: Path, after: Path) -> Audit:
 
 def within(a: Snapshot, b: Snapshot) -> list[Finding]:
     """What is wrong inside each of two snapshots; what is wrong in both is said once."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     for snapshot in (a, b):
         for finding in (*decaying(snapshot), *unclipped(snapshot), *torn(snapshot), *stale(snapshot)):
-            known = found.get((finding.kind, finding.tensor))
-            said = f"{finding.what} (in {snapshot.name})" if known is None else f"{known.what} and {snapshot.name}"
-            found[finding.kind, finding.tensor] = replace(known or finding, what=said)
-    return list(found.values())
+            found.setdefault((finding.kind, finding.tensor), (finding, []))[1].append(snapshot.name)
+    return [replace(finding, what=f"{finding.what} (in {' and '.join(names)})") for finding, names in found.values()]
 
 
 def beside(a: Snapshot, b: Snapshot) -> list[Finding]:
