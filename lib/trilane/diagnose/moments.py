@@ -19,11 +19,10 @@ class Moment:
 
     def read(self) -> Snapshot:
         """Its snapshot; ValueError where its files are not what was written."""
-        name = f"{self.path.parent.parent.name}/{self.path.name}"
-        if self.moment == SAVED:
-            checkpoints.read_manifest(self.path)
-            if not list(self.path.glob(PRINTS)):
-                return read_slices(self.path, name)
+        inside = self.path.parent.name in (FOLDER, checkpoints.FOLDER)
+        name = f"{self.path.parent.parent.name}/{self.path.name}" if inside else self.path.name
+        if not list(self.path.glob(PRINTS)):
+            return read_slices(self.path, name)
         return read_prints(self.path, self.moment, name)
 
 
@@ -39,7 +38,8 @@ def moments(field: str, folder: Path) -> list[Moment]:
     for path in loads:
         files = sorted(path.glob(PRINTS))
         if files:
-            found.append(Moment(path=path, moment=LOADED, iteration=_said(files[0])))
+            moment = SAVED if path.name.startswith("save") else LOADED
+            found.append(Moment(path=path, moment=moment, iteration=_said(files[0])))
     rule = "holds no complete checkpoint and no fingerprints (a run folder, or one of its checkpoints, is wanted)"
     require(bool(found), field, folder, rule)
     return sorted(found, key=lambda moment: moment.iteration)

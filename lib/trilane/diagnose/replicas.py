@@ -51,7 +51,7 @@ def _finding(name: str, axis: str, torn: Torn) -> Finding:
     (place, usual), (odd_place, odd) = torn.pair
     what = f"{torn.kind} of {odd_place.place} is {share(torn.size)} of its norm away from that of {place.place}"
     if axis == "pp":
-        what = f"the tied embedding's {what}; {_why(usual, odd)}"
+        what += _why(usual, odd)
     ranks = tuple(torn.ranks[rank] for rank in sorted(torn.ranks))
     return Finding(kind=AXES[axis], tensor=name, ranks=ranks, what=what, size=torn.size)
 
@@ -74,10 +74,13 @@ def _split(line: Sequence[Held], kind: str) -> tuple[list[Held], list[Held]]:
 
 
 def _why(first: Part, last: Part) -> str:
+    """What the moments of the two ends of the pipeline tell about how they came apart."""
     factor = scale(first, last)
     if factor:
-        return f"its gradients are {factor:.3g} times as large: clipped at one end alone"
-    return "its gradients are not summed over both ends"
+        return f"; its gradients are {factor:.3g} times as large: clipped at one end alone"
+    if "exp_avg" in first.marks and first.marks["exp_avg"].hash == last.marks["exp_avg"].hash:
+        return "; its moments are the same: the weight alone was written otherwise"
+    return "; its gradients are not summed over both ends"
 
 
 def scale(first: Part, last: Part) -> float | None:

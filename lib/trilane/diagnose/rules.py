@@ -36,7 +36,7 @@ def stale(snapshot: Snapshot) -> list[Finding]:
     found: dict[str, tuple[float, list[RankPrint]]] = {}
     for r in snapshot.ranks:
         for part in r.parts:
-            if COPY in part.marks and (away := part.marks[COPY].apart(part.marks["weight"])) > ROUNDED:
+            if {COPY, "weight"} <= {*part.marks} and (away := part.marks[COPY].apart(part.marks["weight"])) > ROUNDED:
                 size, ranks = found.get(part.name, (0.0, []))
                 found[part.name] = (max(size, away), [*ranks, r])
     what = "the model's copy is {} of its norm away from the optimizer's weight"
@@ -55,10 +55,11 @@ def unclipped(snapshot: Snapshot) -> list[Finding]:
     was lowered on the way, and a clipping that failed too rarely, or by too little, to show in the mean.
     """
     limit, step = snapshot.optimizer.get("clip_grad", 0.0), snapshot.scalars.get("step", 0)
-    if not limit or not step or not snapshot.wholes:
+    moments = [marks["exp_avg_sq"].total for marks in snapshot.wholes.values() if "exp_avg_sq" in marks]
+    if not limit or not step or not moments:
         return []
     mean = 1 / (1 - snapshot.optimizer["adam_beta2"] ** step)
-    norm = (mean * sum(marks["exp_avg_sq"].total for marks in snapshot.wholes.values())) ** 0.5
+    norm = (mean * sum(moments)) ** 0.5
     if norm <= limit * SLACK:
         return []
     what = (
@@ -83,7 +84,9 @@ def _stages(snapshot: Snapshot, mean: float, limit: float) -> set[int]:
     shares: dict[int, float] = {}
     for pp in {r.pp for r in snapshot.ranks}:
         unique = {(part.name, part.box): part for r in snapshot.ranks if r.pp == pp for part in r.parts}
-        shares[pp] = mean * sum(part.marks["exp_avg_sq"].total for part in unique.values())
+        shares[pp] = mean * sum(
+            part.marks["exp_avg_sq"].total for part in unique.values() if "exp_avg_sq" in part.marks
+        )
     beyond = {pp for pp, share in shares.items() if share > (limit * SLACK) ** 2}
     return beyond or {max(shares, key=lambda pp: shares[pp])}
 
