@@ -165,6 +165,13 @@ def test_nothing_is_found_where_all_came_back_and_the_slices_alone_tell_the_same
     assert {f.kind for f in audit(bare, lost).findings} == {"reset"}
 
 
+def test_a_checkpoint_that_nobody_trained_has_no_layout_and_is_compared_as_wholes(tmp_path: Path) -> None:
+    run = saved(tmp_path / "imported", state(), None)
+    folder = run / "checkpoints/iter_0000010"
+    checkpoints.write_manifest(folder, {**checkpoints.read_manifest(folder), "layout": None})
+    assert not audit(run, after(tmp_path, prints(state()))).findings
+
+
 def test_a_clipping_left_out_at_one_end_is_told_from_a_sum_left_out(before: Path, tmp_path: Path) -> None:
     found = audit(before, after(tmp_path, remade(WORD, 3, lambda x: 3 * x, "exp_avg"))).findings
     assert "3 times as large: clipped at one end alone" in next(f for f in found if f.kind == "tied").what

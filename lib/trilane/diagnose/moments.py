@@ -53,9 +53,7 @@ def pairs(before: Path, after: Path) -> list[tuple[Moment, Moment]]:
     a, b = moments("A", before), moments("B", after)
     saved = {m.iteration: m for m in a if m.moment == LOADED} | {m.iteration: m for m in a if m.moment == SAVED}
     found = [(saved[m.iteration], m) for m in b if m.iteration in saved and saved[m.iteration].path != m.path]
-    if found or before.resolve() == after.resolve():
-        return found or [(a[-1], b[-1])]
-    return [(next((m for m in a[::-1] if m.moment == SAVED), a[-1]), b[-1])]
+    return found or [(next((m for m in a[::-1] if m.moment == SAVED), a[-1]), b[-1])]
 
 
 def _iteration(checkpoint: Path) -> int:

@@ -132,13 +132,15 @@ def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
 def read_slices(folder: Path, name: str) -> Snapshot:
     """The snapshot of a checkpoint without fingerprints, from its slices. ValueError where a file is not whole."""
     manifest = checkpoints.read_manifest(folder)
-    layout = tuple(manifest.get("layout", ()))
+    layout = tuple(manifest["layout"] or ())  # an imported checkpoint has none
     grid = regular(layout[1], layout[2], layout[3], 8) if layout else regular(1, 1, 1, 8)
     parts: dict[int, list[Part]] = {}
     for tensor, facts in manifest["tensors"].items():
         for piece in facts["slices"]:
-            rank = int("".join(filter(str.isdigit, Path(piece["file"]).stem)) or 0)
-            parts.setdefault(rank, []).append(_slice(folder, tensor, facts["shape"], piece))
+            digits = "".join(filter(str.isdigit, Path(piece["file"]).stem))
+            parts.setdefault(int(digits or 0) if layout else 0, []).append(
+                _slice(folder, tensor, facts["shape"], piece)
+            )
     return Snapshot(
         name=name,
         moment=SAVED,
