@@ -97,7 +97,7 @@ class Snapshot:
         said = {r.dp: r.samples for r in self.ranks}
         replicas = self.layout[3] if len(self.layout) > 3 else 0
         hashes = [h for h in said.values() if h is not None]
-        return sum(hashes) % fingerprint.WORD if len(hashes) == replicas else None
+        return sum(hashes) % fingerprint.WORD if hashes and len(hashes) == replicas else None
 
 
 def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
