@@ -9,6 +9,7 @@ from plants import PLANTS, write
 
 from trilane import notebook
 from trilane.diagnose.example import CULPRITS, write_example
+from trilane.diagnose.restart_example import NORM, WORD
 from trilane.diagnose.verdict import diagnose
 from trilane.hang_plots import hang_grid
 from trilane.store import Study
@@ -21,7 +22,10 @@ def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folde
     notebook.run("05_diagnose", Study.create("calm"))
     said = json.loads((outputs / "calm" / "hang.json").read_text())
     assert said["suspects"] == list(CULPRITS)
-    assert "Nothing hangs in this study" in (outputs / "calm" / "05_diagnose.html").read_text()
+    told = (outputs / "calm" / "05_diagnose.html").read_text()
+    assert "Nothing hangs in this study" in told and "No run of this study was restarted" in told
+    found = json.loads((outputs / "calm" / "restart.json").read_text())["findings"]
+    assert {(f["kind"], f["tensor"]) for f in found} >= {("reset", NORM), ("decay", NORM), ("tied", WORD)}
     scene = PLANTS["a rank in the data loader"](Random(3))
     write(tmp_path / "dumps", scene)
     notebook.run("05_diagnose", Study.create("hung"), dumps=str(tmp_path / "dumps"))

@@ -40,6 +40,8 @@ DOORS = (
     ("hang", "hang_door", "who is to blame for a hang: the stacks of all ranks, merged and judged"),
     ("capture", "capture_door", "take the stacks of a running job, and judge them"),
     ("trace-tail", "trace_door", "the last call of each rank, from trace files of any size"),
+    ("restart", "restart_door", "what was saved against what a restart made of it, by rank and tensor"),
+    ("rehearse", "rehearse", "train, save, load and compare a plan's topology at tiny width"),
     ("bisect", "bisect", "shrink a plan that hangs until the boundary to what works is known"),
 )
 

@@ -5,6 +5,7 @@ checkpoints/iter_0000020/         complete: only a finished checkpoint ever gets
     manifest.json                 sizes and checksums of all files, where each tensor lies, what it was trained with
     rank_00000.safetensors        what that rank wrote: slices of tensors, fp32
     rank_00000.json               that rank's random number generators
+    fingerprint_00000.json        what that rank held, in a few numbers a tensor (fingerprint.py)
 checkpoints/.iter_0000020.x1y2    being written, or left by a save that was killed
 """
 
@@ -29,7 +30,8 @@ BLOCK = 1 << 22
 def checkpoint_bytes(shape: ModelShape) -> int:
     """Bytes of one checkpoint: 12 a parameter, whatever the precision, topology and engine.
 
-    Left out: the manifest (about 0.4 kB a tensor and tensor-parallel rank) and the generators (some 10 kB a rank).
+    Left out: the manifest (about 0.4 kB a tensor and tensor-parallel rank), the generators (some 10 kB
+    a rank) and the fingerprints (about 0.9 kB a tensor and rank).
     """
     return 4 * len(KINDS) * shape.parameters
 

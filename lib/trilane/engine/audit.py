@@ -5,10 +5,7 @@ from typing import Any
 
 import torch
 
-
-def must_decay(name: str) -> bool:
-    """The rule: everything decays but norms and biases. Word and position embeddings decay, as in Megatron-LM."""
-    return not (name.endswith(".bias") or "layernorm" in name)
+from trilane.fingerprint import must_decay
 
 
 def decay_audit(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], decay: float) -> dict[str, str]:
@@ -20,13 +17,13 @@ def decay_audit(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], de
     groups: dict[str, str] = {}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            for found in _weight_decays(parameter, optimizers):
+            for found in weight_decays(parameter, optimizers):
                 assert found == (decay if must_decay(name) else 0.0), f"{name} has weight decay {found}"
                 groups[f"{number}.{name}"] = "decay" if must_decay(name) else "no decay"
     return groups
 
 
-def _weight_decays(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Iterator[float]:
+def weight_decays(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Iterator[float]:
     """The weight decay of the group that holds `parameter` or what stands for it: an fp32 copy, this rank's part."""
     for optimizer in optimizers:
         if hasattr(optimizer, "model_param_group_index_map"):  # the distributed optimizer
@@ -43,14 +40,9 @@ def _weight_decays(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> 
 def deepspeed_audit(named: Iterable[tuple[str, torch.nn.Parameter]], optimizer: Any, decay: float) -> dict[str, str]:
     """The same read from DeepSpeed's `optimizer`; `named` by the names of the whole model.
 
-    AssertionError where a parameter is in no group or in the wrong one. ZeRO replaces the parameters of a group by its
-    own flat ones and keeps the lists beside it: bit16_groups in stages 1 and 2, bf16_groups in BF16_Optimizer,
-    fp16_groups, in sub-groups of a group, in stage 3.
+    AssertionError where a parameter is in no group or in the wrong one.
     """
-    found: dict[int, float] = {}
-    for number, members in enumerate(_deepspeed_members(optimizer)):
-        group = getattr(optimizer, "sub_group_to_group_id", {}).get(number, number)
-        found |= {id(p): optimizer.param_groups[group]["weight_decay"] for p in members}
+    found = deepspeed_decays(optimizer)
     said = {}
     for name, parameter in named:
         assert id(parameter) in found, f"{name} is in no optimizer group"
@@ -58,6 +50,19 @@ def deepspeed_audit(named: Iterable[tuple[str, torch.nn.Parameter]], optimizer: 
         assert found[id(parameter)] == right, f"{name} has weight decay {found[id(parameter)]}"
         said[name] = "decay" if must_decay(name) else "no decay"
     return said
+
+
+def deepspeed_decays(optimizer: Any) -> dict[int, float]:
+    """id of a parameter -> the weight decay of its group in DeepSpeed's `optimizer`.
+
+    ZeRO replaces the parameters of a group by its own flat ones and keeps the lists beside it: bit16_groups in stages 1
+    and 2, bf16_groups in BF16_Optimizer, fp16_groups, in sub-groups of a group, in stage 3.
+    """
+    found: dict[int, float] = {}
+    for number, members in enumerate(_deepspeed_members(optimizer)):
+        group = getattr(optimizer, "sub_group_to_group_id", {}).get(number, number)
+        found |= {id(p): optimizer.param_groups[group]["weight_decay"] for p in members}
+    return found
 
 
 def _deepspeed_members(optimizer: Any) -> list[list[torch.nn.Parameter]]:

@@ -14,9 +14,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from trilane.deepspeed_config import deepspeed_config
-from trilane.engine.audit import must_decay
 from trilane.engine.engines import Step
 from trilane.engine.phases import BACKWARD, FORWARD, OPTIMIZER, REDUCE, during
+from trilane.fingerprint import must_decay
 from trilane.plan import Plan
 
 CONFIG = "ds_config.json"  # in the run folder: what DeepSpeed was given

@@ -13,6 +13,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from megatron.core import parallel_state
 
 from trilane.engine.adam import begin, set_step, step_of
+from trilane.engine.audit import deepspeed_decays
 from trilane.engine.pieces import Piece, pieces
 
 # What the optimizer updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3; else the parameters.
@@ -59,6 +60,15 @@ class DeepSpeedStates:
             # Every replica writes the same values; the rank, one among the replicas, is whose values are kept.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
                 parameter.copy_(values["weight"])
+
+    def copy(self, number: int) -> torch.Tensor | None:
+        """The model's own parameter; stage 3 leaves no rank with the whole of it."""
+        return None if self._stage == 3 else self._ours(number, self._parameters[number].detach())
+
+    def decays(self) -> list[float | None]:
+        """Read from DeepSpeed's groups."""
+        found = deepspeed_decays(self._optimizer)
+        return [found.get(id(parameter)) for parameter in self._parameters]
 
     def scalars(self) -> dict[str, float]:
         """Adam's step, and in fp16 the loss scale and what decides when it changes."""

@@ -10,6 +10,7 @@ from trilane.checkpoints import FOLDER, name_of
 from trilane.engine import heartbeat
 from trilane.engine.data import Feed
 from trilane.engine.engines import build
+from trilane.engine.fingerprints import outlook, write_loaded
 from trilane.engine.load import find, load
 from trilane.engine.phases import DATA, SAVE, phase
 from trilane.engine.report import Log, iteration, memory_line
@@ -44,6 +45,7 @@ class Training:
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
             self._done = checkpoint.iteration
+            write_loaded(folder, plan, world, self._engine, self._done, outlook(plan, self._feed, self._done))
             own = checkpoint.path.parent == folder / FOLDER
             self._saved = checkpoint.path.name if own else ""
             self._say(f"goes on after iteration {self._done} of {checkpoint.path}")
@@ -93,7 +95,8 @@ class Training:
 
     def _save(self, batch: Batch) -> None:
         with phase(SAVE):
-            saved = save(self._folder, self._plan, self._world, self._engine, batch.number, batch.end)
+            ahead = outlook(self._plan, self._feed, batch.number)
+            saved = save(self._folder, self._plan, self._world, self._engine, batch, ahead)
         if saved.problem:
             self._say(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")
         else:

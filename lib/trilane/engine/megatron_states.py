@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from trilane.engine.adam import begin, set_step, step_of
+from trilane.engine.audit import weight_decays
 from trilane.engine.pieces import Piece, pieces
 
 
@@ -63,6 +64,14 @@ class MegatronStates:
             if home:
                 for kind, value in values.items():
                     home.held(kind).copy_(value.reshape(-1)[home.first : home.end])
+
+    def copy(self, number: int) -> torch.Tensor | None:
+        """The model's own parameter."""
+        return self._parameters[number].detach().view(self.pieces[number].size)
+
+    def decays(self) -> list[float | None]:
+        """Read from megatron-core's groups."""
+        return [next(weight_decays(parameter, self._optimizers), None) for parameter in self._parameters]
 
     def scalars(self) -> dict[str, float]:
         """Adam's step, and in fp16 the loss scale and what decides when it changes."""

@@ -41,6 +41,12 @@ class States(Protocol):
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """Take over piece `number`, all kinds; the weight in the engine's precision follows."""
 
+    def copy(self, number: int) -> torch.Tensor | None:
+        """The weight of piece `number` that the model computes with, where this rank holds it whole."""
+
+    def decays(self) -> list[float | None]:
+        """The weight decay of each piece's optimizer group now; None where this rank updates none of the piece."""
+
     def scalars(self) -> dict[str, float]:
         """Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis."""
 

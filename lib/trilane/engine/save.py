@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +17,13 @@ from trilane.checkpoints import KINDS
 from trilane.engine import generators
 from trilane.engine.agree import gathered, told
 from trilane.engine.engines import Engine
+from trilane.engine.fingerprints import Marks, fingerprint
 from trilane.engine.identity import identity, layout
 from trilane.engine.slices import SliceFile, said
 from trilane.engine.world import World
+from trilane.fingerprint import file_of
 from trilane.plan import Plan
+from trilane.ramp import Batch
 
 T = TypeVar("T")
 
@@ -40,22 +43,27 @@ class Saved:
         return f"saved {checkpoints.FOLDER}/{self.name} ({self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s)"
 
 
-def save(folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, consumed: int) -> Saved:
-    """Write the checkpoint of this moment below the run folder; all ranks together, all are told what became of it.
+def save(folder: Path, plan: Plan, world: World, engine: Engine, batch: Batch, ahead: Mapping[str, Any]) -> Saved:
+    """Write the checkpoint after `batch` below the run folder; all ranks together, all are told what became of it.
 
+    Each rank's fingerprint lies in it, with `ahead`, what comes next (fingerprints.outlook).
     A save that fails (a full disk) leaves every earlier checkpoint as it was.
     """
     begin = time.perf_counter()
-    root, name = folder / checkpoints.FOLDER, checkpoints.name_of(iteration)
+    root, name = folder / checkpoints.FOLDER, checkpoints.name_of(batch.number)
     aside, problem = _asked(world, lambda: _begin(root, name))
     if problem:
         return Saved(name=name, bytes=0, seconds=time.perf_counter() - begin, problem=problem)
-    reports = gathered(world, _write(Path(aside), world.rank, engine))
+    marks = Marks(engine.states)
+    report = _write(Path(aside), world.rank, engine, marks)
+    mine = fingerprint(plan, world, engine, marks, batch.number, ahead)
+    report["error"] = report["error"] or _write_json(Path(aside) / file_of(world.rank), mine, report["files"])
+    reports = gathered(world, report)
     manifest = {
         "identity": identity(plan),
         "layout": layout(plan),
-        "iteration": iteration,
-        "consumed_samples": consumed,
+        "iteration": batch.number,
+        "consumed_samples": batch.end,
         # A rank that updates nothing, as with many replicas some may, has taken no steps.
         "scalars": max((report["scalars"] for report in reports), key=lambda scalars: scalars["step"]),
     }
@@ -85,8 +93,8 @@ def _begin(root: Path, name: str) -> str:
     return str(aside)
 
 
-def _write(aside: Path, rank: int, engine: Engine) -> dict[str, Any]:
-    """This rank's files; what it wrote where, or the `error` that stopped it."""
+def _write(aside: Path, rank: int, engine: Engine, marks: Marks) -> dict[str, Any]:
+    """This rank's files, and marks of all it holds; what it wrote where, or the `error` that stopped it."""
     states, (replica, replicas) = engine.states, engine.replica
     mine = [n for n, piece in enumerate(states.pieces) if n % replicas == replica and not piece.spoken_for]
     file = f"rank_{rank:05d}.safetensors"
@@ -95,19 +103,21 @@ def _write(aside: Path, rank: int, engine: Engine) -> dict[str, Any]:
     for number in range(len(states.pieces)):
         for kind in KINDS:
             tensor = states.read(number, kind)
+            marks.add(number, kind, tensor)
             if number in mine:
                 out.add(tensor)
     files, slices = {file: out.close()}, []
     for piece in (states.pieces[n] for n in mine):
         at = {kind: out.at[f"{piece.name}/{kind}"] for kind in KINDS}
         slices.append({"name": piece.name, "shape": piece.shape, "box": piece.box, "file": file, "at": at})
-    error = out.error or _write_generators(aside / f"rank_{rank:05d}.json", files)
+    error = out.error or _write_json(aside / f"rank_{rank:05d}.json", generators.states(), files)
     return {"files": files, "slices": slices, "scalars": states.scalars(), "error": error}
 
 
-def _write_generators(path: Path, files: dict[str, list[Any]]) -> str:
+def _write_json(path: Path, content: Any, files: dict[str, list[Any]]) -> str:
+    """Write the file and add it to `files`; the error, "" where there is none."""
     try:
-        checkpoints.write_durably(path, json.dumps(generators.states()))
+        checkpoints.write_durably(path, json.dumps(content))
         files[path.name] = [path.stat().st_size, checkpoints.digest(path)]
     except OSError as error:
         return said(error)

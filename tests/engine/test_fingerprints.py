@@ -1,0 +1,47 @@
+"""A fingerprint made by torch, on whatever device, is the one that numpy makes; and it lies beside what was saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plans import changed, small_plan
+from test_engine import ask
+
+SAME = """
+import torch
+from trilane import fingerprint
+from trilane.engine.marks import mark_there
+torch.manual_seed(3)
+for size in ((70, 90), (501,)):
+    x = torch.randn(size)
+    box = [(7, 7 + n) for n in size]
+    a, b = mark_there(x, box), fingerprint.mark(x.numpy(), box)
+    close = all(abs(p - q) < 1e-4 * a.norm for p, q in zip(a.sketch, b.sketch, strict=True))
+    print(a.hash == b.hash, close, abs(a.squares - b.squares) < 1e-5 * a.squares, (a.low, a.high) == (b.low, b.high))
+"""
+
+
+@pytest.mark.slow
+def test_torch_and_numpy_make_the_same_fingerprint(data: Path, tmp_path: Path) -> None:
+    assert ask(small_plan(data), SAME, tmp_path) == 2 * "True True True True\n"
+
+
+@pytest.mark.slow
+def test_every_rank_writes_its_fingerprint_when_it_saves_and_when_it_has_loaded(
+    train, fork, data: Path, tmp_path: Path
+) -> None:
+    """A second load gets a folder of its own; the checkpoint's manifest covers the first."""
+    from trilane.checkpoints import read_manifest
+
+    plan = changed(small_plan(data, iters=2, source="mock", dp=2), "run", save_interval=1, keep_last=0)
+    train(plan)
+    folder = tmp_path / "run"
+    assert {f"fingerprint_0000{rank}.json" for rank in (0, 1)} <= read_manifest(folder / "checkpoints/iter_0000001")[
+        "files"
+    ].keys()
+    for _ in range(2):
+        fork(2, folder)
+    loads = sorted((folder / "fingerprints").iterdir())
+    assert [path.name for path in loads] == ["load_0000002", "load_0000002.2"]
+    said = json.loads((loads[0] / "fingerprint_00001.json").read_text())
+    assert (said["dp"], said["iteration"], said["scalars"]["step"], said["seconds"] > 0) == (1, 2, 2.0, True)

@@ -1,0 +1,260 @@
+"""Six restart bugs of document 003's kind, planted into the real engines from outside, and clean cycles without any.
+
+`PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and ten clean cycles, and prints a row
+each, for docs/restarts.md. `... serve` is a nursery whose workers plant what the file `plant` of a run folder names.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
+from plans import small_plan  # noqa: E402
+
+from trilane import rehearse  # noqa: E402
+from trilane.diagnose.restart import Audit  # noqa: E402
+from trilane.equality import machine  # noqa: E402
+from trilane.launch import environment  # noqa: E402
+from trilane.verify import Nursery  # noqa: E402
+
+
+def finalizing() -> Any:
+    """megatron-core's module of that name; its package has a function called the same."""
+    __import__("megatron.core.distributed")
+    return sys.modules["megatron.core.distributed.finalize_model_grads"]
+
+
+def tied_gradient() -> None:
+    """Both ends of the pipeline keep their own gradient of the tied embedding."""
+    module = finalizing()
+    module._allreduce_word_embedding_grads = lambda *args, **options: None
+
+
+def tied_gradient_3d() -> None:
+    from deepspeed.runtime.pipe import schedule
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    PipelineEngine._INSTRUCTION_MAP[schedule.ReduceTiedGrads] = lambda self: None
+
+
+def norm_reset() -> None:
+    """After a load the final norm is what it was before the first step."""
+    from trilane.engine.megatron_states import MegatronStates
+
+    write = MegatronStates.write
+
+    def forgetful(self: Any, number: int, values: dict[str, Any]) -> None:
+        name = self.pieces[number].name
+        if name.startswith("decoder.final_layernorm"):
+            import torch
+
+            fresh = torch.ones_like if name.endswith("weight") else torch.zeros_like
+            values = {**values, "weight": fresh(values["weight"])}
+        write(self, number, values)
+
+    MegatronStates.write = forgetful
+
+
+def norm_decays() -> None:
+    """LayerNorm's weights are taken for matrices, as behind document 003's alias; nobody looks."""
+    import trilane.engine.deepspeed_3d as module
+    import trilane.engine.deepspeed_start as start
+
+    start.must_decay = lambda name: not name.endswith(".bias")
+    module.deepspeed_audit = lambda *args: {}
+
+
+def norm_apart() -> None:
+    """Under sequence parallelism each tensor rank keeps its own share of a norm's gradient."""
+    module = finalizing()
+    module._allreduce_non_tensor_model_parallel_grads = lambda *args, **options: None
+
+
+def unclipped_stage() -> None:
+    """The last stage takes its gradients as they come."""
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import optimizer as module
+
+    clip = module.clip_grad_by_total_norm_fp32
+
+    def clip_but_last(*args: Any, **options: Any) -> None:
+        if not parallel_state.is_pipeline_last_stage():
+            clip(*args, **options)
+
+    module.clip_grad_by_total_norm_fp32 = clip_but_last
+
+
+def generators_forgotten() -> None:
+    from trilane.engine import generators
+
+    generators.restore = lambda said: None
+
+
+def data_anew() -> None:
+    """After a load the samples begin again with the first."""
+    from trilane.engine import load, loop
+    from trilane.engine.data import Feed
+    from trilane.ramp import Batch
+
+    original, microbatches = load.load, Feed.microbatches
+
+    def load_and_forget(checkpoint: Any, *args: Any) -> None:
+        original(checkpoint, *args)
+        gone = checkpoint.manifest["consumed_samples"]
+
+        def anew(self: Feed, batch: Batch) -> Any:
+            return microbatches(self, Batch(number=batch.number, first=batch.first - gone, gbs=batch.gbs))
+
+        Feed.microbatches = anew  # type: ignore[method-assign]
+
+    loop.load = load_and_forget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """How it is planted, into which engine on which topology, and which finding names it, about what and where."""
+
+    plant: Callable[[], None]
+    kind: str
+    tensor: str = ""
+    topology: dict[str, Any] = field(default_factory=lambda: {"tp": 2, "pp": 2})
+    pp: set[int] = field(default_factory=set)  # stages that must be named; empty: any
+
+
+WORD = "embedding.word_embeddings.weight"
+PIPE = {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1}
+BUGS = {
+    "tied embedding gradient not reduced": Bug(plant=tied_gradient, kind="tied", tensor=WORD, pp={1}),
+    "tied embedding gradient not reduced, 3D": Bug(
+        plant=tied_gradient_3d, kind="tied", tensor=WORD, pp={1}, topology=PIPE
+    ),
+    "a norm reset to its defaults on load": Bug(
+        plant=norm_reset, kind="reset", tensor="decoder.final_layernorm.weight", pp={1}
+    ),
+    "LayerNorm weights decay": Bug(plant=norm_decays, kind="decay", tensor="layernorm.weight", topology=PIPE),
+    "LayerNorm out of sync across TP": Bug(
+        plant=norm_apart,
+        kind="tensor-replicas",
+        tensor="layernorm",
+        topology={"tp": 2, "pp": 2, "sequence_parallel": True},
+    ),
+    "gradient clipping skipped on the last stage": Bug(plant=unclipped_stage, kind="clipping", pp={1}),
+    "generators not restored": Bug(plant=generators_forgotten, kind="generators"),
+    "data order not restored": Bug(plant=data_anew, kind="data", topology={"dp": 2}),
+}
+
+
+def named(bug: Bug, audit: Audit) -> bool:
+    """Whether a finding names the bug, and no finding is of a kind that it could not have led to."""
+    found = [f for f in audit.findings if f.kind == bug.kind and bug.tensor in f.tensor]
+    return any(not bug.pp or {r.pp for r in f.ranks} == bug.pp for f in found)
+
+
+# from, to: settings of a plan; clean cycles find nothing
+CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "megatron TP2 PP2 DP2 distributed optimizer": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, None),
+    "megatron PP2 interleaved bf16": ({"pp": 2, "interleaving": 2, "precision": "bf16"}, None),
+    "ZeRO-2 DP2 optimizer offload": ({"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"}, None),
+    "ZeRO-3 TP2 DP2 fp16": (
+        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},
+        None,
+    ),
+    "3D TP2 PP2 DP2": ({"engine": "deepspeed-3d", "tp": 2, "pp": 2, "dp": 2, "zero": 1}, None),
+    "HF ZeRO-3 DP2 full offload": ({"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"}, None),
+    "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
+    "megatron interleaved -> ZeRO-3 TP2 DP2": (
+        {"pp": 2, "interleaving": 2},
+        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3},
+    ),
+    "3D TP2 PP2 -> megatron DP2 distributed optimizer": (
+        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
+        {"dp": 2, "zero": 1},
+    ),
+    "HF ZeRO-3 DP2 -> megatron TP4": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 4}),
+}
+
+
+def asked(data: Path, folder: Path, settings: dict[str, Any]) -> rehearse.Rehearsal:
+    """The rehearsal of a small plan with those settings; what both ends of a cycle must share is the batch."""
+    plan = small_plan(data, source="mock", **{"mbs": 1, "gbs": 8, **settings})
+    made = rehearse.tiny(plan, folder, machine(cards=0, bf16=True), rehearse.PROCESSES)
+    return made
+
+
+def cycle(home: Nursery, folder: Path, settings: dict[str, Any], other: dict[str, Any] | None, plant: str) -> Audit:
+    """Rehearse with these settings, the second run with `other` where there are any, and a bug where it is named."""
+    from dataclasses import replace
+
+    first = asked(folder / "corpus", folder, settings).plan
+    second = asked(folder / "corpus", folder, settings if other is None else other).plan
+    if other is not None:  # one model and batch, that of neither topology alone
+        wide = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+        shape = replace(first.shape, **wide)
+        first, second = (
+            replace(p, shape=shape, topology=replace(p.topology, gbs=8), dropout=small_plan(folder).dropout)
+            for p in (first, second)
+        )
+
+    def start(place: Path) -> str:
+        (place / "plant").write_text(plant)
+        plan = json.loads((place / "plan.json").read_text())
+        if place.name == "second":
+            plan = {**second.to_json(), "run": plan["run"]}
+            (place / "plan.json").write_text(json.dumps(plan))
+        t = plan["topology"]
+        return home.run(t["tp"] * t["pp"] * t["dp"], place)
+
+    done = rehearse.rehearse(rehearse.Rehearsal(plan=first, notes=()), folder, start)
+    assert done.audit, done.problem
+    return done.audit
+
+
+@contextmanager
+def planted_nursery() -> Iterator[Nursery]:
+    """A nursery whose workers plant the bug that their folder names."""
+    command, pipe = [sys.executable, __file__, "serve"], subprocess.PIPE
+    with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        yield Nursery(process=process, machine=machine(**json.loads(process.stdout.readline())))
+
+
+def serve() -> None:
+    """The nursery, its work preceded by the plant."""
+    from trilane.engine import nursery
+    from trilane.engine.parent import die_with_parent
+
+    work = nursery.work
+
+    def planted(size: int, folder: str) -> int:
+        kind = Path(folder, "plant").read_text()
+        if kind:
+            BUGS[kind].plant()
+        return work(size, folder)
+
+    nursery.work = planted
+    die_with_parent()
+    print(json.dumps(nursery.machine()), flush=True)
+    nursery.serve_forked()
+
+
+def main(kinds: list[str]) -> None:
+    """A row for each bug and each clean cycle."""
+    with planted_nursery() as home, tempfile.TemporaryDirectory() as place:
+        for number, kind in enumerate(kinds or [*BUGS, *CYCLES]):
+            bug = BUGS.get(kind)
+            settings, other = (bug.topology, None) if bug else CYCLES[kind]
+            found = cycle(home, Path(place) / str(number), settings, other, kind if bug else "")
+            right = named(bug, found) if bug else not found.findings
+            print(f"| {kind} | {len(found.findings)} | {'yes' if right else 'NO'} |", flush=True)
+            if kinds or not right:
+                print(*(f"    {f.line()}" for f in found.findings), *found.notes, sep="\n", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else main(sys.argv[1:])
