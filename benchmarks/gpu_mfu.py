@@ -114,7 +114,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run = folder / f"engine-{turn}"
         run.mkdir()
         (run / "plan.json").write_text(json.dumps(plan.to_json()))
-        outcome = run_local(run)
+        outcome = run_local(run, watched=False)
         if outcome.status != "completed":
             raise SystemExit(f"the engine: {outcome.evidence}")
         found = result(run, args.leave_out)

@@ -1,6 +1,7 @@
 """What several tests need: a small machine, a small plan, patience."""
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,3 +63,8 @@ def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.1)
+
+
+def heed_ctrl_c() -> None:
+    """In a child before it begins: Ctrl-C counts, also where the tests themselves run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from support import wait_until
+from support import heed_ctrl_c, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,8 @@ def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_
     outputs.mkdir()
     (outputs / "local.json").write_text((demo.parent / "local.json").read_text())
     env = {**os.environ, "TRILANE_OUTPUTS": str(outputs)}
-    with subprocess.Popen(command("all", "--study", "demo"), env=env, stderr=subprocess.PIPE, text=True) as child:
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
+    with subprocess.Popen(command("all", "--study", "demo"), env=env, **pipes) as child:
         steps = outputs / "demo/runs"
         wait_until(lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")), 120, "no step was taken")
         family = psutil.Process(child.pid).children(recursive=True)

@@ -29,7 +29,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The address of a JupyterLab on loopback over a copy of the notebooks, and that copy's folder."""
     base = tmp_path_factory.mktemp("lab")
     folder = base / "notebooks"
-    shutil.copytree(REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns(".*"))
+    shutil.copytree(REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns(".*", "kernel-ipc*"))
     log = base / "lab.log"
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
     command += ["--LabApp.expose_app_in_browser=True", f"--notebook-dir={folder}", "--IdentityProvider.token=test"]

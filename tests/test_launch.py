@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from plans import run_folder, small_plan, steps
+from support import heed_ctrl_c
 
 from trilane.__main__ import main
 from trilane.deepspeed_config import deepspeed_config
@@ -45,7 +46,9 @@ def folder(data: Path, tmp_path: Path) -> Path:
 def launched(folder: Path) -> Iterator[subprocess.Popen]:
     """The launcher of that run, as a command, once its training is under way."""
     command = [sys.executable, "-m", "trilane", "launch", str(folder / "plan.json")]
-    process = subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    )
     wait(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 60, "training")
     family = psutil.Process(process.pid).children(recursive=True)
     yield process

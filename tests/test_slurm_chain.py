@@ -139,7 +139,7 @@ def test_a_step_attached_to_a_running_job_sees_every_rank_on_every_node(
     def all_stuck() -> bool:
         nonlocal said
         said = cluster.do("run", *monitor.attach(job, "stacks"))
-        return said.count("stuck") >= 4
+        return said.count(" rank ") >= 4 and said.count("stuck") >= 4
 
     wait_until(all_stuck, 120, "stacks")
     hosts = slurm.hostnames(one(folder).nodes)

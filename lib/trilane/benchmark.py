@@ -1,8 +1,10 @@
 """The door `benchmark`: train a plan for some iterations, leave the first ones out, say how fast the rest were."""
 
 import argparse
+import contextlib
 import json
 import math
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         iterations = args.iterations or plan.run.train_iters
         require(iterations > args.leave_out, "iterations", iterations, f"must be above leave-out={args.leave_out}")
         folder = _short_run(args.plan, plan, iterations) if args.iterations else run_folder(args.plan)
-        run_local(folder)
+        with contextlib.redirect_stdout(sys.stderr):  # how far it is: stdout is for the result alone
+            run_local(folder)
     found = result(folder, args.leave_out)
     print(json.dumps(found, indent=1) if args.json else text(found))
     return 0 if found["status"] == "completed" else 1

@@ -93,8 +93,9 @@ def run(name: str, study: Study, **given: object) -> Path:
     values = distribute([name], given)[name]
     executed = study.folder / f"{name}.ipynb"
     keep_earlier(executed)
-    os.environ[BATCH] = "1"  # kernels inherit it
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
+    outer = os.environ.get(BATCH)
+    os.environ[BATCH] = "1"  # kernels inherit it
     try:
         papermill.execute_notebook(
             NOTEBOOKS / f"{name}.ipynb",
@@ -111,6 +112,9 @@ def run(name: str, study: Study, **given: object) -> Path:
         cell = cell_name(NOTEBOOKS / f"{name}.ipynb", error.source)
         raise NotebookError(name, cell, error.evalue or error.ename, error.ename == "ValueError") from None
     finally:
+        os.environ.pop(BATCH)
+        if outer is not None:
+            os.environ[BATCH] = outer
         if executed.exists():
             write_notebook_report(executed)
             write_index(study)
