@@ -14,6 +14,7 @@ from trilane.engine import generators
 from trilane.engine.agree import gathered, told
 from trilane.engine.engines import Engine
 from trilane.engine.identity import layout, require_same
+from trilane.engine.randomness import seed_streams
 from trilane.engine.slices import assemble
 from trilane.engine.world import World
 from trilane.plan import Plan
@@ -65,6 +66,8 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
     states.set_scalars(manifest["scalars"])
     if manifest["layout"] == layout(plan):
         generators.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text()))
+    else:  # other ranks draw: not once more what the first iterations drew
+        seed_streams(plan.run.seed + checkpoint.iteration)
 
 
 def _candidates(folder: Path, plan: Plan) -> list[Path]:
