@@ -44,7 +44,7 @@ test: venv
 
 check: venv
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 lab: venv
 	$(BIN)/jupyter lab --notebook-dir=notebooks

@@ -39,8 +39,9 @@ def test_the_culprit_among_384_ranks_is_named(kind: str, tmp_path: Path) -> None
 def test_384_dumps_are_judged_within_10_s_and_500_mb(tmp_path: Path) -> None:
     """In a process of its own, so that its memory is its own; 10 s are 20 times what it takes."""
     write(tmp_path / "dumps", data_loader(Random(1)))
-    code = "import resource, sys; from trilane.__main__ import main; main(sys.argv[1:])\n"
-    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    code = "import sys; from trilane.__main__ import main; main(sys.argv[1:])\n"
+    # getrusage(2) would count what this process holds: a child has it for a moment, until it begins.
+    code += "print(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')), file=sys.stderr)"
     command = [sys.executable, "-c", code, "hang", str(tmp_path / "dumps"), "--json"]
     begin = time.monotonic()
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
