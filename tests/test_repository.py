@@ -10,7 +10,7 @@ from support import REPOSITORY
 
 LIB = REPOSITORY / "lib/trilane"
 FLOORS = [
-    "checks shape hardware topology systems ramp plan checkpoints fingerprint",
+    "checks files shape hardware topology systems ramp plan checkpoints fingerprint",
     "columns constants layertime memory timing calibration fitting posterior prediction",
     "space blocks search whatif search_door sizing published shape_rules inverse size_door capacity "
     "schedule pace stops montecarlo request calendar energy calendar_door rivals",
@@ -19,7 +19,7 @@ FLOORS = [
     "megatron_door diagnose beat capture ring watchdog bisect sites job_request script slurm ledger",
     "finding guard guard_cost guard_place guard_script",
     "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable "
-    "hang_door capture_door trace_door restart_door rehearse",
+    "hang_door stragglers_door capture_door trace_door restart_door rehearse",
     "lint scoring backtest compare compare_door spikes spikes_door nextrun gather learning",
     "attempt jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
     "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots "

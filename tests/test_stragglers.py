@@ -1,10 +1,13 @@
 """Who is slow is named by rank, node or link, and found among spares in the fewest restarts."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from trilane.__main__ import main
 from trilane.diagnose.places import regular
 from trilane.diagnose.stragglers import find_stragglers
 from trilane.diagnose.swaps import Search, restarts_at_most, search
@@ -85,3 +88,54 @@ def test_with_enough_spares_the_search_is_a_bisection() -> None:
 def test_a_search_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Search(**{"suspects": ("a", "b"), "spares": 1, **fields})  # type: ignore[arg-type]
+
+
+def recorded(folder: Path, ranks: int = 16) -> Path:
+    """A run folder of TP 1, PP 1, DP `ranks` on nodes of 8, rank 5 of which computes 30 % longer after the warm-up."""
+    (folder / "ranks").mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps({"topology": {"tp": 1, "pp": 1, "dp": ranks}, "cluster": {}}))
+    for rank in range(ranks):
+        lines = [
+            {
+                "iteration": i,
+                "host": f"n{rank // 8}",
+                "seconds": {"forward-compute": 9.0 if i == 1 else 1 + 0.3 * (rank == 5)},
+            }
+            for i in range(1, 5)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 5, "sec'
+        (folder / "ranks" / f"{rank}.phases").write_text(text)
+    return folder
+
+
+def test_the_door_reads_a_run_and_plans_the_swaps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = recorded(tmp_path / "run")
+    assert main(["stragglers", str(folder), "--json", "--spares", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(s["kind"], s["ranks"], s["phase"]) for s in found["stragglers"]] == [("rank", [5], "forward-compute")]
+    assert found["stragglers"][0]["excess_s"] == pytest.approx(0.3)
+    assert found["search"]["suspects"] == ["n0"] and found["search"]["exclude"] == "--exclude=n0"
+
+
+def test_where_nobody_stands_out_all_nodes_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = recorded(tmp_path / "run", ranks=32)
+    (folder / "ranks" / "5.phases").unlink()
+    assert main(["stragglers", str(folder), "--json", "--spares", "2", "--told", "bad"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stragglers"] == [] and found["search"]["suspects"] == ["n2", "n3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "holds no phase times (ranks/*.phases); set run.timers in the plan"),
+        (["--spares", "-1"], "spares=-1: must be a whole number of at least 1"),
+        (["--spares", "1", "--told", "so-so"], "told=so-so: known: bad, good"),
+    ],
+)
+def test_what_cannot_be_searched_is_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = recorded(tmp_path / "run") if options else tmp_path
+    assert main(["stragglers", str(folder), *options]) == 2
+    assert capsys.readouterr().err.endswith(message + "\n")

@@ -39,6 +39,7 @@ DOORS = (
     ("spikes", "spikes_door", "where the loss or the gradient norm left its course, over restarts"),
     ("hang", "hang_door", "who is to blame for a hang: the stacks of all ranks, merged and judged"),
     ("capture", "capture_door", "take the stacks of a running job, and judge them"),
+    ("stragglers", "stragglers_door", "which rank, node or link makes the others wait, from phase times"),
     ("trace-tail", "trace_door", "the last call of each rank, from trace files of any size"),
     ("restart", "restart_door", "what was saved against what a restart made of it, by rank and tensor"),
     ("rehearse", "rehearse", "train, save, load and compare a plan's topology at tiny width"),

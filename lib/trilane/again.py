@@ -1,10 +1,10 @@
 """A run folder that a run goes on in: what the runs before left stays, and each iteration stands once."""
 
 import json
-import os
 from pathlib import Path
 
-EARLIER = "earlier"
+from trilane.files import replace_text, set_aside
+
 STOP = "stop"  # a file of that name in the run folder: save and end; no later run begins there until it is taken away
 SAVE = "save"  # save once; the run takes it away
 
@@ -27,18 +27,7 @@ def cut_steps(folder: Path, done: int) -> None:
     if len(kept) == len(lines):
         return
     set_aside(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(aside, path)
-
-
-def set_aside(path: Path) -> None:
-    """Keep what stands at `path` under a second name, earlier/NAME.1, .2, ..., too."""
-    if path.exists():
-        folder = path.parent / EARLIER
-        folder.mkdir(exist_ok=True)
-        number = 1 + sum(1 for _ in folder.glob(f"{path.name}.*"))
-        os.link(path, folder / f"{path.name}.{number}")
+    replace_text(path, "".join(line + "\n" for line in kept))
 
 
 def _iteration(line: str) -> int:

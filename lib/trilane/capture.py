@@ -16,6 +16,7 @@ from typing import Any
 from trilane import ring
 from trilane.beat import Beat, process_state, read_beats
 from trilane.diagnose import places
+from trilane.files import replace_text
 from trilane.plan import Plan
 
 # faulthandler writes the stacks when a rank gets this signal: no library and no scheduler uses it.
@@ -53,20 +54,22 @@ def capture_here(folder: Path, stacks: Path) -> None:
     states = {beat.rank: process_state(beat.pid) for beat in own}
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda beat: _take(folder, stacks, beat, states[beat.rank]), own))
-    _write(stacks / f"states-{host}.json", json.dumps({str(rank): state for rank, state in states.items()}))
+    replace_text(stacks / f"states-{host}.json", json.dumps({str(rank): state for rank, state in states.items()}))
 
 
 def _take(folder: Path, stacks: Path, beat: Beat, state: str) -> None:
     calls = folder / "ranks" / f"{beat.rank}.calls"
     if calls.exists():
-        _write(stacks / f"rank_{beat.rank}.calls", "\n".join(ring.read_calls(calls)) + "\n")
+        replace_text(stacks / f"rank_{beat.rank}.calls", "\n".join(ring.read_calls(calls)) + "\n")
     if state in ("gone", "Z", "X"):
         return
     text, error = spied(beat.pid, stopped=state in ("T", "t"))
     if text:
-        _write(stacks / f"rank_{beat.rank}.json", text)
+        replace_text(stacks / f"rank_{beat.rank}.json", text)
         return
-    _write(stacks / f"rank_{beat.rank}.txt", _faults(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n")
+    replace_text(
+        stacks / f"rank_{beat.rank}.txt", _faults(folder, beat) or f"Process {beat.pid}: \nError: py-spy: {error}\n"
+    )
 
 
 def spied(pid: int, *, stopped: bool = False) -> tuple[str, str]:
@@ -112,7 +115,7 @@ def _write_topology(stacks: Path, plan: Plan, beats: dict[int, Beat]) -> None:
     grid = places.regular(t.tp, t.pp, t.dp, min(plan.cluster.gpus_per_node, t.gpus))
     ranks = [_facts(place, beats.get(place.rank), states.get(str(place.rank), "")) for place in grid.places]
     sizes = {"tp": t.tp, "pp": t.pp, "dp": t.dp, "gpus_per_node": plan.cluster.gpus_per_node}
-    _write(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")
+    replace_text(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")
 
 
 def _facts(place: places.Place, beat: Beat | None, state: str) -> dict[str, Any]:
@@ -120,10 +123,3 @@ def _facts(place: places.Place, beat: Beat | None, state: str) -> dict[str, Any]
     if beat is not None:
         facts |= {"host": beat.host, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "time": beat.time}
     return {**facts, "state": state}
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: other nodes look at the folder while we write."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

@@ -1,12 +1,12 @@
 """Outcome: how a run on this machine ended, with the line that proves it; status.json holds it."""
 
 import json
-import os
 import signal
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trilane.checks import require_known
+from trilane.files import replace_text
 
 # stopped: it was asked to end before its last iteration, saved if it could, and can be resumed. hang: its ranks stood
 # still, and a watchdog ended it. The second line is what the log's reader tells of a job, and a run of a sweep that was
@@ -87,9 +87,7 @@ def last_line(folder: Path, rank: int | str, words: str = "") -> str:
 
 def write_status(folder: Path, outcome: Outcome) -> None:
     """status.json, whole or not at all."""
-    aside = folder / f".status.{os.getpid()}"
-    aside.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, folder / "status.json")
+    replace_text(folder / "status.json", json.dumps(asdict(outcome), indent=2) + "\n")
 
 
 def read_status(folder: Path) -> Outcome:

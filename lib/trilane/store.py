@@ -14,6 +14,7 @@ from typing import Any
 import trilane
 from trilane import hardware
 from trilane.checks import read_json, require
+from trilane.files import replace_text, set_aside
 from trilane.hardware import Cluster
 from trilane.plan import Plan
 
@@ -32,22 +33,16 @@ def write_text(path: Path, text: str, *, derived: bool = False) -> Path:
     of what is kept itself) is just replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
     if not derived:
         keep_earlier(path, text)
-    aside.replace(path)
+    replace_text(path, text)
     return path
 
 
 def keep_earlier(path: Path, new_text: str | None = None) -> None:
     """Keep what stands at `path` under a second name in `earlier/` too, unless it equals `new_text`."""
-    if not path.exists() or path.read_text(encoding="utf-8") == new_text:
-        return
-    folder = path.parent / "earlier"
-    folder.mkdir(exist_ok=True)
-    number = 1 + sum(1 for _ in folder.glob(f"{path.name}.*"))
-    os.link(path, folder / f"{path.name}.{number}")
+    if path.exists() and path.read_text(encoding="utf-8") != new_text:
+        set_aside(path)
 
 
 def stamp() -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from plans import changed, small_plan
 
+from trilane.diagnose.phase_times import read_phase_times
 from trilane.engine import phases
 from trilane.engine.report import Iteration, average
 from trilane.engine.timers import durations
@@ -96,6 +97,10 @@ def test_timers_fill_the_iteration_and_our_reader_reads_them(
     assert sum(low for low, _ in spreads[1].values()) < 1.1 * seconds
     assert sum(high for _, high in spreads[1].values()) > 0.7 * seconds
     assert all(0 <= low <= high for low, high in spreads[1].values())
+    _, own = read_phase_times(tmp_path / "run")
+    for name, (low, high) in spreads[1].items():
+        told = [times.get(name, 0.0) for times in own.values()]
+        assert (len(told), min(told), max(told)) == (plan.topology.gpus, pytest.approx(low), pytest.approx(high))
     last = tmp_path / "run" / f"{plan.topology.gpus - 1}.log"
     for log in (read_log(last), read_log(tmp_path / "run" / "steps.jsonl")):
         assert log.timers["iteration"].tolist() == [2, 4]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trilane.diagnose import phase_times
 from trilane.engine.engines import Step
 from trilane.engine.timers import Spread, Timers, lines
 from trilane.engine.world import World
@@ -94,6 +95,7 @@ class Log:
         self._run, self._speaks, self._path = plan.run, world.is_last, folder / "steps.jsonl"
         self._window: list[Iteration] = []
         self._timers = Timers(world.device) if plan.run.timers else None
+        self._ranks, self._rank = folder / "ranks", world.rank
         self._board = _board(folder) if plan.run.tensorboard and self._speaks else None
 
     def write(self, step: Iteration) -> None:
@@ -102,7 +104,9 @@ class Log:
         spread: Spread = {}
         if self._timers:
             self._timers.fold()
-            spread = self._timers.over_ranks() if due else {}
+            if due:
+                phase_times.append(self._ranks, self._rank, step.iteration, self._timers.own())
+                spread = self._timers.over_ranks()
         if self._speaks:
             self._record(step, spread)
             if due:

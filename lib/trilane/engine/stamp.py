@@ -1,7 +1,6 @@
 """env.json: what ran, where, on what and since when, so that a result can be believed later."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from trilane.engine.world import World, cores
+from trilane.files import replace_text
 
 
 def stamp(world: World) -> dict[str, Any]:
@@ -65,6 +65,4 @@ def _version(name: str) -> str:
 
 def write_json(path: Path, values: Any) -> None:
     """Write `values` as JSON under a temporary name, then rename: a reader never sees half a file."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, json.dumps(values, indent=2) + "\n")

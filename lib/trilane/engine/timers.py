@@ -40,6 +40,10 @@ class Timers:
         del self._marks[:-1]
         self._iterations += 1
 
+    def own(self) -> dict[str, float]:
+        """Seconds an iteration of each phase that this rank was in, since over_ranks() was last called."""
+        return {name: seconds / self._iterations for name, seconds in self._seconds.items() if seconds > 0}
+
     def over_ranks(self) -> Spread:
         """Per iteration since the last call, of the phases that any rank was in; all ranks call it together."""
         mine = torch.tensor([self._seconds[name] / self._iterations for name in phases.NAMES], dtype=torch.float64)
