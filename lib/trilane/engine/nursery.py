@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from trilane.engine.parent import PARENT, die_with_parent
+from trilane.parent import PARENT, die_with_parent
 
 
 def surroundings(rank: int, size: int, port: str, folder: str) -> dict[str, str]:

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from trilane.engine.parent import announce, die_with_parent
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
+from trilane.parent import announce, die_with_parent
 
 
 def main(argv: list[str]) -> int:

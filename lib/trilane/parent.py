@@ -15,10 +15,16 @@ def die_with_parent() -> None:
     The parent announces itself in the environment (announce()), because it may have ended before we asked the kernel.
     """
     expected = os.environ.get(PARENT)
-    if expected is None or not sys.platform.startswith("linux"):
+    if expected is not None:
+        die_with(int(expected))
+
+
+def die_with(parent: int) -> None:
+    """SIGKILL for this process when `parent`, which started it, ends; at once where it has ended already."""
+    if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(expected):
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
