@@ -248,7 +248,9 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
     [
         ([], "capacity=[]: needs at least one step"),
         ({"steps": []}, "capacity=[]: needs at least one step"),
-        ({"stepz": []}, "capacity=NoneType: must be a list of steps"),
+        ({}, "capacity=[]: needs at least one step"),
+        ({"stepz": []}, "capacity field=stepz: did you mean steps?"),
+        (384, "capacity=384: must be a list of steps"),
         ([{"from": "2027-01-01"}], "capacity.gpus=missing: is required"),
         ([{"from": "2027-01-01", "gpu": 8}], "capacity field=gpu: did you mean gpus?"),
         ([{"from": "tomorrow", "gpus": 8}], "capacity.from=tomorrow: must be a date"),

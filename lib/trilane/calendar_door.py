@@ -76,7 +76,7 @@ def request_of(args: argparse.Namespace) -> Request:
         calibration=load(args.calibration) if args.calibration else default(plan.cluster),
         tokens=args.tokens,
         ramp=parse_ramp(args.ramp) if args.ramp else plan.run.ramp,
-        capacity=read_capacity(args.capacity) if args.capacity else constant(plan.topology.gpus, start),
+        capacity=read_capacity(args.capacity) if args.capacity is not None else constant(plan.topology.gpus, start),
         start=start,
         deadline=parse_day("deadline", args.deadline) if args.deadline else None,
         allocation=args.allocation,

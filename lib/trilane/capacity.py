@@ -1,5 +1,6 @@
 """Capacity: how many GPUs there are from which day on, and whether they are ours alone."""
 
+import json
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from itertools import pairwise
@@ -78,8 +79,11 @@ def constant(gpus: int, start: date, shared: bool = False) -> Capacity:
 
 def capacity_of(values: object) -> Capacity:
     """The capacity of JSON: a list of {"from": day, "gpus": count, "shared": bool}, or an object with such "steps"."""
-    steps = values.get("steps") if isinstance(values, dict) else values
-    require(isinstance(steps, list), "capacity", type(steps).__name__, "must be a list of steps")
+    for name in values if isinstance(values, dict) else ():
+        require_known("capacity field", name, ("steps",))
+    steps = values.get("steps", []) if isinstance(values, dict) else values
+    rule = 'must be a list of steps such as {"from": "2026-03-11", "gpus": 384}'
+    require(isinstance(steps, list), "capacity", json.dumps(steps)[:60], rule)
     assert isinstance(steps, list)
     return Capacity(steps=tuple(_step(step) for step in steps))
 
