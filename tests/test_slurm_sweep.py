@@ -9,11 +9,12 @@ import pytest
 from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, losses, plan, says, started
 from support import wait_until
 
-from trilane import jobs, slurm, sweep
+from trilane import jobs, notebook, slurm, sweep
 from trilane.__main__ import main
 from trilane.attempt import begin
 from trilane.checks import to_mapping
 from trilane.outcome import Outcome, read_status, write_status
+from trilane.store import Study
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,24 @@ def test_four_runs_one_fails_and_runs_again_alone(
         "completed"
     }
     assert sweep.rerun(folder, SITE, parallel=2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("slurm")
+def test_the_launch_notebook_submits_the_best_plan_of_the_search_and_shows_it_done(
+    cluster: Cluster, outputs: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "test.json"
+    site.write_text(json.dumps(to_mapping(SITE)))
+    given = {"site": str(site), "submit": True, "account": "xyz@a100", "time_limit": "00:20:00", "watch_s": PATIENCE_S}
+    small = {"runs": 1, "control": False, "train_iters": 4, "corpus": "mock"}
+    study = Study.create("s")
+    notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
+    (folder,) = (study.folder / "runs").iterdir()
+    (job,) = jobs.status([folder])
+    assert (job.state, job.verdict, job.iteration) == ("COMPLETED", "completed", 4), says(folder)
+    page = (study.folder / "03_launch.html").read_text()
+    assert f"job {job.id} COMPLETED" in page and "All 1 runs completed" in page
 
 
 def test_who_needs_more_than_a_run_that_ran_out_is_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
