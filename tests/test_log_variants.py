@@ -58,6 +58,14 @@ VARIANTS = [
         "\r  4%|▎ | 1297/36234 [11:26<5:13:42,  1.86it/s]\r  4%|▎ | 1299/36234 [11:27<5:13:42,  1.86it/s]\r{'loss': 1.25, 'epoch': 0.22}\n",
         {"iteration": 1299, "lm_loss": 1.25, "sec_per_it": 0.5},
     ),
+    (
+        "an epoch of many steps, on two nodes",
+        "".join(
+            2 * f"{{'loss': {loss}, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.01}}\n"
+            for loss in (1.5, 1.25, 1.0)
+        ),
+        {"iteration": 3, "lm_loss": 1.0},
+    ),
 ]
 
 

@@ -73,6 +73,13 @@ def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
     assert (run["last_loss"], run["status"]) == (None, "NaN loss")
 
 
+def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
+    (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n")
+    assert main(["parse", str(tmp_path / "a.log"), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
+
+
 def test_two_runs_of_a_file_are_two_records_and_all_iterations_one_table(tmp_path, capsys):
     (tmp_path / "b.log.gz").write_bytes(gzip.compress((m2021(1) + m2021(2)).encode()))
     twice = log(tmp_path, text=m2021(1) + m2021(2) + m2021(1, loss=4))

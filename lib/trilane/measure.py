@@ -78,7 +78,7 @@ def measure_log(
     `gpu` is the card where neither plan nor log tells it.
     """
     window, setup = stable_window(log, warm_up), setup_of(log, plan, gpu)
-    all_seconds = log.iterations["sec_per_it"].to_numpy(float) if "sec_per_it" in log.iterations else np.empty(0)
+    all_seconds = log.iterations.reindex(columns=["sec_per_it"])["sec_per_it"].to_numpy(float)  # NaN where it has none
     counted = all_seconds[window.counts]
     seconds = float(np.median(counted)) if len(counted) else summed_up(log)
     low, high = np.quantile(counted, [0.25, 0.75]) if len(counted) else (math.nan, math.nan)

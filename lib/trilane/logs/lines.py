@@ -170,8 +170,9 @@ class Lines:
                 run.summary = run.summary or values
                 run.last_line = line
                 continue
-            if run.iterations.rows and values.get("epoch", NAN) == run.iterations.last("epoch"):
-                continue  # another rank prints the same
+            told = {name: column for name, column in trainers.HF.items() if name in values}
+            if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in told.items()):
+                continue  # another node prints the same; epochs alone are rounded, and equal for many steps
             every = run.arguments.get("logging_steps")
             row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
             self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, line)
