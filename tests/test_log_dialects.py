@@ -159,6 +159,11 @@ def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
     )
     wrong = m2022(3).replace("(s): 700.00", "(s): 700000.00")
     assert list(read(tmp_path, m2022(2) + wrong).iterations["sec_per_it"]) == [700.0, 700.0]
+    per_ms = m2021(1, ms=384505.8, b=2048).replace(" |\n", " | samples per second: 0.005 | TFLOPs: 35.24 |\n")
+    (row,) = read(tmp_path, per_ms).iterations.to_dict("records")
+    assert (row["sec_per_it"], row["samples_per_second"]) == pytest.approx((384.5058, 5)), (
+        "the rate lies, not the label"
+    )
     slow_start = "".join(m2021(i, 100, ms=90000.0 if i == 1 else 80.0) for i in range(1, 40))
     assert read(tmp_path, slow_start).notes == (), "compiling is no change of unit"
 

@@ -3,9 +3,12 @@
 import csv
 import gzip
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from support import small_plan
+from support import REPOSITORY, small_plan
 from test_log_dialects import m2021, m2022
 from test_log_endings import BAD, HARD
 
@@ -78,6 +81,14 @@ def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
     assert main(["parse", str(tmp_path / "a.log"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
+
+
+def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
+    (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
+    door = f"{sys.executable} -m trilane parse {tmp_path}/a.log --json"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
+    done = subprocess.run(["bash", "-c", f"{door} | head -1"], env=env, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
 
 
 def test_two_runs_of_a_file_are_two_records_and_all_iterations_one_table(tmp_path, capsys):

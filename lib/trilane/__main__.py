@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 nobody reads what it prints."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog="python -m trilane", description=__doc__)
     doors = parser.add_subparsers(dest="door", required=True, metavar="DOOR")
@@ -66,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             _furnish(door, *place.partition(":")[::2])
     args = parser.parse_args(words)
     try:
-        return args.call(args)
+        code: int = args.call(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains on its way out
+        return 141
     except ValueError as error:
         print(f"trilane: {error}", file=sys.stderr)
         return 2

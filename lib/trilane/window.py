@@ -12,13 +12,13 @@ WARM_UP = 5  # iterations left out at the start: allocation, first use of each k
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """Iterations that do not count, as the log numbers them, and why."""
+    """Iterations that do not count, as the log numbers them (a row of a table has no number), and why."""
 
     reason: str
     iterations: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{ranges(self.iterations)} ({self.reason})"
+        return f"{ranges(self.iterations) or 'a line'} ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def _interval(at: np.ndarray) -> float:
 
 
 def _left_out(reason: str, at: np.ndarray, which: np.ndarray) -> LeftOut:
-    return LeftOut(reason=reason, iterations=tuple(at[which].astype(int).tolist()))
+    return LeftOut(reason=reason, iterations=tuple(at[which & np.isfinite(at)].astype(int).tolist()))
 
 
 def ranges(numbers: tuple[int, ...], most: int = 4) -> str:

@@ -7,34 +7,46 @@ from trilane.logs.table import Table
 FACTOR = 1000.0  # between seconds and milliseconds
 NEAR = 1.4  # how far from it a jump may be: two stretches of one run differ by some
 STRETCH = 3  # iterations before and after a jump that must agree
+LIKELY_S = (0.01, 6 * 3600.0)  # what an iteration may take: outside of it a label is not believed against the rate
 
 
 def mend(table: Table) -> str:
-    """Put right the seconds that were printed under the other unit's label; a sentence about it, "" for none.
+    """Put right what was printed under the other unit's label; a sentence about it, "" for none.
 
-    Proof is the line's own rate where it prints samples per second; else a lasting jump by a factor of a thousand. In
-    that case the first stretch is believed: logs changed from milliseconds to seconds under an old label.
+    Where the line's samples per second contradict its time by a factor of a thousand, one of the two is wrong: the
+    time where it would be no likely one, else the rate (Megatron-DeepSpeed of autumn 2021 printed samples per
+    millisecond). Without a rate it takes a lasting jump by that factor; then the first stretch is believed: logs
+    changed from milliseconds to seconds under an old label.
     """
     if "sec_per_it" not in table:
         return ""
     seconds = table.column("sec_per_it")
-    factors = _by_rate(table, seconds) if "samples_per_second" in table else _by_jump(seconds)
-    wrong = int((factors != 1).sum())
-    if wrong:
-        table.replace("sec_per_it", seconds * factors)
-        return f"{wrong} iterations stand under the wrong unit of time; they were taken as what they are"
-    return ""
+    if "samples_per_second" in table and "global_batch_size" in table:
+        off = _off(table, seconds)
+        likely = (seconds > LIKELY_S[0]) & (seconds < LIKELY_S[1])
+        factors, rates = np.where(likely, 1.0, 1 / off), np.where(likely, 1 / off, 1.0)
+        _replace(table, "samples_per_second", rates)
+    else:
+        factors, rates = _by_jump(seconds), np.ones(0)
+    _replace(table, "sec_per_it", factors)
+    wrong = {"time": int((factors != 1).sum()), "rate": int((rates != 1).sum())}
+    said = [f"{n} iterations stand under the wrong unit of {what}" for what, n in wrong.items() if n]
+    return "; ".join(said) + "; they were taken as what they are" if said else ""
 
 
-def _by_rate(table: Table, seconds: np.ndarray) -> np.ndarray:
-    factors = np.ones(len(seconds))
-    if "global_batch_size" not in table:
-        return factors
+def _replace(table: Table, name: str, factors: np.ndarray) -> None:
+    if (factors != 1).any():
+        table.replace(name, table.column(name) * factors)
+
+
+def _off(table: Table, seconds: np.ndarray) -> np.ndarray:
+    """By what factor seconds times rate miss the batch: a thousand, a thousandth, or 1 for anything else."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log(seconds * table.column("samples_per_second") / table.column("global_batch_size"))
-    factors[np.abs(ratio - np.log(FACTOR)) < np.log(NEAR)] = 1 / FACTOR
-    factors[np.abs(ratio + np.log(FACTOR)) < np.log(NEAR)] = FACTOR
-    return factors
+    off = np.ones(len(seconds))
+    off[np.abs(ratio - np.log(FACTOR)) < np.log(NEAR)] = FACTOR
+    off[np.abs(ratio + np.log(FACTOR)) < np.log(NEAR)] = 1 / FACTOR
+    return off
 
 
 def _by_jump(seconds: np.ndarray) -> np.ndarray:
