@@ -95,6 +95,8 @@ ENDINGS = [
     ("crashed", "srun: error: r6i5n1: tasks 8-15: Killed\nsrun: error: Timed out waiting for job step to complete\n"),
     ("crashed", "slurmstepd: error: *** STEP 99.0 ON r6i5n1 CANCELLED AT 2025-05-23T08:46:02 DUE TO TASK FAILURE ***\n"),
     ("time limit", "slurmstepd: error: *** STEP 9.0 ON r1 CANCELLED AT 2025-05-23T08:46:02 DUE TO TIME LIMIT ***\nsrun: error: Timed out waiting for job step to complete\n"),
+    ("cancelled", "KeyboardInterrupt\nTraceback (most recent call last):\nNameError: free variable 'kill_cmd' referenced before assignment\n"),
+    ("crashed", "ValueError: bad batch\nKeyboardInterrupt\n"),
     ("NaN loss", "{'loss': 2.5, 'grad_norm': 1.0, 'epoch': 0.1}\n{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.2}\n"),
     ("completed", "[exiting program after 1190.0 minutes] datetime: 2022-03-01 10:00:00 \n"),
 ]  # fmt: skip

@@ -83,6 +83,25 @@ def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
     assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
 
 
+HUGE = "1e400"
+ABSURD = [
+    (m2021(8) + m2021(9)).replace("skipped iterations:   0", f"skipped iterations: {HUGE}"),
+    (m2021(8) + m2021(9)).replace("nan iterations:   0", f"nan iterations: {HUGE}"),
+    (m2021(8) + m2021(9)).replace("(ms): 2000.0", f"(ms): {HUGE}"),
+    m2021(1) + m2021(2).replace("iteration        2/", f"iteration {'9' * 30}/") + m2021(3, k=1),
+    m2021(1, ms=0.0),
+    "[2022-10-31 10:59:02,323] [INFO] [logging.py:1:log_dist] [Rank 0] time (ms) | forward: 1.0\nRuntimeError: no\n",
+    m2021(1) + "CUDA out of memory. Tried to allocate 1.451.451.45 GiB\n",
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("text", ABSURD)
+def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
+    code, runs, said = parsed(capsys, log(tmp_path, text=text))
+    assert (code, len(runs) > 0, said) == (0, True, "")
+
+
 def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
     (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
     door = f"{sys.executable} -m trilane parse {tmp_path}/a.log --json"

@@ -36,18 +36,22 @@ def health(log: RunLog) -> Health:
         skipped = total[-1:]
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
     norm, scale = _column(log, "grad_norm"), _column(log, "loss_scale")
-    norm, scale = norm[np.isfinite(norm)], scale[scale > 0]
+    norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
     if not norm.any():
         norm = norm[:0]
     return Health(
-        skipped=int(np.nansum(skipped)),
-        nan_iterations=max(int(np.nansum(lost)), int(broken.sum()) if "lm_loss" in log.iterations else 0),
+        skipped=_total(skipped),
+        nan_iterations=max(_total(lost), int(broken.sum()) if "lm_loss" in log.iterations else 0),
         grad_norm=float(np.median(norm)) if len(norm) else math.nan,
         grad_norm_max=float(norm.max()) if len(norm) else math.nan,
         loss_scale=float(scale[-1]) if len(scale) else math.nan,
         loss_scale_min=float(scale.min()) if len(scale) else math.nan,
         loss_scale_drops=int((np.diff(scale) < 0).sum()),
     )
+
+
+def _total(counts: np.ndarray) -> int:
+    return int(counts[np.isfinite(counts)].sum())
 
 
 def _column(log: RunLog, name: str) -> np.ndarray:

@@ -94,7 +94,7 @@ def measure_log(
         plan=plan,
         iterations=len(counted),
         sec_per_it=seconds,
-        spread=float(high - low) / 2 / seconds,
+        spread=float(high - low) / 2 / seconds if seconds > 0 else math.nan,
         tokens_per_s=tokens / seconds if tokens > 0 else math.nan,
         flops_per_s={**printed(log), **tflops.rates(setup, seconds, batch)},
         utilization=tflops.utilization(setup, seconds, batch),
@@ -154,8 +154,9 @@ def _batch(log: RunLog, window: Window, setup: Setup) -> float:
 
 
 def _lost_share(seconds: np.ndarray, median: float) -> float:
+    seconds = seconds[np.isfinite(seconds)] if not np.isfinite(seconds).all() else seconds
     slow = seconds[seconds > median]  # half of a long log, so that it is not copied whole
-    whole = float(np.nansum(seconds))
+    whole = float(seconds.sum())
     return float((slow.sum() - median * len(slow)) / whole) if whole > 0 else math.nan
 
 

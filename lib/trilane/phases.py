@@ -32,7 +32,7 @@ def phases(log: RunLog, window: Window | None = None) -> dict[str, float]:
     so it is an upper bound of the bubble. `batch-generator` runs inside forward-compute and is left out where that is.
     """
     timers = log.timers
-    if window is not None and "iteration" in timers:
+    if window is not None and "iteration" in timers and "iteration" in log.iterations:
         counted = timers[timers["iteration"].isin(log.iterations["iteration"][window.counts])]
         timers = counted if len(counted) else timers
     medians = {n: float(timers[n].median()) for n in timers if n != "iteration" and timers[n].notna().any()}

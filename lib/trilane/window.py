@@ -101,7 +101,8 @@ def _interval(at: np.ndarray) -> float:
 
 
 def _left_out(reason: str, at: np.ndarray, which: np.ndarray) -> LeftOut:
-    return LeftOut(reason=reason, iterations=tuple(at[which & np.isfinite(at)].astype(int).tolist()))
+    named = at[which & (at < 2**53)]  # neither NaN nor what a broken line makes of a number
+    return LeftOut(reason=reason, iterations=tuple(named.astype(int).tolist()))
 
 
 def ranges(numbers: tuple[int, ...], most: int = 4) -> str:

@@ -15,7 +15,7 @@ PATTERNS = [
     (0, "node failure", b"FAIL failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
     (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
     (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit"),
-    (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA error: out of memory"),
+    (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA (?:driver )?error: out of memory"),
     (1, "OOM", b"failure", rb"Cuda failure (?:\d+ )?'out of memory'"),
     (1, "OOM", b"allocate", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
     (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
@@ -48,7 +48,7 @@ COMPILED = [(l, s, frozenset(words.split()), re.compile(pattern)) for l, s, word
 HELD = {word: {other for other in WORDS if other in word or word in other} for word in WORDS}
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
 ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
-ASKED = re.compile(rb"[Tt]ried to allocate ([\d.]+) ([KMGT])i?B")
+ASKED = re.compile(rb"[Tt]ried to allocate (\d+\.?\d*) ([KMGT])i?B")
 UNITS = {b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40}
 LONGEST = 600  # characters of evidence
 
@@ -92,9 +92,12 @@ def overtaken(found: Ending, rows: int) -> bool:
 
 
 def strongest(found: list[Ending], rows: int) -> Ending | None:
-    """The ending that counts: the lowest level, then the first line."""
+    """The ending that counts: the lowest level, then the first line; a crash after a Ctrl-C is the Ctrl-C's."""
     left = [e for e in found if not overtaken(e, rows)]
-    return min(left, key=lambda e: e.level, default=None)
+    end = min(left, key=lambda e: e.level, default=None)
+    if end and end.status == "crashed":
+        return next((e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end)
+    return end
 
 
 def text(line: bytes) -> str:
