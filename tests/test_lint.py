@@ -181,3 +181,10 @@ def test_the_contradictions_of_the_seed_documents_are_found_and_little_else():
 @pytest.mark.parametrize("text", ["0", "-1", "1e300", "x", "", "12.5.1", "1e-300"])
 def test_odd_cells_are_no_reason_to_stop(tmp_path, column, text):
     assert linted(tmp_path, markdown(rows(**{column: text}))).rows == 5
+
+
+@pytest.mark.parametrize(("hidden", "gbs"), [(0, 2048), (14336, 0)])
+def test_zeros_in_the_text_or_in_a_whole_column_are_no_reason_to_stop(tmp_path, hidden, gbs):
+    table = "| Nodes | Size | DP | TP | PP | MBS | GBS | Sec/it | TFLOPs |\n|" + " --- |" * 9 + "\n"
+    table += "".join(f"| 48 | 182B | 8 | 8 | 6 | {mbs} | {gbs} | 12{mbs} | 13{mbs} |\n" for mbs in (1, 2, 4))
+    assert linted(tmp_path, f"NHIDDEN={hidden} / NLAYERS=78\n\n{table}").rows == 3

@@ -26,7 +26,7 @@ class Formula:
     def agrees(self, row: HandRow, gpus: float) -> bool:
         """Whether the printed TFLOPs are the formula's, but for rounding."""
         value = self.tflops(row, gpus)
-        return value == value and abs(row.number("tflops") / value - 1) <= self.exact + rounding(row)
+        return value > 0 and abs(row.number("tflops") / value - 1) <= self.exact + rounding(row)
 
 
 def rounding(row: HandRow) -> float:
@@ -34,7 +34,10 @@ def rounding(row: HandRow) -> float:
 
     Both may be rounded; or the TFLOPs were computed from the printed time, and cut rather than rounded.
     """
-    time, tflops = (row.cells[n].half / abs(row.cells[n].number) if row.has(n) else 0.0 for n in ("time", "tflops"))
+    time, tflops = (
+        row.cells[n].half / abs(row.cells[n].number) if row.has(n) and row.cells[n].number else 0.0
+        for n in ("time", "tflops")
+    )
     return max(2 * tflops, time + tflops) + 1e-9
 
 
@@ -59,7 +62,7 @@ def _narayanan(factor: float, vocabulary: int, attention: float = 1.0) -> Callab
         B, s, L, h = (row.number(name) for name in ("gbs", "seq", "layers", "hidden"))
         V = row.number("vocab")
         V = vocabulary if V != V or V == 250_000 else V  # a document's 250k is rounded
-        return factor * B * s * L * h * h * (1 + attention * s / (6 * h) + V / (factor / 6 * L * h)) / 1e12
+        return factor * B * s * (L * h * h + attention * s * L * h / 6 + 6 * V * h / factor) / 1e12
 
     return work
 
