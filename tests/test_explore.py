@@ -1,5 +1,7 @@
 """One plan by hand: the sentence says what is predicted, or which rule forbids it."""
 
+from ipywidgets import Widget
+
 from trilane import calibration
 from trilane.explore import sentence, widgets
 from trilane.hardware import cluster
@@ -27,3 +29,4 @@ def test_the_widgets_begin_at_the_plan_given_and_reach_every_size():
     chosen = {w.description: w for w in widgets(SHAPE, MACHINE, KNOWN, base, 384).children[:5]}
     assert {name: w.value for name, w in chosen.items()} == {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "recompute": "full"}
     assert 384 in chosen["dp"].options
+    Widget.close_all()  # or they look for their kernel when Python ends
