@@ -230,6 +230,9 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
         ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 0", "checkpoint-minutes=0.0: must be above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
+        ("--runs 1000000000", "runs=1000000000: must be at most 1000000"),
+        ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
+        ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
     ],
 )

@@ -164,6 +164,7 @@ BAD = [
     ([], "holds no dump"),
     (["--tp", "-1"], "tp=-1: must be"),
     (["--gpus-per-node", "0", "--tp", "2"], "gpus_per_node=0: must be at least 1"),
+    (["--tp", "99999", "--pp", "99999"], "tp x pp x dp=9999800001: must be at most 1048576"),
 ]
 
 

@@ -128,6 +128,7 @@ def test_an_option_pins_its_dimension(capsys):
         ("--gpus -8", "gpus=-8"),
         ("--gpus 100000", "gpus=100000: jz-a100-80g has 416"),
         ("--gbs 0", "gbs=0"),
+        ("--gbs-max 2048000000000", "gbs_max=2048000000000: must be at most 16384"),
         ("--tp 8 --pp 6 --dp 4", "tp x pp x dp=192: contradicts gpus=384"),
         ("--mbs 0", "mbs=0"),
         ("--cluster jz-v100-32g --gpus 64 --precision bf16", "V100-32GB has no bf16 matrix units"),

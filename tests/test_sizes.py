@@ -137,6 +137,7 @@ def test_the_door_answers_the_question_of_the_chronicles(capsys):
     [
         ("--params 0", "params=0.0: must be a number above zero"),
         ("--params nan", "params=nan: must be a number above zero"),
+        ("--params 1e18", "params=1e+18: must be at most 1e+14"),
         ("--params 1e8", "params=1e+08: no usual width leaves room for layers beside an embedding of 250880"),
         ("--vocab 0", "vocab=0: must be a whole number of at least 1"),
         ("--gpus 1000", "gpus=1000: jz-a100-80g has 416"),

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from trilane.capacity import Window
+from trilane.checks import require
 from trilane.montecarlo import QUEUE, Doubt, Outcomes, Stretch, simulate
 from trilane.pace import SOONEST, schedule_on
 from trilane.ramp import Phase
@@ -60,8 +61,11 @@ class Forecast:
         return float(np.quantile(self.outcomes.gpu_s, quantile)) / 3600
 
     def finish(self, quantile: float) -> datetime:
-        """The time by which this share of the runs has ended."""
-        return datetime.combine(self.request.start, time()) + timedelta(days=self.days(quantile))
+        """The time by which this share of the runs has ended; ValueError where no calendar has it."""
+        begin, days = datetime.combine(self.request.start, time()), self.days(quantile)
+        rule = f"would end after {datetime.max.year}: more GPUs, or fewer tokens"
+        require(days < (datetime.max - begin).days, "days", f"{days:.0f}", rule)
+        return begin + timedelta(days=days)
 
     def bars(self) -> list["Bar"]:
         """The run of average luck as bars: each stretch of one capacity, DP and microbatch, with its batch sizes."""

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,3 @@ def _step(values: Any) -> CapacityStep:
     shared = values.get("shared", False)
     require(isinstance(shared, bool), "capacity.shared", shared, "must be true or false")
     return CapacityStep(first_day=parse_day("capacity.from", values["from"]), gpus=values["gpus"], shared=shared)
-
-
-def day_after(start: date, seconds: float) -> date:
-    """The day on which so many seconds after midnight of `start` fall."""
-    return start + timedelta(days=int(seconds // 86400))

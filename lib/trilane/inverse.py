@@ -20,6 +20,7 @@ from trilane.topology import Topology
 # below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
 LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
 MOST_WIDTHS = 10
+MOST = 1e14  # parameters: a hundred times what has been trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class SizeRequest:
     def __post_init__(self) -> None:
         for name in ("parameters", "tokens", "tolerance"):
             require_positive({"parameters": "params"}.get(name, name), getattr(self, name))
+        require(self.parameters <= MOST, "params", f"{self.parameters:g}", f"must be at most {MOST:g}")
         for name in ("vocabulary", "gpus", "gbs", "seq_length"):
             require_integer({"vocabulary": "vocab"}.get(name, name), getattr(self, name), 1)
         require(self.tolerance < 0.5, "tolerance", self.tolerance, "must be below 0.5")

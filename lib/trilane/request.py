@@ -16,6 +16,8 @@ from trilane.ramp import Phase, Ramp
 from trilane.schedule import phases_of
 from trilane.stops import Risks
 
+MOST_TOKENS = 1e16  # a thousand times what has been trained
+MOST_RUNS = 1_000_000  # 8 MB for each of some dozen arrays
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 
 
@@ -48,7 +50,9 @@ class Request:
         require_positive("tokens", self.tokens)
         first = (ramp.start if ramp.samples else t.gbs) * self.plan.shape.seq_length
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
+        require(self.tokens <= MOST_TOKENS, "tokens", f"{self.tokens:g}", f"must be at most {MOST_TOKENS:g}")
         require_integer("runs", self.runs, 100)
+        require(self.runs <= MOST_RUNS, "runs", self.runs, f"must be at most {MOST_RUNS}")
         worth = self.day_worth
         require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
         rule = "needs --adapt days, --adapt gpu_hours or --day-worth"

@@ -16,6 +16,7 @@ from trilane.systems import ENGINES, lack
 from trilane.topology import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
 
 PINS = ("tp", "pp", "dp", "mbs", "interleaving")
+MOST_GBS = 1 << 14  # every size up to it is looked at: 9 s on two cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +47,9 @@ def space_of(args: argparse.Namespace, cluster: hardware.Cluster) -> Space:
     for name in ("gpus", "gbs", "gbs_max", "top", *PINS):
         value = getattr(args, name)
         require(value is None or value >= 1, name, value, "must be a whole number of at least 1")
+    require(
+        (args.gbs_max or 0) <= MOST_GBS, "gbs_max", args.gbs_max, f"must be at most {MOST_GBS}; gbs asks for one size"
+    )
     require(args.gpus <= cluster.max_gpus, "gpus", args.gpus, f"{cluster.name} has {cluster.max_gpus}")
     given: dict[str, Any] = {"zero": (0, 1)}  # what every engine has; 2 and 3 are for who asks
     given |= {name: (value,) for name in PINS if (value := getattr(args, name)) is not None}

@@ -99,10 +99,14 @@ class Grid:
         return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in AXES[axis])
 
 
+MOST = 1 << 20  # ranks: what asks for more is a broken file
+
+
 def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
     """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node` one after the other."""
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
         require(size >= 1, name, size, "must be at least 1")
+    require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
     names = list(hosts)
     places = []
     for rank in range(tp * pp * dp):
