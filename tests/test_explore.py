@@ -26,12 +26,13 @@ def test_a_plan_that_cannot_be_names_the_rule():
 
 def test_the_widgets_begin_at_the_plan_given_reach_every_size_and_say_what_is_chosen():
     base = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full")
-    *boxes, said = widgets(SHAPE, MACHINE, KNOWN, base, 384).children
+    explorer = widgets(SHAPE, MACHINE, KNOWN, base, 384)
+    *boxes, said = explorer.children
     chosen = {w.description: w for w in boxes}
     assert {name: w.value for name, w in chosen.items()} == {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "recompute": "full"}
     assert 384 in chosen["dp"].options and "on 384 GPUs" in said.value
     chosen["dp"].value = 4
-    assert "on 192 GPUs" in said.value
+    assert "on 192 GPUs" in said.value and "on 192 GPUs" in explorer._repr_mimebundle_()["text/html"]
     chosen["tp"].value = 3
     assert said.value.startswith("<b>refused</b>: tp=3")
     Widget.close_all()  # or they look for their kernel when Python ends

@@ -52,5 +52,12 @@ def widgets(shape: ModelShape, cluster: Cluster, calibration: Calibration, base:
 
     for box in boxes.values():
         box.observe(show, "value")
+
+    class Explorer(VBox):
+        """Where nothing can be clicked, as in a report, the words alone."""
+
+        def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+            return {**super()._repr_mimebundle_(**options), "text/html": f"<p>{said.value}</p>"}
+
     show()
-    return VBox([*boxes.values(), said])
+    return Explorer([*boxes.values(), said])

@@ -12,6 +12,7 @@ from nbconvert import HTMLExporter
 from trilane.store import Study, stamp, write_text
 from trilane.tables import short
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 
 
@@ -25,6 +26,8 @@ def notebook_html(executed: Path) -> str:
     notebook.cells = [
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
     ]
+    for output in (o for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o):
+        output["data"].pop(WIDGET, None)  # what it shows beside stays
     return exporter.from_notebook_node(notebook, resources={"trilane_css": css})[0]
 
 
