@@ -91,8 +91,15 @@ GPT_ARGS=" \\
     "
 OPTIMIZER_ARGS="--optimizer adam --adam-beta2 0.95 --lr 6.0e-5 --min-lr 6e-6 --lr-decay-style cosine \\
     --lr-warmup-samples 183_105 --weight-decay 1e-1"
-srun $LAUNCHER pretrain_gpt.py --tensor-model-parallel-size $TP_SIZE --pipeline-model-parallel-size $PP_SIZE \\
-    $GPT_ARGS $OPTIMIZER_ARGS --deepspeed --deepspeed_config $config_json --zero-stage 1 --save $CHECKPOINTS
+ZERO_STAGE=0 # in bf16
+cat <<EOT > $config_json
+{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": $ZERO_STAGE}}
+EOT
+#   --universal-checkpoint \\
+export CMD="pretrain_gpt.py --tensor-model-parallel-size $TP_SIZE --pipeline-model-parallel-size $PP_SIZE \\
+    $GPT_ARGS $OPTIMIZER_ARGS --deepspeed --deepspeed_config ${config_json} --zero-stage ${ZERO_STAGE} \\
+    --save $CHECKPOINTS"
+srun bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee -a main_log.txt
 """
 
 
@@ -111,6 +118,27 @@ def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() ->
         "init_method_std=0.0048: a plan has 0.02",
         "data_path=missing: the plan has stdlib",
     )
+
+
+def test_lines_end_arguments_and_quotes_hold_lines() -> None:
+    script = """
+MBS=2 # a comment
+GBS=$(( $MBS*4 * 16 ))
+DATA="
+  --data-path
+     0.5 /a
+     0.5 /b
+  --seed 7"
+python pretrain_gpt.py $DATA --global-batch-size $GBS --lr 1e-4
+srun hostname
+"""
+    found = read_arguments(script)
+    assert found == {
+        "data_path": ["0.5", "/a", "0.5", "/b"],
+        "seed": ["7"],
+        "global_batch_size": ["128"],
+        "lr": ["1e-4"],
+    }
 
 
 def test_iterations_become_samples() -> None:

@@ -31,6 +31,7 @@ IGNORED = {
     *("deepspeed_config", "deepspeed_activation_checkpointing", "partition_activations", "cpu_torch_adam"),
     *("timing_log_option", "abort_on_unmet_fused_kernel_constraints"),
     *("make_vocab_size_divisible_by", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "tee"),
+    *("jobid", "kill_on_bad_exit", "wait", "valid_num_workers"),
     *("rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "codecarbon_dir", "local_rank"),
 }  # fmt: skip
 FOLLOWS = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from a plan's shape, in one way

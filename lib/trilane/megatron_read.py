@@ -112,6 +112,8 @@ def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
     require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan counts both or none")
     method = given.get("pp_partition_method", str, "type:transformer")
     zero = given.get("zero_stage", int, 1) if flavour == DEEPSPEED else int(given.has("use_distributed_optimizer"))
+    if flavour == DEEPSPEED and precision == "bf16" and zero == 0:
+        zero = 1  # its pipeline takes BF16_Optimizer then, which shards its states over the replicas all the same
     return Topology(
         tp=tp,
         pp=pp,
