@@ -1,8 +1,10 @@
 """Shape, hardware, topology, plan: published sizes, laws, and one clear line for every bad input."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +97,14 @@ BAD = [
     (
         lambda: plan(topology=Topology(dp=512, gbs=512)),
         "tp x pp x dp=512: jz-a100-80g has 416",
+    ),
+    (
+        lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan),
+        "cluster.latency_s=nan: must be zero or a number above",
+    ),
+    (
+        lambda: replace(cluster("jz-a100-80g").gpu, context_bytes=math.inf),
+        "gpu.context_bytes=inf: must be zero or a number above",
     ),
     (
         lambda: plan(engine="megatro"),

@@ -39,6 +39,12 @@ def require_positive(field: str, value: object) -> None:
     require(is_number and 0 < value < float("inf"), field, value, "must be a number above zero")  # type: ignore[operator]
 
 
+def require_not_negative(field: str, value: object) -> None:
+    """Raise ValueError unless `value` is zero or a finite number above."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number and 0 <= value < float("inf"), field, value, "must be zero or a number above")  # type: ignore[operator]
+
+
 def from_mapping(kind: type[T], values: object, where: str) -> T:
     """The dataclass `kind` from a JSON object, nested dataclasses and tuples included.
 

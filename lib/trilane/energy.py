@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trilane.checks import require
+from trilane.checks import require_not_negative
 
 # Watts of a whole node at most, over its GPUs, from the data sheets: DGX-1 V100 3.5 kW / 8, DGX A100 6.5 kW / 8, DGX
 # H100 and H200 10.2 kW / 8. A node that computes draws less than its most, so these are upper ends.
@@ -20,7 +20,8 @@ class Price:
 
     def __post_init__(self) -> None:
         for name, value in (("price", self.per_gpu_hour), ("watts", self.watts_per_gpu)):
-            require(value is None or 0 <= value < float("inf"), name, value, "must be zero or a number above")
+            if value is not None:
+                require_not_negative(name, value)
 
     def cost(self, gpu_hours: float) -> float | None:
         """Money of so many GPU-hours."""

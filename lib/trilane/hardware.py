@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from trilane.checks import from_mapping, read_json, require, require_integer, require_known, require_positive
+from trilane.checks import (
+    from_mapping,
+    read_json,
+    require,
+    require_integer,
+    require_known,
+    require_not_negative,
+    require_positive,
+)
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 
@@ -32,6 +40,9 @@ class Gpu:
         require_known("gpu.kind", self.kind, ("cuda", "cpu"))
         for name in ("memory_bytes", "memory_bytes_per_s", "fp32_flops_per_s"):
             require_positive(f"gpu.{name}", getattr(self, name))
+        for name in ("fp16_flops_per_s", "bf16_flops_per_s", "context_bytes"):
+            require_not_negative(f"gpu.{name}", getattr(self, name))
+        require_integer("gpu.num_sms", self.num_sms, 1)
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""
@@ -72,6 +83,11 @@ class Cluster:
             require_integer(f"cluster.{name}", getattr(self, name), 1)
         for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s", "host_memory_bytes"):
             require_positive(f"cluster.{name}", getattr(self, name))
+        for name in ("latency_s", "launch_overhead_s"):
+            require_not_negative(f"cluster.{name}", getattr(self, name))
+        for name in ("pair_bytes_per_s", "ring_bytes_per_s"):
+            if getattr(self, name) is not None:
+                require_positive(f"cluster.{name}", getattr(self, name))
 
     @property
     def max_gpus(self) -> int:

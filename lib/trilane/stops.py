@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from trilane.checks import require, require_positive
+from trilane.checks import require, require_not_negative, require_positive
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
@@ -32,7 +32,7 @@ class Stop:
     def __post_init__(self) -> None:
         for field in ("per_node_year", "per_year", "spread", "idle_hours"):
             value = getattr(self, field)
-            require(0 <= value < math.inf, f"stop.{field}", value, "must be zero or a number above")
+            require_not_negative(f"stop.{field}", value)
 
 
 def usual_stops() -> tuple[Stop, ...]:
@@ -143,16 +143,14 @@ class Risks:
             "evaluation_iters",
         ):
             value = getattr(self, name)
-            require(0 <= value < math.inf, name, value, "must be zero or a number above")
+            require_not_negative(name, value)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
             require_positive(name, getattr(self, name))
         require(0 <= self.common <= 1, "common", self.common, "must lie between 0 and 1")
 
     def with_failures(self, per_node_year: float) -> "Risks":
         """The same with a known rate of node failures: no doubt about the rate itself is left."""
-        require(
-            0 <= per_node_year < math.inf, "failures-per-node-year", per_node_year, "must be zero or a number above"
-        )
+        require_not_negative("failures-per-node-year", per_node_year)
         known = tuple(
             dataclasses.replace(s, per_node_year=per_node_year, spread=0.0, source="given")
             if s.name == NODE_FAILURE
