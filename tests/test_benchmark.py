@@ -1,13 +1,15 @@
 """A benchmark is a run whose first iterations are left out, told as one JSON object."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import small_plan
 
 from trilane.__main__ import main
-from trilane.benchmark import result, shortened
+from trilane.benchmark import result, shortened, text
+from trilane.hardware import cluster
 from trilane.plan import Plan
 from trilane.ramp import Ramp
 
@@ -36,12 +38,17 @@ def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_pat
     assert found["memory_bytes"] == {"0": 7 * 2**20, "1": 8 * 2**20}
     flops = small_plan().shape.flops_per_iteration(4)
     assert found["flops_per_s_per_gpu"] == pytest.approx(flops / 2)
-    assert found["mfu"] == pytest.approx(flops / 2 / 50e9)
+    assert found["mfu"] is None, "what a CPU was measured to do is no peak"
+
+
+def test_mfu_is_over_the_peak_of_the_card(tmp_path: Path) -> None:
+    plan = replace(small_plan(), cluster=cluster("jz-a100-80g"))
+    found = result(finished(tmp_path / "run", [2.0] * 8, plan), leave_out=2)
+    assert found["mfu"] == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s)
+    assert f"MFU {found['mfu']:.1%}" in text(found)
 
 
 def test_a_shortened_plan_runs_at_its_full_batch() -> None:
-    from dataclasses import replace
-
     plan = small_plan(train_iters=1000)
     growing = replace(plan, run=replace(plan.run, ramp=Ramp(start=2, increment=2, samples=100)))
     assert shortened(growing, 30) == replace(plan, run=replace(plan.run, train_iters=30))

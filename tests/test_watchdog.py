@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -152,7 +153,8 @@ def test_a_watchdog_whose_rank_has_ended_before_it_began_ends_too(tmp_path: Path
     """It would hold the job's output open for ever."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     command = [sys.executable, "-m", "trilane.watchdog", str(tmp_path), "999999999"]
-    subprocess.run(command, env=real_hangs.library(), timeout=120, check=False)
+    done = subprocess.run(command, env=real_hangs.library(), timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, "by its own hand"
 
 
 def test_a_watchdog_ends_with_its_rank_while_it_waits_for_other_nodes(tmp_path: Path) -> None:

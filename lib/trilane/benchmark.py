@@ -65,7 +65,8 @@ def result(folder: Path, leave_out: int = WARM_UP) -> dict[str, Any]:
     """The run in `folder` as one JSON object: seconds, rates and bytes; null where the run left nothing to count.
 
     Counted are the iterations after the first `leave_out` that were not skipped, of the last batch size. FLOPs are
-    those of ModelShape.flops_per_iteration; `mfu` is their rate over the card's peak, recomputation not counted.
+    those of ModelShape.flops_per_iteration; `mfu` is their rate over the card's peak, recomputation not counted, null
+    on a CPU: the rate in its plan is one that was measured, and no peak.
     """
     plan, log = read_plan(folder / "plan.json"), read_run_folder(folder)
     status = read_status(folder) if (folder / "status.json").exists() else None
@@ -93,7 +94,7 @@ def result(folder: Path, leave_out: int = WARM_UP) -> dict[str, Any]:
 def _rates(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = np.array([step["sec_per_it"] for step in steps])
     low, median, high = (float(q) for q in np.quantile(seconds, [0.25, 0.5, 0.75]))
-    gbs, t = steps[-1]["global_batch_size"], plan.topology
+    gbs, t, gpu = steps[-1]["global_batch_size"], plan.topology, plan.cluster.gpu
     rate, once = (
         plan.shape.flops_per_iteration(gbs, full) / median / t.gpus for full in (t.recompute == "full", False)
     )
@@ -110,7 +111,7 @@ def _rates(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
         "samples_per_s": gbs / median,
         "tokens_per_s": gbs * plan.shape.seq_length / median,
         "flops_per_s_per_gpu": rate,
-        "mfu": once / plan.cluster.gpu.flops_per_s(t.precision),
+        "mfu": once / gpu.flops_per_s(t.precision) if gpu.kind == "cuda" else None,
     }
 
 
@@ -134,8 +135,9 @@ def text(found: dict[str, Any]) -> str:
         f"{seconds['median']:.4f} s an iteration (quartiles {seconds['low_quartile']:.4f} to "
         f"{seconds['high_quartile']:.4f}) over {found['iterations']}, {found['left_out']} left out"
     )
+    mfu = f"MFU {found['mfu']:.1%}, " if found["mfu"] is not None else ""
     rates = (
         f"{found['tokens_per_s']:.0f} tokens/s, {found['flops_per_s_per_gpu'] / 1e12:.4g} TFLOP/s per GPU, "
-        f"MFU {found['mfu']:.1%}, fullest rank {max(found['memory_bytes'].values(), default=0) / 2**30:.2f} GiB"
+        f"{mfu}fullest rank {max(found['memory_bytes'].values(), default=0) / 2**30:.2f} GiB"
     )
     return "\n".join([head, speed, rates])

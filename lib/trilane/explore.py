@@ -36,7 +36,7 @@ def widgets(shape: ModelShape, cluster: Cluster, calibration: Calibration, base:
     """Drop-downs for tp, pp, dp (up to `gpus`), mbs and recompute beginning at `base`, and what they amount to.
 
     The words stand in a widget of their own. ipywidgets' `interactive` would print them to an Output widget, whose
-    messages back to the kernel cost papermill the end of the cell in one run of ten: it then waits for ever.
+    messages back to the kernel cost papermill the end of 5 of 32 such cells (docs/log.md): it then waits for ever.
     """
     from ipywidgets import HTML, Dropdown, VBox
 
