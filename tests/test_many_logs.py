@@ -1,6 +1,8 @@
 """Many logs and long ones: several processes and files on disk change nothing in what comes out."""
 
 import csv
+import gc
+import warnings
 
 import numpy as np
 import pytest
@@ -65,3 +67,12 @@ def test_a_tape_is_an_array_that_lies_in_a_file(tmp_path, monkeypatch):
         tape[place] = numbers[place] = -1.0
     assert list(tape.read(0, len(numbers))) == numbers and list(tape.read(600, 700)) == numbers[600:700]
     assert [tape[place] for place in (0, 3, 700, -1, -30)] == [numbers[place] for place in (0, 3, 700, -1, -30)]
+
+
+def test_a_tape_that_nobody_needs_closes_its_file(tmp_path):
+    tape = Tape(tmp_path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        del tape
+        gc.collect()
+    assert not [w for w in said if "unclosed" in str(w.message)]

@@ -22,6 +22,8 @@ STORY = [
     ("markdown", "## The sum", []),
     ("code", "from trilane.topology import Topology\nprint('tp is', Topology(tp=tp, gbs=tp).tp, rate, on)", []),
     ("code", "assert tp != 13, 'unlucky'", []),
+    ("code", "import os, signal, time\nif tp == 14: os.write(2, b'no memory'); os._exit(1)", []),
+    ("code", "if tp == 15: os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", []),
 ]
 
 
@@ -92,6 +94,22 @@ def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(story, ou
     assert str(caught.value) == f"07_story, cell {4 if is_input else 5} (The sum): {reason}"
     assert caught.value.is_input is is_input
     assert "Traceback" in (study.folder / "07_story.ipynb").read_text()
+    assert "failed" in (study.folder / "index.html").read_text()
+
+
+def test_a_kernel_that_dies_is_named_with_its_last_words_and_is_not_done(story, outputs):
+    study = Study.create("s")
+    with pytest.raises(notebook.NotebookError, match=r"^07_story, cell 6 \(The sum\): Kernel died; no memory$"):
+        notebook.run(story, study, tp="14")
+    assert not notebook.is_done(story, study, {"tp": 14})
+    assert "failed" in (study.folder / "index.html").read_text()
+
+
+def test_an_interrupted_notebook_is_not_done(story, outputs):
+    study = Study.create("s")
+    with pytest.raises(KeyboardInterrupt):
+        notebook.run(story, study, tp="15")
+    assert not notebook.is_done(story, study, {"tp": 15})
     assert "failed" in (study.folder / "index.html").read_text()
 
 

@@ -95,7 +95,7 @@ ABSURD = [
 ]
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")  # the garbage of other tests
 @pytest.mark.parametrize("text", ABSURD)
 def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
     code, runs, said = parsed(capsys, log(tmp_path, text=text))

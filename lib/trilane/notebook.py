@@ -23,16 +23,17 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # what `all` runs, in this order
 
 
-class SocketFileKernelManager(AsyncKernelManager):
-    """Kernels behind socket files: over TCP every other user of a shared node could listen in."""
+def kernel_manager(stderr: IO[bytes]) -> type[AsyncKernelManager]:
+    """Kernels behind socket files (over TCP every other user of a shared node could listen in), their own stderr in a
+    file: what ends up there is about the kernel, not the notebook."""
 
-    transport = Unicode("ipc")
-    stderr: IO[bytes]
+    class SocketFileKernelManager(AsyncKernelManager):
+        transport = Unicode("ipc")
 
-    async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
-        """Start the kernel with its own stderr in a file: what ends up there is about the kernel, not the notebook."""
-        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the kernel
-        await super().start_kernel(**options, stderr=self.stderr)
+        async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+            await super().start_kernel(**{**options, "stderr": stderr})
+
+    return SocketFileKernelManager
 
 
 class NotebookError(Exception):
@@ -96,13 +97,14 @@ def run(name: str, study: Study, **given: object) -> Path:
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
     outer = os.environ.get(BATCH)
     os.environ[BATCH] = "1"  # kernels inherit it
+    kernel_says = tempfile.TemporaryFile()  # noqa: SIM115  closed below
     try:
         papermill.execute_notebook(
             NOTEBOOKS / f"{name}.ipynb",
             executed,
             parameters={**values, "study": study.name},
             kernel_name="python3",
-            kernel_manager_class=SocketFileKernelManager,
+            kernel_manager_class=kernel_manager(kernel_says),
             cwd=str(NOTEBOOKS),
             progress_bar={"desc": name, "unit": "cell"},
             stdout_file=sys.stderr,
@@ -111,7 +113,16 @@ def run(name: str, study: Study, **given: object) -> Path:
     except PapermillExecutionError as error:
         cell = cell_name(NOTEBOOKS / f"{name}.ipynb", error.source)
         raise NotebookError(name, cell, error.evalue or error.ename, error.ename == "ValueError") from None
+    except BaseException as error:  # a dead kernel, Ctrl-C: papermill keeps the copy as if it were complete
+        source = mark_failed(executed)
+        if not isinstance(error, RuntimeError):
+            raise
+        cell = cell_name(NOTEBOOKS / f"{name}.ipynb", source) if source is not None else "before its first cell"
+        kernel_says.seek(0)
+        last = kernel_says.read().decode(errors="replace").strip().splitlines()[-1:]
+        raise NotebookError(name, cell, "; ".join([str(error), *last]), is_input=False) from None
     finally:
+        kernel_says.close()
         os.environ.pop(BATCH)
         if outer is not None:
             os.environ[BATCH] = outer
@@ -130,6 +141,17 @@ def cell_name(notebook: Path, source: str) -> str:
         elif cell.cell_type == "code" and cell.source == source:
             return f"cell {number} ({heading})"
     return "a cell"
+
+
+def mark_failed(executed: Path) -> str | None:
+    """Write into the executed copy that it is not complete; the source of its first code cell that did not end."""
+    if not executed.exists():
+        return None
+    made = nbformat.read(executed, as_version=4)
+    made.metadata.setdefault("papermill", {})["exception"] = True
+    nbformat.write(made, executed)
+    code = [cell for cell in made.cells if cell.cell_type == "code"]
+    return next((cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})), None)
 
 
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Tape: numbers in a file, their end in memory: columns of long logs that only a CSV file will need."""
 
 import tempfile
+import weakref
 from array import array
 from pathlib import Path
 
@@ -14,6 +15,7 @@ class Tape:
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 it lives as long as the tape
+        weakref.finalize(self, self._file.close)
         self._written, self._tail = 0, array("d")
 
     def append(self, value: float) -> None:
