@@ -84,7 +84,7 @@ def test_the_largest_model_of_a_family_is_the_last_that_fits():
 
 
 def test_a_million_configurations_take_a_second_or_two():
-    """The issue asks for 1,000,000 a second on one idle core; a shared test machine gets three times that."""
+    """The target is 1,000,000 a second on one idle core; a shared test machine gets three times that."""
     space = Space(gpus=(384,), gbs=tuple(range(1, 2049)), attention="scores")
     start = time.process_time()
     found = search_space(SHAPE, A100, space, K, top=10)
