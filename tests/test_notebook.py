@@ -8,6 +8,7 @@ import nbformat
 import pytest
 
 from trilane import notebook
+from trilane.__main__ import DOORS
 from trilane.report import write_index
 from trilane.store import Study
 
@@ -137,6 +138,7 @@ def test_hostile_text_in_a_study_is_shown_not_run(outputs):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["serch"], "door=serch: did you mean search?"),
         (["run", "all", "-p", "gsb", "8"], "parameter=gsb: did you mean gbs?"),
         (["run", "02_topolgy"], "notebook=02_topolgy: did you mean 02_topology?"),
         (["run", "all", "--study", "a b"], "study='a b': must be a plain folder name"),
@@ -157,3 +159,9 @@ def test_the_doors_refuse_bad_input_with_one_line_and_exit_code_2(outputs, argum
     lines = [line for line in done.stderr.splitlines() if line.startswith("trilane: ")]
     assert len(lines) == 1 and message in lines[0]
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_door_all_are_listed():
+    done = subprocess.run([sys.executable, "-m", "trilane"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert {name for name, *_ in DOORS} <= set(done.stderr.split())

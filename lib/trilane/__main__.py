@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from trilane.checks import require_known
+
 # Each door's name, the room that holds it (with the words after its functions' `add_` and `run_` where it holds
 # several), and what it is for. Only the room of the door that is asked for is imported.
 DOORS = (
@@ -59,14 +61,21 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one door; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 nobody reads what it prints."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(prog="python -m trilane", description=__doc__)
+    parser = Parser(
+        prog="python -m trilane", description="What the notebooks do, from a shell. `DOOR --help` says more."
+    )
     doors = parser.add_subparsers(dest="door", required=True, metavar="DOOR")
     for name, place, text in DOORS:
         door = doors.add_parser(name, help=text)
         if name in words[:1]:
             _furnish(door, *place.partition(":")[::2])
-    args = parser.parse_args(words)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     try:
+        if not words[0].startswith("-"):
+            require_known("door", words[0], [name for name, *_ in DOORS])
+        args = parser.parse_args(words)
         code: int = args.call(args)
         sys.stdout.flush()
         return code
