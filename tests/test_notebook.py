@@ -139,6 +139,9 @@ def test_hostile_text_in_a_study_is_shown_not_run(outputs):
     ("arguments", "message"),
     [
         (["serch"], "door=serch: did you mean search?"),
+        (["parse", "a.log", "--jsn"], "option=--jsn: did you mean --json? known: --csv, --help, --json"),
+        (["chain", "--json", "status", "s"], "option=--json: does not stand where it can be understood"),
+        (["launch", "a", "b"], "argument=b: is one too many"),
         (["run", "all", "-p", "gsb", "8"], "parameter=gsb: did you mean gbs?"),
         (["run", "02_topolgy"], "notebook=02_topolgy: did you mean 02_topology?"),
         (["run", "all", "--study", "a b"], "study='a b': must be a plain folder name"),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from trilane.checks import require_known
+from trilane.checks import require, require_known
 
 # Each door's name, the room that holds it (with the words after its functions' `add_` and `run_` where it holds
 # several), and what it is for. Only the room of the door that is asked for is imported.
@@ -75,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not words[0].startswith("-"):
             require_known("door", words[0], [name for name, *_ in DOORS])
-        args = parser.parse_args(words)
+        args, unknown = parser.parse_known_args(words)
+        for word in unknown:
+            require(word.startswith("-"), "argument", word, "is one too many")
+            require_known("option", word.partition("=")[0], sorted(_options(doors.choices[words[0]])))
+            require(False, "option", word, "does not stand where it can be understood")
         code: int = args.call(args)
         sys.stdout.flush()
         return code
@@ -88,6 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)
         return 130
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """Every option of a door and of the doors inside it."""
+    inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    own = {name for name in parser._option_string_actions if name.startswith("--")}
+    return own.union(*(_options(door) for action in inner for door in action.choices.values()))
 
 
 def _furnish(door: argparse.ArgumentParser, room: str, part: str) -> None:
