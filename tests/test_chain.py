@@ -8,11 +8,12 @@ import pytest
 from slurm_cluster import REQUEST, SITE, plan
 from support import small_plan
 
-from trilane import attempt, chain, jobs, ledger
+from trilane import attempt, chain, jobs, ledger, slurm
 from trilane.__main__ import main
+from trilane.checkpoints import name_of
 from trilane.hardware import cluster
 from trilane.outcome import read_status
-from trilane.plan import Plan, Run
+from trilane.plan import Plan, Run, read_plan
 from trilane.ramp import Ramp
 from trilane.shape import parse_shape
 from trilane.topology import Topology
@@ -82,6 +83,11 @@ def at(folder: Path, iteration: int) -> None:
     (folder / "steps.jsonl").write_text("".join(f'{{"iteration": {n + 1}}}\n' for n in range(iteration)))
 
 
+def newest(folder: Path, iteration: int) -> None:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
+
+
 def test_a_link_with_nothing_left_to_do_ends_before_it_begins(folder: Path) -> None:
     at(folder, 4)
     assert attempt.begin(folder, JOB) == "stop: done: iteration 4 of 4 is reached"
@@ -136,9 +142,33 @@ def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
     p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
     p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
     one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
-    assert attempt.begin(two, JOB) == "stop: ramp-1-n1, which comes before, is at iteration 0"
-    at(one, chain.read(tmp_path / "c")[0].run.goal)
+    before = "stop: ramp-1-n1, which comes before, is at iteration"
+    assert attempt.begin(two, JOB) == f"{before} 0 of 6; it has no checkpoint"
+    at(one, 6)
+    newest(one, 4)
+    assert attempt.begin(two, JOB) == f"{before} 6 of 6; its newest checkpoint is iter_0000004"
+    newest(one, 6)
     assert attempt.begin(two, JOB) == "go: from the beginning"
+
+
+def test_a_last_save_that_was_cut_off_leaves_something_to_do(folder: Path) -> None:
+    p = read_plan(folder / "plan.json")
+    (folder / "plan.json").write_text(json.dumps(replace(p, run=replace(p.run, save_interval=2)).to_json()))
+    at(folder, 4)
+    newest(folder, 2)
+    assert attempt.begin(folder, JOB) == "go: from iter_0000002"
+    newest(folder, 4)
+    assert attempt.begin(folder, JOB) == "stop: done: iteration 4 of 4 is reached"
+
+
+def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt.begin(folder, {"SLURM_JOB_ID": "6"})
+    known = {"6": slurm.JobState(id="6", state="RUNNING")}
+    monkeypatch.setattr(slurm, "states", lambda ids: {job: known[job] for job in ids})
+    assert attempt.begin(folder, JOB) == "stop: job 6 trains here"
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "6"}).startswith("go: "), "the same job, requeued"
+    known["6"] = slurm.JobState(id="6", state="NODE_FAIL")
+    assert attempt.begin(folder, JOB).startswith("go: ")
 
 
 def test_the_door_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -126,7 +126,10 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
 EDITED = {
     "kill-on-bad-exit": (lambda s: s.replace("--kill-on-bad-exit=1 ", ""), "the others wait until the time limit"),
     "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run would be COMPLETED"),
-    "signal": (lambda s: s.replace('trap "" USR1', "true"), "SIGUSR1 before the limit reaches torchrun too"),
+    "signal": (
+        lambda s: s.replace("trilane.engine.torchrun", "torch.distributed.run"),
+        "SIGUSR1 before the limit may reach the launcher alone",
+    ),
     "script": (lambda s: s.replace("--nodes=2", "--nodes=3"), "--nodes=3, the plan's 16 GPUs need 2"),
     "internet": (lambda s: s + "pip install flash-attn\n", "the script says: pip install"),
     "bash": (lambda s: s + "if true; then\n", "syntax error"),

@@ -1,11 +1,13 @@
 """The checked door to the notebooks: parameters, failures that name the cell, resume, reports."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from support import heed_ctrl_c
 
 from trilane import notebook
 from trilane.__main__ import DOORS
@@ -107,9 +109,13 @@ def test_a_kernel_that_dies_is_named_with_its_last_words_and_is_not_done(story, 
 
 
 def test_an_interrupted_notebook_is_not_done(story, outputs):
-    study = Study.create("s")
-    with pytest.raises(KeyboardInterrupt):
-        notebook.run(story, study, tp="15")
+    study, before = Study.create("s"), signal.getsignal(signal.SIGINT)
+    heed_ctrl_c()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            notebook.run(story, study, tp="15")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not notebook.is_done(story, study, {"tp": 15})
     assert "failed" in (study.folder / "index.html").read_text()
 

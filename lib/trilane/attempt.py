@@ -11,13 +11,16 @@ from pathlib import Path
 
 from trilane import ledger, slurm
 from trilane.again import STOP
-from trilane.checkpoints import FOLDER, latest
+from trilane.checkpoints import FOLDER, latest, name_of
 from trilane.checks import read_json
 from trilane.logs import RunLog, read_log
+from trilane.node_loss import blame, judged, waiting
 from trilane.outcome import Outcome, read_status, write_status
 from trilane.plan import read_plan
+from trilane.store import is_completed
 
 LEFT = ("run.log", "steps.jsonl", "env.json", "ranks")  # what an attempt leaves beside status.json
+TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
 TRIES = 3  # attempts that may start at the same iteration: the third without progress is the last
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 
@@ -29,13 +32,14 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     begins anew; otherwise it goes on, and only the earlier status.json is moved.
     """
     job, at = job_id(env), iteration(folder)
-    reason = done(folder) or in_the_way(folder) or unready(folder) or too_large(folder, env.get(SWEEP, ""))
+    reason = done(folder) or in_the_way(folder) or rival(folder, job) or unready(folder)
+    reason = reason or too_large(folder, env.get(SWEEP, ""))
     if reason:
         ledger.note(folder, "refused", job, says=reason)
         if reason.startswith("done"):
             _cancel_later(folder, job)
         return f"stop: {reason}"
-    blame(folder, job)
+    blame(folder)
     newest = latest(folder / FOLDER)
     put_aside(folder, keep=newest is not None)
     nodes = env.get("SLURM_JOB_NODELIST", "")
@@ -46,7 +50,11 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
 
 
 def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> Outcome:
-    """How the attempt ended by its log and the step's exit code; written to status.json and noted in the ledger."""
+    """How the attempt ended by its log and the step's exit code; written to status.json and noted in the ledger.
+
+    Where a node is gone, that is the reason; the jobs that still wait are kept off it, and this one is put back into
+    the queue where its script has --requeue: SLURM would do so by itself only while the job still runs.
+    """
     job = job_id(env)
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
     seconds = time.time() - _seconds(starts[-1]["time"]) if starts else 0.0
@@ -56,16 +64,17 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> Outcome
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
     if outcome.status == "completed":
         _cancel_later(folder, job)
-    return outcome
+    return judged(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome)
 
 
 def verdict(folder: Path, log: RunLog | None, code: int, seconds: float) -> Outcome:
     """The scheduler's word first (here the exit code of the step), then the text of the log."""
     at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
     if code == 0:
-        said = read_status(folder) if (folder / "status.json").exists() else None  # the engine's own word
-        how = "completed" if at >= goal else "stopped"
-        return _outcome(how, said.evidence if said else f"iteration {at} of {goal}", code, seconds)
+        if (folder / "status.json").exists():  # the engine's own word
+            said = read_status(folder)
+            return _outcome(said.status, said.evidence, code, seconds)
+        return _outcome("completed" if done(folder) else "stopped", f"iteration {at} of {goal}", code, seconds)
     if log is None or log.status in ("completed", "running", "unfinished"):
         return _outcome("crashed", f"exit code {code} after iteration {at}; the log says no more", code, seconds)
     return _outcome(log.status, log.evidence, code, seconds, log.rank)
@@ -93,9 +102,11 @@ def iteration(folder: Path) -> int:
 
 
 def done(folder: Path) -> str:
-    """Why nothing is left to do, "" where something is."""
-    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
-    return f"done: iteration {at} of {goal} is reached" if at >= goal else ""
+    """Why nothing is left to do, "" where something is: an iteration, or the last one's checkpoint where it has one."""
+    at, run = iteration(folder), read_plan(folder / "plan.json").run
+    newest = latest(folder / FOLDER)
+    is_saved = not run.saves_at_end or is_completed(folder) or (newest and newest.name == name_of(run.goal))
+    return f"done: iteration {at} of {run.goal} is reached" if at >= run.goal and is_saved else ""
 
 
 def unready(folder: Path) -> str:
@@ -104,7 +115,22 @@ def unready(folder: Path) -> str:
     before = Path(plan.run.load)
     if not plan.run.start_iteration or latest(folder / FOLDER) or not (before / "plan.json").exists():
         return ""
-    return "" if done(before) else f"{before.name}, which comes before, is at iteration {iteration(before)}"
+    newest = latest(before / FOLDER)
+    if newest and newest.name == name_of(plan.run.start_iteration):
+        return ""
+    at, saved = iteration(before), f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
+    return f"{before.name}, which comes before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
+
+
+def rival(folder: Path, job: str) -> str:
+    """Which other job trains in this folder now, "" where none does: two would spoil each other's log."""
+    ended = {e["id"] for e in ledger.events(folder, "ended")}
+    begun = dict.fromkeys(e["id"] for e in ledger.events(folder, "started"))
+    others = [i for i in begun if i not in (job, *ended) and slurm.JOB_ID.fullmatch(i)]
+    with contextlib.suppress(ValueError):  # where SLURM cannot be asked, the training begins
+        going = [i for i, state in slurm.states(others).items() if state.state in TRAINING]
+        return f"job {going[0]} trains here" if going else ""
+    return ""
 
 
 def in_the_way(folder: Path) -> str:
@@ -152,29 +178,6 @@ def put_aside(folder: Path, keep: bool) -> None:
     target.mkdir()
     for path in left:
         path.rename(target / path.name)
-
-
-def blame(folder: Path, job: str) -> None:
-    """Where the attempt before lost a node, note which, and keep the jobs that still wait off it.
-
-    It may have ended by itself, since srun fails before SLURM takes the job back; so the nodes are asked, not the log.
-    """
-    starts = ledger.events(folder, "started")
-    if not starts:
-        return
-    with contextlib.suppress(ValueError):  # a note that cannot be had must not keep the training from starting
-        dead = sorted(set(slurm.hostnames(starts[-1]["nodes"])) & set(slurm.down_nodes()))
-        if not dead:
-            return
-        ledger.note(folder, "node failure", starts[-1]["id"], nodes=dead)
-        for later in waiting(folder, job):
-            slurm.exclude(later, dead)
-
-
-def waiting(folder: Path, job: str) -> list[str]:
-    """The folder's other jobs that have not started."""
-    states = slurm.states([i for i in ledger.job_ids(folder) if i != job and slurm.JOB_ID.fullmatch(i)])
-    return [i for i, state in states.items() if state.state == "PENDING"]
 
 
 def last_log(folder: Path) -> RunLog | None:

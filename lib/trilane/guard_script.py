@@ -13,6 +13,10 @@ DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation"
 DOWNLOADS = re.compile(
     r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b", re.M
 )
+# Our torchrun; a shell that answers by the file `save`; ranks that srun starts itself.
+HEEDS_SIGNAL = re.compile(
+    r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1|srun [^\n]*-m trilane\.engine )""", re.M
+)
 
 
 def directives(case: Case) -> Iterator[Finding]:
@@ -52,9 +56,9 @@ def dead_ends(case: Case) -> Iterator[Finding]:
     if "| tee" in text and "pipefail" not in text:
         says = "a pipe into tee without pipefail: a failed run would be COMPLETED, and what waits for it would start"
         yield refuse("pipefail", says, "set -euo pipefail")
-    if "signal" in case.directives and not re.search(r"""trap ["']{1,2} USR1""", text):
-        says = "SIGUSR1 before the limit reaches torchrun too, which dies of it"
-        yield refuse("signal", says, """srun ... bash -c 'trap "" USR1; exec python -m torch.distributed.run ...'""")
+    if "signal" in case.directives and not HEEDS_SIGNAL.search(text):
+        says = "SIGUSR1 before the limit may reach the launcher alone, which dies of it or ignores it: nothing is saved"
+        yield refuse("signal", says, "python -m trilane.engine.torchrun hands it on; or trap 'touch save' USR1")
     if re.search(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))", text):
         says = "one TORCHELASTIC_ERROR_FILE for all nodes: each launcher overwrites the others' report"
         yield warn("error file", says, "put $SLURM_NODEID into its name")

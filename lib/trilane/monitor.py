@@ -1,18 +1,16 @@
 """Monitor: look into a running job from outside, and say when one dies, stalls or goes on."""
 
-import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trilane import jobs, slurm
+from trilane import jobs, probe, slurm
 from trilane.checks import require, require_known
 from trilane.jobs import JobStatus
 
 STALL_S = 600.0  # without a new iteration: a save of a large checkpoint or a slow start is shorter
-OVERLAP_FROM = (20, 11)  # the first SLURM whose steps must say that they share a job's resources
 GOING = ("RUNNING", "COMPLETING")
 # Every rank of the training, and no launcher, shell or srun whose command line looks alike: only ranks have RANK.
 RANKS = r"""
@@ -40,9 +38,7 @@ def step(job: str, what: str, state: slurm.JobState, version: str) -> list[str]:
     require(state.state in GOING, "job", job, f"is {state.state}; a step can only be attached to a running job")
     nodes = len(slurm.hostnames(state.nodes))
     command = ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    # Without --overlap the step waits for the training's end; with --gres=gpu:0 it asks for no GPU of its own.
-    command += ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--gres=gpu:0", "--cpus-per-task=1"]
+    command += probe.sharing(version)
     py_spy = Path(sys.executable).with_name("py-spy")
     return [*command, "bash", "-c", WHAT[what].replace("PY_SPY", shlex.quote(str(py_spy)))]
 

@@ -149,6 +149,11 @@ class Run:
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
     @property
+    def saves_at_end(self) -> bool:
+        """Whether a checkpoint of the goal belongs to the run: it saves in between, or another plan goes on."""
+        return self.save_interval > 0 or self.exit_iteration > 0
+
+    @property
     def goal(self) -> int:
         """The iteration after which this plan has nothing left to do."""
         return self.exit_iteration or self.train_iters

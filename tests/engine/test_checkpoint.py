@@ -214,6 +214,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
             "trilane: CHECKPOINT NOT SAVED: iter_0000012 could not be saved: rank 0: No space left on device; "
             "the newest is iter_0000006"
         ]
+        assert read_status(folder).status == "stopped", "a run whose last checkpoint is missing is not completed"
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000006", "latest"]
         after = changed(plan, "run", load=str(disk))
         fork(1, run_folder(after, tmp_path / "after"))

@@ -90,8 +90,8 @@ class Training:
     def _is_due(self, batch: Batch, request: Request) -> bool:
         """A checkpoint is wanted now: somebody asks, it is its turn, or the run ends here."""
         run, last = self._plan.run, batch.number == self._plan.run.goal
-        turn = run.save_interval > 0 and (last or batch.number % run.save_interval == 0)
-        return request.save or turn or (last and run.exit_iteration > 0)
+        turn = run.save_interval > 0 and batch.number % run.save_interval == 0
+        return request.save or turn or (last and run.saves_at_end)
 
     def _save(self, batch: Batch) -> None:
         with phase(SAVE):
@@ -105,8 +105,11 @@ class Training:
 
     def _end(self, request: Request) -> None:
         """Say whether the run is through, or what ended it and from where it can go on."""
-        iterations = self._plan.run.goal
-        if self._done == iterations:
+        iterations, lacks = self._plan.run.goal, self._plan.run.saves_at_end and self._saved != name_of(self._done)
+        if self._done == iterations and lacks:
+            status, evidence = "stopped", f"iteration {iterations} is reached, but not saved: {self._newest()}"
+            self._say(evidence)
+        elif self._done == iterations:
             status, evidence = "completed", f"iteration {self._done} of {iterations}"
         else:
             status, evidence = "stopped", f"stopped at iteration {self._done} by {request.reason}, {self._newest()}"

@@ -1,8 +1,9 @@
 """Signals: what this process was asked by the system, kept until the loop looks.
 
-SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end. SLURM sends both to every process of a step; our
-launcher's torchrun passes them on as SAVE and STOP. torchrun itself also sends SIGTERM, to clear up after a dead rank:
-where it is ours, what it sends as SIGTERM means just that, and the process ends at once.
+SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end. SLURM sends both to the tasks of a step, and where
+it does not track processes by cgroup to their children too; our torchrun passes them on as SAVE and STOP. torchrun
+itself also sends SIGTERM, to clear up after a dead rank: where it is ours, what it sends as SIGTERM means just that,
+and the process ends at once.
 """
 
 import os
