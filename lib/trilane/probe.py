@@ -17,10 +17,11 @@ GONE = re.compile(
 def sharing(version: str) -> list[str]:
     """What lets a step run beside others of its job and take no GPU, by what `srun --version` says.
 
-    Without --overlap it waits for the others' end; with --gres=gpu:0 it asks for no GPU of its own.
+    Without --overlap it waits for the others' end; with --gres=gpu:0 it asks for no GPU of its own, with --mem=0 for no
+    memory: a step that could not end on a dead node still holds the job's.
     """
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-    return ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--gres=gpu:0", "--cpus-per-task=1"]
+    return ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
 
 
 def gone(nodes: Sequence[str], limit_s: float = LIMIT_S) -> list[str]:
