@@ -11,6 +11,7 @@ import pytest
 from trilane import calibration
 from trilane.__main__ import main
 from trilane.calendar import forecast
+from trilane.calendar_door import to_json
 from trilane.capacity import FOREVER, Capacity, CapacityStep, Window, capacity_of, constant
 from trilane.energy import Price, energy_kwh
 from trilane.hardware import cluster
@@ -97,6 +98,22 @@ def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations()
         for phase in parse_ramp(RAMP).phases(2048)
     )
     assert forecast(request(runs=100)).ramp_days == pytest.approx(by_hand / DAY)
+
+
+def test_ramp_days_of_a_run_that_ends_inside_its_ramp_are_those_of_the_whole_run():
+    found = forecast(request(tokens=100e9, ramp=parse_ramp("1024,1024,100000000"), risks=CALM, calibration=SURE))
+    assert len(found.phases) == found.ramp_phases == 1
+    assert found.ramp_days == pytest.approx(found.days(0.5), rel=1e-6)
+    ramp = to_json(found)["ramp"]
+    assert ramp["days_interval"] == pytest.approx([ramp["days"]] * 2, rel=1e-6)
+
+
+def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp():
+    steps = [(date(2027, 1, 1), 384), (date(2027, 1, 5), 0), (date(2027, 2, 5), 384)]
+    capacity = Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n) for d, n in steps))
+    plain, late = forecast(request(runs=100)), forecast(request(runs=100, capacity=capacity))
+    assert late.ramp_days == pytest.approx(plain.ramp_days, rel=1e-6) and plain.ramp_days > 4
+    assert late.ideal.wall_s[0] == pytest.approx(plain.ideal.wall_s[0] + 31 * DAY)
 
 
 def test_a_calibrations_interval_alone_becomes_the_interval_of_the_days():

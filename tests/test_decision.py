@@ -1,5 +1,6 @@
 """The decision: each figure has a provenance, the measured run stands beside its prediction, the notebooks run."""
 
+import dataclasses
 import json
 from datetime import date
 
@@ -97,6 +98,15 @@ def test_figures_have_units_and_draw_their_limits(found):
     assert fan.axes[0].get_ylabel() == "tokens trained (billions)"
     for figure, limit in ((fan, "deadline"), (budget, "allocation"), (jobs, "capacity")):
         assert limit in [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
+
+
+def test_no_job_stands_above_the_capacity_that_it_runs_on(found):
+    """12 GPUs of 8 a node take two nodes, and where there are 12 there are two."""
+    plan = dataclasses.replace(PLAN, topology=dataclasses.replace(PLAN.topology, tp=2, pp=6, dp=1))
+    made = forecast(dataclasses.replace(found.request, plan=plan, capacity=constant(12, START), runs=100))
+    below = calendar_plots.gantt(made).axes[1]
+    drawn = next(patch for patch in below.patches if patch.get_label() == "capacity").get_data().values
+    assert [bar.choice.nodes for bar in made.bars()] == list(drawn) == [2]
 
 
 def test_shapes_are_drawn_over_width_and_depth():

@@ -47,6 +47,11 @@ class Forecast:
         return sum(phase.gbs < self.request.plan.topology.gbs for phase in self.phases)
 
     @property
+    def ramp_end(self) -> int:
+        """Which piece of `reached_s` ends the ramp; where the run ends inside it, its last phase is cut into many."""
+        return -1 if self.ramp_phases == len(self.phases) else self.ramp_phases - 1
+
+    @property
     def best_schedule(self) -> Schedule:
         """The schedule on the most GPUs: what the run would be without waiting for any."""
         able = [(w.gpus, s) for w, s in self.schedules if s is not None]
@@ -91,11 +96,14 @@ class Forecast:
 
     @property
     def ramp_days(self) -> float:
-        """Days until the ramp is over, its iterations at the predicted seconds of each batch size and nothing else.
+        """Days of the ramp's iterations at the predicted seconds of each batch size, and nothing else.
 
-        Where the capacity changes meanwhile, on what there is; restarts that changes of topology need are counted.
+        Where the capacity changes meanwhile, on what there is, days on which nothing can run left out; restarts that
+        changes of topology need are counted.
         """
-        return float(self.ideal.reached_s[0, self.ramp_phases - 1]) / 86400 if self.ramp_phases else 0.0
+        end = float(self.ideal.reached_s[0, self.ramp_end]) if self.ramp_phases else 0.0
+        idle = [w for w, schedule in self.schedules if schedule is None and w.start_s < end]
+        return (end - sum(min(w.end_s, end) - w.start_s for w in idle)) / 86400
 
     @property
     def p_deadline(self) -> float | None:

@@ -105,7 +105,7 @@ def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
     iterations = sum(phase.iterations for phase in found.phases[: found.ramp_phases])
     hours = [found.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
     energy = [energy_kwh(h, r.plan.cluster.gpu.name, price) for h in hours]
-    ramp_ends = found.outcomes.reached_s[:, found.ramp_phases - 1] if found.ramp_phases else found.outcomes.wall_s * 0
+    ramp_ends = found.outcomes.reached_s[:, found.ramp_end] if found.ramp_phases else found.outcomes.wall_s * 0
     return {
         "plan": r.plan.label,
         "start": r.start.isoformat(),
