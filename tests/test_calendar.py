@@ -169,6 +169,31 @@ def test_days_without_gpus_are_waited_for_and_cost_nothing():
     assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5))
 
 
+def steps(*pairs):
+    return Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n, shared=s) for d, n, s in pairs))
+
+
+def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
+    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
+    same = steps((START, 384, False), (date(2027, 1, 20), 400, False), (date(2027, 2, 1), 384, True))
+    risks = dataclasses.replace(CALM, startup_s=1200, queue_s=7200)
+    plain, changed = forecast(request(risks=risks)), forecast(request(risks=risks, capacity=same))
+    assert changed.usual.wall_s == pytest.approx(plain.usual.wall_s) and len(changed.bars()) == len(plain.bars()) == 1
+    assert changed.usual.gpu_s == pytest.approx(plain.usual.gpu_s)
+
+
+def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
+    fewer = steps((START, 96, False), (date(2027, 2, 1), 384, True))
+    free = dataclasses.replace(CALM, startup_s=0, queue_s=0)
+    begun, queued = dataclasses.replace(free, startup_s=1200.0), dataclasses.replace(free, queue_s=7200.0)
+    base, start, wait = (forecast(request(risks=r, capacity=fewer, calibration=SURE)) for r in (free, begun, queued))
+    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
+    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
+    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
+    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
+    assert wait.days(0.5) - base.days(0.5) == pytest.approx(7200 / DAY, rel=0.01)
+
+
 def test_a_shared_machine_makes_a_run_wait_but_not_pay():
     shared, alone = (forecast(request(capacity=constant(384, START, shared=s))) for s in (True, False))
     assert shared.days(0.5) > 1.05 * alone.days(0.5)

@@ -9,11 +9,12 @@ import numpy as np
 
 from trilane.capacity import Window
 from trilane.checks import require
-from trilane.montecarlo import QUEUE, Doubt, Outcomes, Stretch, simulate
+from trilane.montecarlo import Doubt, Outcomes, Stretch, simulate
 from trilane.pace import SOONEST, schedule_on
 from trilane.ramp import Phase
 from trilane.request import Z90, Request
 from trilane.schedule import Choice, Schedule
+from trilane.stops import QUEUE
 
 CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -89,7 +90,7 @@ class Forecast:
                     first_gbs=step.phase.gbs,
                     last_gbs=step.phase.gbs,
                 )
-                if found and found[-1].choice.same_job(step.choice) and found[-1].end_s > window.start_s:
+                if found and found[-1].choice.same_job(step.choice) and found[-1].end_s >= new.start_s:
                     new = dataclasses.replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
                 found.append(new)
         return found

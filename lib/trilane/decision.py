@@ -24,6 +24,7 @@ REMEDIES = {
     "outage of the machine": "days to spare before the deadline",
     "slower than predicted": "a benchmark of one replica on these very nodes before the start",
     "queue between jobs": "a reservation; longer jobs",
+    "change of capacity": "the same GPUs from the first day",
     "evaluation": "fewer iterations of it",
     "ends of jobs": "longer jobs",
     "saving": "faster storage; fewer checkpoints",

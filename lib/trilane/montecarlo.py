@@ -7,10 +7,9 @@ import numpy as np
 
 from trilane.capacity import Window
 from trilane.checks import require
-from trilane.stops import NODE_FAILURE, NODE_YEAR_S, Risks, Stop, wait_for_node_s
+from trilane.stops import CHANGE, NODE_FAILURE, NODE_YEAR_S, QUEUE, Risks, Stop, wait_for_node_s
 
 MOST_UNDONE, MOST_LOST = 0.9, 10.0  # work undone and time lost, per work, from which on a run counts as endless
-QUEUE = "queue between jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +113,16 @@ class _Course:
         self.rates = [luck.lognormal(stop.spread) for stop in risks.stops]
         self.done, self.now, self.gpu_s = np.zeros((luck.runs, len(same))), np.zeros(luck.runs), np.zeros(luck.runs)
         self.reached = np.full((luck.runs, len(same)), np.nan)
-        self.lost = {name: np.zeros(luck.runs) for name in (*shares, QUEUE, *(s.name for s in risks.stops))}
+        self.lost = {name: np.zeros(luck.runs) for name in (*shares, QUEUE, CHANGE, *(s.name for s in risks.stops))}
         self.started = np.zeros(luck.runs, bool)
+        self.held = np.zeros(len(same))  # GPUs of each phase in the stretch before
 
     def through(self, stretch: Stretch) -> None:
         """Take every run that is not done to the end of the stretch, or of its work."""
         window = stretch.window
         active = (self.now < window.end_s) & (self.done[:, -1] < 1)
         self.now = np.where(active, np.maximum(self.now, window.start_s), self.now)
+        held, self.held = self.held, np.zeros(self.done.shape[1]) if stretch.idle else stretch.gpus
         if stretch.idle or not active.any():
             return  # the next stretch begins where it begins
         whole = stretch.seconds * self.factor
@@ -129,15 +130,21 @@ class _Course:
         work = rest.sum(axis=1)
         stops, charged = self.stops(work, rest @ stretch.nodes, window.shared)
         certain = {name: work * share for name, share in self.shares.items()}
-        # a job that goes on with another number of GPUs begins anew
-        entering = np.where(self.started & active, self.risks.startup_s + window.shared * self.risks.queue_s, 0.0)
+        # a job that goes on with another number of GPUs, or after none, begins anew
+        phase = (self.done < 1).argmax(axis=1)
+        anew = self.started & active & (stretch.gpus[phase] != held[phase])
+        left = np.maximum(window.end_s - self.now, 0.0)
+        queued = np.minimum(left, np.where(anew, window.shared * self.risks.queue_s, 0.0))
+        starting = np.minimum(left - queued, np.where(anew, self.risks.startup_s, 0.0))
+        entering = queued + starting
         stops[QUEUE] = work * stretch.queue_share
         needed = work + sum(certain.values()) + sum(stops.values())
-        room = np.maximum(window.end_s - self.now - entering, 0.0)
-        share = np.where(active, np.minimum(1.0, room / np.maximum(needed, 1e-9)), 0.0)
+        share = np.where(active, np.minimum(1.0, (left - entering) / np.maximum(needed, 1e-9)), 0.0)
         part = self.advance(whole, rest, share * work, self.now + entering, needed / np.maximum(work, 1e-9))
         gpus = (part @ stretch.gpus) / np.maximum(part.sum(axis=1), 1e-9)
-        self.gpu_s += gpus * (share * (work + sum(certain.values()) + charged) + np.where(share > 0, entering, 0.0))
+        self.gpu_s += gpus * (share * (work + sum(certain.values()) + charged) + np.where(share > 0, starting, 0.0))
+        self.lost[QUEUE] += queued
+        self.lost[CHANGE] += starting
         for name, seconds in (*certain.items(), *stops.items()):
             self.lost[name] += share * seconds
         ends = np.where(share >= 1, self.now + entering + needed, window.end_s)

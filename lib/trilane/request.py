@@ -14,7 +14,7 @@ from trilane.pace import require_divisible
 from trilane.plan import Plan
 from trilane.ramp import Phase, Ramp
 from trilane.schedule import phases_of
-from trilane.stops import Risks
+from trilane.stops import EVALUATION, JOB_ENDS, SAVING, Risks
 
 MOST_TOKENS = 1e16  # a thousand times what has been trained
 MOST_RUNS = 1_000_000  # 8 MB for each of some dozen arrays
@@ -110,9 +110,9 @@ class Request:
         r = self.risks
         forward = 1 / 4 if self.plan.topology.recompute == "full" else 1 / 3
         return {
-            "evaluation": forward * r.evaluation_iters / r.evaluation_every,
-            "saving": self.save_s / self.interval_s,
-            "ends of jobs": r.startup_s / (r.job_hours * 3600),
+            EVALUATION: forward * r.evaluation_iters / r.evaluation_every,
+            SAVING: self.save_s / self.interval_s,
+            JOB_ENDS: r.startup_s / (r.job_hours * 3600),
         }
 
 

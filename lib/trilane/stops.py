@@ -8,6 +8,10 @@ from trilane.checks import require, require_not_negative, require_positive
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
+# What else costs time; no stop may be called so.
+QUEUE, CHANGE = "queue between jobs", "change of capacity"
+CERTAIN = EVALUATION, SAVING, JOB_ENDS = "evaluation", "saving", "ends of jobs"
+OWN_NAMES = (QUEUE, CHANGE, *CERTAIN, "iterations", "slower than a benchmark", "slower than predicted")
 
 
 @dataclass(frozen=True, kw_only=True)
