@@ -80,6 +80,8 @@ def test_dalys_interval_is_nearly_the_best_and_youngs_for_short_saves():
 def test_a_spare_node_shortens_the_wait_and_none_means_waiting_for_the_repair():
     waits = [wait_for_node_s(48, 10, 24, spares) for spares in (0, 1, 2, 4)]
     assert waits[0] == pytest.approx(DAY) and waits == sorted(waits, reverse=True) and waits[3] < 0.1 * DAY
+    assert wait_for_node_s(48, 10, 24, 10**9) == pytest.approx(0) == wait_for_node_s(48, 1e5, 24, 10**9)
+    assert wait_for_node_s(48, 1e5, 24, 1000) == pytest.approx(DAY / 1001)
 
 
 def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
@@ -159,6 +161,13 @@ def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_ho
     assert all(bar.choice.gpus <= 144 for bar in bars if bar.end_s < 45 * DAY)
     assert bars[-1].choice.gpus == 384 and bars[0].start_s == 0
     assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(bars))
+
+
+@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
+def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
+    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
+    found = forecast(request(capacity=steps((START, few, False), (date(2027, 2, 1), 384, False)), runs=100))
+    assert (found.bars()[0].start_s == 31 * DAY) is waits
 
 
 def test_days_without_gpus_are_waited_for_and_cost_nothing():
@@ -253,10 +262,13 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--ramp 192,8,9765625", "ramp=200, 216, 232, 248,"),
+        ("--ramp 192,8,9765625", "ramp=200, 216, 232, 248 and 112 more: every batch size must be a multiple"),
         ("--ramp 192,7,9765625", "ramp.increment=7: must divide the way from start=192 to gbs=2048"),
         ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
-        ("--ramp 8,8,9765625 --adapt days --capacity CAPACITY", "ramp="),
+        (
+            "--ramp 8,8,9765625 --adapt days --capacity CAPACITY",
+            "capacity.gpus=48: the last step never ends, and no replica on so few GPUs fits the card's memory",
+        ),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
         ("--tokens -5", "tokens=-5.0: must be a number above zero"),
         ("--tokens nan", "tokens=nan: must be a number above zero"),

@@ -11,14 +11,14 @@ from trilane import calendar_plots, notebook, sizing_plots
 from trilane.calendar import forecast
 from trilane.calendar_door import to_json
 from trilane.calibration import default
-from trilane.capacity import constant
+from trilane.capacity import Capacity, CapacityStep, constant
 from trilane.decision import KINDS, REMEDIES, close_ones, facts, facts_table, headline, measured_like, record
 from trilane.hardware import cluster
 from trilane.inverse import SizeRequest, propose
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
 from trilane.request import Request
-from trilane.rivals import other_schedules
+from trilane.rivals import other_schedules, other_topologies
 from trilane.stops import SOURCES, Risks
 from trilane.store import Study
 
@@ -72,12 +72,24 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(mad
 
 def test_the_close_ones_are_shapes_topologies_and_schedules(made, found):
     proposal = {"layers": 82, "hidden": 14336, "params": 2.06e11, "label": "x", "cost_beside_best": 1.027}
-    own = {**proposal, "layers": 70}
+    own = {**proposal, "layers": 70, "cost_beside_best": 1.08}
     assert "shape" not in close_ones(made, {"proposals": [proposal]})["what"], "those were for another model"
     close = close_ones(made, {"proposals": [own, proposal]})
-    assert set(close["what"]) == {"shape", "topology", "schedule"} and close["cost beside"][0] == "+2.7%"
+    assert set(close["what"]) == {"shape", "topology", "schedule"} and close["cost beside"][0] == "-4.9%"
     fixed, fastest, reshaped, cheapest = other_schedules(found.request)
     assert reshaped.days <= fastest.days <= fixed.days <= cheapest.days and cheapest.gpu_hours < fixed.gpu_hours
+
+
+def test_on_a_capacity_that_grows_the_rivals_wait_for_it_too(found):
+    grows = Capacity(
+        steps=(CapacityStep(first_day=START, gpus=144), CapacityStep(first_day=date(2027, 2, 1), gpus=384))
+    )
+    late = forecast(dataclasses.replace(found.request, ramp=parse_ramp("1024,512,1000000"), capacity=grows, runs=100))
+    plain, fastest, *_ = other_schedules(late.request)
+    assert plain.days == pytest.approx(late.ideal.wall_s[0] / 86400) and fastest.days <= plain.days
+    assert plain.gpu_hours == pytest.approx(late.ideal.gpu_s[0] / 3600)
+    assert plain.restarts == len(late.bars()) - 1 > 0
+    assert all(rival.days > 31 for rival in other_topologies(late.request, count=1))
 
 
 def test_every_danger_has_a_remedy_and_every_assumption_a_source(made):

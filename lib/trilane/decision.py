@@ -81,9 +81,14 @@ def close_ones(made: dict[str, Any], sizing: dict[str, Any], count: int = 3) -> 
     days = made["schedules"][0]["days"] if made["schedules"] else made["ideal"]["days"]
     proposals = sizing.get("proposals", [])
     own = (made["shape"]["num_layers"], made["shape"]["hidden_size"])
-    asked = own in [(p["layers"], p["hidden"]) for p in proposals]  # else they were proposed for another model
+    costs = {(p["layers"], p["hidden"]): p["cost_beside_best"] for p in proposals}
+    asked = own in costs  # else they were proposed for another model
     rows = [
-        ("shape", f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}", p["cost_beside_best"] - 1)
+        (
+            "shape",
+            f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}",
+            p["cost_beside_best"] / costs[own] - 1,
+        )
         for p in proposals
         if asked and own != (p["layers"], p["hidden"])
     ][:count]

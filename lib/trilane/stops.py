@@ -8,6 +8,7 @@ from trilane.checks import require, require_not_negative, require_positive
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
+MOST_AWAY = 700.0  # nodes under repair on average: above it e^-mean is no number, and the spread a few per cent
 # What else costs time; no stop may be called so.
 QUEUE, CHANGE = "queue between jobs", "change of capacity"
 CERTAIN = EVALUATION, SAVING, JOB_ENDS = "evaluation", "saving", "ends of jobs"
@@ -210,8 +211,12 @@ def wait_for_node_s(nodes: float, per_node_year: float, repair_hours: float, spa
     with `spare_nodes` or more of them away there is none left, and the first is back after repair / (spares + 1).
     """
     mean = nodes * per_node_year / NODE_YEAR_S * repair_hours * 3600
+    if mean > MOST_AWAY:
+        return repair_hours * 3600 / (spare_nodes + 1) if spare_nodes < mean else 0.0
     term, below = math.exp(-mean), 0.0
     for k in range(spare_nodes):
+        if k > mean and term < 1e-18:  # what is left does not matter, and there may be a billion spares
+            break
         below += term
         term *= mean / (k + 1)
     return max(0.0, 1 - below) * repair_hours * 3600 / (spare_nodes + 1)
