@@ -282,9 +282,11 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
         ("--reshape", "reshape=True: needs --adapt days"),
         ("--day-worth -1", "day-worth=-1.0: must be zero or a number above"),
         ("--price -1", "price=-1.0: must be zero or a number above"),
+        ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
+        ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--checkpoint-minutes 0", "checkpoint-minutes=0.0: must be above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
-        ("--runs 1000000000", "runs=1000000000: must be at most 1000000"),
+        ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
         ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
@@ -298,6 +300,26 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
     assert main(["calendar", plan_file, *options, *words]) == 2  # the last of an option counts
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slowdown_spread": float("nan")}, "slowdown_spread=nan: must be zero or a number above"),
+        ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
+        ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
+        ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: stands there twice"),
+        ({"stops": [{"name": "saving"}]}, "stop.name=saving: is the calendar's own name for something else"),
+        ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
+    ],
+)
+def test_risks_that_contradict_themselves_are_refused_by_name(capsys, plan_file, tmp_path, values, message):
+    path = tmp_path / "risks.json"
+    path.write_text(json.dumps(values))
+    options = [word for pair in GIVEN.items() for word in pair]
+    assert main(["calendar", plan_file, *options, "--risks", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"trilane: {message}") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

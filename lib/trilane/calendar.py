@@ -12,11 +12,10 @@ from trilane.checks import require
 from trilane.montecarlo import Doubt, Outcomes, Stretch, simulate
 from trilane.pace import SOONEST, schedule_on
 from trilane.ramp import Phase
-from trilane.request import Z90, Request
+from trilane.request import CHUNKS, Z90, Request
 from trilane.schedule import Choice, Schedule
 from trilane.stops import QUEUE
 
-CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 Schedules = tuple[tuple[Window, Schedule | None], ...]  # of each window of the capacity; None where nothing can run
 

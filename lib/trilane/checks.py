@@ -104,6 +104,6 @@ def read_json(path: Path | str, what: str) -> Any:
 def parse_integers(field: str, text: str) -> list[int]:
     """The whole numbers of "1,2,4"; ValueError names `field` otherwise."""
     parts = [part.strip() for part in text.split(",")]
-    ok = all(part.isdigit() and int(part) > 0 for part in parts)
+    ok = all(part.isdecimal() and int(part) > 0 for part in parts)
     require(ok, field, text, "must be whole numbers above zero, separated by commas")
     return [int(part) for part in parts]

@@ -178,18 +178,29 @@ class _Course:
         seconds, busy = np.maximum(work, 1e-9), work > 0
         undone = sum(means) * self.interval_s / 2 / seconds
         nodes = float(np.median((node_s / seconds)[busy]))
+        counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
+        costs = [stop_cost(stop, self.risks, nodes, self.interval_s, shared) for stop in kinds]
+        shares = [float(np.median((n * cost[0] / seconds)[busy])) for n, cost in zip(counts, costs, strict=True)]
+        require_an_end(self.risks, self.interval_s, float(np.median(undone[busy])), shares)
         lost: dict[str, np.ndarray] = {}
         charged = np.zeros(self.luck.runs)
-        for stop, mean in zip(kinds, means, strict=True):
-            each, variance, ours = stop_cost(stop, self.risks, nodes, self.interval_s, shared)
-            count = self.luck.count(mean / (1 - np.minimum(undone, MOST_UNDONE)))
-            lost[stop.name] = self.luck.total(count, each, variance)
+        for stop, count, (each, variance, ours) in zip(kinds, counts, costs, strict=True):
+            lost[stop.name] = self.luck.total(self.luck.count(count), each, variance)
             charged += lost[stop.name] * ours
-        rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
-        ends = np.median((sum(lost.values()) / seconds)[busy]) < MOST_LOST and np.median(undone[busy]) < MOST_UNDONE
-        rate = next((s.per_node_year for s in kinds if s.name == NODE_FAILURE), 0.0)
-        require(bool(ends), "failures-per-node-year", f"{rate:g}", rule)
         return lost, charged
+
+
+def require_an_end(risks: Risks, interval_s: float, undone: float, shares: Sequence[float]) -> None:
+    """ValueError where stops undo most of the work, or take ten times as long as it (`shares` of it, by kind)."""
+    if not shares or (undone < MOST_UNDONE and sum(shares) < MOST_LOST):
+        return
+    if undone >= MOST_UNDONE and risks.checkpoint_s:
+        rule = "such a run would undo most of its work, as stops come sooner than checkpoints"
+        require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
+    worst = risks.stops[int(np.argmax(shares))]
+    field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"
+    rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
+    require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)
 
 
 def stop_cost(stop: Stop, risks: Risks, nodes: float, interval_s: float, shared: bool) -> tuple[float, float, float]:

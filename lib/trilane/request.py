@@ -17,7 +17,8 @@ from trilane.schedule import phases_of
 from trilane.stops import EVALUATION, JOB_ENDS, SAVING, Risks
 
 MOST_TOKENS = 1e16  # a thousand times what has been trained
-MOST_RUNS = 1_000_000  # 8 MB for each of some dozen arrays
+CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
+MOST_CELLS = 30_000_000  # runs x pieces of the course: 240 MB for each of about eight arrays of them
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 
 
@@ -52,7 +53,6 @@ class Request:
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
         require(self.tokens <= MOST_TOKENS, "tokens", f"{self.tokens:g}", f"must be at most {MOST_TOKENS:g}")
         require_integer("runs", self.runs, 100)
-        require(self.runs <= MOST_RUNS, "runs", self.runs, f"must be at most {MOST_RUNS}")
         worth = self.day_worth
         require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
         rule = "needs --adapt days, --adapt gpu_hours or --day-worth"
@@ -65,6 +65,9 @@ class Request:
             )
         if self.allocation is not None:
             require_positive("allocation", self.allocation)
+        pieces = len(self.phases) - 1 + CHUNKS
+        rule = f"must be at most {MOST_CELLS // pieces}, for the memory that {pieces} pieces of this ramp take"
+        require(self.runs <= MOST_CELLS // pieces, "runs", self.runs, rule)
         replica = t.tp * t.pp
         most = max(step.gpus for step in self.capacity.steps)
         require(most >= replica, "capacity.gpus", most, f"one replica of {t.label} takes {replica}")

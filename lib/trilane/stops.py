@@ -8,6 +8,7 @@ from trilane.checks import require, require_not_negative, require_positive
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
+MOST_SPREAD = 3.0
 MOST_AWAY = 700.0  # nodes under repair on average: above it e^-mean is no number, and the spread a few per cent
 # What else costs time; no stop may be called so.
 QUEUE, CHANGE = "queue between jobs", "change of capacity"
@@ -38,6 +39,9 @@ class Stop:
         for field in ("per_node_year", "per_year", "spread", "idle_hours"):
             value = getattr(self, field)
             require_not_negative(f"stop.{field}", value)
+        rule = f"must be at most {MOST_SPREAD}: one run in six then has {math.exp(MOST_SPREAD):.0f} times as many stops"
+        require(self.spread <= MOST_SPREAD, "stop.spread", self.spread, rule)
+        require(self.name not in OWN_NAMES, "stop.name", self.name, "is the calendar's own name for something else")
 
 
 def usual_stops() -> tuple[Stop, ...]:
@@ -146,11 +150,15 @@ class Risks:
             "spare_nodes",
             "checkpoint_s",
             "evaluation_iters",
+            "slowdown_spread",
         ):
             value = getattr(self, name)
             require_not_negative(name, value)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
             require_positive(name, getattr(self, name))
+        names = [stop.name for stop in self.stops]
+        twice = next((name for name in names if names.count(name) > 1), "")
+        require(not twice, "stop.name", twice, "stands there twice")
         require(0 <= self.common <= 1, "common", self.common, "must lie between 0 and 1")
 
     def with_failures(self, per_node_year: float) -> "Risks":
