@@ -12,7 +12,7 @@ from trilane.calendar import forecast
 from trilane.calendar_door import to_json
 from trilane.calibration import default
 from trilane.capacity import Capacity, CapacityStep, constant
-from trilane.decision import KINDS, REMEDIES, close_ones, facts, facts_table, headline, measured_like, record
+from trilane.decision import KINDS, REMEDIES, close_ones, facts, facts_table, headline, measured_like, plain, record
 from trilane.hardware import cluster
 from trilane.inverse import SizeRequest, propose
 from trilane.plan import read_plan
@@ -51,6 +51,10 @@ def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(
     said = facts(made, 0.012)
     assert all(fact.kind in KINDS and fact.source and fact.value for fact in said)
     assert {"given", "fitted", "measured", "assumed", "simulated"} <= {fact.kind for fact in said}
+    rough = {**made, "sec_per_it": 0.2159, "sec_interval": [0.1447, 0.3221], "energy_kwh": 4.58}
+    told = {fact.what: fact for fact in facts(rough)}
+    assert told["seconds an iteration"].source.endswith("90 % interval -33.0% to +49.2%")
+    assert told["energy"].value == "4.58 kWh"
     table = facts_table(said, {"07_calendar"})
     assert '<a href="07_calendar.html">07_calendar</a>' in table["made by"]
     assert "02_topology" in table["made by"], "no link to what is not there"
@@ -68,6 +72,7 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(mad
         assert part in text
     assert "is missed with probability **under 0.1 %**" in headline({**made, "p_deadline": 0.0})
     assert "<script" not in headline({**made, "plan": "<script>"})
+    assert plain("a_b [x](y) <b>\n# c") == r"a\_b \[x\](y) &lt;b&gt; \# c"
 
 
 def test_the_close_ones_are_shapes_topologies_and_schedules(made, found):
