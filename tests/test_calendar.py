@@ -11,6 +11,7 @@ import pytest
 from trilane import calibration
 from trilane.__main__ import main
 from trilane.calendar import forecast
+from trilane.calendar_door import to_json
 from trilane.capacity import FOREVER, Capacity, CapacityStep, Window, capacity_of, constant
 from trilane.energy import Price, energy_kwh
 from trilane.hardware import cluster
@@ -79,6 +80,8 @@ def test_dalys_interval_is_nearly_the_best_and_youngs_for_short_saves():
 def test_a_spare_node_shortens_the_wait_and_none_means_waiting_for_the_repair():
     waits = [wait_for_node_s(48, 10, 24, spares) for spares in (0, 1, 2, 4)]
     assert waits[0] == pytest.approx(DAY) and waits == sorted(waits, reverse=True) and waits[3] < 0.1 * DAY
+    assert wait_for_node_s(48, 10, 24, 10**9) == pytest.approx(0) == wait_for_node_s(48, 1e5, 24, 10**9)
+    assert wait_for_node_s(48, 1e5, 24, 1000) == pytest.approx(DAY / 1001)
 
 
 def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
@@ -97,6 +100,22 @@ def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations()
         for phase in parse_ramp(RAMP).phases(2048)
     )
     assert forecast(request(runs=100)).ramp_days == pytest.approx(by_hand / DAY)
+
+
+def test_ramp_days_of_a_run_that_ends_inside_its_ramp_are_those_of_the_whole_run():
+    found = forecast(request(tokens=100e9, ramp=parse_ramp("1024,1024,100000000"), risks=CALM, calibration=SURE))
+    assert len(found.phases) == found.ramp_phases == 1
+    assert found.ramp_days == pytest.approx(found.days(0.5), rel=1e-6)
+    ramp = to_json(found)["ramp"]
+    assert ramp["days_interval"] == pytest.approx([ramp["days"]] * 2, rel=1e-6)
+
+
+def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp():
+    steps = [(date(2027, 1, 1), 384), (date(2027, 1, 5), 0), (date(2027, 2, 5), 384)]
+    capacity = Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n) for d, n in steps))
+    plain, late = forecast(request(runs=100)), forecast(request(runs=100, capacity=capacity))
+    assert late.ramp_days == pytest.approx(plain.ramp_days, rel=1e-6) and plain.ramp_days > 4
+    assert late.ideal.wall_s[0] == pytest.approx(plain.ideal.wall_s[0] + 31 * DAY)
 
 
 def test_a_calibrations_interval_alone_becomes_the_interval_of_the_days():
@@ -144,12 +163,44 @@ def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_ho
     assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(bars))
 
 
+@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
+def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
+    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
+    found = forecast(request(capacity=steps((START, few, False), (date(2027, 2, 1), 384, False)), runs=100))
+    assert (found.bars()[0].start_s == 31 * DAY) is waits
+
+
 def test_days_without_gpus_are_waited_for_and_cost_nothing():
     steps = (CapacityStep(first_day=date(2027, 1, 11), gpus=384),)
     late = forecast(request(risks=CALM, calibration=SURE, capacity=Capacity(steps=steps)))
     early = forecast(request(risks=CALM, calibration=SURE))
     assert late.days(0.5) == pytest.approx(early.days(0.5) + 10)
     assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5))
+
+
+def steps(*pairs):
+    return Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n, shared=s) for d, n, s in pairs))
+
+
+def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
+    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
+    same = steps((START, 384, False), (date(2027, 1, 20), 400, False), (date(2027, 2, 1), 384, True))
+    risks = dataclasses.replace(CALM, startup_s=1200, queue_s=7200)
+    plain, changed = forecast(request(risks=risks)), forecast(request(risks=risks, capacity=same))
+    assert changed.usual.wall_s == pytest.approx(plain.usual.wall_s) and len(changed.bars()) == len(plain.bars()) == 1
+    assert changed.usual.gpu_s == pytest.approx(plain.usual.gpu_s)
+
+
+def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
+    fewer = steps((START, 96, False), (date(2027, 2, 1), 384, True))
+    free = dataclasses.replace(CALM, startup_s=0, queue_s=0)
+    begun, queued = dataclasses.replace(free, startup_s=1200.0), dataclasses.replace(free, queue_s=7200.0)
+    base, start, wait = (forecast(request(risks=r, capacity=fewer, calibration=SURE)) for r in (free, begun, queued))
+    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
+    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
+    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
+    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
+    assert wait.days(0.5) - base.days(0.5) == pytest.approx(7200 / DAY, rel=0.01)
 
 
 def test_a_shared_machine_makes_a_run_wait_but_not_pay():
@@ -211,10 +262,13 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--ramp 192,8,9765625", "ramp=200, 216, 232, 248,"),
+        ("--ramp 192,8,9765625", "ramp=200, 216, 232, 248 and 112 more: every batch size must be a multiple"),
         ("--ramp 192,7,9765625", "ramp.increment=7: must divide the way from start=192 to gbs=2048"),
         ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
-        ("--ramp 8,8,9765625 --adapt days --capacity CAPACITY", "ramp="),
+        (
+            "--ramp 8,8,9765625 --adapt days --capacity CAPACITY",
+            "capacity.gpus=48: the last step never ends, and no replica on so few GPUs fits the card's memory",
+        ),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
         ("--tokens -5", "tokens=-5.0: must be a number above zero"),
         ("--tokens nan", "tokens=nan: must be a number above zero"),
@@ -228,9 +282,11 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
         ("--reshape", "reshape=True: needs --adapt days"),
         ("--day-worth -1", "day-worth=-1.0: must be zero or a number above"),
         ("--price -1", "price=-1.0: must be zero or a number above"),
+        ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
+        ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
         ("--checkpoint-minutes 0", "checkpoint-minutes=0.0: must be above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
-        ("--runs 1000000000", "runs=1000000000: must be at most 1000000"),
+        ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
         ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
         ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
         ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
@@ -244,6 +300,26 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
     assert main(["calendar", plan_file, *options, *words]) == 2  # the last of an option counts
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slowdown_spread": float("nan")}, "slowdown_spread=nan: must be zero or a number above"),
+        ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
+        ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
+        ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: stands there twice"),
+        ({"stops": [{"name": "saving"}]}, "stop.name=saving: is the calendar's own name for something else"),
+        ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
+    ],
+)
+def test_risks_that_contradict_themselves_are_refused_by_name(capsys, plan_file, tmp_path, values, message):
+    path = tmp_path / "risks.json"
+    path.write_text(json.dumps(values))
+    options = [word for pair in GIVEN.items() for word in pair]
+    assert main(["calendar", plan_file, *options, "--risks", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"trilane: {message}") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The decision: each figure has a provenance, the measured run stands beside its prediction, the notebooks run."""
 
+import dataclasses
 import json
 from datetime import date
 
@@ -10,14 +11,14 @@ from trilane import calendar_plots, notebook, sizing_plots
 from trilane.calendar import forecast
 from trilane.calendar_door import to_json
 from trilane.calibration import default
-from trilane.capacity import constant
-from trilane.decision import KINDS, REMEDIES, close_ones, facts, facts_table, headline, measured_like, record
+from trilane.capacity import Capacity, CapacityStep, constant
+from trilane.decision import KINDS, REMEDIES, close_ones, facts, facts_table, headline, measured_like, plain, record
 from trilane.hardware import cluster
 from trilane.inverse import SizeRequest, propose
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
 from trilane.request import Request
-from trilane.rivals import other_schedules
+from trilane.rivals import other_schedules, other_topologies
 from trilane.stops import SOURCES, Risks
 from trilane.store import Study
 
@@ -50,6 +51,10 @@ def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(
     said = facts(made, 0.012)
     assert all(fact.kind in KINDS and fact.source and fact.value for fact in said)
     assert {"given", "fitted", "measured", "assumed", "simulated"} <= {fact.kind for fact in said}
+    rough = {**made, "sec_per_it": 0.2159, "sec_interval": [0.1447, 0.3221], "energy_kwh": 4.58}
+    told = {fact.what: fact for fact in facts(rough)}
+    assert told["seconds an iteration"].source.endswith("90 % interval -33.0% to +49.2%")
+    assert told["energy"].value == "4.58 kWh"
     table = facts_table(said, {"07_calendar"})
     assert '<a href="07_calendar.html">07_calendar</a>' in table["made by"]
     assert "02_topology" in table["made by"], "no link to what is not there"
@@ -67,16 +72,29 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(mad
         assert part in text
     assert "is missed with probability **under 0.1 %**" in headline({**made, "p_deadline": 0.0})
     assert "<script" not in headline({**made, "plan": "<script>"})
+    assert plain("a_b [x](y) <b>\n# c") == r"a\_b \[x\](y) &lt;b&gt; \# c"
 
 
 def test_the_close_ones_are_shapes_topologies_and_schedules(made, found):
     proposal = {"layers": 82, "hidden": 14336, "params": 2.06e11, "label": "x", "cost_beside_best": 1.027}
-    own = {**proposal, "layers": 70}
+    own = {**proposal, "layers": 70, "cost_beside_best": 1.08}
     assert "shape" not in close_ones(made, {"proposals": [proposal]})["what"], "those were for another model"
     close = close_ones(made, {"proposals": [own, proposal]})
-    assert set(close["what"]) == {"shape", "topology", "schedule"} and close["cost beside"][0] == "+2.7%"
+    assert set(close["what"]) == {"shape", "topology", "schedule"} and close["cost beside"][0] == "-4.9%"
     fixed, fastest, reshaped, cheapest = other_schedules(found.request)
     assert reshaped.days <= fastest.days <= fixed.days <= cheapest.days and cheapest.gpu_hours < fixed.gpu_hours
+
+
+def test_on_a_capacity_that_grows_the_rivals_wait_for_it_too(found):
+    grows = Capacity(
+        steps=(CapacityStep(first_day=START, gpus=144), CapacityStep(first_day=date(2027, 2, 1), gpus=384))
+    )
+    late = forecast(dataclasses.replace(found.request, ramp=parse_ramp("1024,512,1000000"), capacity=grows, runs=100))
+    plain, fastest, *_ = other_schedules(late.request)
+    assert plain.days == pytest.approx(late.ideal.wall_s[0] / 86400) and fastest.days <= plain.days
+    assert plain.gpu_hours == pytest.approx(late.ideal.gpu_s[0] / 3600)
+    assert plain.restarts == len(late.bars()) - 1 > 0
+    assert all(rival.days > 31 for rival in other_topologies(late.request, count=1))
 
 
 def test_every_danger_has_a_remedy_and_every_assumption_a_source(made):
@@ -97,6 +115,15 @@ def test_figures_have_units_and_draw_their_limits(found):
     assert fan.axes[0].get_ylabel() == "tokens trained (billions)"
     for figure, limit in ((fan, "deadline"), (budget, "allocation"), (jobs, "capacity")):
         assert limit in [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
+
+
+def test_no_job_stands_above_the_capacity_that_it_runs_on(found):
+    """12 GPUs of 8 a node take two nodes, and where there are 12 there are two."""
+    plan = dataclasses.replace(PLAN, topology=dataclasses.replace(PLAN.topology, tp=2, pp=6, dp=1))
+    made = forecast(dataclasses.replace(found.request, plan=plan, capacity=constant(12, START), runs=100))
+    below = calendar_plots.gantt(made).axes[1]
+    drawn = next(patch for patch in below.patches if patch.get_label() == "capacity").get_data().values
+    assert [bar.choice.nodes for bar in made.bars()] == list(drawn) == [2]
 
 
 def test_shapes_are_drawn_over_width_and_depth():

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 import nbformat
@@ -18,6 +19,7 @@ PARAMETERS = """\
 study: str = "demo"  # folder
 tp: int = 2  # size
 rate: float = 1.0  # speed
+where: str = ""  # a path
 on: bool = True  # flag"""
 STORY = [
     ("markdown", "# Does it add up?\n\nA test.", []),
@@ -49,7 +51,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tpp": "2"}, "parameter=tpp: did you mean tp? known: on, rate, study, tp"),
+        ({"tpp": "2"}, "parameter=tpp: did you mean tp? known: on, rate, study, tp, where"),
         ({"tp": "two"}, "tp=two: must be of type int"),
         ({"tp": "2.5"}, "tp=2.5: must be of type int"),
         ({"tp": "True"}, "tp=True: must be of type int"),
@@ -70,6 +72,24 @@ def test_text_becomes_the_declared_type(story):
     assert notebook.distribute([story], {"tp": "4", "rate": "3", "on": "false"}) == {
         story: {"tp": 4, "rate": 3.0, "on": False}
     }
+
+
+def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, tmp_path, monkeypatch):
+    here = tmp_path / "odd [place]"
+    (here / "logs").mkdir(parents=True)
+    for name in ("logs/a.out", "plan.json", "megatron", "v1.0", "both.json"):
+        (here / name).touch()
+    (notebook.NOTEBOOKS / "both.json").touch()
+    monkeypatch.chdir(here)
+
+    def given(text, field="where"):
+        return notebook.distribute([story], {field: text})[story][field]
+
+    assert [given(text) for text in ("plan.json", "./logs/a.out")] == [f"{here}/plan.json", f"{here}/logs/a.out"]
+    assert given("logs/*.out") == str(here).replace("[", "[[]") + "/logs/*.out" and glob(given("logs/*.out"))
+    for text in ("megatron", "jz-a100-80g", "both.json", "nowhere.json", "logs/*.err", "", "/tmp/x.json", "far. " * 99):
+        assert given(text) == text
+    assert given("v1.0", "study") == "v1.0"
 
 
 def test_an_unknown_notebook_names_the_nearest(story):

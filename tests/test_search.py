@@ -39,6 +39,15 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     assert len(set(lanes)) == 5
 
 
+def test_no_tensor_parallel_group_lies_across_two_nodes_unless_one_node_holds_the_run():
+    shape = parse_shape("70,14336,112,2048,250880")
+    found = search_space(shape, A100, Space(gpus=(336,), gbs=(2048,), zero=(1,)), K)
+    assert {c.topology.tp for c in found.candidates} <= {1, 2, 4, 8}
+    assert found.refused_by_rule["a tensor-parallel group must stay inside a node"] > 0
+    inside = search_space(parse_shape("24,2304,24,2048,50304"), A100, Space(gpus=(6,), gbs=(48,), tp=(3,)), K)
+    assert inside.candidates, "two groups of 3 lie in one node of 8"
+
+
 def test_the_search_sees_every_topology_that_plain_loops_see():
     found = search_space(SMALL, A100, Space(gpus=(16,), gbs=(64,), zero=(1,), offload=("none",)), K)
     lanes = [(t, p, 16 // t // p) for t, p in itertools.product((1, 2, 4, 8, 16), repeat=2) if 16 % (t * p) == 0]

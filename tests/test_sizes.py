@@ -132,6 +132,44 @@ def test_the_door_answers_the_question_of_the_chronicles(capsys):
     assert {m["line"] for m in said["published"]} >= {"Model size: 530B, ratio=195"}
 
 
+def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_ones():
+    request = SizeRequest(parameters=20e9, vocabulary=50_257, gpus=8, cluster=A100, calibration=K)
+    found = propose(request)
+    risky = [p.prediction.oom_probability > 0.05 for p in found]
+    assert any(risky) and risky == sorted(risky), "the safe ones first"
+    for p, doubted in zip(found, risky, strict=True):
+        said = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"
+        assert (said in p.notes) is doubted
+    assert found[risky.index(True)].days_at_target < found[risky.index(True) - 1].days_at_target
+
+
+def test_where_nothing_can_run_the_reason_is_said(capsys):
+    large = dict(zip(DOOR[::2], DOOR[1::2], strict=True)) | {
+        "--params": "1e12",
+        "--gpus": "8",
+        "--gbs": "64",
+        "--tolerance": "0.003",
+    }
+    words = [word for pair in large.items() for word in pair]
+    assert main(["size", *words]) == 1
+    assert "topologies are refused: memory must fit the card" in capsys.readouterr().out
+    assert main(["size", *words, "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["candidates"] == [] and said["refused"]["memory must fit the card"] > 0
+    request = SizeRequest(
+        parameters=1e12, vocabulary=50_257, gpus=7, cluster=A100, calibration=K, gbs=64, tolerance=0.003
+    )
+    with pytest.raises(
+        ValueError, match=r"^params=1e\+12: no shape can run on 7 GPUs of jz-a100-80g and a batch of 64; "
+    ):
+        propose(request)
+
+
+def test_a_small_model_is_counted_in_millions(capsys):
+    assert main(["size", "--params", "20e6", "--vocab", "50257", "--gpus", "8", "--cluster", "jz-a100-80g"]) == 0
+    assert "20.5M ratio" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -46,6 +46,7 @@ class Microbatches:
     def seconds(self, columns: Columns) -> np.ndarray:
         """Seconds per iteration of a block's rows."""
         sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+        # a group that leaves the node is slower, but a search refuses it before (space.lane_rule): no part of the key
         key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
         if key not in self.known:
             self.known[key] = self._compute(columns)

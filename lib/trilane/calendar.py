@@ -9,14 +9,15 @@ import numpy as np
 
 from trilane.capacity import Window
 from trilane.checks import require
-from trilane.montecarlo import QUEUE, Doubt, Outcomes, Stretch, simulate
+from trilane.montecarlo import Doubt, Outcomes, Stretch, simulate
 from trilane.pace import SOONEST, schedule_on
 from trilane.ramp import Phase
-from trilane.request import Z90, Request
+from trilane.request import CHUNKS, Z90, Request
 from trilane.schedule import Choice, Schedule
+from trilane.stops import QUEUE
 
-CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+Schedules = tuple[tuple[Window, Schedule | None], ...]  # of each window of the capacity; None where nothing can run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Forecast:
 
     request: Request
     phases: tuple[Phase, ...]
-    schedules: tuple[tuple[Window, Schedule | None], ...]
+    schedules: Schedules
     ideal: Outcomes
     usual: Outcomes
     outcomes: Outcomes
@@ -45,6 +46,11 @@ class Forecast:
     def ramp_phases(self) -> int:
         """Phases before the constant one."""
         return sum(phase.gbs < self.request.plan.topology.gbs for phase in self.phases)
+
+    @property
+    def ramp_end(self) -> int:
+        """Which piece of `reached_s` ends the ramp; where the run ends inside it, its last phase is cut into many."""
+        return -1 if self.ramp_phases == len(self.phases) else self.ramp_phases - 1
 
     @property
     def best_schedule(self) -> Schedule:
@@ -67,35 +73,20 @@ class Forecast:
         require(days < (datetime.max - begin).days, "days", f"{days:.0f}", rule)
         return begin + timedelta(days=days)
 
-    def bars(self) -> list["Bar"]:
+    def bars(self) -> list[Bar]:
         """The run of average luck as bars: each stretch of one capacity, DP and microbatch, with its batch sizes."""
-        ends = self.usual.reached_s[0]
-        _, same = _pieces(list(self.phases))
-        found: list[Bar] = []
-        for window, schedule in self.schedules:
-            inside = [i for i, (a, b) in enumerate(pairwise([0.0, *ends])) if b > window.start_s and a < window.end_s]
-            for i in inside if schedule else []:
-                assert schedule is not None
-                step, begin = schedule.steps[same[i]], ends[i - 1] if i else 0.0
-                new = Bar(
-                    start_s=float(max(begin, window.start_s)),
-                    end_s=float(min(ends[i], window.end_s)),
-                    choice=step.choice,
-                    first_gbs=step.phase.gbs,
-                    last_gbs=step.phase.gbs,
-                )
-                if found and found[-1].choice.same_job(step.choice) and found[-1].end_s > window.start_s:
-                    new = dataclasses.replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
-                found.append(new)
-        return found
+        return bars_of(self.request, self.schedules, self.usual.reached_s[0])
 
     @property
     def ramp_days(self) -> float:
-        """Days until the ramp is over, its iterations at the predicted seconds of each batch size and nothing else.
+        """Days of the ramp's iterations at the predicted seconds of each batch size, and nothing else.
 
-        Where the capacity changes meanwhile, on what there is; restarts that changes of topology need are counted.
+        Where the capacity changes meanwhile, on what there is, days on which nothing can run left out; restarts that
+        changes of topology need are counted.
         """
-        return float(self.ideal.reached_s[0, self.ramp_phases - 1]) / 86400 if self.ramp_phases else 0.0
+        end = float(self.ideal.reached_s[0, self.ramp_end]) if self.ramp_phases else 0.0
+        idle = [w for w, schedule in self.schedules if schedule is None and w.start_s < end]
+        return (end - sum(min(w.end_s, end) - w.start_s for w in idle)) / 86400
 
     @property
     def p_deadline(self) -> float | None:
@@ -152,37 +143,65 @@ class Forecast:
 
 def forecast(request: Request) -> Forecast:
     """The forecast of a request. ValueError where a batch size of the ramp fits nothing that the capacity allows."""
-    r = request
-    phases, worth = r.phases, SOONEST if r.day_worth is None else r.day_worth
-    schedules: dict[int, Schedule | None] = {}
-    windows = r.capacity.windows(r.start)
-    for gpus in {window.gpus for window in windows}:
-        reshape_s = r.risks.reshape_s if r.reshape else None
-        schedules[gpus] = schedule_on(
-            r.plan, phases, gpus, r.calibration, r.risks.startup_s, r.day_worth is not None, worth, reshape_s
-        )
-    pieces, same = _pieces(phases)
-    queue = r.risks.queue_s / (r.risks.job_hours * 3600)
-    stretches = [_stretch(w, schedules[w.gpus], pieces, same, queue * w.shared) for w in windows]
-    untroubled = dataclasses.replace(r.risks, stops=(), startup_s=0.0, queue_s=0.0)
+    r, schedules = request, schedules_of(request)
+    stretches, same = _stretches(r, schedules)
     given = (stretches, same, r.doubt, r.risks, r.shares, r.interval_s)
     return Forecast(
         request=r,
-        phases=tuple(phases),
-        schedules=tuple((window, schedules[window.gpus]) for window in windows),
-        ideal=simulate(
-            [dataclasses.replace(s, queue_share=0.0) for s in stretches],
-            same,
-            Doubt(common=0, alone=0),
-            untroubled,
-            {},
-            1.0,
-            1,
-            None,
-        ),
+        phases=tuple(r.phases),
+        schedules=schedules,
+        ideal=untroubled(r, schedules),
         usual=simulate(*given, 1, None),
         outcomes=simulate(*given, r.runs, np.random.default_rng(r.seed)),
     )
+
+
+def schedules_of(request: Request) -> Schedules:
+    """Every window of the capacity with its schedule, None where nothing can run meanwhile; ValueError as forecast."""
+    r, windows = request, request.capacity.windows(request.start)
+    worth = SOONEST if r.day_worth is None else r.day_worth
+    reshape_s = r.risks.reshape_s if r.reshape else None
+    given = (r.calibration, r.risks.startup_s, r.day_worth is not None, worth, reshape_s)
+    made = {gpus: schedule_on(r.plan, r.phases, gpus, *given) for gpus in {window.gpus for window in windows}}
+    rule = "the last step never ends, and no replica on so few GPUs fits the card's memory at every batch size"
+    require(made[windows[-1].gpus] is not None, "capacity.gpus", windows[-1].gpus, rule)
+    return tuple((window, made[window.gpus]) for window in windows)
+
+
+def untroubled(request: Request, schedules: Schedules) -> Outcomes:
+    """The one run in which nothing goes wrong: its iterations, the restarts of its schedules, days without GPUs."""
+    stretches, same = _stretches(request, schedules)
+    calm = [dataclasses.replace(stretch, queue_share=0.0) for stretch in stretches]
+    risks = dataclasses.replace(request.risks, stops=(), startup_s=0.0, queue_s=0.0)
+    return simulate(calm, same, Doubt(common=0, alone=0), risks, {}, 1.0, 1, None)
+
+
+def bars_of(request: Request, schedules: Schedules, reached_s: np.ndarray) -> list[Bar]:
+    """Each stretch of one capacity, DP and microbatch, with its batch sizes; `reached_s` (J,) dates the pieces."""
+    _, same = _pieces(request.phases)
+    found: list[Bar] = []
+    for window, schedule in schedules:
+        inside = [i for i, (a, b) in enumerate(pairwise([0.0, *reached_s])) if b > window.start_s and a < window.end_s]
+        for i in inside if schedule else []:
+            assert schedule is not None
+            step, begin = schedule.steps[same[i]], reached_s[i - 1] if i else 0.0
+            new = Bar(
+                start_s=float(max(begin, window.start_s)),
+                end_s=float(min(reached_s[i], window.end_s)),
+                choice=step.choice,
+                first_gbs=step.phase.gbs,
+                last_gbs=step.phase.gbs,
+            )
+            if found and found[-1].choice.same_job(step.choice) and found[-1].end_s >= new.start_s:
+                new = dataclasses.replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
+            found.append(new)
+    return found
+
+
+def _stretches(request: Request, schedules: Schedules) -> tuple[list[Stretch], np.ndarray]:
+    pieces, same = _pieces(request.phases)
+    queue = request.risks.queue_s / (request.risks.job_hours * 3600)
+    return [_stretch(window, made, pieces, same, queue * window.shared) for window, made in schedules], same
 
 
 def _pieces(phases: list[Phase]) -> tuple[np.ndarray, np.ndarray]:

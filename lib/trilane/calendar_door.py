@@ -9,7 +9,7 @@ from trilane.calendar import QUANTILES, Bar, Forecast, forecast
 from trilane.calibration import default, load
 from trilane.capacity import constant, parse_day, read_capacity, today
 from trilane.checks import from_mapping, read_json, require
-from trilane.energy import Price, energy_kwh
+from trilane.energy import Price, energy_kwh, energy_words
 from trilane.pace import SOONEST, first_full_gbs
 from trilane.plan import read_plan
 from trilane.ramp import parse_ramp
@@ -105,7 +105,7 @@ def to_json(found: Forecast, price: Price | None = None) -> dict[str, Any]:
     iterations = sum(phase.iterations for phase in found.phases[: found.ramp_phases])
     hours = [found.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
     energy = [energy_kwh(h, r.plan.cluster.gpu.name, price) for h in hours]
-    ramp_ends = found.outcomes.reached_s[:, found.ramp_phases - 1] if found.ramp_phases else found.outcomes.wall_s * 0
+    ramp_ends = found.outcomes.reached_s[:, found.ramp_end] if found.ramp_phases else found.outcomes.wall_s * 0
     return {
         "plan": r.plan.label,
         "start": r.start.isoformat(),
@@ -189,9 +189,8 @@ def _print(said: dict[str, Any]) -> None:
     if said["p_allocation"] is not None:
         print(f"allocation {said['allocation']:,.0f} GPU-hours: overrun with probability {said['p_allocation']:.1%}")
     if said["energy_kwh"] is not None:
-        print(
-            f"energy    {said['energy_kwh'] / 1e3:,.0f} MWh" + (f", money {said['cost']:,.0f}" if said["cost"] else "")
-        )
+        money = f", money {said['cost']:,.0f}" if said["cost"] else ""
+        print(f"energy    {energy_words(said['energy_kwh'])}{money}")
     print("lost days " + ", ".join(f"{name} {days:.1f}" for name, days in said["lost_days"].items()))
     for bar in said["schedule"][:MOST_LINES]:
         print(

@@ -71,7 +71,7 @@ def _capacity(axes: Axes, found: Forecast) -> None:
     start, last = found.request.start, float(found.usual.wall_s[0])
     windows = [window for window, _ in found.schedules if window.start_s < last]
     edges = [*(w.start_s for w in windows), last]
-    nodes = [w.gpus / found.request.plan.cluster.gpus_per_node for w in windows]
+    nodes = [-(-w.gpus // found.request.plan.cluster.gpus_per_node) for w in windows]  # whole ones, as a job's
     axes.stairs(nodes, _at(start, edges), color=LIMIT, lw=1.3, ls="--", baseline=None, label="capacity")
 
 

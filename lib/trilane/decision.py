@@ -1,11 +1,13 @@
 """Decision: what a person needs who says yes or no to a run, each figure with where it comes from."""
 
 import html
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trilane.calendar import Forecast
+from trilane.energy import energy_words
 from trilane.plan import Plan
 from trilane.prediction import predict
 from trilane.rivals import other_schedules, other_topologies
@@ -24,6 +26,7 @@ REMEDIES = {
     "outage of the machine": "days to spare before the deadline",
     "slower than predicted": "a benchmark of one replica on these very nodes before the start",
     "queue between jobs": "a reservation; longer jobs",
+    "change of capacity": "the same GPUs from the first day",
     "evaluation": "fewer iterations of it",
     "ends of jobs": "longer jobs",
     "saving": "faster storage; fewer checkpoints",
@@ -80,9 +83,14 @@ def close_ones(made: dict[str, Any], sizing: dict[str, Any], count: int = 3) -> 
     days = made["schedules"][0]["days"] if made["schedules"] else made["ideal"]["days"]
     proposals = sizing.get("proposals", [])
     own = (made["shape"]["num_layers"], made["shape"]["hidden_size"])
-    asked = own in [(p["layers"], p["hidden"]) for p in proposals]  # else they were proposed for another model
+    costs = {(p["layers"], p["hidden"]): p["cost_beside_best"] for p in proposals}
+    asked = own in costs  # else they were proposed for another model
     rows = [
-        ("shape", f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}", p["cost_beside_best"] - 1)
+        (
+            "shape",
+            f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}",
+            p["cost_beside_best"] / costs[own] - 1,
+        )
         for p in proposals
         if asked and own != (p["layers"], p["hidden"])
     ][:count]
@@ -116,6 +124,11 @@ def chance(probability: float) -> str:
     return "under 0.1 %" if probability < 0.001 else f"{probability:.1%}"
 
 
+def plain(text: str) -> str:
+    """Anybody's text as Markdown that shows it as it is."""
+    return re.sub(r"([\\`*_\[\]|~$#+.-])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+
 def headline(made: dict[str, Any]) -> str:
     """One sentence of Markdown: what is recommended, when it ends, what it costs, and how likely either fails."""
     s, t = made["shape"], made["topology"]
@@ -138,7 +151,7 @@ def headline(made: dict[str, Any]) -> str:
 
 def facts(made: dict[str, Any], has_backtest: float | None = None) -> list[Fact]:
     """Every figure of the page with its provenance. `has_backtest` is the median error that 06_backtest found."""
-    low, high = made["sec_interval"]
+    seconds, (low, high) = made["sec_per_it"], made["sec_interval"]
     fitted = f"constants fitted to {made['fitted_rows']} measured rows" if made["fitted_rows"] else "unfitted constants"
     kind = "fitted" if made["fitted_rows"] else "assumed"
     hours, days = made["gpu_hours_interval"], made["days_interval"]
@@ -153,9 +166,9 @@ def facts(made: dict[str, Any], has_backtest: float | None = None) -> list[Fact]
         Fact(what="iterations", value=f"{made['iterations']:,}", kind="computed", source="Megatron-LM's ramp rule"),
         Fact(
             what="seconds an iteration",
-            value=f"{made['sec_per_it']:.4g} ({low:.4g} to {high:.4g})",
+            value=f"{seconds:.4g} ({low:.4g} to {high:.4g})",
             kind=kind,
-            source=f"{fitted}, 90 % interval ±{made['half_width']:.1%}",
+            source=f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}",
             notebook="02_topology",
         ),
         *[
@@ -199,7 +212,7 @@ def facts(made: dict[str, Any], has_backtest: float | None = None) -> list[Fact]
     ]
     if made.get("energy_kwh"):
         text = "node's data sheet at its most, building 1.2: an upper end"
-        said.append(Fact(what="energy", value=f"{made['energy_kwh'] / 1e3:,.0f} MWh", kind="assumed", source=text))
+        said.append(Fact(what="energy", value=energy_words(made["energy_kwh"]), kind="assumed", source=text))
     if made.get("cost"):
         said.append(
             Fact(what="money", value=f"{made['cost']:,.0f}", kind="given", source="GPU-hours at the price given")

@@ -33,3 +33,14 @@ def energy_kwh(gpu_hours: float, gpu: str, price: Price) -> float | None:
     card = gpu.partition("-")[0]
     watts = NODE_WATTS_PER_GPU.get(card) if price.watts_per_gpu is None else price.watts_per_gpu
     return None if watts is None else gpu_hours * watts * OVERHEAD / 1000
+
+
+def energy_unit(kwh: float | None) -> tuple[str, float]:
+    """The unit that an amount of energy is told in, and how many kWh it has: ("MWh", 1000.0), or kWh below one MWh."""
+    return ("MWh", 1e3) if kwh is None or kwh >= 1e3 else ("kWh", 1.0)
+
+
+def energy_words(kwh: float) -> str:
+    """ "997 MWh", or "4.58 kWh"."""
+    unit, each = energy_unit(kwh)
+    return f"{kwh / each:,.3g} {unit}" if kwh < 1e3 else f"{kwh / each:,.0f} {unit}"

@@ -1,6 +1,7 @@
 """From a size back to shapes: layers x hidden of a target, each with its best topology, days and GPU-hours."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +11,17 @@ from trilane.calibration import Calibration
 from trilane.checks import require, require_integer, require_positive
 from trilane.hardware import Cluster
 from trilane.prediction import Prediction, predict
-from trilane.search import search_space
+from trilane.search import OOM_LIMIT, search_space
 from trilane.shape import ModelShape, padded_vocab_size
 from trilane.shape_rules import TILE, broken_rules, usable_heads
-from trilane.space import Space
+from trilane.space import MEMORY_RULE, Space
 from trilane.topology import Topology
 
 # hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
 # below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
 LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
 MOST_WIDTHS = 10
+RISKY = 0.05  # of running out of memory: said, and ranked after what is safe
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
@@ -69,6 +71,12 @@ class SizeRequest:
             step *= 2
             found = found[found % step == 0]
         return [int(h) for h in found if usable_heads(int(h), 1)]
+
+    @property
+    def whole_space(self) -> Space:
+        """The topologies that each shape is tried on."""
+        given = {"zero": (0, 1), "interleaving": (1,), "mbs": (1, 2, 4, 8), **self.space}
+        return Space(gpus=(self.gpus,), gbs=(self.gbs,), **given)
 
     def shapes(self) -> list[ModelShape]:
         """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
@@ -134,30 +142,50 @@ class Proposal:
 
 
 def propose(request: SizeRequest) -> list[Proposal]:
-    """A proposal for every shape that some topology can run, best (days at the target size) first."""
-    found = [p for shape in request.shapes() if (p := _propose(shape, request))]
-    return sorted(found, key=lambda p: p.days_at_target)
+    """A proposal for every shape that some topology can run, best (days at the target size) first.
+
+    What may well run out of memory comes after what does not. ValueError says why where nothing can run.
+    """
+    found, refused = survey(request)
+    require(bool(found), "params", f"{request.parameters:g}", why_none(request, refused))
+    return found
 
 
-def _propose(shape: ModelShape, request: SizeRequest) -> Proposal | None:
+def survey(request: SizeRequest) -> tuple[list[Proposal], Counter[str]]:
+    """The proposals, none where nothing can run, and how many topologies each rule refuses."""
+    refused: Counter[str] = Counter()
+    found = []
+    for shape in request.shapes():
+        result = search_space(shape, request.cluster, request.whole_space, request.calibration, top=1)
+        refused.update(result.refused_by_rule)
+        found += [_proposal(shape, candidate.topology, request) for candidate in result.candidates]
+    return sorted(found, key=lambda p: (p.prediction.oom_probability > RISKY, p.days_at_target)), refused
+
+
+def why_none(request: SizeRequest, refused: Counter[str]) -> str:
+    """Why no shape can run, in one line: memory where that alone refuses some topology, else the commonest rule."""
+    rules = [MEMORY_RULE] if MEMORY_RULE in refused else [rule for rule, _ in refused.most_common(1)]
+    why = [f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules]
+    asked = f"{request.gpus} GPUs of {request.cluster.name} and a batch of {request.gbs}"
+    return f"no shape can run on {asked}; " + "".join(why or ["no dp and microbatch divide that batch"])
+
+
+def _proposal(shape: ModelShape, t: Topology, request: SizeRequest) -> Proposal:
     r = request
-    given = {"zero": (0, 1), "interleaving": (1,), "mbs": (1, 2, 4, 8), **r.space}
-    best = search_space(shape, r.cluster, Space(gpus=(r.gpus,), gbs=(r.gbs,), **given), r.calibration, top=1).candidates
-    if not best:
-        return None
-    t = best[0].topology
-    shapes = [dataclasses.replace(shape, num_attention_heads=a) for a in usable_heads(shape.hidden_size, t.tp)] or [
-        shape
-    ]
+    usual = predict(shape, t, r.cluster, r.calibration)
+    heads = usable_heads(shape.hidden_size, t.tp)
+    shapes = [dataclasses.replace(shape, num_attention_heads=a) for a in heads] or [shape]
     tried = [(predict(s, t, r.cluster, r.calibration), s) for s in shapes]
-    able = [(p, s) for p, s in tried if p.oom_probability <= 0.5] or [(best[0].prediction, shape)]
+    able = [(p, s) for p, s in tried if p.oom_probability <= OOM_LIMIT] or [(usual, shape)]
     # the fewest rules broken, then the quickest: a rule's effect may be one that the model does not see
     prediction, chosen = min(able, key=lambda pair: (len(broken_rules(pair[1], t, r.cluster)), pair[0].sec_per_it))
+    risk = prediction.oom_probability
+    risky = [f"may run out of memory (P {100 * risk:.0f} %)"] if risk > RISKY else []
     return Proposal(
         shape=chosen,
         topology=t,
         prediction=prediction,
         tokens=r.tokens,
         target=r.parameters,
-        notes=tuple(broken_rules(chosen, t, r.cluster)),
+        notes=(*risky, *broken_rules(chosen, t, r.cluster)),
     )

@@ -123,14 +123,16 @@ def accumulation_seconds(parameters: Number, columns: Columns, cluster: Cluster,
 def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
     """One tensor-parallel all-reduce of s b h values: 2 (t-1)/t of the bytes over the bus, and the wait for the last.
 
-    The wait grows with the ring's steps, t - 1. A group larger than a node goes over the network's share of a GPU.
+    The wait grows with the ring's steps, t - 1. A group that does not fit into the node, or of which a run over several
+    nodes must lay one across two, goes over the network's share of a GPU.
     Left out: overlap with computation (Megatron of 2022 has none in forward).
     """
-    x, c, t = columns, constants, columns.tp
+    x, c, t, node = columns, constants, columns.tp, cluster.gpus_per_node
     pair = np.where(np.equal(t, 2), cluster.pair_bytes_per_s or cluster.node_bytes_per_s, cluster.node_bytes_per_s)
     inside = pair * c.node
-    outside = np.minimum(inside, cluster.network_bytes_per_s / cluster.gpus_per_node * c.network)
-    rate = np.where(t > cluster.gpus_per_node, outside, inside) / slowdown(x, cluster)
+    outside = np.minimum(inside, cluster.network_bytes_per_s / node * c.network)
+    leaves = np.not_equal(np.mod(node, t), 0) & np.greater(x.gpus, node)
+    rate = np.where(leaves, outside, inside) / slowdown(x, cluster)
     wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
     return 2 * (t - 1) / t * x.tokens * x.hidden * x.value_bytes / rate + wait
 

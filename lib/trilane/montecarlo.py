@@ -7,10 +7,9 @@ import numpy as np
 
 from trilane.capacity import Window
 from trilane.checks import require
-from trilane.stops import NODE_FAILURE, NODE_YEAR_S, Risks, Stop, wait_for_node_s
+from trilane.stops import CHANGE, NODE_FAILURE, NODE_YEAR_S, QUEUE, Risks, Stop, wait_for_node_s
 
 MOST_UNDONE, MOST_LOST = 0.9, 10.0  # work undone and time lost, per work, from which on a run counts as endless
-QUEUE = "queue between jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +113,16 @@ class _Course:
         self.rates = [luck.lognormal(stop.spread) for stop in risks.stops]
         self.done, self.now, self.gpu_s = np.zeros((luck.runs, len(same))), np.zeros(luck.runs), np.zeros(luck.runs)
         self.reached = np.full((luck.runs, len(same)), np.nan)
-        self.lost = {name: np.zeros(luck.runs) for name in (*shares, QUEUE, *(s.name for s in risks.stops))}
+        self.lost = {name: np.zeros(luck.runs) for name in (*shares, QUEUE, CHANGE, *(s.name for s in risks.stops))}
         self.started = np.zeros(luck.runs, bool)
+        self.held = np.zeros(len(same))  # GPUs of each phase in the stretch before
 
     def through(self, stretch: Stretch) -> None:
         """Take every run that is not done to the end of the stretch, or of its work."""
         window = stretch.window
         active = (self.now < window.end_s) & (self.done[:, -1] < 1)
         self.now = np.where(active, np.maximum(self.now, window.start_s), self.now)
+        held, self.held = self.held, np.zeros(self.done.shape[1]) if stretch.idle else stretch.gpus
         if stretch.idle or not active.any():
             return  # the next stretch begins where it begins
         whole = stretch.seconds * self.factor
@@ -129,15 +130,21 @@ class _Course:
         work = rest.sum(axis=1)
         stops, charged = self.stops(work, rest @ stretch.nodes, window.shared)
         certain = {name: work * share for name, share in self.shares.items()}
-        # a job that goes on with another number of GPUs begins anew
-        entering = np.where(self.started & active, self.risks.startup_s + window.shared * self.risks.queue_s, 0.0)
+        # a job that goes on with another number of GPUs, or after none, begins anew
+        phase = (self.done < 1).argmax(axis=1)
+        anew = self.started & active & (stretch.gpus[phase] != held[phase])
+        left = np.maximum(window.end_s - self.now, 0.0)
+        queued = np.minimum(left, np.where(anew, window.shared * self.risks.queue_s, 0.0))
+        starting = np.minimum(left - queued, np.where(anew, self.risks.startup_s, 0.0))
+        entering = queued + starting
         stops[QUEUE] = work * stretch.queue_share
         needed = work + sum(certain.values()) + sum(stops.values())
-        room = np.maximum(window.end_s - self.now - entering, 0.0)
-        share = np.where(active, np.minimum(1.0, room / np.maximum(needed, 1e-9)), 0.0)
+        share = np.where(active, np.minimum(1.0, (left - entering) / np.maximum(needed, 1e-9)), 0.0)
         part = self.advance(whole, rest, share * work, self.now + entering, needed / np.maximum(work, 1e-9))
         gpus = (part @ stretch.gpus) / np.maximum(part.sum(axis=1), 1e-9)
-        self.gpu_s += gpus * (share * (work + sum(certain.values()) + charged) + np.where(share > 0, entering, 0.0))
+        self.gpu_s += gpus * (share * (work + sum(certain.values()) + charged) + np.where(share > 0, starting, 0.0))
+        self.lost[QUEUE] += queued
+        self.lost[CHANGE] += starting
         for name, seconds in (*certain.items(), *stops.items()):
             self.lost[name] += share * seconds
         ends = np.where(share >= 1, self.now + entering + needed, window.end_s)
@@ -171,18 +178,29 @@ class _Course:
         seconds, busy = np.maximum(work, 1e-9), work > 0
         undone = sum(means) * self.interval_s / 2 / seconds
         nodes = float(np.median((node_s / seconds)[busy]))
+        counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
+        costs = [stop_cost(stop, self.risks, nodes, self.interval_s, shared) for stop in kinds]
+        shares = [float(np.median((n * cost[0] / seconds)[busy])) for n, cost in zip(counts, costs, strict=True)]
+        require_an_end(self.risks, self.interval_s, float(np.median(undone[busy])), shares)
         lost: dict[str, np.ndarray] = {}
         charged = np.zeros(self.luck.runs)
-        for stop, mean in zip(kinds, means, strict=True):
-            each, variance, ours = stop_cost(stop, self.risks, nodes, self.interval_s, shared)
-            count = self.luck.count(mean / (1 - np.minimum(undone, MOST_UNDONE)))
-            lost[stop.name] = self.luck.total(count, each, variance)
+        for stop, count, (each, variance, ours) in zip(kinds, counts, costs, strict=True):
+            lost[stop.name] = self.luck.total(self.luck.count(count), each, variance)
             charged += lost[stop.name] * ours
-        rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
-        ends = np.median((sum(lost.values()) / seconds)[busy]) < MOST_LOST and np.median(undone[busy]) < MOST_UNDONE
-        rate = next((s.per_node_year for s in kinds if s.name == NODE_FAILURE), 0.0)
-        require(bool(ends), "failures-per-node-year", f"{rate:g}", rule)
         return lost, charged
+
+
+def require_an_end(risks: Risks, interval_s: float, undone: float, shares: Sequence[float]) -> None:
+    """ValueError where stops undo most of the work, or take ten times as long as it (`shares` of it, by kind)."""
+    if not shares or (undone < MOST_UNDONE and sum(shares) < MOST_LOST):
+        return
+    if undone >= MOST_UNDONE and risks.checkpoint_s:
+        rule = "such a run would undo most of its work, as stops come sooner than checkpoints"
+        require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
+    worst = risks.stops[int(np.argmax(shares))]
+    field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"
+    rule = "such a run would lose ten times what it works, or undo most of it; fewer stops, nearer checkpoints"
+    require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)
 
 
 def stop_cost(stop: Stop, risks: Risks, nodes: float, interval_s: float, shared: bool) -> tuple[float, float, float]:

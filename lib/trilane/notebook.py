@@ -1,6 +1,7 @@
 """Run a notebook of a study: papermill behind one checked door, then its HTML and the study's index."""
 
 import ast
+import glob
 import os
 import sys
 import tempfile
@@ -63,7 +64,7 @@ def typed(field: str, text: object, kind: str) -> Any:
         ok = type(text).__name__ == kind or (kind == "float" and isinstance(text, int) and not isinstance(text, bool))
         value: Any = text
     elif kind == "str":
-        return text
+        return text if field == "study" else located(text)
     else:
         try:
             value = {"true": True, "false": False}.get(text.lower()) if kind == "bool" else ast.literal_eval(text)
@@ -73,6 +74,21 @@ def typed(field: str, text: object, kind: str) -> Any:
     if not ok:
         raise ValueError(f"{field}={text}: must be of type {kind}")
     return float(value) if kind == "float" else value
+
+
+def located(text: str) -> str:
+    """A relative path or glob that names something here as an absolute one, since kernels stand in notebooks/.
+
+    What notebooks/ holds too, and a bare word (which may be a name), stay as they are.
+    """
+
+    def names(folder: Path) -> bool:
+        return os.path.exists(folder / text) or any(glob.iglob(text, root_dir=folder, recursive=True))
+
+    like_a_path = glob.has_magic(text) or os.sep in text or Path(text).suffix
+    if not like_a_path or os.path.isabs(text) or names(NOTEBOOKS) or not names(here := Path.cwd()):
+        return text
+    return os.path.normpath(here / text if os.path.exists(here / text) else Path(glob.escape(str(here))) / text)
 
 
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trilane.calibration import Calibration
-from trilane.checks import require
+from trilane.checks import few, require
 from trilane.columns import columns_of
 from trilane.columns import stack as stacked
 from trilane.memory import memory_bytes, oom_probability
@@ -26,7 +26,7 @@ def require_divisible(ramp: Ramp, topology: Topology) -> None:
     """ValueError that names each batch size of the ramp that mbs x dp does not divide."""
     failing = ramp.failing(topology.gbs, topology.mbs * topology.dp)
     rule = f"every batch size must be a multiple of mbs x dp = {topology.mbs} x {topology.dp}"
-    require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+    require(not failing, "ramp", few(failing), rule)
 
 
 def first_full_gbs(topology: Topology) -> int:
@@ -123,14 +123,17 @@ def schedule_on(
 ) -> Schedule | None:
     """The phases on at most `gpus` GPUs, the plan's topology kept unless `adapt`; None where no replica fits.
 
-    TP and PP stay unless a change of them is said to take `reshape_s`. ValueError names each batch size that nothing
-    can run.
+    TP and PP stay unless a change of them is said to take `reshape_s`. None too where a batch size has replicas that
+    divide it, but none that fits the card. ValueError names batch sizes that nothing divides.
     """
     if gpus < plan.topology.tp * plan.topology.pp:
         return None
     batches = [phase.gbs for phase in phases]
     others = [] if reshape_s is None else lanes(plan, batches, gpus, calibration)
     options = choices(plan, batches, gpus, calibration, adapt, others)
-    empty = ", ".join(str(phase.gbs) for phase, found in zip(phases, options, strict=True) if not found)
-    require(not empty, "ramp", empty, f"no DP and microbatch of the plan's tp x pp divide it and fit {gpus} GPUs")
+    empty = [gbs for gbs, found in zip(batches, options, strict=True) if not found]
+    none = [gbs for gbs in empty if not topologies(plan, gbs, gpus, adapt, others)]
+    require(not none, "ramp", few(none), f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs")
+    if empty:
+        return None
     return optimize(phases, options, restart_s, day_worth, reshape_s or 0.0)

@@ -114,7 +114,7 @@ class Ramp:
 def parse_ramp(text: str) -> Ramp:
     """The ramp of "START,INCREMENT,SAMPLES", such as "192,16,9765625"; ValueError otherwise."""
     parts = [part.strip().replace("_", "") for part in text.split(",")]
-    ok = len(parts) == 3 and all(part.isdigit() for part in parts)
+    ok = len(parts) == 3 and all(part.isdecimal() for part in parts)
     require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
     start, increment, samples = (int(part) for part in parts)
     return Ramp(start=start, increment=increment, samples=samples)

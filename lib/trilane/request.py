@@ -14,10 +14,11 @@ from trilane.pace import require_divisible
 from trilane.plan import Plan
 from trilane.ramp import Phase, Ramp
 from trilane.schedule import phases_of
-from trilane.stops import Risks
+from trilane.stops import EVALUATION, JOB_ENDS, SAVING, Risks
 
 MOST_TOKENS = 1e16  # a thousand times what has been trained
-MOST_RUNS = 1_000_000  # 8 MB for each of some dozen arrays
+CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
+MOST_CELLS = 30_000_000  # runs x pieces of the course: 240 MB for each of about eight arrays of them
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 
 
@@ -52,7 +53,6 @@ class Request:
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
         require(self.tokens <= MOST_TOKENS, "tokens", f"{self.tokens:g}", f"must be at most {MOST_TOKENS:g}")
         require_integer("runs", self.runs, 100)
-        require(self.runs <= MOST_RUNS, "runs", self.runs, f"must be at most {MOST_RUNS}")
         worth = self.day_worth
         require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
         rule = "needs --adapt days, --adapt gpu_hours or --day-worth"
@@ -65,6 +65,9 @@ class Request:
             )
         if self.allocation is not None:
             require_positive("allocation", self.allocation)
+        pieces = len(self.phases) - 1 + CHUNKS
+        rule = f"must be at most {MOST_CELLS // pieces}, for the memory that {pieces} pieces of this ramp take"
+        require(self.runs <= MOST_CELLS // pieces, "runs", self.runs, rule)
         replica = t.tp * t.pp
         most = max(step.gpus for step in self.capacity.steps)
         require(most >= replica, "capacity.gpus", most, f"one replica of {t.label} takes {replica}")
@@ -110,9 +113,9 @@ class Request:
         r = self.risks
         forward = 1 / 4 if self.plan.topology.recompute == "full" else 1 / 3
         return {
-            "evaluation": forward * r.evaluation_iters / r.evaluation_every,
-            "saving": self.save_s / self.interval_s,
-            "ends of jobs": r.startup_s / (r.job_hours * 3600),
+            EVALUATION: forward * r.evaluation_iters / r.evaluation_every,
+            SAVING: self.save_s / self.interval_s,
+            JOB_ENDS: r.startup_s / (r.job_hours * 3600),
         }
 
 

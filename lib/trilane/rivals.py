@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.pace import SOONEST, schedule_on
-from trilane.plan import Plan, Run
+from trilane.calendar import bars_of, schedules_of, untroubled
+from trilane.pace import SOONEST
+from trilane.plan import Run
 from trilane.request import Request
-from trilane.schedule import Schedule
 from trilane.search import Candidate, search_space
 from trilane.space import space_around
 from trilane.systems import ENGINES, lack
@@ -17,7 +17,7 @@ SEEN = 60  # topologies that the search keeps, to find a few lanes that differ
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
-    """Another way to run the same tokens: its days and GPU-hours if nothing goes wrong; why it cannot, or ""."""
+    """Another way to run the same tokens on the same capacity, if nothing goes wrong; why it cannot, or ""."""
 
     name: str
     days: float
@@ -33,23 +33,21 @@ class Rival:
 
 def other_schedules(request: Request) -> list[Rival]:
     """The plan as it is, and with DP, microbatch and nodes following the batch size: the fastest, the cheapest."""
-    reshape_s = request.risks.reshape_s
-    ways: list[tuple[str, float | None, float | None]] = [
-        ("the plan as it is", None, None),
-        ("fastest at each batch size", SOONEST, None),
-        ("the same, TP and PP may change too", SOONEST, reshape_s),
-        ("cheapest at each batch size", 0.0, None),
+    ways: list[tuple[str, float | None, bool]] = [
+        ("the plan as it is", None, False),
+        ("fastest at each batch size", SOONEST, False),
+        ("the same, TP and PP may change too", SOONEST, True),
+        ("cheapest at each batch size", 0.0, False),
     ]
-    return [rival for name, worth, anew in ways if (rival := _scheduled(request, name, worth, anew))]
+    return [_scheduled(request, name, worth, reshape) for name, worth, reshape in ways]
 
 
-def _scheduled(request: Request, name: str, day_worth: float | None, reshape_s: float | None) -> Rival | None:
-    r, worth = request, SOONEST if day_worth is None else day_worth
+def _scheduled(request: Request, name: str, day_worth: float | None, reshape: bool) -> Rival:
     try:
-        found = _schedule(r, r.plan, day_worth is not None, worth, reshape_s)
+        asked = dataclasses.replace(request, day_worth=day_worth, reshape=reshape)
+        return _rival(name, asked, 0.0)
     except ValueError as error:
         return Rival(name=name, days=0, gpu_hours=0, memory_bytes=0, restarts=0, reason=str(error))
-    return _rival(name, found, 0.0) if found else None
 
 
 def other_topologies(request: Request, count: int = 4) -> list[Rival]:
@@ -68,29 +66,21 @@ def _moved(request: Request, candidate: Candidate) -> Rival | None:
     engine = next((e for e in ENGINES if lack(e, r.plan.shape, other) is None), r.plan.engine)
     try:
         plan = dataclasses.replace(r.plan, topology=other, engine=engine, label=other.label, run=Run())
-        schedule = _schedule(r, plan, bool(failing), SOONEST)
+        asked = dataclasses.replace(r, plan=plan, day_worth=SOONEST if failing else None, reshape=False)
+        rival = _rival(other.label, asked, candidate.prediction.memory_bytes)
     except ValueError:
         return None
-    if schedule is None:
-        return None
     reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""
-    return dataclasses.replace(_rival(other.label, schedule, candidate.prediction.memory_bytes), reason=reason)
+    return dataclasses.replace(rival, reason=reason)
 
 
-def _schedule(
-    request: Request, plan: Plan, adapt: bool, day_worth: float, reshape_s: float | None = None
-) -> Schedule | None:
-    r = request
-    return schedule_on(
-        plan, r.phases, plan.topology.gpus, r.calibration, r.risks.startup_s, adapt, day_worth, reshape_s
-    )
-
-
-def _rival(name: str, schedule: Schedule, memory_bytes: float) -> Rival:
+def _rival(name: str, asked: Request, memory_bytes: float) -> Rival:
+    schedules = schedules_of(asked)
+    course = untroubled(asked, schedules)
     return Rival(
         name=name,
-        days=schedule.days,
-        gpu_hours=schedule.gpu_hours,
+        days=float(course.wall_s[0]) / 86400,
+        gpu_hours=float(course.gpu_s[0]) / 3600,
         memory_bytes=memory_bytes,
-        restarts=schedule.restarts,
+        restarts=len(bars_of(asked, schedules, course.reached_s[0])) - 1,
     )

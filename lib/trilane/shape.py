@@ -77,7 +77,7 @@ def padded_vocab_size(tokens: int, tp: int = 1, multiple: int = 128) -> int:
 def parse_shape(text: str) -> ModelShape:
     """The shape of "layers,hidden,heads,seq,vocab", such as "70,14336,112,2048,250880"; ValueError otherwise."""
     parts = text.replace(" ", "").split(",")
-    ok = len(parts) == 5 and all(part.isdigit() for part in parts)
+    ok = len(parts) == 5 and all(part.isdecimal() for part in parts)
     require(ok, "shape", text, "must be five whole numbers: layers,hidden,heads,seq,vocab")
     L, h, a, seq, V = (int(part) for part in parts)
     return ModelShape(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=seq, vocab_size=V)

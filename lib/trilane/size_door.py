@@ -8,7 +8,7 @@ from typing import Any
 from trilane import hardware
 from trilane.calibration import default, load
 from trilane.checks import require, to_mapping
-from trilane.inverse import Proposal, SizeRequest, propose
+from trilane.inverse import Proposal, SizeRequest, survey, why_none
 from trilane.published import PlannedModel, published_models, size_line, state_lines
 from trilane.search_door import usual_precision
 from trilane.topology import ATTENTIONS, PARTITIONS, RECOMPUTE
@@ -60,11 +60,13 @@ def request_of(args: argparse.Namespace) -> SizeRequest:
 def run(args: argparse.Namespace) -> int:
     """Propose and print; exit code 0, or 1 where no shape can run."""
     request = request_of(args)
-    found = propose(request)
+    found, refused = survey(request)
     if args.json:
-        print(json.dumps(to_json(request, found[: args.top], len(found)), indent=1))
+        print(json.dumps({**to_json(request, found[: args.top], len(found)), "refused": dict(refused)}, indent=1))
     else:
         _print(request, found[: args.top])
+        if not found:
+            print(why_none(request, refused))
     return 0 if found else 1
 
 
@@ -117,14 +119,21 @@ def published_json(model: PlannedModel) -> dict[str, Any]:
     return {**values, "params": shape.parameters, "printed_b": model.printed_b, "line": size_line(shape)}
 
 
+def size_words(parameters: float) -> str:
+    """ "176.2B", or "20.3M" where that is below a billion."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
 def _print(request: SizeRequest, proposals: list[Proposal]) -> None:
-    print(f"{request.parameters / 1e9:g} B parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of")
+    print(
+        f"{size_words(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of"
+    )
     print(f"{request.cluster.name}, {request.tokens / 1e9:g} B tokens; days with nothing going wrong:")
     for p in proposals:
         s, (middle, low, high) = p.shape, p.tflops
         beside = p.days_at_target / proposals[0].days_at_target - 1
         print(
-            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{s.parameters / 1e9:7.1f}B "
+            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{size_words(s.parameters):>8} "
             f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
             f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
             f"{beside:+6.1%}  {p.topology.label}"

@@ -147,9 +147,10 @@ class Choice:
 
 def lane_rule(shape: ModelShape, cluster: Cluster, tp: int, pp: int, dp: int) -> str:
     """The rule that refuses every topology of tp x pp x dp, or ""."""
+    node, gpus = cluster.gpus_per_node, tp * pp * dp
     rules = [
-        (tp * pp * dp <= cluster.max_gpus, f"{cluster.name} has {cluster.max_gpus} GPUs"),
-        (tp <= cluster.gpus_per_node, "a tensor-parallel group must stay inside a node"),
+        (gpus <= cluster.max_gpus, f"{cluster.name} has {cluster.max_gpus} GPUs"),
+        (node % tp == 0 or gpus <= node, "a tensor-parallel group must stay inside a node"),
         (shape.num_attention_heads % tp == 0, "tp must divide num_attention_heads"),
         (shape.vocab_size % tp == 0, "tp must divide vocab_size (pad the vocabulary)"),
         (shape.hidden_size % tp == 0, "tp must divide hidden_size"),

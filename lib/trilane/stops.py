@@ -8,6 +8,12 @@ from trilane.checks import require, require_not_negative, require_positive
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
+MOST_SPREAD = 3.0
+MOST_AWAY = 700.0  # nodes under repair on average: above it e^-mean is no number, and the spread a few per cent
+# What else costs time; no stop may be called so.
+QUEUE, CHANGE = "queue between jobs", "change of capacity"
+CERTAIN = EVALUATION, SAVING, JOB_ENDS = "evaluation", "saving", "ends of jobs"
+OWN_NAMES = (QUEUE, CHANGE, *CERTAIN, "iterations", "slower than a benchmark", "slower than predicted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,9 @@ class Stop:
         for field in ("per_node_year", "per_year", "spread", "idle_hours"):
             value = getattr(self, field)
             require_not_negative(f"stop.{field}", value)
+        rule = f"must be at most {MOST_SPREAD}: one run in six then has {math.exp(MOST_SPREAD):.0f} times as many stops"
+        require(self.spread <= MOST_SPREAD, "stop.spread", self.spread, rule)
+        require(self.name not in OWN_NAMES, "stop.name", self.name, "is the calendar's own name for something else")
 
 
 def usual_stops() -> tuple[Stop, ...]:
@@ -141,11 +150,15 @@ class Risks:
             "spare_nodes",
             "checkpoint_s",
             "evaluation_iters",
+            "slowdown_spread",
         ):
             value = getattr(self, name)
             require_not_negative(name, value)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
             require_positive(name, getattr(self, name))
+        names = [stop.name for stop in self.stops]
+        twice = next((name for name in names if names.count(name) > 1), "")
+        require(not twice, "stop.name", twice, "stands there twice")
         require(0 <= self.common <= 1, "common", self.common, "must lie between 0 and 1")
 
     def with_failures(self, per_node_year: float) -> "Risks":
@@ -206,8 +219,12 @@ def wait_for_node_s(nodes: float, per_node_year: float, repair_hours: float, spa
     with `spare_nodes` or more of them away there is none left, and the first is back after repair / (spares + 1).
     """
     mean = nodes * per_node_year / NODE_YEAR_S * repair_hours * 3600
+    if mean > MOST_AWAY:
+        return repair_hours * 3600 / (spare_nodes + 1) if spare_nodes < mean else 0.0
     term, below = math.exp(-mean), 0.0
     for k in range(spare_nodes):
+        if k > mean and term < 1e-18:  # what is left does not matter, and there may be a billion spares
+            break
         below += term
         term *= mean / (k + 1)
     return max(0.0, 1 - below) * repair_hours * 3600 / (spare_nodes + 1)
