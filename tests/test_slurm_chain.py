@@ -68,7 +68,7 @@ def test_sigusr1_saves_and_the_next_link_goes_on_with_the_same_losses(
 def test_a_dead_node_brings_the_job_back_elsewhere_and_it_finishes(
     cluster: Cluster, unbroken: list[float], tmp_path: Path
 ) -> None:
-    """The node is killed with all that runs on it; srun fails before SLURM holds the node for dead, as it mostly does."""
+    """The node is killed with all on it; srun fails before SLURM holds the node for dead, as it mostly does."""
     p = plan("long", tmp_path / "data", nodes=2, iters=LONG, gbs=8, save_interval=20)
     folder = run_folder(tmp_path, p)
     script = folder / "job.sbatch"
