@@ -176,6 +176,7 @@ def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -
         ("--gres=gpu:8", "--gres=gpu:a100:4", "--gres=gpu:a100:4, the plan's 16 GPUs need gpu:8"),
         ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
         ("--nodes=2", "--nodes=2-2 # two", ""),
+        ("--nodes=2", "-N 2 # and not --nodes=3", ""),
         ("--nodes=2", "-N 3", "--nodes=3, the plan's 16 GPUs need 2"),
         ("--nodes=2", "--nodes=2 --comment='two", "#SBATCH --nodes=2 --comment='two: cannot be read: No closing"),
         ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
