@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import subprocess
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REQUEST, SITE, one, plan, run_folder
 
-from trilane import guard, jobs, ledger, monitor, slurm, standing, sweep
+from trilane import guard, jobs, ledger, monitor, notebook, slurm, standing, sweep
 from trilane.__main__ import main
+from trilane.checks import to_mapping
 from trilane.engine import corpus
 from trilane.job_request import Request
 from trilane.outcome import Outcome, write_status
+from trilane.plan import read_plan
+from trilane.script import render
+from trilane.store import Study
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 
@@ -73,7 +78,8 @@ def test_a_cancellation_leaves_out_what_squeue_forgot_and_refuses_what_is_somebo
 ) -> None:
     accounted(commands, j77="RUNNING", j78="RUNNING")
     ledger.note(folder, "submitted", "78", site="test", script="")
-    commands.say("squeue", "[[ $* != *%u* ]] || echo '78|78|me'")
+    forgot = "[[ $* != *77* ]] || { echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }"
+    commands.say("squeue", f"[[ $* == *%u* ]] || exit 0\n{forgot}\necho '78|78|me'")
     assert jobs.cancel([folder]) == ["78"] and commands.calls("scancel") == ["scancel 78"]
     commands.say("squeue", "[[ $* != *%u* ]] || printf '78|78|me\\n77|77|you\\n'")
     with pytest.raises(ValueError, match=r"^job=77: is of user you, not yours$"):
@@ -176,6 +182,18 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
 
 
+def test_the_watching_job_submits_itself_again_once_slurm_is_back(commands: Commands, folder: Path) -> None:
+    text = render("monitor", read_plan(folder / "plan.json"), SITE, REQUEST)
+    commands.say("python", "exit 75")
+    commands.say("sleep", "true")
+    commands.say("sbatch", "(($(grep -c ^sbatch ${0%/*}/calls) > 1))")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", text[text.index("code=0") :]], check=True)
+    assert commands.calls("sbatch") == ["sbatch monitor.sbatch"] * 2
+    commands.say("python", "exit 1")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", text[text.index("code=0") :]], check=True)
+    assert len(commands.calls("sbatch")) == 2
+
+
 def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:
     commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
     commands.say("squeue", AWAY)
@@ -253,3 +271,20 @@ def test_two_jobs_of_a_user_on_a_node_are_told_apart() -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.slow
+def test_the_launch_notebook_executed_again_submits_nothing_twice(
+    commands: Commands, outputs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "test.json").write_text(json.dumps(to_mapping(SITE)))
+    commands.say("sbatch", "echo $((70 + $(grep -c comment= ${0%/*}/calls)))")
+    commands.say("squeue", "printf '71|PENDING|Priority|0:00|2:00|\\n72|PENDING|Priority|0:00|2:00|\\n'")
+    given = {"site": str(tmp_path / "test.json"), "submit": True, "account": "xyz@a100", "corpus": "mock"}
+    study = Study.create("s")
+    small = {"runs": 2, "control": False, "train_iters": 4}
+    notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
+    notebook.run("03_launch", study, **given, **small)
+    page = (study.folder / "03_launch.html").read_text()
+    assert page.count("has job 71 already") == page.count("has job 72 already") == 1
+    assert len([call for call in commands.calls("sbatch") if "--comment=" in call]) == 2

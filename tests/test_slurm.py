@@ -14,7 +14,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
 from support import wait_until
 
-from trilane import guard, jobs, ledger, slurm, sweep
+from trilane import guard, jobs, ledger, monitor, slurm, sweep
 from trilane.__main__ import main
 from trilane.checks import to_mapping
 from trilane.finding import REFUSAL
@@ -141,6 +141,31 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
         wait_until(lambda out=out: out.exists() and out.read_text().endswith("/runs/one\n"), 120, f"{out}")
         assert out.read_text() == f"go: from the beginning\n{folder}\n"
     assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == {name}
+
+
+def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> None:
+    """`srun --jobid=6_1` is "Invalid numeric value"."""
+    array = slurm.submit(sleeper / "job.sbatch", "--array=1-2")
+    try:
+        wait_until(lambda: slurm.states([f"{array}_1"])[f"{array}_1"].state == "RUNNING", 120, "running")
+        assert slurm.raw_id(f"{array}_1") not in (array, f"{array}_1")
+        assert cluster.do("run", *monitor.attach(f"{array}_1", "memory")).count("== ") == 2
+    finally:
+        slurm.cancel([array])
+
+
+def test_a_dead_node_joins_those_that_a_waiting_job_avoids(sleeper: Path) -> None:
+    job = slurm.submit(sleeper / "job.sbatch", "--begin=now+1hour", "--exclude=jz-a100-[1-2]")
+    slurm.exclude(job, ["jz-a100-3"])
+    assert "ExcNodeList=jz-a100-[1-3]" in slurm.call(["scontrol", "show", "job", job])
+    with pytest.raises(ValueError, match=r"^job=999999: SLURM knows no such job$"):
+        slurm.cancel([job, "999999"])
+    assert slurm.owners([job, "999999"]) == {job: getpass.getuser()}
+    slurm.cancel([job])
+
+
+def test_an_array_beyond_what_slurm_takes_is_refused(cluster: Cluster) -> None:
+    assert slurm.max_array() == 1000  # SLURM's own MaxArraySize is 1001
 
 
 def test_a_job_of_somebody_else_is_left_alone(sleeper: Path) -> None:
