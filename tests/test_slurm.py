@@ -15,7 +15,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
 from support import wait_until
 
-from trilane import guard, jobs, ledger, monitor, slurm, sweep
+from trilane import guard, jobs, ledger, monitor, slurm, standing, sweep
 from trilane.__main__ import main
 from trilane.checks import to_mapping
 from trilane.finding import REFUSAL
@@ -56,6 +56,17 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
     wait_until(lambda: slurm._accounted([job])[job].state == "COMPLETED", 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
         jobs.submit(folder, SITE, REQUEST)
+
+
+def test_a_job_whose_environment_is_missing_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, plan("early", tmp_path / "data"))
+    script = (folder / "job.sbatch").read_text()
+    (folder / "job.sbatch").write_text(script.replace("VENV=", "unset TRILANE_VENV\nVENV=/nowhere #"))
+    job = jobs.submit(folder, SITE, REQUEST)
+    found = ended(folder)
+    assert (found.id, found.state, found.verdict) == (job, "FAILED", "crashed")
+    assert found.evidence.startswith(f"slurm-{job}.out: ") and "/nowhere/bin/activate: No such file" in found.evidence
+    assert "/nowhere/bin/activate" in standing.logs(folder)[-1]
 
 
 def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluster: Cluster, tmp_path: Path) -> None:

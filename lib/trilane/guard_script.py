@@ -69,7 +69,10 @@ def array(case: Case) -> Iterator[Finding]:
     lines = [int(n) for n in re.findall(r"\d+", case.directives.get("array", "").partition("%")[0])]
     if not lines or case.site.is_local or not slurm.is_here():
         return
-    largest = slurm.max_array()
+    try:
+        largest = slurm.max_array()
+    except slurm.SlurmError:
+        return  # `accepted` says it
     if largest is not None and max(lines) > largest:
         says = f"--array goes up to {max(lines)}, SLURM here takes {largest} (MaxArraySize={largest + 1})"
         yield refuse("array", says, f"sweeps of at most {largest} runs each")
