@@ -12,7 +12,7 @@ from trilane import guard, guard_place, slurm
 from trilane.__main__ import main
 from trilane.finding import REFUSAL, WARNING
 from trilane.hardware import cluster
-from trilane.job_request import Request
+from trilane.job_request import Request, seconds_of
 from trilane.plan import Data, Plan, Run
 from trilane.script import SCRIPT, render
 from trilane.shape import parse_shape
@@ -160,6 +160,63 @@ def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -
     found = findings(folder, plan(), script=lambda s: s.replace("xyz@a100", "abc@a100"))
     wanted = "--account xyz@a100 is asked for, job.sbatch says abc@a100"
     assert wanted in [f.says for f in found if f.rule == "script" and f.level == REFUSAL]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("--time=20:00:00", "--time=1200", ""),
+        ("--time=20:00:00", "--time 20:00:00", ""),
+        ("--time=20:00:00", "-t 0-20", ""),
+        ("--time=20:00:00", "--time=1200:00  # twenty hours", ""),
+        ("--time=20:00:00", "-t100:00:00", "--time 20:00:00 is asked for, job.sbatch says 100:00:00"),
+        ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time as sbatch takes it"),
+        ("--account=xyz@a100", "-A xyz@a100", ""),
+        ("--account=xyz@a100", "-A abc@a100", "--account xyz@a100 is asked for, job.sbatch says abc@a100"),
+        ("--gres=gpu:8", "--gres=gpu:a100:8", ""),
+        ("--gres=gpu:8", "--gpus-per-node=a100:8", ""),
+        ("--gres=gpu:8", "--gpus-per-node=4", "--gpus-per-node=4, the plan's 16 GPUs need 8"),
+        ("--gres=gpu:8", "--gres=gpu:a100:4", "--gres=gpu:a100:4, the plan's 16 GPUs need gpu:8"),
+        ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
+        ("--nodes=2", "--nodes=2-2 # two", ""),
+        ("--nodes=2", "-N 2 # and not --nodes=3", ""),
+        ("--nodes=2", "-N 3", "--nodes=3, the plan's 16 GPUs need 2"),
+        ("--nodes=2", "--nodes=2 --comment='two", "#SBATCH --nodes=2 --comment='two: cannot be read: No closing"),
+        ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
+    ],
+)
+def test_directives_are_read_as_sbatch_reads_them(old: str, new: str, says: str, folder: Path) -> None:
+    """man sbatch: one-letter names, the value behind a space, five forms of a time; no options after a command."""
+    found = guard.refused(findings(folder, plan(), script=lambda s: s.replace(old, new, 1)))
+    assert any(says in f.says for f in found) if says else not found
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:02:03", 3723), ("1-2", 93600), ("1-2:3", 93780), ("1-02:03:04", 93784)],
+)
+def test_a_time_means_what_it_means_to_sbatch(time_limit: str, seconds: int) -> None:
+    assert seconds_of(time_limit) == seconds
+
+
+def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path, monkeypatch) -> None:
+    """A sweep's array has one script for many run folders; SLURM's own limit of its indices is asked."""
+    text = render("sweep", plan(), A100, Request(account="xyz@a100"), array="1,2,1001")
+    script = folder.parent / "sweep-2x8.sbatch"
+    script.write_text(text.replace("set -euo pipefail", "set -eu").replace("@a100", "@v100"))
+    monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(slurm, "call", lambda command: "SlurmctldHost = x\nMaxArraySize            = 1001\n")
+    monkeypatch.setattr(slurm, "test_only", lambda script: "")
+    where = replace(A100, local=())
+    found = {f.rule: f for f in guard.check(plan(), where, Request(account="xyz@a100"), folder, script=script)}
+    assert found["pipefail"].level == REFUSAL and found["account"].says.startswith("account xyz@v100 does not end")
+    assert found["array"].says == "--array goes up to 1001, SLURM here takes 1000 (MaxArraySize=1001)"
+    assert (
+        "sweep-2x8.sbatch says xyz@v100" in found["script"].says and "create the sweep anew" in found["script"].remedy
+    )
+    script.unlink()
+    (missing,) = guard.check(plan(), where, Request(), folder, script=script)
+    assert missing.says.endswith("sweep-2x8.sbatch: no such file")
 
 
 def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> None:

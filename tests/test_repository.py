@@ -16,12 +16,13 @@ FLOORS = [
     "schedule pace stops montecarlo request calendar energy calendar_door rivals",
     "launch again outcome parent progress watch store deepspeed_config deepspeed_read deepspeed_keys "
     "ds_config_door equality verify megatron_args megatron_limits megatron_read megatron_text "
-    "megatron_door diagnose beat capture ring watchdog bisect sites job_request script slurm probe ledger",
+    "megatron_door diagnose beat capture ring watchdog bisect sites job_request script directives slurm probe "
+    "ledger",
     "finding guard guard_cost guard_place guard_script",
     "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable "
     "hang_door stragglers_door capture_door trace_door restart_door rehearse",
     "lint scoring backtest compare compare_door spikes spikes_door nextrun gather learning",
-    "node_loss attempt jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
+    "node_loss attempt standing jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
     "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots "
     "calendar_plots decision hang_plots run_door bench_door",
 ]

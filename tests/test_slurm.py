@@ -3,6 +3,7 @@
 import getpass
 import json
 import os
+import re
 import subprocess
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
 from support import wait_until
 
-from trilane import guard, jobs, ledger, slurm, sweep
+from trilane import guard, jobs, ledger, monitor, slurm, standing, sweep
 from trilane.__main__ import main
 from trilane.checks import to_mapping
 from trilane.finding import REFUSAL
@@ -55,6 +56,17 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
     wait_until(lambda: slurm._accounted([job])[job].state == "COMPLETED", 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):
         jobs.submit(folder, SITE, REQUEST)
+
+
+def test_a_job_whose_environment_is_missing_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path, plan("early", tmp_path / "data"))
+    script = (folder / "job.sbatch").read_text()
+    (folder / "job.sbatch").write_text(script.replace("VENV=", "unset TRILANE_VENV\nVENV=/nowhere #"))
+    job = jobs.submit(folder, SITE, REQUEST)
+    found = ended(folder)
+    assert (found.id, found.state, found.verdict) == (job, "FAILED", "crashed")
+    assert found.evidence.startswith(f"slurm-{job}.out: ") and "/nowhere/bin/activate: No such file" in found.evidence
+    assert "/nowhere/bin/activate" in standing.logs(folder)[-1]
 
 
 def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
@@ -141,6 +153,32 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
         wait_until(lambda out=out: out.exists() and out.read_text().endswith("/runs/one\n"), 120, f"{out}")
         assert out.read_text() == f"go: from the beginning\n{folder}\n"
     assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == {name}
+
+
+def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> None:
+    """`srun --jobid=6_1` is "Invalid numeric value"."""
+    array = slurm.submit(sleeper / "job.sbatch", "--array=1-2")
+    try:
+        wait_until(lambda: slurm.states([f"{array}_1"])[f"{array}_1"].state == "RUNNING", 120, "running")
+        assert slurm.raw_id(f"{array}_1") not in (array, f"{array}_1")
+        assert cluster.do("run", *monitor.attach(f"{array}_1", "memory")).count("== ") == 2
+    finally:
+        slurm.cancel([array])
+
+
+def test_a_dead_node_joins_those_that_a_waiting_job_avoids(sleeper: Path) -> None:
+    job = slurm.submit(sleeper / "job.sbatch", "--begin=now+1hour", "--exclude=jz-a100-[1-2]")
+    slurm.exclude(job, ["jz-a100-3"])
+    found = re.findall(r"ExcNodeList=(\S+)", slurm.call(["scontrol", "show", "job", job]))
+    assert [slurm.hostnames(nodes) for nodes in found] == [["jz-a100-1", "jz-a100-2", "jz-a100-3"]]
+    with pytest.raises(ValueError, match=r"^job=999999: SLURM knows no such job$"):
+        slurm.cancel([job, "999999"])
+    assert slurm.owners([job, "999999"]) == {job: getpass.getuser()}
+    slurm.cancel([job])
+
+
+def test_the_largest_array_is_what_slurm_conf_says(cluster: Cluster) -> None:
+    assert slurm.max_array() == 20000  # MaxArraySize=20001 in slurm.conf
 
 
 def test_a_job_of_somebody_else_is_left_alone(sleeper: Path) -> None:

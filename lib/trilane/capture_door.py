@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trilane import hang_door
+from trilane import hang_door, slurm
 from trilane.beat import read_beats
 from trilane.capture import capture, capture_here
 from trilane.checks import require
@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     nodes = -(-plan.topology.gpus // plan.cluster.gpus_per_node)
     command = here_command(folder, folder / "stacks" / "by-hand")
+    job = slurm.raw_id(args.job) if slurm.is_here() else args.job
     if args.commands:
-        print("\n".join([shlex.join(srun_command(args.job or "0", nodes, command)), by_hostfile(command)]))
+        print("\n".join([shlex.join(srun_command(job or "0", nodes, command)), by_hostfile(command)]))
         print(f"# a program that is not trilane's, then `python -m trilane hang` on the folder:\n{any_program()}")
         return 0
     beats = read_beats(folder)
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.job and shutil.which("srun"):
         stacks = folder / "stacks" / f"job-{args.job}"
         stacks.mkdir(parents=True, exist_ok=True)
-        subprocess.run(srun_command(args.job, nodes, here_command(folder, stacks)), check=False, timeout=SLURM_S)
+        subprocess.run(srun_command(job, nodes, here_command(folder, stacks)), check=False, timeout=SLURM_S)
         verdict = diagnose(stacks)
     else:
         # The watchdog of every other node sees the new folder and fills in its ranks.

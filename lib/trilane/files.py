@@ -1,9 +1,22 @@
 """Files that others read while we write: replaced whole or not at all, and kept before they are replaced."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
+from typing import IO
 
 EARLIER = "earlier"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted without -o flock, some NFS
+
+
+def lock(file: IO[str]) -> None:
+    """Wait until no other process holds the file; where the file system has no locks nothing is waited for."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def replace_text(path: Path, text: str) -> None:

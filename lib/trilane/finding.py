@@ -7,11 +7,12 @@ from pathlib import Path
 
 from trilane import calibration
 from trilane.checks import require_known
+from trilane.directives import directives
 from trilane.hardware import Cluster
 from trilane.job_request import Request
 from trilane.plan import Plan
 from trilane.prediction import Prediction, predict
-from trilane.script import nodes_of
+from trilane.script import SCRIPT, nodes_of
 from trilane.sites import Site
 
 REFUSAL, WARNING = "refusal", "warning"
@@ -49,6 +50,7 @@ class Case:
     request: Request
     folder: Path
     script: str
+    name: str = SCRIPT  # the script's file
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -63,10 +65,8 @@ class Case:
 
     @cached_property
     def directives(self) -> dict[str, str]:
-        """The script's own #SBATCH options, which are what counts."""
-        lines = [line[7:].strip() for line in self.script.splitlines() if line.startswith("#SBATCH ")]
-        pairs = (line.removeprefix("--").partition("=") for line in lines)
-        return {name.strip(): value.strip() for name, _, value in pairs}
+        """The script's own #SBATCH options, which are what counts; ValueError where they cannot be read."""
+        return directives(self.script)
 
     @property
     def nodes(self) -> int:

@@ -15,21 +15,32 @@ from trilane.script import SCRIPT, render
 from trilane.sites import Site
 
 
-def check(plan: Plan, site: Site, request: Request, folder: Path, allow: Collection[str] = ()) -> list[Finding]:
+def check(
+    plan: Plan,
+    site: Site,
+    request: Request,
+    folder: Path,
+    allow: Collection[str] = (),
+    script: Path | None = None,
+) -> list[Finding]:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
-    The folder's job.sbatch is looked at where there is one, else the script that would be written.
+    `script` is looked at where it is given, else the folder's job.sbatch, else the script that would be written.
     """
-    path = folder / SCRIPT
+    path = script or folder / SCRIPT
     try:
-        script = path.read_text(encoding="utf-8") if path.exists() else render("train", plan, site, request)
+        require(script is None or path.is_file(), "script", path, "no such file")
+        text = path.read_text(encoding="utf-8") if path.exists() else render("train", plan, site, request)
     except ValueError as error:
         return [of_error(error)]
-    case = Case(plan, site, request, folder, script)
+    case = Case(plan, site, request, folder, text, path.name)
     found: list[Finding] = []
     for rule in (*guard_cost.RULES, *guard_script.RULES, *guard_place.RULES):
-        found += rule(case)
-    found = [replace(f, level=WARNING) if f.rule in allow else f for f in found]
+        try:
+            found += rule(case)
+        except ValueError as error:  # an #SBATCH line that a person wrote
+            found.append(of_error(error))
+    found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
     return sorted(found, key=lambda f: f.level != REFUSAL)
 
 
@@ -46,7 +57,9 @@ REMEDIES = {
 def of_error(error: ValueError) -> Finding:
     """A refusal out of "field=value: the rule"."""
     field = str(error).partition("=")[0]
-    return refuse(field, str(error), REMEDIES.get(field, "correct it in the plan, the request or the site's file"))
+    return refuse(
+        field, str(error), REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -87,11 +87,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def limits(case: Case) -> Iterator[Finding]:
     """The script's time and GPUs against its QoS, and its account against the site's."""
     site, gpus, asked = case.site, case.plan.topology.gpus, case.directives
-    try:
-        qos, seconds = site.limits(asked.get("qos", "")), seconds_of(asked.get("time", "00:10:00"))
-    except ValueError as error:
-        yield refuse("qos", str(error), "correct the script's #SBATCH line")
-        return
+    qos, seconds = site.limits(asked.get("qos", "")), seconds_of(asked.get("time", "00:10:00"))
     if qos and seconds > qos.hours * 3600:
         fits = [q.name for q in site.qos if seconds <= q.hours * 3600 and gpus <= q.gpus]
         remedy = f"ask for {qos.hours:g} h and chain jobs" + (f", or --qos {fits[0]}" if fits else "")

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trilane import slurm
+from trilane.directives import gpus
 from trilane.finding import Case, Finding, Rule, refuse, warn
+from trilane.job_request import seconds_of
+from trilane.script import SCRIPT
 
 DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation", "exclude", "mail-user")
 DOWNLOADS = re.compile(
@@ -21,18 +24,18 @@ HEEDS_SIGNAL = re.compile(
 
 def directives(case: Case) -> Iterator[Finding]:
     """Nodes, tasks and GPUs of the script against the plan."""
-    asked, gpus = case.directives, case.plan.topology.gpus
-    used = min(gpus, case.cluster.gpus_per_node)
+    asked, every = case.directives, case.plan.topology.gpus
+    used = min(every, case.cluster.gpus_per_node)
     wanted = {"nodes": str(case.nodes), "ntasks-per-node": "1"}
     if case.cluster.gpu.kind == "cuda":
-        wanted["gres"] = f"gpu:{used}"
+        wanted |= {"gres": f"gpu:{used}", "gpus-per-node": str(used)}
     for name, value in wanted.items():
-        if name in asked and asked[name] != value:
-            says = f"--{name}={asked[name]}, the plan's {gpus} GPUs need {value}"
+        if name in asked and not _same(name, asked[name], value):
+            says = f"--{name}={asked[name]}, the plan's {every} GPUs need {value}"
             yield refuse("script", says, "change the script back, or the plan")
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
     if started and int(started[1]) != used:
-        says = f"{started[1]} processes a node, the plan's {gpus} GPUs need {used}"
+        says = f"{started[1]} processes a node, the plan's {every} GPUs need {used}"
         yield refuse("script", says, "change --nproc-per-node")
     if "array" not in asked and re.search(r"%[Aa]", asked.get("output", "")):
         yield warn("script", "%A and %a print 4294967294 in a job that is no array", "use %j")
@@ -42,9 +45,41 @@ def asked(case: Case) -> Iterator[Finding]:
     """What was asked for now against what the script, written before, says."""
     for wish in case.request.given():
         name, value = {"time_limit": "time", "mail": "mail-user"}.get(wish, wish), getattr(case.request, wish)
-        if name in DIRECTIVES and case.directives.get(name, "") != value:
-            says = f"--{name} {value} is asked for, job.sbatch says {case.directives.get(name, 'nothing of it')}"
-            yield refuse("script", says, "submit --rewrite to write it anew, or edit it")
+        there = case.directives.get(name, "")
+        if name in DIRECTIVES and not _same(name, there, value):
+            says = f"--{name} {value} is asked for, {case.name} says {there or 'nothing of it'}"
+            yield refuse("script", says, anew(case))
+
+
+def _same(name: str, there: str, value: str) -> bool:
+    """Whether two values of a directive ask for the same."""
+    if name == "time" and there:
+        return seconds_of(there) == seconds_of(value)
+    if name in ("gres", "gpus-per-node"):
+        head = "" if name == "gres" else "gpu:"
+        return gpus(head + there) == gpus(head + value)
+    return there in (value, f"{value}-{value}" if name == "nodes" else value)
+
+
+def anew(case: Case) -> str:
+    """How the script gets what is asked for."""
+    if case.name == SCRIPT:
+        return f"edit {case.folder / SCRIPT}, or have `submit --rewrite --dry-run` write it anew"
+    return f"edit {case.name}, or create the sweep anew in another folder"
+
+
+def array(case: Case) -> Iterator[Finding]:
+    """Whether SLURM takes jobs of such a number in an array."""
+    lines = [int(n) for n in re.findall(r"\d+", case.directives.get("array", "").partition("%")[0])]
+    if not lines or case.site.is_local or not slurm.is_here():
+        return
+    try:
+        largest = slurm.max_array()
+    except slurm.SlurmError:
+        return  # `accepted` says it
+    if largest is not None and max(lines) > largest:
+        says = f"--array goes up to {max(lines)}, SLURM here takes {largest} (MaxArraySize={largest + 1})"
+        yield refuse("array", says, f"sweeps of at most {largest} runs each")
 
 
 def dead_ends(case: Case) -> Iterator[Finding]:
@@ -105,4 +140,4 @@ def accepted(case: Case) -> Iterator[Finding]:
             yield refuse("sbatch", str(error), "sinfo and sacctmgr show assoc say what there is and what you may use")
 
 
-RULES: tuple[Rule, ...] = (directives, asked, dead_ends, internet, readable, accepted)
+RULES: tuple[Rule, ...] = (directives, asked, array, dead_ends, internet, readable, accepted)

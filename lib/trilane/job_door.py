@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from trilane import attempt, guard, jobs, sites
+from trilane import attempt, guard, jobs, sites, standing
 from trilane.checks import require
 from trilane.job_request import add_request, request_of
 from trilane.plan import read_plan
@@ -125,7 +125,7 @@ def add_tail(parser: argparse.ArgumentParser) -> None:
 
 
 def _tail(args: argparse.Namespace) -> int:
-    lines = jobs.logs(run_folders([args.run])[0], args.lines)
+    lines = standing.logs(run_folders([args.run])[0], args.lines)
     print(json.dumps({"lines": lines}) if args.json else "\n".join(lines))
     return 0
 

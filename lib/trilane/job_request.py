@@ -1,6 +1,7 @@
 """Request: what is asked of SLURM for a job beyond its plan and site; every value is safe in a script."""
 
 import argparse
+import os
 import re
 from dataclasses import dataclass, fields
 
@@ -9,7 +10,8 @@ from trilane.checks import require, require_integer, require_known
 # what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
 PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
 NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
-TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
+TIME = re.compile(r"(?:\d+-)?\d+:[0-5]\d:[0-5]\d")
+SBATCH_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 LAUNCHERS = ("torchrun", "deepspeed")
 NCCL_DEBUG = ("VERSION", "WARN", "INFO", "TRACE")
 CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
@@ -23,12 +25,21 @@ def plain(field: str, value: str) -> str:
 
 
 def seconds_of(time_limit: str) -> int:
-    """The seconds of "[DAYS-]HH:MM:SS", the form that squeue prints too; ValueError for any other."""
-    found = TIME.fullmatch(time_limit)
-    require(found is not None, "time_limit", repr(time_limit), "must be [DAYS-]HH:MM:SS, such as 20:00:00")
-    assert found is not None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    """The seconds of a time as sbatch takes it; ValueError for any other.
+
+    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS
+    (man sbatch, --time). Left out: 0 and UNLIMITED, which ask for no limit.
+    """
+    found = SBATCH_TIME.fullmatch(time_limit)
+    rule = "must be a time as sbatch takes it: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
+    if found is None:
+        raise ValueError(f"time_limit={time_limit!r}: {rule}")
+    days, *given = found.groups()
+    parts = [int(part) for part in given if part is not None]
+    if days is None and len(parts) < 3:
+        parts = [0, *parts]  # without hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,7 @@ class Request:
     requeue           whether SLURM starts the job again when a node fails
     launcher          who starts a node's processes: torchrun, or DeepSpeed's own from a hostfile
     launch_blocking   CUDA_LAUNCH_BLOCKING=1, with which a hang of BigScience's did not come back, at a price
-    environment       "" for the repository's .venv, a folder for another venv, or conda:NAME
+    environment       "" for the repository's .venv, a folder for another venv (made absolute), or conda:NAME
     parallel          jobs of a sweep's array that may run at once
     """
 
@@ -70,6 +81,12 @@ class Request:
             plain("environment", self.environment.removeprefix("conda:"))
         printable = self.environment.isprintable()
         require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
+        if self.environment and not self.environment.startswith("conda:"):
+            # the script runs elsewhere, and there a quoted ~ is no home
+            folder = os.path.expanduser(self.environment)
+            object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))
+        rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00"
+        require(TIME.fullmatch(self.time_limit) is not None, "time_limit", repr(self.time_limit), rule)
         require(seconds_of(self.time_limit) >= 60, "time_limit", self.time_limit, "must be a minute or more")
         require_integer("signal_s", self.signal_s, 0)
         rule = f"must be less than time_limit={self.time_limit}"

@@ -14,21 +14,12 @@ from trilane.deepspeed_config import deepspeed_config
 from trilane.job_request import Request
 from trilane.megatron_args import ENGINE_OF, megatron_arguments
 from trilane.megatron_args import text as megatron_text
-from trilane.outcome import Outcome, read_status
+from trilane.outcome import Outcome
 from trilane.plan import Plan, read_plan
 from trilane.script import SCRIPT, render
 from trilane.sites import Site
+from trilane.standing import telling, verdict
 from trilane.store import is_completed, write_text
-
-# SLURM's word, in the words of the log's reader; the log decides where SLURM only knows that something failed
-WORDS = {
-    "TIMEOUT": "time limit",
-    "DEADLINE": "time limit",
-    "NODE_FAIL": "node failure",
-    "BOOT_FAIL": "node failure",
-    "OUT_OF_MEMORY": "OOM",
-    "CANCELLED": "cancelled",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +70,8 @@ def submit(folder: Path, site: Site, request: Request, options: Sequence[str] = 
     folder = Path(folder).resolve()
     read_plan(folder / "plan.json")
     require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
-    going = [job.id for job in status([folder]) if job.state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")]
-    require(not going or bool(options), "run folder", folder, f"has job {', '.join(going)} already; cancel it first")
+    there = going(folder)
+    require(not there or bool(options), "run folder", folder, f"has job {', '.join(there)} already; cancel it first")
     if site.is_local:
         return _train_here(folder)
     script = folder / SCRIPT
@@ -89,6 +80,13 @@ def submit(folder: Path, site: Site, request: Request, options: Sequence[str] = 
     job = slurm.submit(script, *options)
     note(folder, job, site.name, script)
     return job
+
+
+def going(folder: Path) -> list[str]:
+    """Ids of the folder's jobs that have not ended: they wait, run, are held or suspended."""
+    ids = [job for job in ledger.job_ids(folder) if slurm.JOB_ID.fullmatch(job)]
+    known = slurm.states(ids) if ids and slurm.is_here() else {}
+    return [job for job, state in known.items() if not state.has_ended]
 
 
 def rewrite(folder: Path, site: Site, request: Request) -> None:
@@ -107,22 +105,17 @@ def resubmit(folder: Path, site: Site, request: Request) -> str:
 
 
 def cancel(folders: Iterable[Path]) -> list[str]:
-    """Cancel every job of the runs that has not ended; their ids."""
+    """Cancel every job of the runs that squeue knows and that has not ended, all of them or none; their ids.
+
+    What only the accounting still calls running is gone. ValueError where one is somebody else's.
+    """
     ids = {job: folder for folder in folders for job in ledger.job_ids(folder) if slurm.JOB_ID.fullmatch(job)}
     live = [job for job, state in slurm.states(ids).items() if not state.has_ended]
+    live = list(slurm.owners(live))
     slurm.cancel(live)
     for job in live:
         ledger.note(ids[job], "cancelled", job)
     return live
-
-
-def logs(folder: Path, lines: int = 20) -> list[str]:
-    """The last lines of a run's log; ValueError where it has none yet."""
-    path = folder / "run.log"
-    require(path.exists(), "run folder", folder, "has no run.log yet")
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 400 * lines))
-        return file.read().decode("utf-8", "replace").splitlines()[-lines:]
 
 
 def status(folders: Iterable[Path]) -> list[JobStatus]:
@@ -138,7 +131,7 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, slurm.JobState]) 
     live = [s for s in states if not s.has_ended]
     running = [s for s in live if s.state != "PENDING"]
     none = slurm.JobState(id="", state="NOT SUBMITTED")
-    current = next(iter(running or live), None) or _last_that_began(folder, states) or none
+    current = next(iter(running or live), None) or telling(folder, states) or none
     word, evidence = verdict(folder, current)
     return JobStatus(
         run=folder.name,
@@ -159,43 +152,6 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, slurm.JobState]) 
 def _unknown(job: str) -> slurm.JobState:
     """A job that SLURM does not know."""
     return slurm.JobState(id=job, state=slurm.FORGOTTEN if slurm.JOB_ID.fullmatch(job) else slurm.HERE)
-
-
-def _last_that_began(folder: Path, states: Sequence[slurm.JobState]) -> slurm.JobState | None:
-    """The last job that did any work: a chain's later links only find that nothing is left to do."""
-    began = {e["id"] for e in ledger.events(folder, "started")}
-    return next((s for s in reversed(states) if s.id in began), states[-1] if states else None)
-
-
-def verdict(folder: Path, job: slurm.JobState) -> tuple[str, str]:
-    """How the job stands, and the line that proves it: the scheduler's word first, then what the log says."""
-    said = read_status(folder) if (folder / "status.json").exists() else None
-    if job.state == "NOT SUBMITTED":
-        return (said.status, said.evidence) if said else ("not submitted", "")
-    if not job.has_ended:
-        return ("waiting", job.reason) if job.state == "PENDING" else ("running", _last_line(folder))
-    if said and (said.status == "completed" or job.state not in WORDS):
-        return said.status, said.evidence
-    if job.state in WORDS:
-        return WORDS[job.state], f"SLURM: {job.state}"
-    return _by_log(folder, job)
-
-
-def _by_log(folder: Path, job: slurm.JobState) -> tuple[str, str]:
-    """For a job that ended without a word of its own."""
-    log = attempt.last_log(folder)
-    if log is not None and log.status not in ("running", "unfinished"):
-        return log.status, log.evidence
-    if job.state in ("COMPLETED", slurm.FORGOTTEN) and attempt.done(folder):
-        return "completed", attempt.done(folder)
-    refused = ledger.events(folder, "refused")
-    if refused and refused[-1]["id"] == job.id:
-        return "stopped", refused[-1]["says"]
-    return "unfinished" if job.state == slurm.FORGOTTEN else "crashed", f"SLURM: {job.state}; the log says no more"
-
-
-def _last_line(folder: Path) -> str:
-    return next(iter(logs(folder, 1)), "") if (folder / "run.log").exists() else ""
 
 
 def _train_here(folder: Path) -> str:

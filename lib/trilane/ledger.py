@@ -1,11 +1,12 @@
 """Ledger: jobs.jsonl of a folder, what was submitted there, what started and how it ended, one JSON object a line."""
 
-import fcntl
 import hashlib
 import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from trilane.files import lock
 
 NAME = "jobs.jsonl"
 
@@ -14,7 +15,7 @@ def note(folder: Path, event: str, job: str, **facts: Any) -> dict[str, Any]:
     """Append one event ("submitted", "started", "ended", "cancelled", ...) of a job; what was written is returned."""
     values = {"event": event, "id": job, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
     with (folder / NAME).open("a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
         file.write(json.dumps(values) + "\n")
     return values
 

@@ -6,17 +6,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trilane import jobs, probe, slurm
+from trilane import jobs, probe, slurm, standing
 from trilane.checks import require, require_known
 from trilane.jobs import JobStatus
 
 STALL_S = 600.0  # without a new iteration: a save of a large checkpoint or a slow start is shorter
 GOING = ("RUNNING", "COMPLETING")
-# Every rank of the training, and no launcher, shell or srun whose command line looks alike: only ranks have RANK.
+# Every rank of the job, and no launcher, shell or srun whose command line looks alike: only ranks have RANK. A rank of
+# another job of the same user on the node has another SLURM_JOB_ID.
 RANKS = r"""
 for pid in $(pgrep -f -- "trilane.engine plan.json"); do
-  rank=$(tr "\0" "\n" 2>/dev/null <"/proc/$pid/environ" | sed -n "s/^RANK=//p")
-  [ -z "$rank" ] || { echo "== $(hostname) rank $rank pid $pid"; %s; }
+  environ=$(tr "\0" "\n" 2>/dev/null <"/proc/$pid/environ" | sed -n "/^RANK=/p; /^SLURM_JOB_ID=/p")
+  rank=$(echo "$environ" | sed -n "s/^RANK=//p")
+  job=$(echo "$environ" | sed -n "s/^SLURM_JOB_ID=//p")
+  [ -z "$rank" ] || [ "$job" != "$SLURM_JOB_ID" ] || { echo "== $(hostname) rank $rank pid $pid"; %s; }
 done
 """
 WHAT = {
@@ -46,7 +49,8 @@ def step(job: str, what: str, state: slurm.JobState, version: str) -> list[str]:
 def attach(job: str, what: str) -> list[str]:
     """The command that looks into that job of ours; ValueError where it is not ours, or does not run."""
     slurm.require_own([job])
-    return step(job, what, slurm.states([job])[job], slurm.call(["srun", "--version"]))
+    state, version = slurm.states([job])[job], slurm.call(["srun", "--version"])
+    return step(slurm.raw_id(job), what, state, version)
 
 
 def hostfile(job: str, slots: int) -> str:
@@ -56,19 +60,31 @@ def hostfile(job: str, slots: int) -> str:
 
 
 def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = STALL_S) -> Iterator[str]:
-    """A line whenever something changes, until all runs have ended or `seconds` are over; StopIteration's value then
-    is whether all have ended."""
+    """A line whenever something changes, until all runs have ended or `seconds` are over.
+
+    While SLURM does not answer, that is said once, and asked again at every turn.
+    """
     end = time.monotonic() + seconds
     before: dict[str, JobStatus] = {}
     stalled: dict[str, bool] = {}
+    away = False
     while True:
-        now = {str(folder): job for folder, job in zip(folders, jobs.status(folders), strict=True)}
-        still = {folder: is_stalled(Path(folder), job, stall_s) for folder, job in now.items()}
-        yield from changes(before, now)
-        yield from (f"{now[f].run}: STALLED: {still_since(Path(f))}" for f in now if still[f] and not stalled.get(f))
-        before, stalled = now, still
-        if all(job.verdict not in ("waiting", "running") for job in now.values()):
-            return
+        try:
+            now = {str(folder): job for folder, job in zip(folders, jobs.status(folders), strict=True)}
+        except slurm.SlurmError as error:
+            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not away else []
+            away = True
+        else:
+            yield from ["SLURM answers again"] if away else []
+            away = False
+            still = {folder: is_stalled(Path(folder), job, stall_s) for folder, job in now.items()}
+            yield from changes(before, now)
+            yield from (
+                f"{now[f].run}: STALLED: {still_since(Path(f))}" for f in now if still[f] and not stalled.get(f)
+            )
+            before, stalled = now, still
+            if all(job.verdict not in ("waiting", "running") for job in now.values()):
+                return
         if time.monotonic() + every_s > end:
             return
         time.sleep(every_s)
@@ -101,5 +117,5 @@ def still_s(folder: Path) -> float:
 
 def still_since(folder: Path) -> str:
     """How long nothing happened, and the log's last line."""
-    last = jobs.logs(folder, 1) if (folder / "run.log").exists() else []
+    last = standing.logs(folder, 1) if (folder / "run.log").exists() else []
     return f"no iteration for {still_s(folder):.0f} s; the log's last line: {last[0] if last else '(nothing)'}"

@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import asdict
 
-from trilane import jobs, monitor
+from trilane import jobs, monitor, slurm
 from trilane.checks import require_positive
 from trilane.job_door import run_folders
 
@@ -45,13 +45,17 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 
 
 def watch(args: argparse.Namespace) -> int:
-    """A line for each change; 0 when all completed, 1 when one failed, 75 when the time is over."""
+    """A line for each change; 0 when all completed, 1 when one failed, 75 when the time is over or SLURM away."""
     for name in ("every", "seconds", "stall"):
         require_positive(name, getattr(args, name))
     folders = run_folders(args.runs)
     for line in monitor.watch(folders, args.every, args.seconds, args.stall):
         print(line, flush=True)
-    found = jobs.status(folders)
+    try:
+        found = jobs.status(folders)
+    except slurm.SlurmError as error:
+        print(error, flush=True)
+        return TIME_IS_OVER
     if args.json:
         print(json.dumps({"jobs": list(map(asdict, found))}, indent=1))
     if any(job.verdict in ("waiting", "running") for job in found):

@@ -4,6 +4,7 @@ import getpass
 import re
 import shutil
 import subprocess
+import textwrap
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -17,14 +18,22 @@ DOWN = re.compile(
 )
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # a controller that is restarted is back within such a time
 TIMEOUT_S = 60.0
+TOLD = 400  # characters of what a command says
 JOB_ID = re.compile(r"\d+(_\d+)?")
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+ENDED = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
+    *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+)
 FORGOTTEN = "FORGOTTEN"
 HERE = "ENDED HERE"  # a run of this machine, which SLURM never saw
 
 
 class SlurmError(ValueError):
     """What SLURM refused, or that it cannot be reached, in one line."""
+
+
+class SlurmAway(SlurmError):
+    """The controller cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +61,13 @@ def is_here() -> bool:
 def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True) -> str:
     """What the command prints. It is tried again while the controller is away, unless `again` is False.
 
-    Raises SlurmError with the command's last line where it fails, or is not installed.
+    Raises SlurmError with what the command says of its errors where it fails, SlurmAway where the controller stays
+    away, ValueError where the command is not installed.
     """
+    return _done(command, cwd, again).stdout
+
+
+def _done(command: Sequence[str], cwd: Path | None, again: bool) -> "subprocess.CompletedProcess[str]":
     require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
     for delay in (*DELAYS_S, None):
         try:
@@ -63,46 +77,52 @@ def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True)
             said = f"{command[0]}: Socket timed out after {TIMEOUT_S:.0f} s"
         else:
             if done.returncode == 0:
-                return done.stdout
-        away = DOWN.search(said) is not None
-        if not away:
-            raise SlurmError(f"slurm={command[0]}: {_last(said)}")
+                return done
+        if DOWN.search(said) is None:
+            raise SlurmError(f"slurm={command[0]}: {_told(said)}")
         if delay is None or not again:
             break
         time.sleep(delay)
-    raise SlurmError(f"slurm={command[0]}: the controller cannot be reached ({_last(said)}); nothing was changed")
+    raise SlurmAway(f"slurm={command[0]}: the controller cannot be reached ({_told(said)}); nothing was changed")
 
 
 def submit(script: Path, *options: str) -> str:
     """The id of the job that `script` becomes, submitted from its folder.
 
     A controller that went away in mid-call may have taken the job: before another try it is looked for by a token, so
-    that nothing is submitted twice.
+    that nothing is submitted twice. Raises SlurmAway that says how to look for it where that could not be learnt.
     """
     token = f"trilane-{uuid.uuid4().hex[:12]}"
     command = ["sbatch", "--parsable", f"--comment={token}", *options, "--", script.name]
+    look = f"look with: squeue -u $USER -t all -o '%i %k' | grep {token}"
     for delay in (*DELAYS_S, None):
         try:
-            return call(command, cwd=script.parent, again=False).strip().split(";")[0]
-        except SlurmError as error:
-            if DOWN.search(str(error)) is None or delay is None:
-                raise
-            time.sleep(delay)
-        listed = call(["squeue", "-h", "-t", "all", "-o", "%i|%k"])
+            return _job_of(call(command, cwd=script.parent, again=False), look)
+        except SlurmAway as error:
+            said = str(error).removesuffix("; nothing was changed")
+            try:
+                time.sleep(delay or 0.0)
+                listed = call(["squeue", "-h", "-t", "all", "-o", "%i|%k"])
+            except SlurmAway:
+                break
         found = [line.split("|")[0] for line in listed.splitlines() if line.endswith(f"|{token}")]
         if found:
             return found[0].split("_")[0]
-    raise AssertionError("the last try returns or raises")
+    raise SlurmAway(f"{said}; the job may have been taken: {look}")
+
+
+def _job_of(said: str, look: str) -> str:
+    """The id that sbatch --parsable prints as ID[;CLUSTER], the last line of what a site's own sbatch may say."""
+    job = (said.strip().splitlines() or [""])[-1].split(";")[0].strip()
+    if JOB_ID.fullmatch(job) is None:
+        raise SlurmError(f"slurm=sbatch: said {job!r}, which is no job's number; {look}")
+    return job
 
 
 def test_only(script: Path, *options: str) -> str:
-    """What `sbatch --test-only` answers : where and when the job could start. SlurmError if never."""
-    command = ["sbatch", "--test-only", *options, "--", script.name]
-    require(is_here(), "slurm", "sbatch", "is not installed here; use site local")
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode != 0:
-        raise SlurmError(f"slurm=sbatch --test-only: {_last(done.stderr)}")
-    return _last(done.stderr)
+    """What `sbatch --test-only` answers: where and when the job could start. SlurmError if never."""
+    done = _done(["sbatch", "--test-only", *options, "--", script.name], script.parent, again=True)
+    return _told(done.stderr)
 
 
 def states(ids: Iterable[str]) -> dict[str, JobState]:
@@ -146,20 +166,28 @@ def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     return jobs
 
 
-def require_own(ids: Iterable[str]) -> None:
-    """ValueError where a job is somebody else's, or none that SLURM knows."""
+def owners(ids: Iterable[str]) -> dict[str, str]:
+    """The user of each job of `ids` that squeue still knows."""
     wanted = list(ids)
     for job in wanted:
         require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
     if not wanted:
-        return
+        return {}
     try:
         said = call(["squeue", "-h", "-r", "-t", "all", "-j", ",".join(wanted), "-o", "%i|%F|%u"])
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-        said = ""
+        # one that it forgot, and it says nothing of the others
+        return {job: user for one in wanted for job, user in owners([one]).items()} if len(wanted) > 1 else {}
     users = {name: user for line in said.splitlines() for *names, user in [line.split("|")] for name in names}
+    return {job: users[job] for job in wanted if job in users}
+
+
+def require_own(ids: Iterable[str]) -> None:
+    """ValueError where a job is somebody else's, or none that SLURM knows."""
+    wanted = list(ids)
+    users = owners(wanted)
     for job in wanted:
         require(job in users, "job", job, "SLURM knows no such job")
         require(users[job] == getpass.getuser(), "job", job, f"is of user {users[job]}, not yours")
@@ -179,6 +207,17 @@ def send(job: str, signal: str) -> None:
     call(["scancel", f"--signal={signal}", job])
 
 
+def raw_id(job: str) -> str:
+    """The number that srun --jobid takes: of a job of an array not ARRAY_INDEX, but one of its own."""
+    return call(["squeue", "-h", "-j", job, "-o", "%A"]).split()[0] if "_" in job else job
+
+
+def max_array() -> int | None:
+    """The largest index that a job of an array may have, None where SLURM does not say."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", call(["scontrol", "show", "config"]), re.M)
+    return int(found[1]) - 1 if found else None
+
+
 def hostnames(nodelist: str) -> list[str]:
     """The nodes of a SLURM node list."""
     return call(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
@@ -192,10 +231,16 @@ def down_nodes() -> dict[str, str]:
 
 def exclude(job: str, nodes: Iterable[str]) -> None:
     """Keep a waiting job off `nodes`, beside those that it already avoids."""
-    call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}"])
+    shown = call(["scontrol", "show", "job", job])
+    before = [host for found in re.findall(r"ExcNodeList=([^\s(]+)", shown) for host in hostnames(found)]
+    every = ",".join(dict.fromkeys([*before, *nodes]))  # an update puts the list in the place of the old one
+    call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={every}"])
 
 
-def _last(said: str) -> str:
-    """The line that tells most: the last one, without the command's own prefix."""
-    lines = [line.strip() for line in said.strip().splitlines() if line.strip()]
-    return re.sub(r"^\w+: (error: )?", "", lines[-1]) if lines else "it said nothing"
+def _told(said: str) -> str:
+    """The lines that tell most, without the command's own prefix: all errors, among which a site's own explanation of a
+    refusal may stand, and the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"\w+: error: ", line)] + lines[-1:]
+    told = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in told))
+    return textwrap.shorten("; ".join(told), TOLD, placeholder=" ...") if told else "it said nothing"

@@ -73,6 +73,12 @@ def members(folder: Path) -> list[Path]:
     return [Path(member["folder"]) for member in read_json(folder / INDEX, "sweep")["members"]]
 
 
+def scripts(folder: Path, site: Site) -> dict[int, Path]:
+    """The script that each line of runs.txt is submitted with."""
+    shapes = _by_shape([read_plan(path / "plan.json") for path in members(folder)], site)
+    return {n: folder / script_name(shape) for shape, lines in shapes.items() for n in lines}
+
+
 def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -> list[str]:
     """Submit these lines of runs.txt (all unless told), at most `parallel` runs at once; the arrays' ids."""
     folder = folder.resolve()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,17 +47,20 @@ def run(args: argparse.Namespace) -> int:
         made = sweep.create(args.folder, sweep.read_plans(args.plans), site, request)
         _say(args, {"created": [str(path) for path in made]})
         return 0
-    if args.what == "submit" and (refused := _refused(args, site, request)):
+    is_again = args.what == "rerun"
+    if refused := _refused(args, site, request, sweep.failures(args.folder) if is_again else None):
         return refused
-    arrays = (sweep.submit if args.what == "submit" else sweep.rerun)(args.folder, site, request.parallel)
+    arrays = (sweep.rerun if is_again else sweep.submit)(args.folder, site, request.parallel)
     _say(args, {"submitted": arrays})
     return 0
 
 
-def _refused(args: argparse.Namespace, site: Site, request: Request) -> int:
-    found = {
-        p: guard.check(read_plan(p / "plan.json"), site, request, p, args.allow) for p in sweep.members(args.folder)
-    }
+def _refused(args: argparse.Namespace, site: Site, request: Request, lines: Collection[int] | None) -> int:
+    """1, said, where the guard refuses one of these lines of runs.txt (None: all), each with its array's script."""
+    scripts, found = sweep.scripts(args.folder, site), {}
+    for n, p in enumerate(sweep.members(args.folder), 1):
+        if lines is None or n in lines:
+            found[p] = guard.check(read_plan(p / "plan.json"), site, request, p, args.allow, scripts[n])
     refused = {str(p): list(map(asdict, guard.refused(findings))) for p, findings in found.items()}
     if not any(refused.values()):
         return 0

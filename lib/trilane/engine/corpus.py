@@ -5,7 +5,6 @@ torch is imported only when there is work.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import sys
@@ -17,6 +16,7 @@ from trilane.checks import require
 from trilane.engine.index import check_pair
 from trilane.engine.sources import documents
 from trilane.engine.tokenizer import Tokenizer, tokenizer
+from trilane.files import lock
 from trilane.plan import Data, read_plan
 from trilane.shape import ModelShape
 
@@ -87,9 +87,12 @@ def _write(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time gets in; the lock ends with the process that holds it."""
+    """Only one process at a time gets in; the lock ends with the process that holds it.
+
+    Without locks (files.lock) all get in: each writes under a name of its own and renames, and all write the same.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
         yield
 
 
