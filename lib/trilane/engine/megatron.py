@@ -51,7 +51,7 @@ class Megatron:
         _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
         self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
         settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
-        self.states = MegatronStates(named, self._optimizer.chained_optimizers)
+        self.states = MegatronStates(named, self._optimizer.chained_optimizers, self._chunks)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         if plan.topology.overlap_grad_reduce:
