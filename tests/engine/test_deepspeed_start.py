@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam where every rank can have it, torch's where one cannot; never a start that dies of a compiler."""
+"""DeepSpeed's own Adam where every rank can have it, torch's where one cannot: no start dies of a missing compiler."""
 
 from pathlib import Path
 
