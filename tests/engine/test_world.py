@@ -178,6 +178,25 @@ def test_what_a_host_lacks_is_said_by_each_of_its_ranks_and_a_common_mistake_onc
     assert capsys.readouterr().err.splitlines() == wanted
 
 
+@pytest.mark.parametrize(
+    ("engine", "topology", "env"),
+    [
+        ("megatron", {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("deepspeed-zero", {"tp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("deepspeed-zero", {"dp": 2, "zero": 3}, {}),
+    ],
+    ids=str,
+)
+def test_what_overlaps_on_streams_of_its_own_keeps_its_queues(
+    engine: str, topology: dict, env: dict[str, str], tmp_path: Path
+) -> None:
+    from trilane.engine.__main__ import one_queue
+
+    found: dict[str, str] = {}
+    one_queue(small_plan(tmp_path, engine=engine, **topology), found)
+    assert found == env
+
+
 @pytest.mark.slow
 def test_a_node_that_lacks_a_gpu_ends_the_job_with_a_word(tmp_path: Path) -> None:
     """Rank 3 of a world of four, whose host shows three GPUs."""

@@ -4,14 +4,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from trilane.engine.refusal import say
 from trilane.engine.signals import Signals
 from trilane.files import set_aside
 from trilane.parent import die_with_parent
-from trilane.plan import read_plan
+from trilane.plan import Plan, read_plan
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
 # Who breaks because a peer is gone waits this long before he goes too, so that torchrun, which looks ten times a second
@@ -44,10 +44,7 @@ def main(argv: list[str]) -> int:
 def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
     plan = read_plan(path)
-    if plan.engine == "megatron" or plan.topology.tp > 1:
-        # Megatron-LM insists on it: one queue keeps communication ahead of the matmuls that it overlaps with. ZeRO
-        # overlaps on streams of its own, which want queues of their own.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    one_queue(plan, os.environ)
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
@@ -67,6 +64,15 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
         (path.parent / "status.json").unlink(missing_ok=True)
         write_json(path.parent / "env.json", stamp(world))
     return Training(plan, world, path.parent, signals, begin).run
+
+
+def one_queue(plan: Plan, env: MutableMapping[str, str]) -> None:
+    """Megatron-LM's one queue, which keeps communication ahead of the matmuls that it overlaps with; it insists on it.
+
+    Without tensor parallelism DeepSpeed overlaps on streams of its own, which want queues of their own.
+    """
+    if plan.engine == "megatron" or plan.topology.tp > 1:
+        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _own_log() -> None:
