@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from plans import small_plan
 
-from trilane.launch import environment
+from trilane.launch import environment, free_port
 from trilane.plan import Optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
@@ -195,6 +195,27 @@ def test_what_overlaps_on_streams_of_its_own_keeps_its_queues(
     found: dict[str, str] = {}
     one_queue(small_plan(tmp_path, engine=engine, **topology), found)
     assert found == env
+
+
+KINDS = """
+import sys, torch
+from trilane.engine import world
+world.own_device = lambda precision: torch.device(sys.argv[1])
+world.enter("fp32")
+"""
+
+
+@pytest.mark.slow
+def test_gpus_here_and_none_there_is_refused_on_both_sides_and_not_waited_for() -> None:
+    """A node whose driver is not loaded at all has no device file either."""
+    port, ranks = str(free_port(0)), []
+    for rank, device in enumerate(("cuda", "cpu")):
+        env = {**environment(8), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-W", "ignore", "-c", KINDS, device]
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=240)[1].splitlines()[-1] for rank in ranks]
+    assert said[0] == "ValueError: GPUs=1: 1 of 2 ranks have none, and say so"
+    assert said[1].endswith("HostLacks: no GPU here, while 1 of 2 ranks have one")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,11 +107,29 @@ def enter(precision: str) -> World:
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    _require_one_kind(store, size, device)
     if device.type == "cuda":
-        dist.init_process_group("nccl", rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
     else:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+
+
+def _require_one_kind(store: dist.Store, size: int, device: torch.device) -> None:
+    """ValueError on all ranks where some have a GPU and some have none: NCCL and gloo would wait for each other."""
+    store.add("trilane/gpus", int(device.type == "cuda"))
+    if store.add("trilane/ranks", 1) == size:
+        store.set("trilane/all", "here")
+    store.wait(["trilane/all"], TIMEOUT)
+    gpus = store.add("trilane/gpus", 0)
+    if gpus in (0, size):
+        return
+    time.sleep(1.0)  # rank 0 may be who keeps the store that others still read
+    if device.type == "cpu":
+        raise HostLacks(f"no GPU here, while {gpus} of {size} ranks have one")
+    raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and say so")
 
 
 def own_device(precision: str) -> torch.device:
