@@ -18,6 +18,7 @@ from plans import small_plan as small
 from support import small_plan, wait_until
 
 from trilane import beat, capture, flight
+from trilane.again import reopen
 from trilane.beat import Beat, Pulse, encode, place, read_beats
 from trilane.capture_door import srun_command
 from trilane.diagnose.folder import read_folder
@@ -156,6 +157,15 @@ def test_without_nccl_nobody_is_asked_and_nothing_is_waited_for(tmp_path: Path) 
     assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" in flight.environment(tmp_path, "1")
     assert not list(tmp_path.iterdir()), "what was left is gone, and nothing new is there"
     assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in flight.environment(tmp_path / "missing", "1")
+
+
+def test_a_pipe_of_an_earlier_attempt_is_taken_away_and_not_kept(tmp_path: Path) -> None:
+    """Whoever copies or reads a run folder would wait at it for ever."""
+    (tmp_path / "ranks").mkdir()
+    os.mkfifo(tmp_path / "ranks" / f"{flight.PIPE}0.pipe")
+    (tmp_path / "ranks" / "0.log").write_text("said")
+    reopen(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*") if not path.is_dir()] == ["0.log.1"]
 
 
 def test_the_second_step_takes_no_gpu_and_overlaps() -> None:
