@@ -2,7 +2,8 @@
 
 GPT 1.3B (24 x 2048, 16 heads, 2048 tokens, 50304 rows), bf16 or fp16, one card. Each has a process to itself, and they
 take turns: engine, plain, engine, plain. The plain one is in the manner of nanoGPT: fp32 weights under autocast,
-torch.compile, flash attention by torch, fused AdamW. Then the planner's memory against max_memory_allocated.
+torch.compile, flash attention by torch, fused AdamW. Then what the planner says of memory that torch allocates, against
+max_memory_allocated. A card that is not the cluster's is refused, exit code 2: its peak would be another's.
 
 Not run on a GPU yet; `--toy` runs it on a CPU, where it says nothing about speed.
 """
@@ -10,6 +11,7 @@ Not run on a GPU yet; `--toy` runs it on a CPU, where it says nothing about spee
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trilane import calibration, hardware
 from trilane.benchmark import result
 from trilane.launch import environment, run_local
+from trilane.memory import StageMemory
 from trilane.plan import Data, Optimizer, Plan, Run
 from trilane.prediction import predict
 from trilane.shape import parse_shape
@@ -43,15 +46,50 @@ TOY = {
 }
 
 
-def main() -> None:
-    """Run both in turns and print one JSON object, or a few lines."""
+def main() -> int:
+    """Run both in turns and print one JSON object, or a few lines; 2 where the card is not that of the cluster."""
     args = arguments()
     if args.plain:
         print(json.dumps(plain(json.loads(args.plain))))
-        return
+        return 0
+    problem = "" if args.toy else other_card(hardware.cluster(args.cluster), *card_here())
+    if problem:
+        print(f"gpu_mfu: {problem}", file=sys.stderr, flush=True)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         found = compare(args, Path(folder))
     print(json.dumps(found, indent=1) if args.json else said(found))
+    return 0
+
+
+def card_here() -> tuple[str, float]:
+    """Name and bytes of the first GPU, ("", 0) without; a child asks, so that no context of ours lies on the card."""
+    asked = "import torch; card = torch.cuda.get_device_properties(0); print(card.total_memory, card.name)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    bytes_, _, name = done.stdout.strip().partition(" ")
+    return (name, float(bytes_)) if done.returncode == 0 else ("", 0.0)
+
+
+def other_card(machine: hardware.Cluster, name: str, bytes_: float) -> str:
+    """Why the card is not that of the cluster, with those whose card it is; "" where it is."""
+    if not name:
+        return f"cluster={machine.name}: this machine has no GPU; --toy runs on a CPU"
+    if is_card(machine.gpu, name, bytes_):
+        return ""
+    others = [other for other in hardware.catalogue() if is_card(hardware.cluster(other).gpu, name, bytes_)]
+    hint = f"name one of {', '.join(others)}" if others else "name a JSON file with its peak"
+    return f"cluster={machine.name}: has {machine.gpu.name}, this card is {name}; {hint}"
+
+
+def is_card(gpu: hardware.Gpu, name: str, bytes_: float) -> bool:
+    """Whether a device of that name is this GPU: 'NVIDIA A100-SXM4-80GB' is an A100-80GB.
+
+    The model's word is in its name, its memory is within 10 %. On PCIe an H100 and a V100 have a lower peak (NVIDIA's
+    data sheets), so such a card is only what says so.
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    pcie = "pcie" not in words or "pcie" in gpu.name.lower()
+    return gpu.name.split("-")[0].lower() in words and abs(bytes_ / gpu.memory_bytes - 1) < 0.1 and pcie
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,14 +115,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
     """The engine's plan: one card, made-up data, no decay."""
     machine = hardware.cluster(args.cluster) if args.cluster else _this_cpu()
-    half = args.precision != "fp32"
     topology = Topology(
         mbs=args.mbs,
         gbs=args.gbs,
         precision=args.precision,
         recompute=args.recompute,
-        fp32_gradients=half,
-        adam="torch",
+        adam="torch",  # the engine's fp32 gradients are in the planner's 18 bytes already: fp32_gradients adds others
     )
     return Plan(
         label="mfu",
@@ -122,6 +158,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         told["engine"].append({"sec_per_it": found["sec_per_it"]["median"], "bytes": found["memory_bytes"]["0"]})
         told["plain"].append(_plain_apart({**vars(args), "gbs": args.gbs}))
     predicted = predict(plan.shape, plan.topology, plan.cluster, calibration.default(plan.cluster))
+    predicted_bytes = allocated(predicted.stages[0], plan.shape.parameters)
     return {
         "date": date.today().isoformat(),
         "card": " ".join(made_by["devices"]),
@@ -131,9 +168,22 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "parameters": plan.shape.parameters,
         "precision": args.precision,
         **{name: summary(turns, plan) for name, turns in told.items()},
-        "predicted_bytes": predicted.memory_bytes,
-        "predicted_over_measured": predicted.memory_bytes / max(turn["bytes"] for turn in told["engine"]),
+        "predicted_needed_bytes": predicted.memory_bytes,
+        "predicted_bytes": predicted_bytes,
+        "predicted_over_measured": predicted_bytes / max(turn["bytes"] for turn in told["engine"]),
     }
+
+
+def allocated(stage: StageMemory, parameters: float) -> float:
+    """Bytes of the prediction that max_memory_allocated counts, on one card with torch's Adam.
+
+    States, and the larger of two that never meet: the denominator that Adam makes in its step (4 bytes a parameter,
+    memory.model_states), and activations with what is at work on them. Context, the libraries' buffers and what the
+    allocator holds beyond need are not allocated.
+    """
+    temporary = 4.0 * parameters
+    states = stage.weights + stage.gradients + stage.optimizer - temporary
+    return states + max(temporary, stage.activations + stage.working)
 
 
 def summary(turns: Sequence[Mapping[str, float]], plan: Plan) -> dict[str, Any]:
@@ -160,7 +210,8 @@ def said(found: Mapping[str, Any]) -> str:
             f"{name}: {one['sec_per_it']:.4f} s ({turns}), {one['tokens_per_s']:.0f} tokens/s, MFU {one['mfu']:.1%}"
         )
     ratio = found["predicted_over_measured"]
-    return "\n".join([*lines, f"memory: predicted {found['predicted_bytes'] / 2**30:.2f} GiB, {ratio:.3f} of measured"])
+    memory = f"memory: predicted {found['predicted_bytes'] / 2**30:.2f} GiB allocated, {ratio:.3f} of measured"
+    return "\n".join([*lines, f"{memory} ({found['predicted_needed_bytes'] / 2**30:.2f} GiB needed in all)"])
 
 
 def _plain_apart(values: Mapping[str, Any]) -> dict[str, float]:
@@ -248,6 +299,6 @@ def model(shape: Any) -> "torch.nn.Module":
 
 
 if __name__ == "__main__":
-    main()
+    code = main()
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)

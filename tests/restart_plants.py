@@ -177,6 +177,10 @@ CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         {"dp": 2, "zero": 1},
     ),
     "HF ZeRO-3 DP2 -> megatron TP4": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 4}),
+    "megatron DP2 distributed optimizer, both overlaps": (
+        {"dp": 2, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "precision": "bf16"},
+        None,
+    ),
 }
 
 

@@ -7,9 +7,12 @@ import sys
 import pytest
 from support import REPOSITORY
 
+from trilane import hardware
 from trilane.launch import environment
+from trilane.memory import StageMemory
 
-pytestmark = pytest.mark.slow
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import gpu_mfu
 
 
 def said(name: str, *words: str) -> dict:
@@ -20,6 +23,7 @@ def said(name: str, *words: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_overhead_is_that_of_pairs_in_one_run() -> None:
     found = said("engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8")
     assert found["pairs"] == 8
@@ -29,6 +33,44 @@ def test_the_overhead_is_that_of_pairs_in_one_run() -> None:
         assert one["bare_s"] > 0
 
 
+CARDS = [
+    ("h200", "NVIDIA H200", 150.1e9, ""),
+    ("jz-v100-32g", "Tesla V100-SXM2-32GB", 34.1e9, ""),
+    ("jz-a100-80g", "NVIDIA A100-SXM4-80GB", 85.1e9, ""),
+    (
+        "h200",
+        "NVIDIA H100 80GB HBM3",
+        85.0e9,
+        "has H200-141GB, this card is NVIDIA H100 80GB HBM3; name one of dgx-h100",
+    ),
+    (
+        "jz-v100-32g",
+        "Tesla V100-SXM2-16GB",
+        16.9e9,
+        "has V100-32GB, this card is Tesla V100-SXM2-16GB; name one of jz-",
+    ),
+    ("dgx-h100", "NVIDIA H100 PCIe", 85.0e9, "has H100-80GB, this card is NVIDIA H100 PCIe; name a JSON file"),
+    ("h200", "", 0.0, "this machine has no GPU"),
+]
+
+
+@pytest.mark.parametrize(("cluster", "name", "bytes_", "said"), CARDS, ids=str)
+def test_a_rate_is_held_against_the_peak_of_the_card_that_was_found(
+    cluster: str, name: str, bytes_: float, said: str
+) -> None:
+    problem = gpu_mfu.other_card(hardware.cluster(cluster), name, bytes_)
+    assert problem.startswith(f"cluster={cluster}: {said}") if said else not problem
+
+
+def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:
+    """18 bytes a parameter in mixed precision, and the larger of Adam's temporary and the activations."""
+    values = {"weights": 2e9, "gradients": 2e9, "optimizer": 18e9, "buffers": 5e9, "fragmentation": 6e9, "context": 7e9}
+    for activations, allocated in ((1e9, 22e9), (6e9, 24.5e9)):
+        stage = StageMemory(**values, activations=activations, working=5e8)
+        assert gpu_mfu.allocated(stage, 1e9) == allocated
+
+
+@pytest.mark.slow
 def test_the_engine_and_the_plain_one_take_turns() -> None:
     found = said("gpu_mfu.py", "--toy")
     assert found["card"] == "cpu"

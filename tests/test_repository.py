@@ -16,8 +16,8 @@ FLOORS = [
     "schedule pace stops montecarlo request calendar energy calendar_door rivals",
     "launch again outcome parent progress watch store deepspeed_config deepspeed_read deepspeed_keys "
     "ds_config_door equality verify megatron_args megatron_limits megatron_read megatron_text "
-    "megatron_door diagnose beat capture ring watchdog bisect sites job_request script directives slurm probe "
-    "ledger",
+    "megatron_door diagnose beat flight capture ring watchdog bisect sites job_request script directives slurm "
+    "probe ledger",
     "finding guard guard_cost guard_place guard_script",
     "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable "
     "hang_door stragglers_door capture_door trace_door restart_door rehearse",

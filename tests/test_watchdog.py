@@ -17,9 +17,11 @@ from plans import changed, run_folder
 from plans import small_plan as small
 from support import small_plan, wait_until
 
-from trilane import beat, capture
+from trilane import beat, capture, flight
+from trilane.again import reopen
 from trilane.beat import Beat, Pulse, encode, place, read_beats
 from trilane.capture_door import srun_command
+from trilane.diagnose.folder import read_folder
 from trilane.diagnose.verdict import diagnose
 from trilane.outcome import read_status
 
@@ -104,6 +106,66 @@ def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkey
             child.kill()
     assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
     assert diagnose(stacks).groups[0].frames[0].function == "waits_for_ever"
+
+
+RECORDER = """
+import os, sys, time
+from pathlib import Path
+from trilane import flight
+ranks, answer = Path(sys.argv[1]), sys.argv[2]
+told = flight.environment(ranks, "0")
+pipe = told["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "0.pipe"
+os.mkfifo(pipe)
+end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+print("ready", flush=True)
+while not os.read(end, 128):
+    time.sleep(0.05)
+if answer:
+    Path(told["TORCH_FR_DUMP_TEMP_FILE"] + "0").write_text(answer)
+time.sleep(1000)
+"""
+CALL = '{"entries": [{"process_group": ["0", "default_pg"], "collective_seq_id": 1, "profiling_name": "nccl:barrier"}]}'
+
+
+@pytest.mark.parametrize("answer", [CALL, ""], ids=["answers", "is stuck"])
+def test_a_capture_asks_the_flight_recorder_and_does_not_wait_for_ever(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's DumpPipe listens: a rank that answers, beside an earlier dump, and one that is stuck."""
+    monkeypatch.setattr(flight, "DUMP_S", 20.0 if answer else 0.5)
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    (ranks / f"{flight.DUMP}0").write_text("of an earlier attempt")
+    command = [sys.executable, "-c", RECORDER, str(ranks), answer]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=real_hangs.library()) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+            pid = b"%d %s" % (child.pid, place().split()[1])
+            (ranks / "0.beat").write_bytes(encode(3, "", time.time(), pid))
+            stacks = capture.capture(tmp_path, small_plan())
+        finally:
+            child.kill()
+    found = [path.read_text() for path in stacks.glob(f"{flight.DUMP}*")]
+    assert found == ([answer] if answer else [])
+    assert (0 in read_folder(stacks).recordings) == bool(answer)
+
+
+def test_without_nccl_nobody_is_asked_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    """No pipe; one at which nobody reads any more; a file system that takes none."""
+    os.mkfifo(tmp_path / f"{flight.PIPE}1.pipe")
+    assert flight.ask(tmp_path, [0, 1]) == {}
+    assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" in flight.environment(tmp_path, "1")
+    assert not list(tmp_path.iterdir()), "what was left is gone, and nothing new is there"
+    assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in flight.environment(tmp_path / "missing", "1")
+
+
+def test_a_pipe_of_an_earlier_attempt_is_taken_away_and_not_kept(tmp_path: Path) -> None:
+    """Whoever copies or reads a run folder would wait at it for ever."""
+    (tmp_path / "ranks").mkdir()
+    os.mkfifo(tmp_path / "ranks" / f"{flight.PIPE}0.pipe")
+    (tmp_path / "ranks" / "0.log").write_text("said")
+    reopen(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*") if not path.is_dir()] == ["0.log.1"]
 
 
 def test_the_second_step_takes_no_gpu_and_overlaps() -> None:

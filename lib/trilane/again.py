@@ -12,7 +12,8 @@ SAVE = "save"  # save once; the run takes it away
 def reopen(folder: Path) -> None:
     """Make a run folder ready for a launcher: what a run before left of how it ended, and of its ranks, moves aside."""
     for path in [folder / "status.json", *(folder / "ranks").glob("*.*")]:
-        set_aside(path)
+        if path.is_file():  # a pipe has nothing to keep
+            set_aside(path)
         path.unlink(missing_ok=True)
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trilane import ring
+from trilane import flight, ring
 from trilane.beat import Beat, process_state, read_beats
 from trilane.diagnose import places
 from trilane.files import replace_text
@@ -49,12 +49,15 @@ def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
 
 def capture_here(folder: Path, stacks: Path) -> None:
     """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by faulthandler, and the
-    last calls where the plan traces them; states-<host>.json says how each process was."""
+    last calls where the plan traces them, and what NCCL's Flight Recorder says where there is one; states-<host>.json
+    says how each process was."""
     host = platform.node()
     own = [beat for beat in read_beats(folder).values() if beat.host == host]
     states = {beat.rank: process_state(beat.pid) for beat in own}
+    asked = flight.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda beat: _take(folder, stacks, beat, states[beat.rank]), own))
+    flight.collect(folder / "ranks", asked, stacks)
     replace_text(stacks / f"states-{host}.json", json.dumps({str(rank): state for rank, state in states.items()}))
 
 

@@ -25,6 +25,8 @@ class Topology:
     gathers the distributed optimizer's weights while the forward pass runs: Megatron's names; DeepSpeed decides itself.
     `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
     `adam` "torch" is torch.optim.Adam, which needs a temporary as large as its states' share; "fused" is apex's kernel.
+    `fp32_gradients` keeps fp32 sums beside 16-bit gradients, as DeepSpeed's BF16_Optimizer; the `megatron` engine sums
+    in fp32 anyway, within its 18 bytes a parameter, and wants it off: on, the planner counts 4.9 bytes too many.
     `buckets` of ZeRO: "layer" fits them to the hidden size, "library" leaves them at DeepSpeed's 5e8 values.
     Raises ValueError for what no model could make right; what depends on the shape is in refusal().
     """

@@ -62,6 +62,7 @@ SAME = {
     "TP2 PP2 DP2 distributed optimizer": {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
     "PP2 interleaved": {"pp": 2, "interleaving": 2},
     "DP2 distributed optimizer bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
+    "DP2 both overlaps": {"dp": 2, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "TP2 fp16": {"tp": 2, "precision": "fp16"},
     "ZeRO-2 DP2 optimizer offload": {"engine": "deepspeed-zero", "dp": 2, "zero": 2, "offload": "optimizer"},
     "ZeRO-3 TP2 DP2 fp16": {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "precision": "fp16"},

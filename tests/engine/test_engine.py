@@ -122,3 +122,23 @@ def test_a_short_run_over_an_uneven_blend_has_its_samples(data: Path, tmp_path: 
     parts = (Part(source=str(short), weight=0.93), *[Part(source="mock", weight=0.01)] * 7)
     plan = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
     assert ask(plan, MIX, tmp_path).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
+
+
+GROUPS = """
+import torch.distributed as dist
+from trilane.engine.engines import build
+make, asked = dist.new_group, set()
+def made(*args, **options):
+    asked.add(options.get("backend"))
+    return make(*args, **options)
+dist.new_group = made
+build(plan, world)
+print(asked)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3"])
+def test_no_engine_asks_for_gloo_groups_beside_its_own(engine: str, data: Path, tmp_path: Path) -> None:
+    """With NCCL they would be 384 processes' worth of TCP connections that nobody uses."""
+    assert ask(small_plan(data, engine=engine, zero=1), GROUPS, tmp_path) == "{None}\n"

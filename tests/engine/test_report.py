@@ -72,6 +72,16 @@ def test_a_log_interval_thins_the_terminal_and_not_steps_jsonl(train: Callable, 
     assert f"lm loss: {mean:.6E}" in said[0]
 
 
+@pytest.mark.slow
+def test_a_stage_of_a_chain_says_its_memory_after_its_last_iteration_too(
+    train: Callable, data: Path, tmp_path: Path
+) -> None:
+    """The first iteration has no optimizer states yet when its gradients and activations are at their most."""
+    train(changed(small_plan(data, iters=5, source="mock"), "run", exit_iteration=2))
+    said = (tmp_path / "run" / "0.log").read_text()
+    assert re.findall(r"after (\d+) iterations\) memory", said) == ["1", "2"]
+
+
 NAMES = {"forward-compute", "backward-compute", "all-grads-sync", "optimizer", "batch-generator"}
 TIMED = {
     "megatron PP2 DP2": ({"pp": 2, "dp": 2}, NAMES | {"p2p-wait"}),

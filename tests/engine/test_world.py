@@ -1,7 +1,16 @@
 """Where a process stands, read from SLURM's variables; and what the schedule asks of the learning rate."""
 
-import pytest
+import json
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+from plans import small_plan
+
+from trilane.launch import environment, free_port
 from trilane.plan import Optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
@@ -26,6 +35,47 @@ def test_srun_alone_is_enough_to_find_one_another() -> None:
     from_slurm(env)
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "8", "1", "4")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu3", "13456")
+
+
+@pytest.mark.parametrize(
+    ("said", "node", "tasks"),
+    [("8(x2)", "1", "8"), ("4,2(x3)", "0", "4"), ("4,2(x3)", "3", "2"), ("16", "0", "16"), ("", "0", "5")],
+)
+def test_the_tasks_of_this_node_are_read_from_the_step(said: str, node: str, tasks: str) -> None:
+    """`srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE; srun's page has the form of the list."""
+    from trilane.engine.world import from_slurm
+
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "5", "SLURM_LOCALID": "1", "SLURM_NODELIST": "n", "SLURM_JOB_ID": "1"}
+    env = slurm | {"SLURM_STEP_TASKS_PER_NODE": said, "SLURM_NODEID": node}
+    from_slurm(env)
+    assert env["LOCAL_WORLD_SIZE"] == tasks
+
+
+@pytest.mark.parametrize(
+    ("env", "threads"),
+    [
+        ({}, 2),
+        ({"SLURM_CPUS_ON_NODE": "40"}, 10),  # srun bound each of the 4 tasks to 10 cores of its own
+        ({"SLURM_CPUS_ON_NODE": "10"}, 2),  # it bound none
+        ({"SLURM_CPUS_ON_NODE": "40", "TORCHELASTIC_RUN_ID": "a"}, 2),  # the cores are torchrun's
+        ({"OMP_NUM_THREADS": "7"}, 7),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, 2),  # torchrun's default, nobody's wish
+    ],
+    ids=str,
+)
+def test_a_process_takes_the_threads_it_was_given_or_its_share(
+    env: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten cores in sight, four processes on the node."""
+    from trilane.engine import world
+
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(world, "core_numbers", lambda: set(range(10)))
+    assert world.threads(4) == threads
 
 
 def test_torchruns_word_counts_more_than_slurms() -> None:
@@ -76,3 +126,108 @@ def test_a_card_says_by_its_capability_what_it_can(
         with pytest.raises(ValueError) as caught:
             own_device(precision)
         assert str(caught.value) == refusal
+
+
+@pytest.mark.parametrize(
+    ("there", "visible", "cuda", "refusal"),
+    [
+        (False, None, "13.0", None),
+        (True, "", "13.0", None),
+        (True, "-1", None, None),
+        (True, "NoDevFiles", "13.0", None),
+        (True, None, "13.0", "CUDA does not start (see nvidia-smi)"),
+        (True, "0,1", "13.0", "CUDA does not start (see nvidia-smi)"),
+        (True, None, None, "install its CUDA build"),
+    ],
+    ids=str,
+)
+def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
+    there: bool, visible: str | None, cuda: str | None, refusal: str | None, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait half an hour for a rank that came with gloo."""
+    import torch
+
+    from trilane.engine import world
+
+    file = tmp_path / "nvidia0"
+    file.touch() if there else None
+    monkeypatch.setattr(world, "GPU", file)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if refusal is None:
+        assert world.own_device("fp32") == torch.device("cpu")
+    else:
+        with pytest.raises(world.HostLacks, match=rf"cannot use {file}: {re.escape(refusal)}; CUDA_VISIBLE_DEVICES=-1"):
+            world.own_device("fp32")
+
+
+def test_what_a_host_lacks_is_said_by_each_of_its_ranks_and_a_common_mistake_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trilane.engine.refusal import HostLacks, say
+
+    for rank in ("0", "3"):
+        monkeypatch.setenv("RANK", rank)
+        say(ValueError("mbs=0: must be more"))
+        say(HostLacks("3 GPUs"), "trilane: ")
+    here = platform.node()
+    wanted = ["mbs=0: must be more", f"trilane: rank 0 on {here}: 3 GPUs", f"trilane: rank 3 on {here}: 3 GPUs"]
+    assert capsys.readouterr().err.splitlines() == wanted
+
+
+@pytest.mark.parametrize(
+    ("engine", "topology", "env"),
+    [
+        ("megatron", {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("deepspeed-zero", {"tp": 2}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("deepspeed-zero", {"dp": 2, "zero": 3}, {}),
+    ],
+    ids=str,
+)
+def test_what_overlaps_on_streams_of_its_own_keeps_its_queues(
+    engine: str, topology: dict, env: dict[str, str], tmp_path: Path
+) -> None:
+    from trilane.engine.__main__ import one_queue
+
+    found: dict[str, str] = {}
+    one_queue(small_plan(tmp_path, engine=engine, **topology), found)
+    assert found == env
+
+
+KINDS = """
+import sys, torch
+from trilane.engine import world
+world.own_device = lambda precision: torch.device(sys.argv[1])
+world.enter("fp32")
+"""
+
+
+@pytest.mark.slow
+def test_gpus_here_and_none_there_is_refused_on_both_sides_and_not_waited_for() -> None:
+    """A node whose driver is not loaded at all has no device file either."""
+    port, ranks = str(free_port(0)), []
+    for rank, device in enumerate(("cuda", "cpu")):
+        env = {**environment(8), "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-W", "ignore", "-c", KINDS, device]
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    said = [rank.communicate(timeout=240)[1].splitlines()[-1] for rank in ranks]
+    assert said[0] == "ValueError: GPUs=1: 1 of 2 ranks have none, and say so"
+    assert said[1].endswith("HostLacks: no GPU here, while 1 of 2 ranks have one")
+
+
+@pytest.mark.slow
+def test_a_node_that_lacks_a_gpu_ends_the_job_with_a_word(tmp_path: Path) -> None:
+    """Rank 3 of a world of four, whose host shows three GPUs."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan(tmp_path, dp=4).to_json()))
+    code = (
+        "import torch, sys; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 3\n"
+        "from trilane.engine.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    env = {**environment(8), "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "plan.json")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    said = f"rank 3 on {platform.node()}: processes per host=4: this host shows 3 GPUs\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)

@@ -4,13 +4,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
+from trilane.engine.refusal import say
 from trilane.engine.signals import Signals
 from trilane.files import set_aside
 from trilane.parent import die_with_parent
-from trilane.plan import read_plan
+from trilane.plan import Plan, read_plan
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
 # Who breaks because a peer is gone waits this long before he goes too, so that torchrun, which looks ten times a second
@@ -21,7 +22,7 @@ COURTESY_S = 1.0
 def main(argv: list[str]) -> int:
     """0 after the last iteration, and where a run ended as it was asked to (status.json says which of the two).
 
-    2 and one line from rank 0 where plan, data or checkpoint cannot be trained; 1 otherwise.
+    2 and one line where plan, data or checkpoint cannot be trained, or not on this host (refusal.py); 1 otherwise.
     """
     begin, signals = time.monotonic(), Signals()
     die_with_parent()
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         if not _is_ours(error):
             raise
-        return _refuse(error)
+        say(error)
+        return 2
     train()
     return 0
 
@@ -42,8 +44,7 @@ def main(argv: list[str]) -> int:
 def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
     plan = read_plan(path)
-    # Megatron-LM insists on it: one queue keeps communication ahead of the matmuls that it overlaps with.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    one_queue(plan, os.environ)
     from trilane.engine.cpu import enable_cpu
 
     enable_cpu()
@@ -65,6 +66,15 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     return Training(plan, world, path.parent, signals, begin).run
 
 
+def one_queue(plan: Plan, env: MutableMapping[str, str]) -> None:
+    """Megatron-LM's one queue, which keeps communication ahead of the matmuls that it overlaps with; it insists on it.
+
+    Without tensor parallelism DeepSpeed overlaps on streams of its own, which want queues of their own.
+    """
+    if plan.engine == "megatron" or plan.topology.tp > 1:
+        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def _own_log() -> None:
     """Send what this process says to ranks/<rank>.log where the launcher asks for it: lines of ranks never glue."""
     folder = os.environ.get(RANK_LOGS)
@@ -80,13 +90,6 @@ def _is_ours(error: ValueError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
-
-
-def _refuse(error: ValueError) -> int:
-    """Every rank finds the same mistake; rank 0 says it."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print(error, file=sys.stderr, flush=True)
-    return 2
 
 
 def _leave(code: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from trilane.checks import require, to_mapping
+from trilane.engine.refusal import say
 from trilane.hardware import Cluster
 
 LOCAL = "local"
@@ -28,8 +29,7 @@ def main(argv: list[str]) -> int:
         require(args.out.endswith(".json") or not args.out, "out", args.out, "must end in .json")
         (_alone if size == 1 else _together)(args.out, args.name)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank finds the same mistake
-            print(f"trilane: {error}", file=sys.stderr, flush=True)
+        say(error, "trilane: ")
         return 2
     return 0
 
@@ -54,7 +54,9 @@ def _alone(out: str, name: str) -> None:
     cards = torch.cuda.device_count()
     if cards == 0:
         from trilane.engine import alone
+        from trilane.engine.world import own_device
 
+        own_device("fp32")  # refuses where there is a card that torch cannot use
         return _write(path, alone.measure(name or LOCAL))
     if "RANK" in os.environ:  # torchrun's only rank
         return _together(out, name)

@@ -33,7 +33,7 @@ PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}  # of its instructi
 
 def build(plan: Plan, world: World) -> "DeepSpeed3D":
     """The engine on every rank together."""
-    parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp)
+    parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp, create_gloo_process_groups=False)
     seed_streams(plan.run.seed)
     start()
     return DeepSpeed3D(plan)

@@ -1,8 +1,7 @@
-"""What both DeepSpeed engines share: a quiet start without a compiler, parameter groups, what a step said."""
+"""What the DeepSpeed engines share: a quiet start, the optimizer that can be built here, parameter groups, a step."""
 
 import contextlib
 import io
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,17 +36,31 @@ def start() -> None:
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's JSON for the plan on this machine; its fused optimizers only where they can be built."""
-    return deepspeed_config(plan, compiler=_can_compile())
-
-
-def _can_compile() -> bool:
-    """Whether DeepSpeed could build its CUDA kernels here: a GPU, nvcc and ninja."""
+    """DeepSpeed's JSON for the plan on these machines, all ranks together; its Adam only where every rank has it."""
     if not torch.cuda.is_available():
-        return False
-    from torch.utils.cpp_extension import CUDA_HOME
+        return deepspeed_config(plan, compiler=False)  # seconds for a test are not worth minutes of a compiler
+    every: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(every, _problem(plan))
+    lacking = {rank: problem for rank, problem in enumerate(every) if problem}
+    if lacking and dist.get_rank() == 0:
+        rank, problem = next(iter(lacking.items()))
+        print(f"trilane: torch's AdamW, not DeepSpeed's: {len(lacking)} ranks lack it, first {rank}: {problem}")
+    return deepspeed_config(plan, compiler=not lacking)
 
-    return CUDA_HOME is not None and shutil.which("ninja") is not None
+
+def _problem(plan: Plan) -> str:
+    """Why DeepSpeed's Adam for the plan cannot be had here, "" where it can.
+
+    It is built (a minute or two, once, kept in TORCH_EXTENSIONS_DIR), because nothing less tells: a CUDA_HOME without
+    nvcc, a compiler too old or not there. With offload that takes a C++ compiler and ninja, without also nvcc.
+    """
+    name = "FusedAdamBuilder" if plan.topology.offload == "none" else "CPUAdamBuilder"
+    try:
+        with quiet():
+            get_accelerator().create_op_builder(name).load()
+    except Exception as error:
+        return f"{name}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.100}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -33,6 +33,9 @@ class DeepSpeedStates:
         self._parameters = [parameter for _, parameter in named]
         self._optimizer, self._stage, self._started = optimizer, stage, False
 
+    def settle(self) -> None:
+        """Nothing: DeepSpeed's step ends with every weight in its place."""
+
     def read(self, number: int, kind: str) -> torch.Tensor:
         """The piece; DeepSpeed gathers it over the replicas."""
         self._start()

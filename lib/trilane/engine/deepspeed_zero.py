@@ -44,7 +44,7 @@ class Mpu:
 
 def build(plan: Plan, world: World) -> "DeepSpeedZero":
     """The engine on every rank together."""
-    parallel_state.initialize_model_parallel(plan.topology.tp)
+    parallel_state.initialize_model_parallel(plan.topology.tp, create_gloo_process_groups=False)
     seed_streams(plan.run.seed)
     start()
     return DeepSpeedZero(plan, world)

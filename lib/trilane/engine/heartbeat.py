@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trilane import flight
 from trilane.beat import END, RECORD, encode, place
 from trilane.capture import STACKS
 from trilane.engine import phases, tracing
@@ -22,9 +23,6 @@ from trilane.plan import Plan
 LAUNCHED = "TRILANE_RANK_LOGS"  # in the environment of ranks that a launcher of ours watches
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <sys/prctl.h>
 
-# Where NCCL's Flight Recorder writes what it remembers, by its name of today and of before; torch adds the rank.
-RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-
 _beats: list["Heartbeat"] = []
 
 
@@ -32,6 +30,7 @@ class Heartbeat:
     """Writes the beat of one rank until it is closed."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(file, RECORD)
         self._map = mmap.mmap(file, RECORD)
@@ -61,9 +60,8 @@ def begin(plan: Plan, folder: Path) -> None:
         # Where Yama guards ptrace, py-spy may attach to its own children only; the launcher's py-spy is our sister.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
-    for name in RECORDER_FILES:
-        os.environ.setdefault(name, str(ranks / "nccl_trace_rank_"))
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    for name, value in flight.environment(ranks, rank).items():
+        os.environ.setdefault(name, value)
     if plan.run.trace_packages:
         tracing.begin(ranks / f"{rank}.calls", plan.run.trace_packages.split(","), plan.run.trace_calls)
     if os.environ.get("LOCAL_RANK", "0") == "0" and LAUNCHED not in os.environ:
@@ -82,4 +80,5 @@ def end() -> None:
     """This rank has nothing left to do."""
     for heartbeat in _beats:
         heartbeat.beat(END)
+        flight.forget(heartbeat.path.parent, heartbeat.path.stem)
         heartbeat.close()

@@ -45,7 +45,7 @@ from trilane.plan import Plan
 
 def build(plan: Plan, world: World) -> "HfZero3":
     """The engine on every rank together."""
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     start()
     # It notices that the Trainer counts microbatches by itself and DeepSpeed's JSON says how many there are.
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)

@@ -62,7 +62,7 @@ class Training:
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
             begin = self._step(batch, log, begin)
-            if batch.number in (first, self._plan.run.train_iters):  # the optimizer's states: from the second on
+            if batch.number in (first, self._plan.run.goal):  # the optimizer's states: from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
             request = self._requests.now()
             if self._is_due(batch, request):

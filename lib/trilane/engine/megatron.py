@@ -30,8 +30,12 @@ INITIAL_LOSS_SCALE = 2.0**16
 def build(plan: Plan, world: World) -> "Megatron":
     """The engine on every rank together."""
     t = plan.topology
+    # The gloo groups beside NCCL's serve megatron-core's own checkpoints, which we do not write.
     parallel_state.initialize_model_parallel(
-        t.tp, t.pp, virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None
+        t.tp,
+        t.pp,
+        virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None,
+        create_gloo_process_groups=False,
     )
     seed_streams(plan.run.seed)
     return Megatron(plan, world)
@@ -47,11 +51,11 @@ class Megatron:
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._chunks = [_distributed(model, settings, plan) for model in models]
-        self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks)
+        self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
         _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
         self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
         settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
-        self.states = MegatronStates(named, self._optimizer.chained_optimizers)
+        self.states = MegatronStates(named, self._optimizer.chained_optimizers, self._chunks)
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         if plan.topology.overlap_grad_reduce:

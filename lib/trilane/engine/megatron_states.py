@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 
 from trilane.engine.adam import begin, set_step, step_of
 from trilane.engine.audit import weight_decays
@@ -28,9 +29,14 @@ class Home:
 
 
 class MegatronStates:
-    """`named` parameters (by the names of the whole model) in megatron-core's chained optimizers."""
+    """`named` parameters (by the names of the whole model) of DDP `chunks` in megatron-core's chained optimizers."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizers: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[Any],
+        chunks: Sequence[DistributedDataParallel],
+    ) -> None:
         self.pieces: list[Piece] = pieces(
             named,
             parallel_state.get_tensor_model_parallel_rank(),
@@ -38,8 +44,14 @@ class MegatronStates:
             parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         )
         self._parameters = [parameter for _, parameter in named]
-        self._optimizers = optimizers
+        self._optimizers, self._chunks = optimizers, chunks
         self._dealt = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
+
+    def settle(self) -> None:
+        """With overlap_param_gather a replica has the others' new weights only in its next forward: gather them now."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     def read(self, number: int, kind: str) -> torch.Tensor:
         """The piece; a distributed optimizer's parts of it are added up, everything else being zero."""

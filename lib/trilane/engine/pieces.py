@@ -35,6 +35,9 @@ class States(Protocol):
 
     pieces: list[Piece]
 
+    def settle(self) -> None:
+        """Finish what the last step put off; all ranks call it together before anybody reads."""
+
     def read(self, number: int, kind: str) -> torch.Tensor:
         """Piece `number` of that kind (checkpoints.KINDS), in its shape, fp32, on any device."""
 

@@ -54,6 +54,7 @@ def save(folder: Path, plan: Plan, world: World, engine: Engine, batch: Batch, a
     aside, problem = _asked(world, lambda: _begin(root, name))
     if problem:
         return Saved(name=name, bytes=0, seconds=time.perf_counter() - begin, problem=problem)
+    engine.states.settle()
     marks = Marks(engine.states)
     report = _write(Path(aside), world.rank, engine, marks)
     mine = fingerprint(plan, world, engine, marks, batch.number, ahead)
