@@ -36,7 +36,7 @@ def sleeper(cluster: Cluster, tmp_path: Path) -> Path:
     script = (folder / "job.sbatch").read_text()
     (folder / "job.sbatch").write_text(
         script[: script.index("set -euo")] + "set -euo pipefail\n"
-        "srun --kill-on-bad-exit=1 bash -c 'trap \"\" USR1; sleep 300'\n"
+        "srun --kill-on-bad-exit=1 bash -c 'trap \"touch save\" USR1; sleep 300'\n"
     )
     return folder
 

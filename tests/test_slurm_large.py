@@ -32,12 +32,13 @@ def bloom(label: str) -> Plan:
 
 
 def rehearse(folder: Path, seconds: int) -> None:
-    """Put a sleep in place of the training: an iteration is noted at its end."""
+    """Put a sleep in place of the training: its last iteration and checkpoint are noted at its end."""
     script = (folder / "job.sbatch").read_text()
     head, _, rest = script.partition("# the corpus is tokenized")
     end = rest[rest.index('echo "END ') :]
     sleep = f"code=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c 'trap \"\" USR1; sleep {seconds}' || code=$?\n"
-    done = "[[ $code -ne 0 ]] || echo '{\"iteration\": 100}' >>steps.jsonl\n"
+    done = "[[ $code -ne 0 ]] || { mkdir checkpoints; echo iter_0000100 >checkpoints/latest; }\n"
+    done += "[[ $code -ne 0 ]] || echo '{\"iteration\": 100}' >>steps.jsonl\n"
     (folder / "job.sbatch").write_text(head + sleep + done + end)
 
 
