@@ -6,16 +6,18 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
-from dumps import pyspy_json, pyspy_text, recording, topology, write_all
-from job import GRID, ROOT, STEP, Stack
+from dumps import VALUES, faulthandler_text, pyspy_json, pyspy_text, recording, topology, write_all
+from job import ATTENTION, DATA, DP_SUM, GRID, ROOT, STEP, Stack
 from plants import PLANTS, data_loader, write
 from support import REPOSITORY
 
 from trilane.__main__ import main
+from trilane.diagnose.faults import read_faults
 from trilane.diagnose.verdict import diagnose
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
@@ -145,6 +147,30 @@ def test_files_of_whole_nodes_as_srun_leaves_them_are_taken_apart(tmp_path: Path
         (tmp_path / f"trace-jean-zay-iam{node + 1:02d}.out").write_text("\n".join(parts))
     assert diagnose(tmp_path).suspects == (10,)
     assert diagnose(tmp_path).exclude == "--exclude=jean-zay-iam02"
+
+
+IN_C = ("pthread_cond_wait (libc.so.6)", "c10d::Work::wait (csrc/Work.cpp:91)", "0x7fa84704524a (libc.so.6)")
+
+
+@pytest.mark.parametrize("options", [{}, {"native": IN_C}, {"values": VALUES}, {"native": IN_C, "values": VALUES}])
+def test_frames_of_c_and_values_of_variables_are_no_stack(options: dict[str, Sequence[str]], tmp_path: Path) -> None:
+    """`py-spy dump --native --locals`, as document 003 asks for native frames."""
+    for rank in range(8):
+        stack = DATA.stack if rank == 5 else ATTENTION.stack if rank > 3 else DP_SUM.stack
+        text = pyspy_text(stack, **options)
+        (tmp_path / f"rank_{rank}.txt").write_text("".join(f"jz1: {line}\n" for line in text.splitlines()))
+    topology(tmp_path, 4, 1, 2)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (5,) and len(verdict.groups) == 3
+
+
+@pytest.mark.parametrize(("header", "main"), [("", "Current thread"), ("Timeout (0:05:00)!\n", "Thread")])
+def test_of_many_dumps_in_one_file_the_last_counts(header: str, main: str) -> None:
+    """Of signals, and of `faulthandler.dump_traceback_later(300, repeat=True)`, where no thread is called current."""
+    fresh = f'{header}Thread 0x00007f0000000740 (most recent call first):\n  File "a.py", line 1 in new\n\n'
+    dump = read_faults(header + faulthandler_text(LOSS, main) + fresh + faulthandler_text(BEFORE, main))
+    assert dump.main.frames[0].function == "train"
+    assert len(dump.threads) == (3 if header else 2)  # of signals, a thread that is new is taken for the last dump's
 
 
 class Evil:
