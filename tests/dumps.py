@@ -67,15 +67,24 @@ def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
 
 
 def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_json: bool = False) -> bytes:
-    """A Flight Recorder dump of format 2.10; each call has group, sequence, op, sizes, state."""
+    """A Flight Recorder dump of format 2.10; each call has group, sequence, op, sizes, state.
+
+    Groups have a name that all ranks share, and a number among the groups of this rank (pg_id), under which pg_status
+    tells how far they are.
+    """
+    own = {name: number for number, name in enumerate(groups)}
+    last = {
+        name: max((c["sequence"] for c in calls if c["group"] == name and not c.get("p2p")), default=-1) for name in own
+    }
+    status = {str(number): {"last_enqueued_collective": last[name]} for name, number in own.items()}
     entries = [
         {
             "frames": [{"name": "_reduce", "filename": "/opt/megatron/mpu/mappings.py", "line": 30}],
             "record_id": number,
-            "pg_id": 0,
+            "pg_id": own[call["group"]],
             "process_group": (call["group"], call["group"]),
-            "collective_seq_id": call["sequence"],
-            "p2p_seq_id": 0,
+            "collective_seq_id": 0 if call.get("p2p") else call["sequence"],
+            "p2p_seq_id": call["sequence"] if call.get("p2p") else 0,
             "op_id": number,
             "profiling_name": f"nccl:{call['op']}",
             "input_sizes": call.get("sizes", [[4096]]),
@@ -86,7 +95,7 @@ def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_j
         for number, call in enumerate(calls)
     ]
     config = {name: {"name": name, "desc": name, "ranks": str(ranks)} for name, ranks in groups.items()}
-    values = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+    values = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
     return json.dumps(values).encode() if as_json else pickle.dumps(values, protocol=2)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilane.diagnose.condition import Condition, conditions, keys
+from trilane.diagnose.condition import UNHEARD, Condition, conditions, keys
 from trilane.diagnose.folder import Evidence, read_folder
 from trilane.diagnose.places import Grid
 from trilane.diagnose.stack import Frame
@@ -136,6 +136,8 @@ def _sentences(
                 "Everybody came: no member of any group is elsewhere, so that the operation itself does not "
                 "end; suspect the network or NCCL, and compare a second dump."
             )
+        elif unheard := [r for r in set().union(*blamed.edges.values()) if found[r].kind in UNHEARD]:
+            said.append(f"Whoever they wait for is among ranks {span(unheard)}, of which there is no dump to read.")
         else:
             said.append("Nobody waits for anybody that the dumps show: this is no hang that they could explain.")
         return said
