@@ -65,7 +65,7 @@ def test_document_003_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(
     assert "6 of" in verdict.paragraph and "train (megatron/training.py:915)" in verdict.paragraph
     if known:
         assert "312 of 320 ranks have no dump; nothing is concluded from that" in " ".join(verdict.notes)
-        assert verdict.exclude == "--exclude=node0"
+        assert verdict.exclude == "" and "the first node" in verdict.paragraph  # nobody told its name
 
 
 def scene(folder: Path, style: str = "json") -> int:
@@ -147,6 +147,43 @@ def test_files_of_whole_nodes_as_srun_leaves_them_are_taken_apart(tmp_path: Path
         (tmp_path / f"trace-jean-zay-iam{node + 1:02d}.out").write_text("\n".join(parts))
     assert diagnose(tmp_path).suspects == (10,)
     assert diagnose(tmp_path).exclude == "--exclude=jean-zay-iam02"
+
+
+HOSTS = ("r7i1n0", "r8i0n3", "r10i2n5", "r10i2n7")
+
+
+@pytest.mark.parametrize(("hosts", "left_out"), [(HOSTS[:2], 0), (HOSTS, 0), (HOSTS[:2], 1)])
+def test_nodes_are_named_after_their_files(
+    hosts: Sequence[str], left_out: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 ranks on nodes of 8 and of 4, and no topology.json: --exclude must name nodes that there are."""
+    each = 16 // len(hosts)
+    for node, host in enumerate(hosts):
+        stacks = [DATA.stack if node == 1 and local == 2 else LOSS for local in range(each - left_out)]
+        text = "".join(pyspy_text(stack, 100 + local) for local, stack in enumerate(stacks))
+        (tmp_path / f"trace-{host}.out").write_text(text)
+    assert main(["hang", str(tmp_path), "--tp=4", "--pp=2", "--dp=2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["suspects"][0], said["nodes"][0]) == (each + 2, "r8i0n3") and ", r8i0n3): in" in said["verdict"]
+    assert left_out or said["exclude"] == "--exclude=r8i0n3"
+
+
+def test_where_no_host_was_told_none_is_excluded(tmp_path: Path) -> None:
+    write_all(tmp_path, {rank: DATA.stack if rank == 17 else LOSS for rank in range(32)})
+    topology(tmp_path, 8, 4, 1)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (17,) and verdict.exclude == ""
+    assert "Rank 17 (tp 1, pp 2, dp 0, the third node): in the data loader" in verdict.paragraph
+
+
+def test_a_rank_without_a_host_is_where_the_others_of_its_node_are(tmp_path: Path) -> None:
+    """As the watchdog's topology.json of a rank that never wrote a heartbeat."""
+    write_all(tmp_path, {rank: DATA.stack if rank == 9 else LOSS for rank in range(24)})
+    ranks = [
+        {"rank": r, "node": f"node{r // 8}", **({} if r in (9, 16) else {"host": HOSTS[r // 8]})} for r in range(24)
+    ]
+    topology(tmp_path, 8, 3, 1, ranks=ranks)
+    assert diagnose(tmp_path).exclude == "--exclude=r8i0n3"
 
 
 IN_C = ("pthread_cond_wait (libc.so.6)", "c10d::Work::wait (csrc/Work.cpp:91)", "0x7fa84704524a (libc.so.6)")

@@ -96,3 +96,12 @@ def test_ranks_outside_any_collective_that_hold_up_nobody_are_no_suspects(tmp_pa
     for rank in DP:
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording([call("1", 1, "all_reduce")], {"1": DP}))
     assert diagnose(tmp_path).suspects == ()
+
+
+def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
+    """torch writes TORCH_FR_DUMP_TEMP_FILE and the rank, with nothing between."""
+    sums(tmp_path, "trace")
+    (tmp_path / "trace").write_bytes((tmp_path / "trace1").read_bytes())
+    (tmp_path / "trace7").write_bytes((tmp_path / "trace7").read_bytes()[:200])
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (5,) and "trace: the name does not tell the rank; set aside" in verdict.notes
