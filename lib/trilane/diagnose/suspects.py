@@ -104,6 +104,8 @@ def _odd(evidence: Evidence, found: dict[int, Condition], edges: Edges, ring: se
     if len(ring) == 1:
         return {r: _alone(evidence, found, edges, r) for r in ring}
     few = _fewest(sites)
+    # Sends and receives are rare by their nature: who waits for all is more to blame than who waits for a neighbour.
+    few = [r for r in few if not waits[r].p2p] or few
     behind = few or _behind({r: found[r].frames for r in ring})
     where = {r: f"in {w.op}, asked for by {w.site}" for r, w in waits.items()}
     text = "while others of its group wait in another collective"
