@@ -104,6 +104,16 @@ def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Pat
     assert any(note.startswith("half-written dumps: ranks") for note in verdict.notes)
 
 
+def test_what_lies_beside_the_dumps_is_of_no_rank(tmp_path: Path) -> None:
+    """states-HOST.json is the watchdog's, and the end of a host's name is no rank."""
+    culprit = scene(tmp_path / "d")
+    (tmp_path / "d" / f"rank_{culprit}.json").unlink()
+    for name in (f"states-r7i1n{culprit}.json", f"memory{culprit}.json"):
+        (tmp_path / "d" / name).write_text("{}")
+    verdict = diagnose(tmp_path / "d")
+    assert verdict.suspects == (culprit,) and not any("states-" in note for note in verdict.notes)
+
+
 def test_an_empty_dump_is_said_and_nothing_is_concluded_from_it(tmp_path: Path) -> None:
     culprit = scene(tmp_path / "d")
     (tmp_path / "d" / f"rank_{(culprit + 1) % 384}.json").write_text("")

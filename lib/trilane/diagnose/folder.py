@@ -49,12 +49,12 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     require(folder.is_dir(), "folder", folder, "no such folder")
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=_natural)
-    found = [(path, *_read(path)) for path in paths if path.name not in META and path.suffix not in (".beat", ".sh")]
+    found = [(path, *_read(path)) for path in paths if not _beside(path)]
     grid = grid or _grid(folder, paths)
     series: defaultdict[int, list[tuple[Path, Dump]]] = defaultdict(list)
     recordings, notes, unreadable, nodes = {}, [], set(), []
     for path, dumps, recording, complaint in found:
-        rank = rank_of(path, alone=not dumps)
+        rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
         if complaint:
             notes.append(f"{path.name}: {complaint}")
             unreadable |= {rank} if rank is not None else set()
@@ -98,6 +98,11 @@ def rank_of(path: Path, *, alone: bool = False) -> int | None:
     match = None if path.name.startswith("trace-") else match
     match = match or (LAST.search(path.name) if alone else None)
     return int(next(filter(None, match.groups()))) if match else None
+
+
+def _beside(path: Path) -> bool:
+    """Whether a file is no dump by its name: facts about the run, the kernel's letters for the processes of a host."""
+    return path.name in META or path.name.startswith("states-") or path.suffix in (".beat", ".sh")
 
 
 def is_trainer(dump: Dump) -> bool:
