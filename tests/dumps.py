@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,32 @@ HELPER: Stack = (
 )
 
 
-def pyspy_text(stack: Stack, pid: int = 4242, flags: str = "active", command: str = "python -u pretrain_gpt.py") -> str:
+# --locals: what may look like frames, threads and errors
+VALUES = [
+    "    Arguments:",
+    "        pad: (4096, 1, 8192)",
+    "    Locals:",
+    '        told: "RuntimeError: bad"',
+    "        e: (2)",
+]
+
+
+def pyspy_text(
+    stack: Stack,
+    pid: int = 4242,
+    flags: str = "active",
+    command: str = "python -u pretrain_gpt.py",
+    native: Sequence[str] = (),
+    values: Sequence[str] = (),
+) -> str:
+    """`native` stands on top of the main thread's stack and below all (--native), `values` below each frame."""
+    below = ["clone3 (libc.so.6)"] if native else []
     lines = [f"Process {pid}: {command}", "Python v3.8.12 (/opt/conda/bin/python3.8)", ""]
-    lines += [f'Thread {pid} ({flags}): "MainThread"', *(f"    {f} ({file}:{line})" for f, file, line in stack)]
-    lines += [f'Thread {pid + 1} (idle): "Thread-1"', *(f"    {f} ({file}:{line})" for f, file, line in HELPER)]
+    for name, frames in (("MainThread", stack), ("Thread-1", HELPER)):
+        lines += [f'Thread {pid} ({flags}): "{name}"', *(f"    {frame}" for frame in native)]
+        for f, file, line in frames:
+            lines += [f"    {f} ({file}:{line})", *(f"    {value}" for value in values)]
+        lines += [f"    {frame}" for frame in below]
     return "\n".join(lines) + "\n"
 
 
@@ -35,24 +58,33 @@ def pyspy_json(stack: Stack, pid: int = 4242, holder: Stack | None = None) -> st
     return json.dumps([thread("Thread-1", HELPER, False), *others, thread("MainThread", stack, False)], indent=1)
 
 
-def faulthandler_text(stack: Stack) -> str:
+def faulthandler_text(stack: Stack, main: str = "Current thread") -> str:
     parts = []
-    for name, frames in (("Thread", HELPER), ("Current thread", stack)):
+    for name, frames in (("Thread 0x00007f406fc746c0", HELPER), (f"{main} 0x00007f40a1b2c740", stack)):
         lines = [f'  File "/opt/lib/site-packages/{file}", line {line} in {f}' for f, file, line in frames]
-        parts.append("\n".join([f"{name} 0x00007f406fc746c0 (most recent call first):", *lines]))
+        parts.append("\n".join([f"{name} (most recent call first):", *lines]))
     return "\n\n".join(parts) + "\n"
 
 
 def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_json: bool = False) -> bytes:
-    """A Flight Recorder dump of format 2.10; each call has group, sequence, op, sizes, state."""
+    """A Flight Recorder dump of format 2.10; each call has group, sequence, op, sizes, state.
+
+    Groups have a name that all ranks share, and a number among the groups of this rank (pg_id), under which pg_status
+    tells how far they are.
+    """
+    own = {name: number for number, name in enumerate(groups)}
+    last = {
+        name: max((c["sequence"] for c in calls if c["group"] == name and not c.get("p2p")), default=-1) for name in own
+    }
+    status = {str(number): {"last_enqueued_collective": last[name]} for name, number in own.items()}
     entries = [
         {
             "frames": [{"name": "_reduce", "filename": "/opt/megatron/mpu/mappings.py", "line": 30}],
             "record_id": number,
-            "pg_id": 0,
+            "pg_id": own[call["group"]],
             "process_group": (call["group"], call["group"]),
-            "collective_seq_id": call["sequence"],
-            "p2p_seq_id": 0,
+            "collective_seq_id": 0 if call.get("p2p") else call["sequence"],
+            "p2p_seq_id": call["sequence"] if call.get("p2p") else 0,
             "op_id": number,
             "profiling_name": f"nccl:{call['op']}",
             "input_sizes": call.get("sizes", [[4096]]),
@@ -63,7 +95,7 @@ def recording(calls: list[dict[str, Any]], groups: dict[str, list[int]], *, as_j
         for number, call in enumerate(calls)
     ]
     config = {name: {"name": name, "desc": name, "ranks": str(ranks)} for name, ranks in groups.items()}
-    values = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+    values = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
     return json.dumps(values).encode() if as_json else pickle.dumps(values, protocol=2)
 
 

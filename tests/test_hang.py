@@ -6,16 +6,18 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
-from dumps import pyspy_json, pyspy_text, recording, topology, write_all
-from job import GRID, ROOT, STEP, Stack
+from dumps import VALUES, faulthandler_text, pyspy_json, pyspy_text, recording, topology, write_all
+from job import ATTENTION, DATA, DP_SUM, GRID, RECV_B, ROOT, STEP, Stack, c10d
 from plants import PLANTS, data_loader, write
 from support import REPOSITORY
 
 from trilane.__main__ import main
+from trilane.diagnose.faults import read_faults
 from trilane.diagnose.verdict import diagnose
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
@@ -63,7 +65,7 @@ def test_document_003_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(
     assert "6 of" in verdict.paragraph and "train (megatron/training.py:915)" in verdict.paragraph
     if known:
         assert "312 of 320 ranks have no dump; nothing is concluded from that" in " ".join(verdict.notes)
-        assert verdict.exclude == "--exclude=node0"
+        assert verdict.exclude == "" and "the first node" in verdict.paragraph  # nobody told its name
 
 
 def scene(folder: Path, style: str = "json") -> int:
@@ -100,6 +102,16 @@ def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Pat
     verdict = diagnose(tmp_path / "d")
     assert verdict.suspects[0] == culprit, verdict.paragraph
     assert any(note.startswith("half-written dumps: ranks") for note in verdict.notes)
+
+
+def test_what_lies_beside_the_dumps_is_of_no_rank(tmp_path: Path) -> None:
+    """states-HOST.json is the watchdog's, and the end of a host's name is no rank."""
+    culprit = scene(tmp_path / "d")
+    (tmp_path / "d" / f"rank_{culprit}.json").unlink()
+    for name in (f"states-r7i1n{culprit}.json", f"memory{culprit}.json"):
+        (tmp_path / "d" / name).write_text("{}")
+    verdict = diagnose(tmp_path / "d")
+    assert verdict.suspects == (culprit,) and not any("states-" in note for note in verdict.notes)
 
 
 def test_an_empty_dump_is_said_and_nothing_is_concluded_from_it(tmp_path: Path) -> None:
@@ -147,6 +159,67 @@ def test_files_of_whole_nodes_as_srun_leaves_them_are_taken_apart(tmp_path: Path
     assert diagnose(tmp_path).exclude == "--exclude=jean-zay-iam02"
 
 
+HOSTS = ("r7i1n0", "r8i0n3", "r10i2n5", "r10i2n7")
+
+
+@pytest.mark.parametrize(("hosts", "left_out"), [(HOSTS[:2], 0), (HOSTS, 0), (HOSTS[:2], 1)])
+def test_nodes_are_named_after_their_files(
+    hosts: Sequence[str], left_out: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """16 ranks on nodes of 8 and of 4, and no topology.json: --exclude must name nodes that there are."""
+    each = 16 // len(hosts)
+    for node, host in enumerate(hosts):
+        stacks = [DATA.stack if node == 1 and local == 2 else LOSS for local in range(each - left_out)]
+        text = "".join(pyspy_text(stack, 100 + local) for local, stack in enumerate(stacks))
+        (tmp_path / f"trace-{host}.out").write_text(text)
+    assert main(["hang", str(tmp_path), "--tp=4", "--pp=2", "--dp=2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["suspects"][0], said["nodes"][0]) == (each + 2, "r8i0n3") and ", r8i0n3): in" in said["verdict"]
+    assert left_out or said["exclude"] == "--exclude=r8i0n3"
+
+
+def test_where_no_host_was_told_none_is_excluded(tmp_path: Path) -> None:
+    write_all(tmp_path, {rank: DATA.stack if rank == 17 else LOSS for rank in range(32)})
+    topology(tmp_path, 8, 4, 1)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (17,) and verdict.exclude == ""
+    assert "Rank 17 (tp 1, pp 2, dp 0, the third node): in the data loader" in verdict.paragraph
+
+
+def test_a_rank_without_a_host_is_where_the_others_of_its_node_are(tmp_path: Path) -> None:
+    """As the watchdog's topology.json of a rank that never wrote a heartbeat."""
+    write_all(tmp_path, {rank: DATA.stack if rank == 9 else LOSS for rank in range(24)})
+    ranks = [
+        {"rank": r, "node": f"node{r // 8}", **({} if r in (9, 16) else {"host": HOSTS[r // 8]})} for r in range(24)
+    ]
+    topology(tmp_path, 8, 3, 1, ranks=ranks)
+    assert diagnose(tmp_path).exclude == "--exclude=r8i0n3"
+
+
+IN_C = ("pthread_cond_wait (libc.so.6)", "c10d::Work::wait (csrc/Work.cpp:91)", "0x7fa84704524a (libc.so.6)")
+
+
+@pytest.mark.parametrize("options", [{}, {"native": IN_C}, {"values": VALUES}, {"native": IN_C, "values": VALUES}])
+def test_frames_of_c_and_values_of_variables_are_no_stack(options: dict[str, Sequence[str]], tmp_path: Path) -> None:
+    """`py-spy dump --native --locals`, as document 003 asks for native frames."""
+    for rank in range(8):
+        stack = DATA.stack if rank == 5 else ATTENTION.stack if rank > 3 else DP_SUM.stack
+        text = pyspy_text(stack, **options)
+        (tmp_path / f"rank_{rank}.txt").write_text("".join(f"jz1: {line}\n" for line in text.splitlines()))
+    topology(tmp_path, 4, 1, 2)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (5,) and len(verdict.groups) == 3
+
+
+@pytest.mark.parametrize(("header", "main"), [("", "Current thread"), ("Timeout (0:05:00)!\n", "Thread")])
+def test_of_many_dumps_in_one_file_the_last_counts(header: str, main: str) -> None:
+    """Of signals, and of `faulthandler.dump_traceback_later(300, repeat=True)`, where no thread is called current."""
+    fresh = f'{header}Thread 0x00007f0000000740 (most recent call first):\n  File "a.py", line 1 in new\n\n'
+    dump = read_faults(header + faulthandler_text(LOSS, main) + fresh + faulthandler_text(BEFORE, main))
+    assert dump.main.frames[0].function == "train"
+    assert len(dump.threads) == (3 if header else 2)  # of signals, a thread that is new is taken for the last dump's
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.system, ("touch /tmp/never",)
@@ -175,6 +248,15 @@ def test_a_bad_call_is_one_line(
     assert main(["hang", str(tmp_path), *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_who_left_an_iteration_out_is_more_to_blame_than_who_waits_for_its_neighbour(tmp_path: Path) -> None:
+    """The real hang "skip", TP 2 x PP 2 x DP 2: rank 5 is already where all ask for signals, in the same iteration."""
+    signals = (("now", "trilane/engine/requests.py", 52), ("run", "trilane/engine/loop.py", 67), *ROOT)
+    stacks = dict.fromkeys((2, 3, 6, 7), DP_SUM.stack) | dict.fromkeys((0, 4), ATTENTION.stack)
+    write_all(tmp_path, {**stacks, 1: RECV_B.stack, 5: (*c10d("all_reduce"), *signals)})
+    topology(tmp_path, 2, 2, 2)
+    assert diagnose(tmp_path).suspects == (5,)
 
 
 def test_where_everybody_came_nobody_is_blamed(tmp_path: Path) -> None:

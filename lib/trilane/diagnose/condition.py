@@ -11,6 +11,7 @@ from trilane.diagnose.waits import Wait, soft_wait, wait_of
 # From the strongest evidence against a rank to the weakest.
 HARD = ("gone", "crashed", "stopped", "locked")
 KINDS = (*HARD, "silent", "busy", "soft", "waiting", "unreadable", "unknown")
+UNHEARD = ("unreadable", "unknown")  # nothing is concluded from these
 # What a rank says that broke because another was gone.
 FOLLOWS = re.compile(
     r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|by peer|[Tt]imed? ?out|NCCL|DistBackend|[Ww]atchdog|SIGTERM"
@@ -65,10 +66,12 @@ def _one(rank: int, evidence: Evidence, silence_speaks: bool) -> Condition:
     if place.state in ("T", "t"):
         return Condition(rank=rank, kind="stopped", text="its process is stopped (state T)", frames=frames)
     if dump is None:
+        if rank in evidence.recordings:
+            idle = evidence.recordings[rank].waiting is None
+            text = "outside any collective" if idle else "only its Flight Recorder was dumped"
+            return Condition(rank=rank, kind="busy" if idle else "waiting", text=text)
         if rank in evidence.unreadable:
             return Condition(rank=rank, kind="unreadable", text="its dump cannot be read")
-        if rank in evidence.recordings:
-            return Condition(rank=rank, kind="waiting", text="only its Flight Recorder was dumped")
         kind = "silent" if silence_speaks else "unknown"
         return Condition(rank=rank, kind=kind, text="there is no dump of it")
     if not frames and dump.cut:

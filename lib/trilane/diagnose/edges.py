@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 
-from trilane.diagnose.condition import HARD, Condition
+from trilane.diagnose.condition import HARD, UNHEARD, Condition
 from trilane.diagnose.folder import Evidence
 from trilane.diagnose.graph import Edges
 from trilane.diagnose.places import Grid
@@ -77,20 +77,23 @@ def _recorded_edges(evidence: Evidence, found: dict[int, Condition]) -> Edges:
     for rank, recording in evidence.recordings.items():
         for call in recording.calls:
             if not call.p2p:
-                entered[call.group, call.sequence][rank] = call
+                entered[call.group, call.sequence].setdefault(rank, call)
     edges: Edges = {}
     for rank, call in calls.items():
         if found[rank].kind in HARD:
             continue
         group = [m for m in (call.ranks or evidence.grid.ranks) if m in found and m != rank]
         there = entered[call.group, call.sequence]
-        late = {m for m in group if _missing(evidence, call, m)}
+        late = {m for m in group if _missing(evidence, found, call, m)}
         other = {m for m in group if m in there and (there[m].op, there[m].sizes) != (call.op, call.sizes)}
-        peer = _peer(call)
-        if peer is not None:
-            edges[rank] = {peer} & found.keys()
+        batch = [c for c in evidence.recordings[rank].calls if not c.done and c.number == call.number]
+        peers = {peer for c in batch if (peer := _peer(c)) is not None}
+        if peers:
+            edges[rank] = peers & found.keys()
         else:
-            edges[rank] = late | (other if call.op not in ("gather", "scatter", "all_to_all") else set())
+            late |= other if call.op not in ("gather", "scatter", "all_to_all") else set()
+            # Where all that were heard are there, it is one of the others, or nobody.
+            edges[rank] = late or {m for m in group if m not in evidence.recordings and found[m].kind in UNHEARD}
     return edges
 
 
@@ -103,6 +106,9 @@ def _peer(call: Call) -> int | None:
     return sorted(call.ranks)[number] if number < len(call.ranks) else number
 
 
-def _missing(evidence: Evidence, call: Call, member: int) -> bool:
+def _missing(evidence: Evidence, found: dict[int, Condition], call: Call, member: int) -> bool:
+    """Whether a member never entered the call. Of one that says nothing, as nobody asked it, nothing is concluded."""
     recording = evidence.recordings.get(member)
-    return recording is None or (not call.p2p and recording.entered.get(call.group, 0) < call.sequence)
+    if recording is None:
+        return found[member].kind in (*HARD, "silent", "busy")
+    return not call.p2p and recording.entered.get(call.group, 0) < call.sequence

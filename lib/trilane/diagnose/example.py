@@ -1,7 +1,8 @@
 """A hang to look at: document 003's, as 320 dumps of TP 8, PP 10, DP 4, made up from what it says of two nodes.
 
 On each node six processes had left train_step and two had not: they stood in the broadcast of the loss. Lines and
-functions are the document's; that it was the same two tensor ranks on every node is our choice.
+functions are the document's; that it was the same two tensor ranks on every node is our choice, and so are the nodes'
+numbers.
 """
 
 import json
@@ -39,6 +40,7 @@ def write_example(folder: Path) -> Path:
         lines += [f'Thread {800000 + rank} (active): "MainThread"']
         lines += [f"    {function} ({file}:{line})" for function, file, line in stack]
         (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    sizes = {"tp": TP, "pp": PP, "dp": DP, "gpus_per_node": PER_NODE}
+    hosts = [f"jean-zay-iam{number:02d}" for number in range(1, 1 + TP * PP * DP // PER_NODE)]
+    sizes = {"tp": TP, "pp": PP, "dp": DP, "gpus_per_node": PER_NODE, "hosts": hosts}
     (folder / "topology.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
     return folder

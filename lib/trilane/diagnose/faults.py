@@ -4,7 +4,7 @@ import re
 
 from trilane.diagnose.stack import Dump, Frame, Thread, frame
 
-THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(.*?)\])? \(most recent call first\)")
+THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*?)\])? \(most recent call first\)")
 FRAME = re.compile(r'^\s*File "(.*)", line (\d+|\?\?\?) in (.*?)\s*$')
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
 CALL = re.compile(r'^\s*(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d+), in (.*?)\s*$')
@@ -12,25 +12,23 @@ RAISED = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Inte
 
 
 def read_faults(text: str) -> Dump:
-    """The last dump of the text: faulthandler adds to its file at every signal."""
-    dumps = re.split(r"(?=^Current thread)", text, flags=re.M)
-    blocks = _blocks(text)
-    # One dump holds each thread once and exactly one current thread, the last named but for those of other signals.
-    last = max((i for i, (header, _) in enumerate(blocks) if header == "Current thread"), default=len(blocks) - 1)
-    before = max((i for i, (header, _) in enumerate(blocks[:last]) if header == "Current thread"), default=-1)
-    chosen = blocks[before + 1 :] if len(dumps) > 2 else blocks
-    threads = tuple(Thread(frames=tuple(frames), current=header == "Current thread") for header, frames in chosen)
-    return Dump(threads=threads, cut=not text.endswith("\n"))
+    """The last dump of the text: faulthandler adds to its file at every signal, or each time that a timer ends.
 
-
-def _blocks(text: str) -> list[tuple[str, list[Frame]]]:
-    blocks: list[tuple[str, list[Frame]]] = []
+    One dump holds each thread once; a timer's begins with a line of its own, and has no current thread.
+    """
+    threads: dict[str, tuple[bool, list[Frame]]] = {}
+    frames: list[Frame] = []
     for line in text.splitlines():
         if match := THREAD.search(line):
-            blocks.append((match[1], []))
-        elif blocks and (match := FRAME.match(line)):
-            blocks[-1][1].append(frame(match[3], match[1], int(match[2]) if match[2].isdigit() else 0))
-    return blocks
+            threads = {} if match[2] in threads else threads
+            frames = []
+            threads[match[2]] = match[1] == "Current thread", frames
+        elif line.startswith("Timeout ("):
+            threads = {}
+        elif match := FRAME.match(line):
+            frames.append(frame(match[3], match[1], int(match[2]) if match[2].isdigit() else 0))
+    last = tuple(Thread(frames=tuple(frames), current=current) for current, frames in threads.values())
+    return Dump(threads=last, cut=not text.endswith("\n"))
 
 
 def read_traceback(text: str) -> Dump | None:

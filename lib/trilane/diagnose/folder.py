@@ -15,6 +15,7 @@ from trilane.diagnose.stack import Dump
 
 RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
 NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
+LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 LOCAL = re.compile(r"--local[-_]rank[= ](\d+)")
 # Processes beside those that train: a launcher, a worker of a data loader (forked, its stack holds its parent's too).
 BESIDE = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
@@ -48,27 +49,31 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     require(folder.is_dir(), "folder", folder, "no such folder")
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=_natural)
-    found = [(path, *_read(path)) for path in paths if path.name not in META and path.suffix not in (".beat", ".sh")]
+    found = [(path, *_read(path)) for path in paths if not _beside(path)]
     grid = grid or _grid(folder, paths)
-    hosts = list(grid.nodes) if grid else []
     series: defaultdict[int, list[tuple[Path, Dump]]] = defaultdict(list)
     recordings, notes, unreadable, nodes = {}, [], set(), []
     for path, dumps, recording, complaint in found:
-        rank = rank_of(path)
+        rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
         if complaint:
             notes.append(f"{path.name}: {complaint}")
             unreadable |= {rank} if rank is not None else set()
+        elif recording is not None and rank is None:
+            notes.append(f"{path.name}: the name does not tell the rank; set aside")
         elif recording is not None and rank is not None:
             recordings[rank] = recording
         elif dumps and rank is not None:
             series[rank].append((path, next(iter([d for d in dumps if is_trainer(d)] or dumps))))
         elif dumps:
             nodes.append((path, [d for d in dumps if is_trainer(d)]))
-    _spread(nodes, grid, hosts, series)
+    width = max((len(dumps) for _, dumps in nodes), default=0)
+    hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
+    grid = places.named(grid, hosts, width) if grid else None
+    _spread(nodes, grid, series)
     seen = {*series, *recordings, *unreadable}
     require(bool(seen), "folder", folder, "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read")
     if grid is None:
-        grid = places.unknown(seen, max((len(d) for _, d in nodes), default=8), [_host(p) for p, _ in nodes])
+        grid = places.unknown(seen, width or 8, hosts)
         notes.append("no topology file: tp, pp and dp are not known (give --tp, --pp, --dp)")
     outside = sorted(seen - set(grid.ranks))
     if outside:
@@ -84,10 +89,20 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     )
 
 
-def rank_of(path: Path) -> int | None:
-    """The rank that a file's name tells; None for a file of a whole node."""
+def rank_of(path: Path, *, alone: bool = False) -> int | None:
+    """The rank that a file's name tells; None for a file of a whole node, unless it is of one rank `alone`.
+
+    The Flight Recorder writes its rank right behind the prefix that it was given: `trace12`.
+    """
     match = RANK.search(path.name) or NUMBER.search(path.name.split(".")[0])
-    return int(next(filter(None, match.groups()))) if match and not path.name.startswith("trace-") else None
+    match = None if path.name.startswith("trace-") else match
+    match = match or (LAST.search(path.name) if alone else None)
+    return int(next(filter(None, match.groups()))) if match else None
+
+
+def _beside(path: Path) -> bool:
+    """Whether a file is no dump by its name: facts about the run, the kernel's letters for the processes of a host."""
+    return path.name in META or path.name.startswith("states-") or path.suffix in (".beat", ".sh")
 
 
 def is_trainer(dump: Dump) -> bool:
@@ -149,12 +164,12 @@ def _above(folder: Path) -> list[Path]:
 def _spread(
     nodes: list[tuple[Path, list[Dump]]],
     grid: Grid | None,
-    hosts: list[str],
     series: defaultdict[int, list[tuple[Path, Dump]]],
 ) -> None:
     """Give the processes of node files their ranks."""
     width = max((len(dumps) for _, dumps in nodes), default=0)
     order = {name: i for i, name in enumerate(dict.fromkeys(_host(path) for path, _ in nodes))}
+    hosts = {p.node for p in grid.places if p.told} if grid else set()
     for path, dumps in nodes:
         host = _host(path)
         local = {d.pid: LOCAL.search(d.command) for d in dumps}

@@ -1,8 +1,8 @@
 """Grid: which coordinates (tp, pp, dp) and which node each rank has, and who shares a process group with whom."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trilane.checks import require
@@ -32,6 +32,7 @@ class Place:
     state: str = ""
     step: int = -1
     phase: str = ""
+    told: bool = True  # the node's name; else it is "node" and its number
 
     @property
     def progress(self) -> int:
@@ -84,6 +85,11 @@ class Grid:
             found[place.node].append(place.rank)
         return dict(found)
 
+    def where(self, node: str) -> str:
+        """A node in words: its name, or which one it is where nobody told the names."""
+        nodes = self.nodes
+        return node if self._by_rank[nodes[node][0]].told else f"the {_ordinal(1 + list(nodes).index(node))} node"
+
     def group(self, axis: str, rank: int) -> frozenset[int]:
         """Who is in `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
         place = self._by_rank[rank]
@@ -111,9 +117,33 @@ def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] 
     places = []
     for rank in range(tp * pp * dp):
         number = rank // gpus_per_node
-        node = names[number] if number < len(names) else f"node{number}"
-        places.append(Place(rank=rank, tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp), node=node))
+        told = number < len(names)
+        node = names[number] if told else f"node{number}"
+        places.append(Place(rank=rank, tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp), node=node, told=told))
     return Grid(places=tuple(places))
+
+
+def named(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
+    """The grid on `hosts`, in their order, where nobody told the nodes' names, and there are as many hosts.
+
+    Where hosts of `width` ranks hold just all ranks, that many are on a node. That the first host has the first ranks
+    is how SLURM counts: nodes by their names, tasks by nodes.
+    """
+    if any(p.told for p in grid.places):
+        return grid
+    if len(hosts) * width == len(grid.ranks):
+        on = {rank: hosts[index // width] for index, rank in enumerate(grid.ranks)}
+    elif len(hosts) == len(grid.nodes):
+        on = {rank: host for host, ranks in zip(hosts, grid.nodes.values(), strict=True) for rank in ranks}
+    else:
+        return grid
+    return replace(grid, places=tuple(replace(p, node=on[p.rank], told=True) for p in grid.places))
+
+
+def _ordinal(number: int) -> str:
+    words = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 // 10 != 1 else 0, "th")
+    return words[number - 1] if number <= len(words) else f"{number}{ending}"
 
 
 def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
@@ -144,21 +174,30 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
         return base
     given = {int(facts["rank"]): facts for facts in listed}
     base = base or unknown(given, _whole("gpus_per_node", node))
-    places = [_place(base[r] if r in base else base.places[0], r, given.get(r, {})) for r in {*base.ranks, *given}]
+    hosts: defaultdict[Any, set[str]] = defaultdict(set)
+    for facts in given.values():
+        hosts[facts.get("node")] |= {str(facts["host"])} if facts.get("host") else set()
+    heard = {node: names for node, names in hosts.items() if names and node is not None}
+    origin = {r: base[r] if r in base else base.places[0] for r in {*base.ranks, *given}}
+    places = [_place(origin[r], r, given.get(r, {}), heard) for r in origin]
     return Grid(places=tuple(sorted(places, key=lambda p: p.rank)), known=base.known or "tp" in listed[0])
 
 
-def _place(base: Place, rank: int, facts: Mapping[str, Any]) -> Place:
+def _place(base: Place, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> Place:
+    """`hosts` are those heard of each node: where there are any, "node" is only what they are called here."""
     coordinates = {name: int(facts.get(name, getattr(base, name))) for name in ("tp", "pp", "dp")}
-    node = facts.get("host") or facts.get("node", base.node)
+    node = facts.get("node", base.node)
+    heard = {str(facts["host"])} if facts.get("host") else hosts.get(node, set())
+    host = next(iter(heard)) if len(heard) == 1 else ""
     step = facts.get("step", -1)
     return Place(
         rank=rank,
         **coordinates,
-        node=f"node{node}" if isinstance(node, int) else str(node),
+        node=host or (f"node{node}" if isinstance(node, int) else str(node)),
         state=str(facts.get("state") or ""),
         step=-1 if step is None else int(step),
         phase=str(facts.get("phase") or ""),
+        told=bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.told),
     )
 
 

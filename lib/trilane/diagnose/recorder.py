@@ -4,7 +4,7 @@ import ast
 import io
 import json
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 
@@ -22,6 +22,11 @@ class Call:
     state: str
     done: bool
     where: str
+
+    @property
+    def number(self) -> tuple[str, bool, int]:
+        """What calls of one batch share."""
+        return self.group, self.p2p, self.sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +59,31 @@ def read_recording(data: bytes) -> Recording:
         values = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
         members = {name: _ranks(config.get("ranks")) for name, config in (values.get("pg_config") or {}).items()}
         calls = tuple(_call(entry, members) for entry in values["entries"])
-        entered = {str(k): int(v["last_enqueued_collective"]) for k, v in (values.get("pg_status") or {}).items()}
+        # pg_status counts the groups of this rank (pg_id); all else has their names, which all ranks share
+        names = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in values["entries"] if "pg_id" in entry}
+        status = {names[k]: v for k, v in (values.get("pg_status") or {}).items() if k in names}
+        entered = {name: int(v["last_enqueued_collective"]) for name, v in status.items()}
     except (pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"no Flight Recorder dump, or one that breaks off ({error})") from None
     for call in calls:
         if not call.p2p:
             entered[call.group] = max(entered.get(call.group, 0), call.sequence)
-    return Recording(calls=calls, entered=entered, members=members)
+    return Recording(calls=_in_order(calls), entered=entered, members=members)
+
+
+def _in_order(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+    """The calls, those done that are only "scheduled" though a later one of their group is done: NCCL keeps order.
+
+    So stay, for ever, the calls of a batch (batch_isend_irecv, a coalescing manager): timed is only the entry
+    `nccl:coalesced` that closes it, with their group and number (torch/distributed/flight_recorder/components/utils.py,
+    find_coalesced_group).
+    """
+    done: set[str] = set()
+    found = []
+    for call in reversed(calls):
+        found.append(replace(call, done=call.done or (call.state == "scheduled" and call.group in done)))
+        done |= {call.group} if call.state == "completed" else set()  # gloo, which keeps none, never says that
+    return tuple(reversed(found))
 
 
 def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Call:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trilane.diagnose.condition import HARD, Condition, majority_step
+from trilane.diagnose.condition import HARD, UNHEARD, Condition, majority_step
 from trilane.diagnose.edges import axes_of, edges_of
 from trilane.diagnose.folder import Evidence
 from trilane.diagnose.graph import Edges, components, reaching
@@ -35,17 +35,21 @@ def blame(evidence: Evidence, found: dict[int, Condition]) -> Blame:
     waited = Counter(r for targets in edges.values() for r in targets)
     hard = [r for r, c in found.items() if c.kind in HARD]
     silent = [r for r, c in found.items() if c.kind == "silent"]
-    busy = _waited_for([r for r, c in found.items() if c.kind == "busy" and not edges.get(r)], waited, edges)
+    # A recording alone says of a rank that it is outside any collective, not that it should be in one.
+    idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or waited[r])]
+    busy = _waited_for(idle, waited, edges)
     reached = reaching(edges, {*hard, *silent})
     if hard:  # someone at work is to blame only for who waits for nobody that is gone
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
     roots = [*hard, *busy, *silent]
-    reasons = {r: found[r].text for r in roots}
+    reasons = {
+        r: found[r].text if found[r].frames or r not in busy else _alone(evidence, found, edges, r) for r in roots
+    }
     left = set(edges) - reaching(edges, set(roots))
     mismatch = _mismatch(evidence, found, edges, left, alone=not roots)
     reasons |= {r: text for r, text in mismatch.items() if r not in reasons}
     suspects = sorted(reasons, key=lambda r: (_class(found[r]), -len(_into(edges, r)) if r in busy else 0, r))
-    complete = not suspects and bool(edges)
+    complete = not suspects and bool(edges) and not any(c.kind in UNHEARD for c in found.values())
     return Blame(suspects=tuple(suspects), reasons=reasons, edges=edges, axes=axes, complete=complete)
 
 
@@ -75,6 +79,8 @@ def _mismatch(
     rings = [r for r in rings if len(r) > 1 or (alone and any(next(iter(r)) in t for t in inside.values()))]
     reasons: dict[int, str] = {}
     for ring in rings:
+        if any(found[r].kind in UNHEARD for r in ring):
+            continue
         reasons |= _odd(evidence, found, edges, ring)
     return reasons
 
@@ -98,6 +104,8 @@ def _odd(evidence: Evidence, found: dict[int, Condition], edges: Edges, ring: se
     if len(ring) == 1:
         return {r: _alone(evidence, found, edges, r) for r in ring}
     few = _fewest(sites)
+    # Sends and receives are rare by their nature: who waits for all is more to blame than who waits for a neighbour.
+    few = [r for r in few if not waits[r].p2p] or few
     behind = few or _behind({r: found[r].frames for r in ring})
     where = {r: f"in {w.op}, asked for by {w.site}" for r, w in waits.items()}
     text = "while others of its group wait in another collective"

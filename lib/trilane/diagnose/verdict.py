@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilane.diagnose.condition import Condition, conditions, keys
+from trilane.diagnose.condition import UNHEARD, Condition, conditions, keys
 from trilane.diagnose.folder import Evidence, read_folder
 from trilane.diagnose.places import Grid
 from trilane.diagnose.stack import Frame
@@ -33,7 +33,8 @@ class Group:
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What a folder of dumps amounts to. `nodes` hold the suspects; `exclude` is sbatch's option, "" where it cannot
-    help; `reasons` has one line a suspect; `notes` say what is odd about the evidence."""
+    help, or nobody told the nodes' names; `reasons` has one line a suspect; `notes` say what is odd about the evidence.
+    """
 
     grid: Grid
     groups: tuple[Group, ...]
@@ -86,7 +87,8 @@ def judge(evidence: Evidence) -> Verdict:
     blamed = blame(evidence, found)
     groups = _groups(found, blamed)
     nodes = tuple(dict.fromkeys(evidence.grid[rank].node for rank in blamed.suspects))
-    exclude = f"--exclude={','.join(nodes)}" if 0 < len(nodes) < len(evidence.grid.nodes) else ""
+    told = all(evidence.grid[rank].told for rank in blamed.suspects)
+    exclude = f"--exclude={','.join(nodes)}" if told and 0 < len(nodes) < len(evidence.grid.nodes) else ""
     notes = (*evidence.notes, *_missing(found), *_moving(found))
     return Verdict(
         grid=evidence.grid,
@@ -136,6 +138,8 @@ def _sentences(
                 "Everybody came: no member of any group is elsewhere, so that the operation itself does not "
                 "end; suspect the network or NCCL, and compare a second dump."
             )
+        elif unheard := [r for r in set().union(*blamed.edges.values()) if found[r].kind in UNHEARD]:
+            said.append(f"Whoever they wait for is among ranks {span(unheard)}, of which there is no dump to read.")
         else:
             said.append("Nobody waits for anybody that the dumps show: this is no hang that they could explain.")
         return said
@@ -171,20 +175,19 @@ def _same_reason(blamed: Blame) -> list[tuple[str, list[int]]]:
 
 def _who(grid: Grid, ranks: list[int]) -> str:
     """Ranks with their coordinates: the node where they are all of its ranks."""
-    nodes = {grid[r].node for r in ranks}
+    on = list(dict.fromkeys(grid[r].node for r in sorted(ranks)))
+    nodes = [grid.where(node) for node in on]
     if len(ranks) == 1:
         p = grid[ranks[0]]
-        return (
-            f"Rank {p.rank} (tp {p.tp}, pp {p.pp}, dp {p.dp}, {p.node})" if grid.known else f"Rank {p.rank} ({p.node})"
-        )
-    if all(len(grid.nodes[n]) == sum(1 for r in ranks if grid[r].node == n) for n in nodes):
-        return f"All of {', '.join(sorted(nodes))} (ranks {span(ranks)})"
+        return f"Rank {p.rank} ({f'tp {p.tp}, pp {p.pp}, dp {p.dp}, ' if grid.known else ''}{nodes[0]})"
+    if all(len(grid.nodes[n]) == sum(1 for r in ranks if grid[r].node == n) for n in on):
+        return f"All of {', '.join(nodes)} (ranks {span(ranks)})"
     common = [
         f"{axis} {next(iter(values))}"
         for axis in ("tp", "pp", "dp")
         if grid.known and len(values := {getattr(grid[r], axis) for r in ranks}) == 1
     ]
-    where = ", ".join([*common, *sorted(nodes)[:4]])
+    where = ", ".join([*common, *nodes[:4]])
     return f"Ranks {span(ranks)} ({where}{', ...' if len(nodes) > 4 else ''})"
 
 

@@ -43,7 +43,7 @@ HINTS = [
            r"|reduce_grads|average_losses|fsdp|buffered_allreduce|allreduce_no_retain|dp_process_group"
            r"|^_mean .*engine/megatron"),
     ("world", r"checkpoint|\bbarrier|initialize|init_process_group|new_group|rendezvous|timers|exit|print_rank"
-              r"|shutdown|destroy_process|broadcast_object_list|shared_prefix|build_train_valid"),
+              r"|shutdown|destroy_process|broadcast_object_list|shared_prefix|build_train_valid|engine/requests\.py"),
 ]  # fmt: skip
 CALLERS = 4  # frames that still say what a collective is for; further out stands the training loop
 EVERYBODY = {"barrier", "monitored_barrier", "new_group", "init_process_group", "_store_based_barrier", "rendezvous",
@@ -61,6 +61,11 @@ class Wait:
     op: str
     site: Frame
     axis: str
+
+    @property
+    def p2p(self) -> bool:
+        """Whether it waits for one neighbour."""
+        return self.axis in ("next", "previous") or self.op in ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
 def wait_of(frames: Sequence[Frame]) -> Wait | None:
