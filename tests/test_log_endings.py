@@ -77,10 +77,15 @@ def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, e
     assert evidence in log.evidence and log.evidence in text
 
 
-def test_what_memory_was_asked_for_is_known(tmp_path):
-    (tmp_path / "a.log").write_text(OOM)
+NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 60.0 GiB for an array with shape (8053063680,)\n"
+ON_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes.\n"
+
+
+@pytest.mark.parametrize(("line", "asked"), [(OOM, 2.5 * 2**30), (NUMPY, 60 * 2**30), (ON_CPU, 64 * 2**30)])
+def test_what_memory_was_asked_for_is_known(tmp_path, line, asked):
+    (tmp_path / "a.log").write_text(line)
     log = read_log(tmp_path / "a.log")
-    assert log.asked_bytes == 2.5 * 2**30 and len(log.iterations) == 0
+    assert (log.status, log.asked_bytes, len(log.iterations)) == ("OOM", asked, 0)
 
 
 def test_a_log_that_was_written_a_moment_ago_belongs_to_a_running_job(tmp_path):
@@ -129,6 +134,8 @@ HARD = [
     ("escape codes", TEN.replace(" | ", "\x1b[0m | \x1b[32m").encode()),
     ("a line of 10 MB", b"x" * 10_000_000 + b"\n" + TEN.encode()),
     ("10 MB of brackets and bars in front", b"{'|[ " * 2_000_000 + TEN.encode()),
+    ("4000 blank lines", b"\n" * 4000 + TEN.encode()),
+    ("lines of blanks", b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode()),
     ("no line end at all", TEN.encode().replace(b"\n", b"")),
 ]
 

@@ -99,6 +99,22 @@ ENDINGS = [
     ("crashed", "ValueError: bad batch\nKeyboardInterrupt\n"),
     ("NaN loss", "{'loss': 2.5, 'grad_norm': 1.0, 'epoch': 0.1}\n{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.2}\n"),
     ("completed", "[exiting program after 1190.0 minutes] datetime: 2022-03-01 10:00:00 \n"),
+    ("OOM", "RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58\n"),
+    ("OOM", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\n"),
+    ("OOM", "MemoryError\n"),
+    ("OOM", "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1234kB\n"),
+    ("hang", "[rank12]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 12] Heartbeat monitor timed out! Process will be terminated after dumping debug info.\n"),
+    ("hang", "[rank12]:[F ProcessGroupNCCL.cpp:1169] [PG 0 Rank 12] ProcessGroupNCCL's watchdog got stuck for 600 seconds without making progress\n"),
+    ("hang", "[rank2]:[E1120 ProcessGroupNCCL.cpp] Received a dump signal due to a collective timeout from  rank 5 and we will try our best to dump\n"),
+    ("node failure", "srun: error: Aborting, io error and missing step on node 3\n"),
+    ("crashed", "srun: error: node3: task 24: Terminated\n"),
+    ("crashed", "[2023-01-01 00:00:00,000] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 123\n"),
+    ("crashed", "[2023-01-01 00:00:00,000] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = -9\n"),
+    ("crashed", "pdsh@login: node3: ssh exited with exit code 1\n"),
+    ("crashed", "[rank1]:   + Exception Group Traceback (most recent call last):\n[rank1]:   | ValueError: bad\n"),
+    ("crashed", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\ntorch._dynamo.exc.Unsupported: call_function\n"),
+    ("crashed", "[rank3]: Traceback (most recent call last):\n[rank3]:   File \"a.py\", line 1, in <module>\n[rank3]: StopIteration\n"),
+    ("unfinished", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\nnow another way:\nDone: saved\n"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trilane.logs.table import NAN
 
-SEPARATOR = re.compile(r"^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$|^\s*\|\s*:?-+:?\s*\|\s*$")
+SEPARATOR = re.compile(r"^\s*(?:\|\s*)?:?-+:?\s*(\|\s*:?-+:?\s*)+(?:\|\s*)?$|^\s*\|\s*:?-+:?\s*\|\s*$")
 NUMBER = re.compile(r"^[~≈]?\s*([-+]?\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?)\s*([A-Za-zµ][A-Za-z/.]*)?$")
 NAMES = {
     "gpus": "gpus ngpus numgpus worldsize cards",

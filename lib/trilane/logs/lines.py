@@ -37,8 +37,8 @@ class Lines:
 
     @property
     def waits(self) -> bool:
-        """Whether even a line without a word of ours matters: it may be the rest of an iteration line."""
-        return bool(self._begun)
+        """Whether even a line without a word of ours matters: the rest of an iteration line, or of a traceback."""
+        return bool(self._begun or self._facts.frames)
 
     def close(self) -> list[Draft]:
         """All runs of which something is known."""
@@ -81,7 +81,7 @@ class Lines:
             told |= self._numbers(line)
         if tell & ARGUMENT or self._facts.inside:
             told |= self._facts.arguments(line, self.run)
-        if tell & END:
+        if tell & END or self._facts.frames:
             told |= self._facts.end(line, self.run)
         return told
 

@@ -82,7 +82,7 @@ WORDS = {
             "rain",
             "allt",
         ),
-        *("ry l", "Bus ", "andw", "fail", "topp"),
+        *("ry l", "Bus ", "andw", "fail", "topp", "ceba"),
     ],
 }
 FIRST = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}  # by the first byte of the line
