@@ -100,6 +100,35 @@ def test_the_status_belongs_to_its_run(tmp_path):
     assert [r.status for r in read_runs(tmp_path / "a.log")] == ["OOM", "time limit", "completed"]
 
 
+JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"
+TITANS = ["".join(TITAN.format(i=i, loss=5) for i in part) for part in (range(1, 10), range(10, 20))]
+MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (TITANS[0] + LIMIT + JOB + TITANS[1] + "Training completed\n", [("time limit", 9), ("completed", 10)]),
+        (TITANS[0] + OOM + JOB + TITANS[1], [("OOM", 9), ("unfinished", 10)]),
+        (FIVE + LIMIT + MANY, [("time limit", 5), ("completed", 40)]),
+        (FIVE + NODE + MANY + LIMIT, [("node failure", 5), ("time limit", 40)]),
+        (FIVE + LIMIT + m2021(6) + m2021(7) + CANCEL, [("time limit", 7)]),
+        (
+            FIVE + LIMIT + m2021(6) + LIMIT + m2021(7) + MANY[len(m2021(6)) * 2 :],
+            [("time limit", 6), ("completed", 39)],
+        ),
+        (FIVE + LIMIT + m2021(6) + "using world size: 8\n" + m2021(7), [("time limit", 6), ("unfinished", 1)]),
+    ],
+)
+def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_unless_it_only_came_late(tmp_path, text, told):
+    (tmp_path / "a.log").write_text(text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    runs = read_runs(tmp_path / "a.log")
+    assert [(r.status, len(r.iterations)) for r in runs] == told
+    steps = [i for r in runs for i in r.iterations["iteration"]]
+    assert steps == sorted(set(steps)), "nothing is lost or told twice"
+
+
 BAD = [
     ("missing.log", None, "no such file"),
     ("empty.log", b"", "is empty"),

@@ -11,7 +11,8 @@ from trilane.shape import ModelShape, padded_vocab_size
 
 # how Megatron before 2022, DeepSpeed and the Trainer say it
 FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing", "gradient_checkpointing")
-ON = ("swiglu", "multi_latent_attention")  # that are True make another model than a plain GPT
+ON = ("swiglu", "multi_latent_attention")  # True where the model is no plain GPT
+NO_EXPERTS = ("None", "False", "0", "1")  # Megatron-DeepSpeed prints [1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +129,11 @@ def _shape(log: RunLog) -> ModelShape | None:
 def _no_plain_gpt(log: RunLog) -> str:
     """The argument, name=value, that makes it another model than our FLOPs count; "" where none does.
 
-    Gated MLPs, experts, grouped queries (Megatron prints 1 group where it uses none), another width of the MLP than 4 h.
+    Gated MLPs, experts, grouped queries (Megatron prints 1 group where it uses none), an MLP that is not 4 h wide.
     """
     told = log.arguments
     found = [name for name in ON if told.get(name) is True]
-    if str(told.get("num_experts")).strip("[]") not in ("None", "False", "0", "1"):  # Megatron-DeepSpeed prints a list
+    if str(told.get("num_experts")).strip("[]") not in NO_EXPERTS:
         found.append("num_experts")
     groups, heads = _whole(log, "num_query_groups"), _whole(log, "num_attention_heads")
     if told.get("group_query_attention") is not False and groups and heads and groups != heads:

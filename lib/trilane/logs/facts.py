@@ -10,8 +10,9 @@ from trilane.logs.draft import Draft
 
 LAUNCH = re.compile(
     rb"using world size:|-{6,} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
+    rb"|- INFO - Starting job: "
 )
-LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|\.py")
+LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py")
 HF_COUNT = rb">>  "
 MOST_OTHERS = 2000  # lines in a row that are no argument: the dump is over, though its end was not seen
 MOST_FRAMES = 500  # lines of a traceback: a deeper one is none

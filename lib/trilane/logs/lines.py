@@ -43,6 +43,7 @@ class Lines:
     def close(self) -> list[Draft]:
         """All runs of which something is known."""
         self.finish()
+        self._settle()
         return [run for run in self.runs if run.says_something]
 
     @property
@@ -112,6 +113,7 @@ class Lines:
             self.begin()
             takes = True
         if takes:
+            self._follow()
             self.run.add(row, dialect, rank, line)
         elif dialect == "torchtitan":
             self.run.complete(row)
@@ -119,8 +121,22 @@ class Lines:
     def begin(self) -> None:
         """Another run, unless nothing happened yet in this one."""
         if self.run.is_over:
+            self._settle()
             self.runs.append(Draft(self._keep, self._spill))
             self._facts.heard.clear()
+
+    def _follow(self) -> None:
+        """Iterations after the scheduler ended the run go into a run of their own, until it is known whose they are."""
+        if self.run.is_ended:
+            self._settle()
+            before = self.run
+            self.runs.append(Draft(self._keep, self._spill))
+            self.run.follows = before
+
+    def _settle(self) -> None:
+        """Give the last run's lines to the run that they follow, if there is one and they are few."""
+        if (before := self.run.follows) and self.run.is_late:
+            before.take_back(self.runs.pop())
 
     def extend(self, steps: Bulk, line: bytes) -> bool:
         """Take iterations in bulk, if they simply go on; else False, and nothing was taken. `line` is the last one."""
@@ -134,7 +150,8 @@ class Lines:
             return False
         keep = [i for i, name in enumerate(steps.names) if name != "_rank"]
         names = [steps.names[i] for i in keep]
-        run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
+        self._follow()
+        self.run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
         return True
 
     def _numbers(self, line: bytes) -> bool:

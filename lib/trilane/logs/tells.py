@@ -44,7 +44,7 @@ WORDS = {
             "doub",
             "ch s",
         ),
-        *("aral", "ld s", "rgum", "torc", "unni", "info"),
+        *("aral", "ld s", "rgum", "torc", "unni", "info", "g jo"),
     ],
     ARGUMENT: [" ...", " .. ", "rgum", "ld s", "padd", "  --", ":pri", ">>  "],
     END: [
