@@ -28,6 +28,8 @@ class Lines:
         self._keep, self._spill = keep, spill
         self.runs = [Draft(keep, spill)]
         self._begun, self._pieces = b"", 0
+        self._held, self._dict = dict[str, float](), b""  # the Trainer's, whose bar may stand on a line behind it
+        self._bar: dict[str, float] = {}  # the last that stood on a line of its own
         self._facts = facts.Facts()
 
     @property
@@ -37,8 +39,8 @@ class Lines:
 
     @property
     def waits(self) -> bool:
-        """Whether even a line without a word of ours matters: the rest of an iteration line, or of a traceback."""
-        return bool(self._begun or self._facts.frames)
+        """Whether even a line without a word of ours matters: the rest of what was begun."""
+        return bool(self._begun or self._held or self._facts.frames)
 
     def close(self) -> list[Draft]:
         """All runs of which something is known."""
@@ -66,6 +68,8 @@ class Lines:
         line = line.rstrip(b"\r\n")
         if b"\r" in line:  # a progress bar that writes over itself
             return any([self.read(part, tell, whole) for part in trainers.bar_parts(line)])
+        if self._held and line.strip() and b"{'" not in line:
+            self._release(line)
         if self._begun and self._goes_on(line):
             return True
         if b"iteration" in line and WRAPPED.search(line):
@@ -98,7 +102,8 @@ class Lines:
         return False
 
     def finish(self, whole: bool = True) -> None:
-        """Read the iteration line that was begun as it stands."""
+        """Read the iteration line that was begun as it stands, and what was held."""
+        self._release()
         line, self._begun = self._begun, b""
         for spans in megatron.iterations(line, whole):
             row = {span.column: span.value(line) for span in spans}
@@ -170,6 +175,8 @@ class Lines:
                 self._step(row, "trilane", NAN, line)
             if timers := trainers.our_timers(line):
                 self.run.add_timers(list(timers), np.array([self.run.now]), np.array([[v] for v in timers.values()]))
+        elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
+            self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in deepspeed.steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.now:
@@ -181,18 +188,32 @@ class Lines:
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):
-            run = self.run
             if "train_runtime" in values:
-                run.dialects["hf-trainer"] += 0
-                run.summary = run.summary or values
-                run.last_line = line
-                continue
+                self._release()
+                self.run.dialects["hf-trainer"] += 0
+                self.run.summary = self.run.summary or values
+                self.run.last_line = line
+            elif values != self._held:
+                self._release()
+                self._held, self._dict = values, line
+                if "step" in values:
+                    self._release()
+
+    def _release(self, line: bytes = b"") -> None:
+        """Read the dict that was held, with the step of the training's bar: the one before it, else that on `line`."""
+        if values := self._held:
+            self._held, run = {}, self.run
+            behind, total = trainers.bar(line), run.iterations.last("train_iters")
+            total = behind.get("total", NAN) if total != total else total
+            if "step" not in values:
+                bars = [b for b in (self._bar, behind) if b and b["total"] == total and b["step"] > run.now]
+                values = values | next(iter(bars), {})
             told = {name: column for name, column in trainers.HF.items() if name in values}
             if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in told.items()):
-                continue  # another node prints the same; epochs alone are rounded, and equal for many steps
+                return  # another node prints the same; epochs alone are rounded, and equal for many steps
             every = run.arguments.get("logging_steps")
             row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
-            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, line)
+            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict)
 
 
 def _told(line: bytes) -> int:

@@ -44,7 +44,7 @@ WORDS = {
             "doub",
             "ch s",
         ),
-        *("aral", "ld s", "rgum", "torc", "unni", "info", "g jo"),
+        *("aral", "ld s", "rgum", "torc", "unni", "info", "g jo", "it/s", "s/it"),
     ],
     ARGUMENT: [" ...", " .. ", "rgum", "ld s", "padd", "  --", ":pri", ">>  "],
     END: [
