@@ -78,6 +78,47 @@ def test_each_mistake_is_found_with_its_row_and_the_likely_value(tmp_path, chang
     assert {(f.line, f.row) for f in report.findings} <= {(9, 1), (10, 2)}
 
 
+CONTEXT = "| GPUs | DP | CP | TP | PP | EP | MBS | GBS | Sec/it |\n|" + " --- |" * 9 + "\n"
+CONTEXTS = "| 64 | 4 | 2 | 4 | 2 | 4 | 1 | 512 | 10.2 |\n| {} | 8 | 2 | 4 | 2 | 4 | 1 | 512 | 5.2 |\n"
+
+
+@pytest.mark.parametrize(("gpus", "likely"), [(128, []), (64, ["DP 4"])])
+def test_context_parallelism_multiplies_the_gpus_and_expert_parallelism_does_not(tmp_path, gpus, likely):
+    assert [f.likely for f in linted(tmp_path, CONTEXT + CONTEXTS.format(gpus)).findings] == likely
+
+
+@pytest.mark.parametrize(("one", "other"), [("mbs", "gbs"), ("sec", "tflops")])
+def test_of_a_row_with_swapped_columns_only_that_is_said(tmp_path, one, other):
+    # ten times as fast, so that times are no TFLOPs
+    found = [r | {"sec": f"{float(r['sec']) / 10:.2f}", "tflops": f"{float(r['tflops']) * 10:.2f}"} for r in rows()]
+    found[2] |= {one: found[2][other], other: found[2][one]}
+    assert {f.rule for f in linted(tmp_path, markdown(found)).findings if f.line == 11} == {"swap"}
+
+
+def test_decimal_commas_of_a_semicolon_csv_are_decimals(tmp_path):
+    found = [row | {"seq": "2048"} for row in rows()]
+    for row in found:
+        row |= {name: row[name].replace(".", ",") for name in ("sec", "tflops")}
+    titles = "Nodes;Size;DP;TP;PP;MBS;GBS;Mem;Sec/it;TFLOPs;Notes;Seq;Layers;Hidden;Vocab\n"
+    shape = ";72;14336;250880\n"
+
+    def findings():
+        text = titles + "".join(";".join(row.values()) + shape for row in found)
+        return [(f.rule, f.line) for f in linted(tmp_path, text, "a.csv").findings]
+
+    assert findings() == []
+    found[2]["tflops"] = "185,20"
+    assert ("formula", 4) in findings()
+
+
+def test_names_of_groups_of_columns_may_stand_above_the_header(tmp_path):
+    head, rule = HEAD.splitlines()[-2:]
+    groups = "| Machine | | Topology | | | Batch | | Result | | | |\n"
+    text = markdown(rows()).replace(f"{head}\n{rule}\n", f"{groups}{rule}\n{head}\n")
+    report = linted(tmp_path, text)
+    assert (report.tables, report.rows, report.findings) == (1, 5, [])
+
+
 def test_the_same_row_twice_is_a_duplicate(tmp_path):
     twice = rows()
     report = linted(tmp_path, markdown([*twice, twice[2]]))

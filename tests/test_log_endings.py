@@ -77,10 +77,15 @@ def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, e
     assert evidence in log.evidence and log.evidence in text
 
 
-def test_what_memory_was_asked_for_is_known(tmp_path):
-    (tmp_path / "a.log").write_text(OOM)
+NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 60.0 GiB for an array with shape (8053063680,)\n"
+ON_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes.\n"
+
+
+@pytest.mark.parametrize(("line", "asked"), [(OOM, 2.5 * 2**30), (NUMPY, 60 * 2**30), (ON_CPU, 64 * 2**30)])
+def test_what_memory_was_asked_for_is_known(tmp_path, line, asked):
+    (tmp_path / "a.log").write_text(line)
     log = read_log(tmp_path / "a.log")
-    assert log.asked_bytes == 2.5 * 2**30 and len(log.iterations) == 0
+    assert (log.status, log.asked_bytes, len(log.iterations)) == ("OOM", asked, 0)
 
 
 def test_a_log_that_was_written_a_moment_ago_belongs_to_a_running_job(tmp_path):
@@ -93,6 +98,35 @@ def test_the_status_belongs_to_its_run(tmp_path):
     start = "using world size: 8, data-parallel-size: 8\n"
     (tmp_path / "a.log").write_text(start + FIVE + OOM + start + FIVE + LIMIT + start + TEN)
     assert [r.status for r in read_runs(tmp_path / "a.log")] == ["OOM", "time limit", "completed"]
+
+
+JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"
+TITANS = ["".join(TITAN.format(i=i, loss=5) for i in part) for part in (range(1, 10), range(10, 20))]
+MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (TITANS[0] + LIMIT + JOB + TITANS[1] + "Training completed\n", [("time limit", 9), ("completed", 10)]),
+        (TITANS[0] + OOM + JOB + TITANS[1], [("OOM", 9), ("unfinished", 10)]),
+        (FIVE + LIMIT + MANY, [("time limit", 5), ("completed", 40)]),
+        (FIVE + NODE + MANY + LIMIT, [("node failure", 5), ("time limit", 40)]),
+        (FIVE + LIMIT + m2021(6) + m2021(7) + CANCEL, [("time limit", 7)]),
+        (
+            FIVE + LIMIT + m2021(6) + LIMIT + m2021(7) + MANY[len(m2021(6)) * 2 :],
+            [("time limit", 6), ("completed", 39)],
+        ),
+        (FIVE + LIMIT + m2021(6) + "using world size: 8\n" + m2021(7), [("time limit", 6), ("unfinished", 1)]),
+    ],
+)
+def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_unless_it_only_came_late(tmp_path, text, told):
+    (tmp_path / "a.log").write_text(text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    runs = read_runs(tmp_path / "a.log")
+    assert [(r.status, len(r.iterations)) for r in runs] == told
+    steps = [i for r in runs for i in r.iterations["iteration"]]
+    assert steps == sorted(set(steps)), "nothing is lost or told twice"
 
 
 BAD = [
@@ -129,6 +163,8 @@ HARD = [
     ("escape codes", TEN.replace(" | ", "\x1b[0m | \x1b[32m").encode()),
     ("a line of 10 MB", b"x" * 10_000_000 + b"\n" + TEN.encode()),
     ("10 MB of brackets and bars in front", b"{'|[ " * 2_000_000 + TEN.encode()),
+    ("4000 blank lines", b"\n" * 4000 + TEN.encode()),
+    ("lines of blanks", b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode()),
     ("no line end at all", TEN.encode().replace(b"\n", b"")),
 ]
 

@@ -79,10 +79,27 @@ def test_a_row_without_a_time_takes_that_of_the_log_line_with_its_tflops(tmp_pat
     [
         *(("47GB", 47, "GB"), ("0.661s", 0.661, "s"), ("**181B**", 181, "B"), ("1_024", 1024, ""), ("1,024", 1024, "")),
         *(("`56 GiB`", 56, "GiB"), ("~30", 30, ""), ("3.2 it/s", 3.2, "it/s"), ("1e3", 1000, "")),
+        *(("62,5", 62.5, ""), ("6,10", 6.1, ""), ("0,125", 0.125, ""), ("1234,567 s", 1234.567, "s")),
+        *(("1,234.5", 1234.5, ""), ("1.024,5", 1024.5, ""), ("1.048.576", 1048576, ""), ("1.024", 1.024, "")),
+        *(
+            ("1 024", 1024, ""),
+            ("1\u202f024", 1024, ""),
+            ("1\u2009048\u2009576,5", 1048576.5, ""),
+            ("-1,5e-3", -0.0015, ""),
+        ),
     ],
 )
 def test_a_cell_is_a_number_and_its_unit(text, number, unit):
     assert (cell(text).number, cell(text).unit) == (number, unit)
+
+
+@pytest.mark.parametrize("text", ["12.5.1", "1,2,4", "1 02", "1,0245,6", "", "x"])
+def test_what_is_no_number_is_none(text):
+    assert cell(text).number != cell(text).number
+
+
+def test_half_of_the_last_digit_is_what_rounding_took():
+    assert [cell(t).half for t in ("62,5", "62.50", "1,024", "1 024,5")] == [0.05, 0.005, 0.5, 0.05]
 
 
 @pytest.mark.parametrize(

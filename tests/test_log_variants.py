@@ -77,6 +77,24 @@ def test_another_version_means_the_same(tmp_path, kind, text, expected, prefix):
     assert {name: row[name] for name in expected} == pytest.approx(expected)
 
 
+HF_DICT = "{{'loss': {loss}, 'grad_norm': tensor(1.25, device='cuda:0'), 'learning_rate': 4.9e-05, 'epoch': 0.1}}\n"
+HF_BAR = " {i}%|##        | {i}/{n} [00:{s:02d}<05:00,  5.00it/s]\n"
+
+
+@pytest.mark.parametrize("blank", ["", "          \n", "\n\n"])
+@pytest.mark.parametrize(("before", "late"), [(True, 0), (True, 1), (False, 0)])
+def test_a_bar_on_a_line_of_its_own_tells_the_step_of_the_dict_beside_it(tmp_path, blank, before, late):
+    text = "Map: 100%|##| 1000/1000 [00:01<00:00, 900.00it/s]\n"
+    for i in (10, 20, 30):
+        bar, behind = (HF_BAR.format(i=i + more, n=200, s=i // 5) for more in (0, late))
+        text += (bar if before else "") + blank + HF_DICT.format(loss=4 - i / 100) + blank + behind
+        text += HF_BAR.format(i=3, n=7, s=1)  # an evaluation's
+    (tmp_path / "a.log").write_text(text + HF_DICT.format(loss=3.5) + "done\n")
+    table = read_log(tmp_path / "a.log").iterations
+    assert table["iteration"].tolist() == [10, 20, 30, 31] and table["lm_loss"].tolist() == [3.9, 3.8, 3.7, 3.5]
+    assert table["sec_per_it"].tolist()[1:3] == [0.2, 0.2] and set(table["grad_norm"]) == {1.25}
+
+
 def test_seconds_that_were_read_off_the_clock_are_said_to_be(tmp_path):
     (tmp_path / "a.log").write_text(DS.format(m=0, i=10) + DS.format(m=5, i=20))
     assert "time stamps" in read_log(tmp_path / "a.log").notes[0]
@@ -99,6 +117,22 @@ ENDINGS = [
     ("crashed", "ValueError: bad batch\nKeyboardInterrupt\n"),
     ("NaN loss", "{'loss': 2.5, 'grad_norm': 1.0, 'epoch': 0.1}\n{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.2}\n"),
     ("completed", "[exiting program after 1190.0 minutes] datetime: 2022-03-01 10:00:00 \n"),
+    ("OOM", "RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58\n"),
+    ("OOM", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\n"),
+    ("OOM", "MemoryError\n"),
+    ("OOM", "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1234kB\n"),
+    ("hang", "[rank12]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 12] Heartbeat monitor timed out! Process will be terminated after dumping debug info.\n"),
+    ("hang", "[rank12]:[F ProcessGroupNCCL.cpp:1169] [PG 0 Rank 12] ProcessGroupNCCL's watchdog got stuck for 600 seconds without making progress\n"),
+    ("hang", "[rank2]:[E1120 ProcessGroupNCCL.cpp] Received a dump signal due to a collective timeout from  rank 5 and we will try our best to dump\n"),
+    ("node failure", "srun: error: Aborting, io error and missing step on node 3\n"),
+    ("crashed", "srun: error: node3: task 24: Terminated\n"),
+    ("crashed", "[2023-01-01 00:00:00,000] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 123\n"),
+    ("crashed", "[2023-01-01 00:00:00,000] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = -9\n"),
+    ("crashed", "pdsh@login: node3: ssh exited with exit code 1\n"),
+    ("crashed", "[rank1]:   + Exception Group Traceback (most recent call last):\n[rank1]:   | ValueError: bad\n"),
+    ("crashed", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\ntorch._dynamo.exc.Unsupported: call_function\n"),
+    ("crashed", "[rank3]: Traceback (most recent call last):\n[rank3]:   File \"a.py\", line 1, in <module>\n[rank3]: StopIteration\n"),
+    ("unfinished", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\nnow another way:\nDone: saved\n"),
 ]  # fmt: skip
 
 

@@ -134,6 +134,23 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
     assert used["mfu"] == selective["mfu"] < selective["hfu"] < used["hfu"]
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"swiglu": True, "ffn_hidden_size": 5440}, "swiglu=True, ffn_hidden_size=5440"),
+        ({"num_experts": "[64]"}, "num_experts=[64]"),
+        ({"group_query_attention": True, "num_query_groups": 4}, "num_query_groups=4"),
+        ({"swiglu": False, "num_experts": None, "group_query_attention": False, "num_query_groups": 1}, ""),
+        ({"num_experts": "[1]", "num_query_groups": 16, "ffn_hidden_size": 8192}, ""),
+    ],
+)
+def test_a_model_that_is_no_plain_gpt_has_no_tflops_by_shape_but_those_it_prints(given, named):
+    m = measure_log(log(arguments={**ARGUMENTS, **given}, flops_per_s_per_gpu=2e14))
+    assert m.flops_per_s["printed"] == 2e14 and m.tokens_per_s == 16 * 2048 / 2
+    assert (len(m.flops_per_s), m.setup.shape is None) == ((1, True) if named else (5, False))
+    assert m.setup.note == (f"no TFLOPs by shape: {named} is no plain GPT" if named else "")
+
+
 def test_what_the_log_does_not_tell_is_no_number():
     m = measure_log(log())
     assert m.flops_per_s == {} and m.utilization == {} and math.isnan(m.tokens_per_s) and math.isnan(m.memory_bytes)

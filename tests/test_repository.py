@@ -21,7 +21,7 @@ FLOORS = [
     "finding guard guard_cost guard_place guard_script",
     "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable "
     "hang_door stragglers_door capture_door trace_door restart_door rehearse",
-    "lint scoring backtest compare compare_door spikes spikes_door nextrun gather learning",
+    "lint scoring backtest compare compare_door humps spikes spikes_door nextrun gather learning",
     "node_loss attempt standing jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
     "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots "
     "calendar_plots decision hang_plots run_door bench_door",

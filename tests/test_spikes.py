@@ -47,9 +47,11 @@ def wandering(n, deviation=0.02, seed=1):
         (lambda seed: noisy(10_000, 0.005, seed), 0),
         (lambda seed: wandering(10_000, 0.02, seed), 0),
         (lambda seed: noisy(10_000, 0.02, seed) * (1 + 0.03 * np.sin(np.arange(10_000) / 900)), 0),
+        (lambda seed: noisy(10_000, 0.02, seed) * (1 + 0.08 * np.exp(-(np.arange(10_000) % 3000) / 500)), 0),
+        (lambda seed: noisy(10_000, 0.1, seed), 0),
         (lambda seed: noisy(10_000, 0.02, seed, freedom=5), 2),
     ],
-    ids=["calm", "calmer", "wandering", "drifting", "heavy tails"],
+    ids=["calm", "calmer", "wandering", "drifting", "warm restarts", "small batches", "heavy tails"],
 )
 def test_noise_and_drift_raise_no_alarm_in_ten_thousand_iterations(curve, most):
     for seed in range(3):
@@ -70,6 +72,19 @@ def test_a_planted_spike_is_found_with_its_size_and_its_recovery(size, length):
     assert (event.kind, event.iteration) == ("loss spike", 2001)
     assert event.peak / event.level == pytest.approx(size, rel=0.05)
     assert event.recovered is not None and abs(event.recovered - 2001 - length) <= 0.1 * length + 2
+
+
+@pytest.mark.parametrize("deviation", [0.005, 0.02])
+@pytest.mark.parametrize(("size", "rise"), [(1.35, 300), (2.0, 300), (3.0, 600)])
+def test_a_rise_too_slow_for_the_median_behind_it_is_found_when_it_comes_back(size, rise, deviation):
+    loss = noisy(5000, deviation)
+    loss[2000 : 2000 + 3 * rise] *= size ** np.interp(np.arange(3 * rise), [0, rise, 3 * rise], [0, 1, 0])
+    norm = 0.3 * np.exp(0.15 * np.random.default_rng(0).standard_normal(5000))
+    norm[2000 + rise] = 8.0
+    (event,) = [e for e in found(loss, norm) if e.kind == "loss spike"]
+    assert 2001 <= event.iteration <= 2001 + rise / 2 and abs(event.peak_iteration - 2001 - rise) < rise / 5
+    assert event.peak / event.level == pytest.approx(size, rel=0.1)
+    assert event.recovered is not None and abs(event.recovered - 2001 - 3 * rise) < 0.75 * rise
 
 
 def test_two_spikes_are_two_events_and_skipped_iterations_do_not_hide_them():

@@ -69,7 +69,7 @@ def record(log: RunLog) -> dict[str, Any]:
         "last_loss": m.last_loss,
         "skipped_iterations": m.health.skipped,
         "nan_iterations": m.health.nan_iterations,
-        "notes": [*log.notes, *filter(None, [m.window.note])],
+        "notes": [*log.notes, *filter(None, [m.window.note, m.setup.note])],
     }
     return {name: _plain(value) for name, value in values.items()}
 

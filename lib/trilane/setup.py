@@ -11,6 +11,8 @@ from trilane.shape import ModelShape, padded_vocab_size
 
 # how Megatron before 2022, DeepSpeed and the Trainer say it
 FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing", "gradient_checkpointing")
+ON = ("swiglu", "multi_latent_attention")  # True where the model is no plain GPT
+NO_EXPERTS = ("None", "False", "0", "1")  # Megatron-DeepSpeed prints [1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,7 @@ class Setup:
     seq_length         tokens of a sequence, known also where the shape is not
     recompute          "none", "selective" or "full"
     peak_flops_per_s   the card's matmul rate in the run's precision, of data sheets (data/clusters); 0 unknown
+    note               why there is no shape, where the log tells a model that is no plain GPT
     """
 
     shape: ModelShape | None = None
@@ -36,6 +39,7 @@ class Setup:
     precision: str = ""
     card: str = ""
     peak_flops_per_s: float = 0.0
+    note: str = ""
 
     @property
     def microbatches(self) -> float:
@@ -77,8 +81,10 @@ def _told(log: RunLog, gpu: Gpu | None) -> Setup:
     per_stage, layers = _whole(log, "num_layers_per_virtual_pipeline_stage"), _whole(log, "num_layers")
     precision = next((name for name in ("bf16", "fp16") if log.arguments.get(name) is True), "")
     peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0
+    other = _no_plain_gpt(log)
     return Setup(
-        shape=_shape(log),
+        shape=None if other else _shape(log),
+        note=f"no TFLOPs by shape: {other} is no plain GPT" if other else "",
         gpus=gpus,
         tp=tp,
         pp=pp,
@@ -118,6 +124,23 @@ def _shape(log: RunLog) -> ModelShape | None:
         return ModelShape(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=vocab)
     except ValueError:
         return None
+
+
+def _no_plain_gpt(log: RunLog) -> str:
+    """The argument, name=value, that makes it another model than our FLOPs count; "" where none does.
+
+    Gated MLPs, experts, grouped queries (Megatron prints 1 group where it uses none), an MLP that is not 4 h wide.
+    """
+    told = log.arguments
+    found = [name for name in ON if told.get(name) is True]
+    if str(told.get("num_experts")).strip("[]") not in NO_EXPERTS:
+        found.append("num_experts")
+    groups, heads = _whole(log, "num_query_groups"), _whole(log, "num_attention_heads")
+    if told.get("group_query_attention") is not False and groups and heads and groups != heads:
+        found.append("num_query_groups")
+    if _whole(log, "ffn_hidden_size") not in (0, 4 * _whole(log, "hidden_size")):
+        found.append("ffn_hidden_size")
+    return ", ".join(f"{name}={told[name]}" for name in found)
 
 
 def _tp(log: RunLog) -> int:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.curve import Curve
+from trilane.humps import CALM, CALM_LINES, LEAST_NOISE, back, humps
 
 WINDOW = 128  # lines before a line that tell its level and its noise
 LEAST = 10  # lines before anything is judged
 SIGMAS = 8.0  # of robust noise: false alarms per 10,000 lines are in docs/log.md and held by a test
-CALM = 3.0  # sigmas within which it has come back, for CALM_LINES lines on end
-CALM_LINES = 3
-LEAST_NOISE = 2e-3  # of ln(value): losses are printed, and batches differ
 LEAST_RISE = {"lm_loss": math.log(1.05), "grad_norm": math.log(2.0)}
 DIVERGED = math.log(1.1)  # above the best level so far, at the end of the log
 JUMP = 0.01  # of ln(loss), at a restart
@@ -51,7 +49,8 @@ def events(curve: Curve) -> list[Event]:
 
     A value spikes where ln(value) stands more than SIGMAS times its noise, and LEAST_RISE, above the median of the
     WINDOW lines before it, their own rise taken off; noise is 1.4826 times the median absolute deviation. The level is
-    held from there on until the value comes back, so that a long spike does not become the new normal.
+    held from there on until the value comes back, so that a long spike does not become the new normal. A loss that rose
+    more slowly and came back is a spike too (see humps.py); one that stays above is a divergence.
     Left out: what happens in the first LEAST lines, and drops.
     """
     found = list[Event]()
@@ -59,6 +58,8 @@ def events(curve: Curve) -> list[Event]:
         at, values = _numbers(curve, name)
         if len(at) > LEAST:
             found += _spikes(kind, at, np.log(values), LEAST_RISE[name])
+    at, values = _numbers(curve, "lm_loss")
+    found = _humps(at, np.log(values), found)
     found += _divergence(curve, found)
     found += _restart_jumps(curve)
     return sorted(found, key=lambda event: event.iteration)
@@ -90,7 +91,7 @@ def _spikes(kind: str, at: np.ndarray, x: np.ndarray, least: float) -> Iterator[
         if i < end:
             continue
         limit = level[i] + rise[i] + CALM * sigma[i]
-        end = _back(x, i, limit)
+        end = back(x, i, limit)
         peak = i + int(np.argmax(x[i:end]))
         yield Event(
             kind=kind,
@@ -102,18 +103,20 @@ def _spikes(kind: str, at: np.ndarray, x: np.ndarray, least: float) -> Iterator[
         )
 
 
-def _back(x: np.ndarray, start: int, limit: float) -> int:
-    """The first place after `start` from which CALM_LINES values (or all that are left) lie below `limit`."""
-    block = 256
-    for low in range(start + 1, len(x), block):
-        part = x[low : low + block + CALM_LINES - 1] <= limit
-        calm = part[:block].copy()
-        for shift in range(1, CALM_LINES):
-            later = part[shift : shift + len(calm)]
-            calm[: len(later)] &= later
-        if calm.any():
-            return low + int(np.argmax(calm))
-    return len(x)
+def _humps(at: np.ndarray, x: np.ndarray, spikes: list[Event]) -> list[Event]:
+    """The spikes, with what rose too slowly for them; one event where both overlap."""
+    found = list(spikes)
+    for hump in humps(x):
+        start, peak, end = (int(at[place]) for place in hump[:3])
+        same = [e for e in found if e.kind == "loss spike" and start <= (e.recovered or start) and e.iteration <= end]
+        if any(e.iteration <= peak and (e.recovered is None or e.recovered > peak) for e in same):
+            continue  # it is known
+        found = [e for e in found if e not in same]
+        level, top = float(np.exp(hump.level)), float(np.exp(x[hump.peak]))
+        found.append(
+            Event(kind="loss spike", iteration=start, peak_iteration=peak, level=level, peak=top, recovered=end)
+        )
+    return found
 
 
 def _divergence(curve: Curve, spikes: list[Event]) -> Iterator[Event]:

@@ -74,14 +74,19 @@ def lint(path: Path | str) -> Report:
 
 
 def findings(document: Document) -> list[Finding]:
-    """What contradicts itself in a document, in its order; of a row each rule is said once."""
+    """What contradicts itself in a document, in its order; of a row each rule is said once.
+
+    Of a row whose columns were swapped only that: what else it contradicts, it contradicts for that reason.
+    """
     found = [f for sheet in sheets(document) for rule in RULES for f in rule(sheet)]
     found += statements(document)
     first: dict[tuple[int, str], Finding] = {}
     for f in found:
         first.setdefault((f.line, f.rule), f)
     repeated = {f.line for f in found if f.rule == "duplicate"}  # an outlier too, for the same reason
+    swapped = {f.line for f in found if f.rule == "swap"}
     kept = [f for f in first.values() if f.rule != "outlier" or f.line not in repeated]
+    kept = [f for f in kept if f.rule == "swap" or f.line not in swapped]
     return sorted(kept, key=lambda f: f.line)
 
 
@@ -115,7 +120,9 @@ def _gpus_per_node(rows: Sequence[HandRow]) -> float:
         if known(row, "gpus_per_node"):
             told[row.number("gpus_per_node")] += 1
         elif row.has("nodes") and known(row, "nodes", "dp", "tp", "pp"):
-            told[row.number("dp") * row.number("tp") * row.number("pp") / row.number("nodes")] += 1
+            told[
+                row.number("dp") * row.number("tp") * row.number("pp") * products.context(row) / row.number("nodes")
+            ] += 1
         elif row.has("nodes") and row.has("gpus") and known(row, "nodes", "gpus"):
             told[row.number("gpus") / row.number("nodes")] += 1
     return told.most_common(1)[0][0] if told else 0.0

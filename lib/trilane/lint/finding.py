@@ -7,7 +7,23 @@ from trilane.lint.formula import Formula
 from trilane.logs.handtables import HandRow
 
 KEY = (
-    *("gpus", "nodes", "size", "dp", "tp", "pp", "chunks", "mbs", "gbs", "heads", "hidden", "layers", "zero", "seq"),
+    *(
+        "gpus",
+        "nodes",
+        "size",
+        "dp",
+        "tp",
+        "cp",
+        "pp",
+        "chunks",
+        "mbs",
+        "gbs",
+        "heads",
+        "hidden",
+        "layers",
+        "zero",
+        "seq",
+    ),
     *("vocab", "async"),
 )
 

@@ -14,7 +14,10 @@ FEWEST = 3  # other rows that tell what is usual
 
 
 def products(sheet: Sheet) -> Iterator[Finding]:
-    """GPUs = TP x PP x DP = nodes x GPUs per node; GBS = MBS x microbatches x DP; layers over PP, heads over TP."""
+    """GPUs = TP x PP x DP (x CP) = nodes x GPUs per node; GBS = MBS x microbatches x DP.
+
+    Layers divide over PP, heads over TP.
+    """
     for row in sheet.rows:
         yield from _gpus(sheet, row)
         yield from _batch(row)
@@ -32,25 +35,31 @@ def _gpus(sheet: Sheet, row: HandRow) -> Iterator[Finding]:
     if not known(row, "dp", "tp") or not (known(row, "pp") or without_pipeline) or not gpus > 0 or _swapped(sheet, row):
         return
     dp, tp = row.number("dp"), row.number("tp")
-    pp = 1.0 if without_pipeline else row.number("pp")
-    if dp * tp * pp == gpus:
+    pp, cp = 1.0 if without_pipeline else row.number("pp"), context(row)
+    if dp * tp * pp * cp == gpus:
         return
-    said = f"DP {plain(dp)} x TP {plain(tp)} x PP {plain(pp)} = {plain(dp * tp * pp)}, but {plain(gpus)} GPUs"
-    yield finding(row, "product", said, _right_product(sheet, gpus, dp, tp, pp))
+    words = f"DP {plain(dp)} x TP {plain(tp)} x PP {plain(pp)}" + (f" x CP {plain(cp)}" if cp > 1 else "")
+    said = f"{words} = {plain(dp * tp * pp * cp)}, but {plain(gpus)} GPUs"
+    yield finding(row, "product", said, _right_product(sheet, gpus, dp, tp, pp, cp))
+
+
+def context(row: HandRow) -> float:
+    """Context parallelism, 1 where no column tells: it multiplies the GPUs, as expert parallelism does not."""
+    return row.number("cp") if known(row, "cp") else 1.0
 
 
 def _right_machine(row: HandRow, node: float) -> str:
     nodes, gpus = row.number("nodes"), row.number("gpus")
-    product = row.number("dp") * row.number("tp") * row.number("pp")
+    product = row.number("dp") * row.number("tp") * row.number("pp") * context(row)
     return f"nodes {plain(gpus / node)}" if product == gpus else f"GPUs {plain(nodes * node)}"
 
 
-def _right_product(sheet: Sheet, gpus: float, dp: float, tp: float, pp: float) -> str:
+def _right_product(sheet: Sheet, gpus: float, dp: float, tp: float, pp: float, cp: float) -> str:
     # DP is what is derived, so it is the first to blame; a PP too large for the GPUs was clamped in silence
-    for name, value in (("DP", gpus / (tp * pp)), ("PP", gpus / (tp * dp)), ("TP", gpus / (dp * pp))):
+    for name, value in (("DP", gpus / (tp * pp * cp)), ("PP", gpus / (tp * dp * cp)), ("TP", gpus / (dp * pp * cp))):
         if value >= 1 and value == int(value) and (name != "TP" or value <= sheet.gpus_per_node):
             return f"{name} {plain(value)}"
-    return f"GPUs {plain(dp * tp * pp)}"
+    return f"GPUs {plain(dp * tp * pp * cp)}"
 
 
 def _batch(row: HandRow) -> Iterator[Finding]:

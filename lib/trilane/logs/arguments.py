@@ -6,9 +6,9 @@ import re
 Value = str | int | float | bool | None
 
 BEGIN, END = re.compile(rb"-{6,} arguments -{6,}"), re.compile(rb"-{6,} end of arguments")
-DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*?)\s*$")
-UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*?)\s*$")
-DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*?)\s*$")
+DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*)$")
+UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
+DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
 NEOX_END = re.compile(rb"\.{3,}(?:updated|default)$")
 TRACE = re.compile(rb"^(?:\d+: )?(?:\++ |\s*--[a-z])")
 OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")
@@ -23,7 +23,7 @@ def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
     """An argument of a dump: `  name ...... value`; without dots, as long names are printed, only `inside` a dump."""
     found = DOTTED.match(line) or (UNDOTTED.match(line) if inside else None)
     if found:
-        return _pair(found[1], NEOX_END.sub(b"", found[2]))
+        return _pair(found[1], NEOX_END.sub(b"", found[2].rstrip()))
     if found := DEEPSPEED.search(line):
         name, value = _pair(found[1], found[2].strip())
         return f"deepspeed.{name}", value

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from trilane.logs.arguments import Value
 from trilane.logs.devices import Device
 from trilane.logs.endings import Ending, overtaken
 from trilane.logs.table import NAN, Table
+
+LATE_S = 60.0  # seconds of iterations after the scheduler's last word that may be this run's: SLURM's KillWait is 30
+MOST_LATE = 1000  # iterations, where they say no seconds
 
 
 class Draft:
@@ -27,6 +31,7 @@ class Draft:
         self.devices: dict[int, Device] = {}
         self.dialects: Counter[str] = Counter()
         self.endings: list[Ending] = []
+        self.follows: Draft | None = None  # whose last lines these may be
         self.rank = NAN  # who prints the iterations, where lines say it
         self.root_rank: int | None = None
         self.last_line = b""
@@ -52,6 +57,33 @@ class Draft:
     def is_over(self) -> bool:
         """Whether a launch that is seen now must be another run's."""
         return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in (0, 3, 5) for e in self.endings)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the scheduler ended it, after iterations: what goes on is another run, or output that came late."""
+        return bool(self.iterations.rows) and any(e.level == 0 for e in self.endings)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its iterations are so few that they may be the end of the run before, which SLURM was killing."""
+        rows, known = self.iterations.rows, "sec_per_it" in self.iterations
+        return rows <= MOST_LATE and not (known and np.nansum(self.iterations.column("sec_per_it")) > LATE_S)
+
+    def take_back(self, late: "Draft") -> None:
+        """Append what another draft read, which was this run's."""
+        ends = [replace(e, rows=e.rows + self.rows) for e in late.endings]
+        for mine, theirs in ((self.iterations, late.iterations), (self.timers, late.timers)):
+            mine.append(theirs)
+        self.dialects += late.dialects
+        self.last_line, self.root_rank = (
+            late.last_line,
+            self.root_rank if self.root_rank is not None else late.root_rank,
+        )
+        self.memory |= late.memory
+        self.arguments |= late.arguments
+        self.summary |= late.summary
+        for end in ends:
+            self.add_ending(end)
 
     @property
     def says_something(self) -> bool:

@@ -3,7 +3,13 @@
 import re
 from dataclasses import dataclass
 
-EXCEPTION = rb"^\s*(?:\[\w+ ?\d*\]:|\d+: )?\s*(?:\w+\.)*\w*(?:Error|Exception)(?::|\s*$)"
+SPEAKER = rb"(?:\[\w+ ?\d*\]:|\d+: )"  # in front of what a rank says; a group of exceptions has bars in front
+LEAD = rb"^\s*(?:" + SPEAKER + rb"\s*)?(?:\|\s*)?(?:\w+\.)*"
+EXCEPTION = LEAD + rb"\w*(?:Error|Exception)(?:Group)?(?::|\s*$)"
+NO_MEMORY = LEAD + rb"_?(?:Array)?MemoryError(?::|\s*$)"
+TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
+FRAME = re.compile(rb"^(?:" + SPEAKER + rb"(?:\s\s|\s*$)|\s|$)")  # what a traceback consists of is indented
+RAISED = re.compile(LEAD + rb"[A-Z]\w*[a-z]\w*(?::|\s*$)")  # right behind a traceback any such name is an exception
 
 # (level, status, pattern): a lower level is stronger; within a level the first line counts.
 #   0 the scheduler's reason         1 no memory on a GPU: what the other ranks say then only follows
@@ -14,24 +20,31 @@ PATTERNS = [
     (0, "time limit", b"LIMIT walltime", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
     (0, "node failure", b"FAIL failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
     (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
-    (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit"),
+    (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit|cgroup out of memory"),
     (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA (?:driver )?error: out of memory"),
     (1, "OOM", b"failure", rb"Cuda failure (?:\d+ )?'out of memory'"),
-    (1, "OOM", b"allocate", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    (1, "OOM", b"allocate ALLOC", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    (1, "OOM", b"memory", rb"cuda runtime error \(2\)"),
+    (1, "OOM", b"Error", NO_MEMORY),
     (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
+    (2, "hang", b"atchdog collective", rb"watchdog got stuck for \d|due to a collective timeout"),
     (2, "hang", b"imed timeout", rb"failed or timed out|Wait timeout|wait\(\) timed out|watchdog.{0,80}timeout"),
+    (2, "hang", b"imed", rb"Heartbeat monitor timed out"),
     (2, "hang", b"imed Timeout", rb"[Tt]imed out (?:waiting(?! for job)|after|initializing)|Socket Timeout"),
     (2, "NCCL error", b"NCCL nccl", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*"),
     (2, "NCCL error", b"unhandled aborted Dist", rb"unhandled (?:system|cuda) error|NCCL .* aborted|DistBackendError"),
     (2, "NaN loss", b"NaN nan", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
     (3, "crashed", b"Error", rb"ChildFailedError|CalledProcessError"),
     (3, "crashed", b"FAILURE", rb"DUE TO TASK FAILURE"),
+    (3, "node failure", b"missing", rb"srun: error: .*missing step on node"),
     (3, "cancelled", b"CANCELLED PREEMPT", rb"CANCELLED AT|DUE TO PREEMPTION"),
     (3, "cancelled", b"Interrupt ignal", rb"^KeyboardInterrupt|SignalException|death signal"),
     (2, "crashed", b"Error Exception", EXCEPTION),
     (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
     (3, "crashed", b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
     (3, "crashed", b"exitcode", rb"failed \(exitcode: -?\d"),
+    (3, "crashed", b"exits", rb"exits with return code = -?[1-9]"),
+    (3, "crashed", b"pdsh@", rb"pdsh@.*: ssh exited with exit code [1-9]"),
     (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
     (
         4,
@@ -39,7 +52,8 @@ PATTERNS = [
         b"raining exiting",
         rb"\[after training is done\]|exiting program (?:at|after)|Training completed",
     ),
-    (5, "crashed", b"Killing closing", rb"^Killing subprocess|Sending process \d+ closing signal"),
+    (5, "crashed", b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
+    (5, "crashed", b"srun", rb"srun: error: .*: Terminated"),
 ]
 WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
 ANY = re.compile(b"|".join(WORDS))
@@ -48,8 +62,8 @@ COMPILED = [(l, s, frozenset(words.split()), re.compile(pattern)) for l, s, word
 HELD = {word: {other for other in WORDS if other in word or word in other} for word in WORDS}
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
 ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
-ASKED = re.compile(rb"[Tt]ried to allocate (\d+\.?\d*) ([KMGT])i?B")
-UNITS = {b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40}
+ASKED = re.compile(rb"(?:[Tt]ried to|Unable to) allocate (\d+\.?\d*) (?:([KMGTP])i?B|bytes)")
+UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
 LONGEST = 600  # characters of evidence
 
 
@@ -73,16 +87,25 @@ def ending(line: bytes, rows: int) -> Ending | None:
         return None
     for level, status, words, pattern in COMPILED:
         if words & held and pattern.search(line):
-            rank, asked = RANK.search(line), ASKED.search(line)
-            return Ending(
-                level=level,
-                status=status,
-                evidence=text(line),
-                rank=int(next(filter(None, rank.groups()))) if rank else None,
-                asked_bytes=float(asked[1]) * UNITS[asked[2]] if asked else float("nan"),
-                rows=rows,
-            )
+            return _said(level, status, line, rows)
     return None
+
+
+def raised(line: bytes, rows: int) -> Ending | None:
+    """What the first line behind a traceback says: an exception, also one whose name does not end in Error."""
+    return _said(2, "crashed", line, rows) if RAISED.match(line) else None
+
+
+def _said(level: int, status: str, line: bytes, rows: int) -> Ending:
+    rank, asked = RANK.search(line), ASKED.search(line)
+    return Ending(
+        level=level,
+        status=status,
+        evidence=text(line),
+        rank=int(next(filter(None, rank.groups()))) if rank else None,
+        asked_bytes=float(asked[1]) * UNITS[asked[2] or b""] if asked else float("nan"),
+        rows=rows,
+    )
 
 
 def overtaken(found: Ending, rows: int) -> bool:

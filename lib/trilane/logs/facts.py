@@ -10,10 +10,12 @@ from trilane.logs.draft import Draft
 
 LAUNCH = re.compile(
     rb"using world size:|-{6,} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
+    rb"|- INFO - Starting job: "
 )
-LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|\.py")
+LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py")
 HF_COUNT = rb">>  "
 MOST_OTHERS = 2000  # lines in a row that are no argument: the dump is over, though its end was not seen
+MOST_FRAMES = 500  # lines of a traceback: a deeper one is none
 MOST_HEARD = 20_000  # lines with arguments that are remembered, since every rank may print them
 
 
@@ -22,6 +24,7 @@ class Facts:
 
     def __init__(self) -> None:
         self.inside, self._other = False, 0  # a dump of arguments; lines in it since the last argument
+        self.frames = 0  # lines that an open traceback may still have
         self.heard: set[bytes] = set()  # lines of dumps that would change nothing if they came again
         self._bench, self._devices = bandwidth.Bench(), devices.Devices()
 
@@ -90,14 +93,26 @@ class Facts:
             self.heard.add(line)
 
     def end(self, line: bytes, run: Draft) -> bool:
-        """Lines about the end; whether the line may be one, digits aside."""
-        if end := endings.ending(line, run.rows):
+        """Lines about the end, and those of a traceback before it; whether the line may be one, digits aside."""
+        raised = self._raised(line, run)
+        if end := endings.ending(line, run.rows) or raised:
             run.add_ending(end)
         elif b"andwidth" in line and bandwidth.ends(line):
             run.add_ending(endings.planned(line, run.rows))
         elif b"local_rank" in line:
             if run.root_rank is None and (root := endings.ROOT.search(line)):
                 run.root_rank = int(root[1])
-        else:
+        elif not self.frames:
             return b"oom" in line  # `0 oom_kill events` is none, 1 is one
         return True
+
+    def _raised(self, line: bytes, run: Draft) -> endings.Ending | None:
+        """The exception that ends a traceback: the first line behind it that is not indented."""
+        if endings.TRACEBACK.search(line):
+            self.frames = MOST_FRAMES
+        elif self.frames and endings.FRAME.match(line):
+            self.frames -= 1
+        elif self.frames:
+            self.frames = 0
+            return endings.raised(line, run.rows)
+        return None

@@ -7,8 +7,17 @@ from dataclasses import dataclass, field
 
 from trilane.logs.table import NAN
 
-SEPARATOR = re.compile(r"^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)+\|?\s*$|^\s*\|\s*:?-+:?\s*\|\s*$")
-NUMBER = re.compile(r"^[~≈]?\s*([-+]?\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?)\s*([A-Za-zµ][A-Za-z/.]*)?$")
+SEPARATOR = re.compile(r"^\s*(?:\|\s*)?:?-+:?\s*(\|\s*:?-+:?\s*)+(?:\|\s*)?$|^\s*\|\s*:?-+:?\s*\|\s*$")
+# 1,024.5 and 1 024.5 and 1.024,5 and 62.5 or 62,5: a mark before groups of just three digits parts thousands, but not a
+# single point, nor a comma behind a zero
+GROUPED = {
+    ",": r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?",
+    r"\s": r"[1-9]\d{0,2}(?:\s\d{3})+(?:[.,]\d+)?",
+    r"\.": r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})",
+    "_": r"\d[\d_]*(?:[.,]\d*)?",
+}
+DIGITS = "|".join(f"({form})" for form in GROUPED.values())
+NUMBER = re.compile(rf"^[~≈]?\s*([-+]?)(?:{DIGITS})([eE][-+]?\d+)?\s*([A-Za-zµ][A-Za-z/.]*)?$")
 NAMES = {
     "gpus": "gpus ngpus numgpus worldsize cards",
     "nodes": "nodes nnodes numnodes",
@@ -16,6 +25,7 @@ NAMES = {
     "size": "size modelsize params parameters modelsizeb",
     "dp": "dp dpsize dataparallel dataparallelsize",
     "tp": "tp tpsize tensorparallel tensorparallelsize tensormodelparallelsize",
+    "cp": "cp cpsize contextparallel contextparallelsize",
     "pp": "pp ppsize pipelineparallel pipelineparallelsize pipelinemodelparallelsize",
     "chunks": "ppchunks chunks gas gradacc gradaccum microbatches nummicrobatches",
     "mbs": "mbs micbs microbs microbatchsize microbatch",
@@ -60,9 +70,8 @@ class Cell:
     @property
     def half(self) -> float:
         """Half of the last digit printed: what rounding may have taken."""
-        found = NUMBER.match(self.text)
-        digits = len(found[1].partition(".")[2]) if found else 0
-        return 0.5 * 10.0**-digits
+        digits, _ = decimal(self.text)
+        return 0.5 * 10.0 ** -len(digits.partition(".")[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +159,20 @@ def column(header: str) -> tuple[str, str]:
 def cell(text: str, unit: str = "") -> Cell:
     """The cell of a text, with its column's unit where it prints none."""
     text = text.strip().strip("*`").strip()
-    found = NUMBER.match(text)
-    if not found:
+    digits, own = decimal(text)
+    if not digits:
         return Cell(text=text)
-    number = float(found[1].replace("_", "").replace(",", ""))
-    return Cell(text=text, number=number if abs(number) < MOST else NAN, unit=found[2] or unit)
+    number = float(digits)
+    return Cell(text=text, number=number if abs(number) < MOST else NAN, unit=own or unit)
+
+
+def decimal(text: str) -> tuple[str, str]:
+    """The number of a text as float() reads it, and its unit; "" where there is none."""
+    if not (found := NUMBER.match(text)):
+        return "", ""
+    sign, *forms, exponent, unit = found.groups(default="")
+    ((mark, digits),) = ((m, d) for m, d in zip(GROUPED, forms, strict=True) if d)
+    return sign + re.sub(mark, "", digits).replace(",", ".") + exponent, unit
 
 
 def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
@@ -167,6 +185,8 @@ def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int,
             while at < len(lines) and "|" in lines[at]:
                 rows.append((at + 1, split(lines[at])))
                 at += 1
+            if rows and measures(rows[0][1]) and not measures(header):  # names of groups of columns stood above
+                (start, header), rows = rows[0], rows[1:]
             yield start, header, rows
         else:
             at += 1

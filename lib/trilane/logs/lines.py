@@ -28,6 +28,8 @@ class Lines:
         self._keep, self._spill = keep, spill
         self.runs = [Draft(keep, spill)]
         self._begun, self._pieces = b"", 0
+        self._held, self._dict = dict[str, float](), b""  # the Trainer's, whose bar may stand on a line behind it
+        self._bar: dict[str, float] = {}  # the last that stood on a line of its own
         self._facts = facts.Facts()
 
     @property
@@ -37,12 +39,13 @@ class Lines:
 
     @property
     def waits(self) -> bool:
-        """Whether even a line without a word of ours matters: it may be the rest of an iteration line."""
-        return bool(self._begun)
+        """Whether even a line without a word of ours matters: the rest of what was begun."""
+        return bool(self._begun or self._held or self._facts.frames)
 
     def close(self) -> list[Draft]:
         """All runs of which something is known."""
         self.finish()
+        self._settle()
         return [run for run in self.runs if run.says_something]
 
     @property
@@ -65,6 +68,8 @@ class Lines:
         line = line.rstrip(b"\r\n")
         if b"\r" in line:  # a progress bar that writes over itself
             return any([self.read(part, tell, whole) for part in trainers.bar_parts(line)])
+        if self._held and line.strip() and b"{'" not in line:
+            self._release(line)
         if self._begun and self._goes_on(line):
             return True
         if b"iteration" in line and WRAPPED.search(line):
@@ -81,7 +86,7 @@ class Lines:
             told |= self._numbers(line)
         if tell & ARGUMENT or self._facts.inside:
             told |= self._facts.arguments(line, self.run)
-        if tell & END:
+        if tell & END or self._facts.frames:
             told |= self._facts.end(line, self.run)
         return told
 
@@ -97,7 +102,8 @@ class Lines:
         return False
 
     def finish(self, whole: bool = True) -> None:
-        """Read the iteration line that was begun as it stands."""
+        """Read the iteration line that was begun as it stands, and what was held."""
+        self._release()
         line, self._begun = self._begun, b""
         for spans in megatron.iterations(line, whole):
             row = {span.column: span.value(line) for span in spans}
@@ -112,6 +118,7 @@ class Lines:
             self.begin()
             takes = True
         if takes:
+            self._follow()
             self.run.add(row, dialect, rank, line)
         elif dialect == "torchtitan":
             self.run.complete(row)
@@ -119,8 +126,22 @@ class Lines:
     def begin(self) -> None:
         """Another run, unless nothing happened yet in this one."""
         if self.run.is_over:
+            self._settle()
             self.runs.append(Draft(self._keep, self._spill))
             self._facts.heard.clear()
+
+    def _follow(self) -> None:
+        """Iterations after the scheduler ended the run go into a run of their own, until it is known whose they are."""
+        if self.run.is_ended:
+            self._settle()
+            before = self.run
+            self.runs.append(Draft(self._keep, self._spill))
+            self.run.follows = before
+
+    def _settle(self) -> None:
+        """Give the last run's lines to the run that they follow, if there is one and they are few."""
+        if (before := self.run.follows) and self.run.is_late:
+            before.take_back(self.runs.pop())
 
     def extend(self, steps: Bulk, line: bytes) -> bool:
         """Take iterations in bulk, if they simply go on; else False, and nothing was taken. `line` is the last one."""
@@ -134,7 +155,8 @@ class Lines:
             return False
         keep = [i for i, name in enumerate(steps.names) if name != "_rank"]
         names = [steps.names[i] for i in keep]
-        run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
+        self._follow()
+        self.run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
         return True
 
     def _numbers(self, line: bytes) -> bool:
@@ -153,6 +175,8 @@ class Lines:
                 self._step(row, "trilane", NAN, line)
             if timers := trainers.our_timers(line):
                 self.run.add_timers(list(timers), np.array([self.run.now]), np.array([[v] for v in timers.values()]))
+        elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
+            self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in deepspeed.steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.now:
@@ -164,18 +188,32 @@ class Lines:
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):
-            run = self.run
             if "train_runtime" in values:
-                run.dialects["hf-trainer"] += 0
-                run.summary = run.summary or values
-                run.last_line = line
-                continue
+                self._release()
+                self.run.dialects["hf-trainer"] += 0
+                self.run.summary = self.run.summary or values
+                self.run.last_line = line
+            elif values != self._held:
+                self._release()
+                self._held, self._dict = values, line
+                if "step" in values:
+                    self._release()
+
+    def _release(self, line: bytes = b"") -> None:
+        """Read the dict that was held, with the step of the training's bar: the one before it, else that on `line`."""
+        if values := self._held:
+            self._held, run = {}, self.run
+            behind, total = trainers.bar(line), run.iterations.last("train_iters")
+            total = behind.get("total", NAN) if total != total else total
+            if "step" not in values:
+                bars = [b for b in (self._bar, behind) if b and b["total"] == total and b["step"] > run.now]
+                values = values | next(iter(bars), {})
             told = {name: column for name, column in trainers.HF.items() if name in values}
             if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in told.items()):
-                continue  # another node prints the same; epochs alone are rounded, and equal for many steps
+                return  # another node prints the same; epochs alone are rounded, and equal for many steps
             every = run.arguments.get("logging_steps")
             row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
-            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, line)
+            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict)
 
 
 def _told(line: bytes) -> int:

@@ -105,6 +105,12 @@ class Table:
         self.rows += values.shape[1]
         self._pad()
 
+    def append(self, other: "Table") -> None:
+        """Append the rows of another table."""
+        names = list(other._columns)
+        if names and other.rows:
+            self.extend(names, np.array([other.column(name) for name in names]))
+
     def change(self, place: int, row: Mapping[str, float]) -> None:
         """Write the numbers of `row` into the row at `place`."""
         for name, value in row.items():

@@ -44,7 +44,7 @@ WORDS = {
             "doub",
             "ch s",
         ),
-        *("aral", "ld s", "rgum", "torc", "unni", "info"),
+        *("aral", "ld s", "rgum", "torc", "unni", "info", "g jo", "it/s", "s/it"),
     ],
     ARGUMENT: [" ...", " .. ", "rgum", "ld s", "padd", "  --", ":pri", ">>  "],
     END: [
@@ -82,7 +82,7 @@ WORDS = {
             "rain",
             "allt",
         ),
-        *("ry l", "Bus ", "andw", "fail", "topp"),
+        *("ry l", "Bus ", "andw", "fail", "topp", "ceba"),
     ],
 }
 FIRST = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}  # by the first byte of the line

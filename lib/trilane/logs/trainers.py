@@ -6,7 +6,7 @@ from typing import Any
 
 NUMBER = rb"([-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf))"
 DICT = re.compile(rb"\{('[^{}]*)\}")
-ENTRY = re.compile(rb"'(\w+)': '?([-+]?[\w.+-]+)'?")
+ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
 BAR = re.compile(rb"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # tqdm's bar on the same line, with the time passed
 COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]*|Num examples) = ([\d,]+)")
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
@@ -30,10 +30,17 @@ def hf_dicts(line: bytes) -> list[dict[str, float]]:
         values = {name.decode(): number for name, raw in ENTRY.findall(text) if (number := _float(raw)) is not None}
         if "loss" in values or "train_runtime" in values:
             found.append(values)
-    if found and (bar := BAR.search(line)):
-        passed = 3600 * int(bar[3] or 0) + 60 * int(bar[4]) + int(bar[5])
-        found[0] |= {"step": float(bar[1]), "total": float(bar[2]), "elapsed": float(passed)}
+    if found:
+        found[0] |= bar(line)
     return found
+
+
+def bar(line: bytes) -> dict[str, float]:
+    """Step, total and seconds passed of the progress bar in a line; {} where there is none."""
+    if not (found := BAR.search(line)):
+        return {}
+    passed = 3600 * int(found[3] or 0) + 60 * int(found[4]) + int(found[5])
+    return {"step": float(found[1]), "total": float(found[2]), "elapsed": float(passed)}
 
 
 def bar_parts(line: bytes) -> list[bytes]:
