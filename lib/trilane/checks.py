@@ -5,7 +5,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +25,6 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
         close = difflib.get_close_matches(str(value), names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"{field}={value}: {hint}known: {', '.join(sorted(names))}")
-
-
-def few(values: Sequence[object], most: int = 4) -> str:
-    """ "1, 2, 3, 4 and 7 more": the first `most` of them, for a message of one line."""
-    more = f" and {len(values) - most} more" if len(values) > most else ""
-    return ", ".join(map(str, values[:most])) + more
 
 
 def require_integer(field: str, value: object, minimum: int) -> None:

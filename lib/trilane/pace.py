@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trilane.calibration import Calibration
-from trilane.checks import few, require
+from trilane.checks import require
 from trilane.columns import columns_of
 from trilane.columns import stack as stacked
 from trilane.memory import memory_bytes, oom_probability
@@ -26,7 +26,7 @@ def require_divisible(ramp: Ramp, topology: Topology) -> None:
     """ValueError that names each batch size of the ramp that mbs x dp does not divide."""
     failing = ramp.failing(topology.gbs, topology.mbs * topology.dp)
     rule = f"every batch size must be a multiple of mbs x dp = {topology.mbs} x {topology.dp}"
-    require(not failing, "ramp", few(failing), rule)
+    require(not failing, "ramp", ", ".join(map(str, failing)), rule)
 
 
 def first_full_gbs(topology: Topology) -> int:
@@ -133,7 +133,12 @@ def schedule_on(
     options = choices(plan, batches, gpus, calibration, adapt, others)
     empty = [gbs for gbs, found in zip(batches, options, strict=True) if not found]
     none = [gbs for gbs in empty if not topologies(plan, gbs, gpus, adapt, others)]
-    require(not none, "ramp", few(none), f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs")
+    require(
+        not none,
+        "ramp",
+        ", ".join(map(str, none)),
+        f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs",
+    )
     if empty:
         return None
     return optimize(phases, options, restart_s, day_worth, reshape_s or 0.0)
