@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trilane import guard, guard_place, slurm
+from trilane import guard, guard_cost, guard_place, slurm
 from trilane.__main__ import main
-from trilane.finding import REFUSAL, WARNING
+from trilane.finding import REFUSAL, WARNING, Case
 from trilane.hardware import cluster
 from trilane.job_request import Request, seconds_of
 from trilane.plan import Data, Plan, Run
@@ -318,3 +318,16 @@ def test_the_door_prints_lines_a_person_reads_and_a_missing_plan_is_bad_input(
     assert "refusal [account] account xyz@v100 does not end with @a100\n        --account PROJECT@a100\n" in said
     assert main(["guard", str(folder / "none.json"), "--site", "jean-zay-a100"]) == 2
     assert capsys.readouterr().err.endswith("none.json: no such file\n")
+
+
+def test_the_whole_fp32_gradients_of_megatrons_distributed_optimizer_are_counted(folder: Path) -> None:
+    """176B on 384 GPUs, 3.67e9 parameters on the first stage: 6 + 12/8 bytes each instead of 4 + 17.4/8."""
+    topology = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "gbs": 2048, "zero": 1, "partition": "type:transformer|embedding"}
+    p = plan(shape="70,14336,112,2048,250880", topology=topology)
+    request = Request(account="xyz@a100", time_limit="20:00:00")
+    needs = {
+        engine: guard_cost.needed_bytes(Case(replace(p, engine=engine), A100, request, folder, ""))
+        for engine in ("megatron", "deepspeed-3d")
+    }
+    assert needs["megatron"] - needs["deepspeed-3d"] == pytest.approx(3.67e9 * (2 - 5.4 / 8), rel=0.05)
+    assert needs["deepspeed-3d"] == Case(p, A100, request, folder, "").prediction.memory_bytes

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from trilane import hardware
 from trilane.checkpoints import checkpoint_bytes
+from trilane.columns import columns_of
 from trilane.finding import Case, Finding, Rule, refuse, warn
 from trilane.job_request import seconds_of
+from trilane.memory import megatron_extra_bytes, oom_probability
 from trilane.search import OOM_LIMIT
 
 LIKELY = 0.05  # of running out of memory: worth a warning
@@ -103,17 +105,29 @@ def limits(case: Case) -> Iterator[Finding]:
 def memory(case: Case) -> Iterator[Finding]:
     """The fullest stage against the card, and an offload against the node's memory."""
     p, used = case.prediction, min(case.plan.topology.gpus, case.cluster.gpus_per_node)
-    gib, card = p.memory_bytes / 2**30, case.cluster.gpu.memory_bytes / 2**30
-    says = f"predicted {gib:.1f} of {card:.1f} GiB, probability of running out {p.oom_probability:.0%}"
+    need, card = needed_bytes(case), case.cluster.gpu.memory_bytes
+    risk = float(oom_probability(need, case.cluster))
+    says = f"predicted {need / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
+    if need > p.memory_bytes:
+        says += f"; {(need - p.memory_bytes) / 2**30:.1f} GiB of it are whole fp32 gradients, which only Megatron keeps"
     remedy = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
-    if p.oom_probability > OOM_LIMIT:
+    if risk > OOM_LIMIT:
         yield refuse("memory", says, remedy)
-    elif p.oom_probability > LIKELY:
+    elif risk > LIKELY:
         yield warn("memory", says, remedy)
     host, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
     if host > has:
         says = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
         yield refuse("host memory", says, "more replicas, or no offload")
+
+
+def needed_bytes(case: Case) -> float:
+    """Bytes of the fullest stage in the plan's own engine; the search's prediction does not know the engine."""
+    t, stages = case.plan.topology, case.prediction.stages
+    if case.plan.engine != "megatron":
+        return case.prediction.memory_bytes
+    columns = columns_of(case.plan.shape, t)
+    return max(stage.total + float(megatron_extra_bytes(columns, i)) for i, stage in enumerate(stages))
 
 
 def time(case: Case) -> Iterator[Finding]:

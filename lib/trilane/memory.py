@@ -128,6 +128,17 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     return weights, gradients, (np.where(wide, 8, whole) + 4 * x.torch_adam) * parameters / shard[0]
 
 
+def megatron_extra_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
+    """Bytes by which Megatron's distributed optimizer passes model_states(), on one GPU of the stage; 0 without it.
+
+    It keeps the gradients whole and in fp32: 6 + 12/dp bytes a parameter (megatron-core's guide to its distributed
+    optimizer), where the ZeRO-1 of Megatron-DeepSpeed, which the constants were fitted to, holds 4 + 17.4/dp.
+    """
+    x = columns
+    dealt = np.equal(x.zero, 1) & np.equal(x.value_bytes, 2) & np.equal(x.fp32_gradients, 0)
+    return dealt * stage_parameters(x, stage) * np.maximum(0.0, 2.0 + (12.0 - constants.optimizer) / x.dp)
+
+
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
     """The most that is alive for a moment only: one layer's recomputed activations, or the logits with their loss.
 
