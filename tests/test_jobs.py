@@ -284,7 +284,12 @@ def test_the_launch_notebook_executed_again_submits_nothing_twice(
     study = Study.create("s")
     small = {"runs": 2, "control": False, "train_iters": 4}
     notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
-    notebook.run("03_launch", study, **given, **small)
-    page = (study.folder / "03_launch.html").read_text()
-    assert page.count("has job 71 already") == page.count("has job 72 already") == 1
+    for state in ("PENDING", "RUNNING"):
+        commands.say("squeue", f"printf '71|{state}||0:00|2:00|\\n72|PENDING|Priority|0:00|2:00|\\n'")
+        if state == "RUNNING":
+            (study.run_folders()[0] / "run.log").write_text("START\n")
+        notebook.run("03_launch", study, **given, **small)
+        page = (study.folder / "03_launch.html").read_text()
+        assert page.count("has job 71 already") == page.count("has job 72 already") == 1
+    assert len(study.run_folders()) == 2
     assert len([call for call in commands.calls("sbatch") if "--comment=" in call]) == 2

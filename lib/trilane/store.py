@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -123,10 +124,13 @@ class Study:
         """The run folders of the study, in the order in which they were made."""
         return sorted((p.parent for p in self.folder.glob("runs/*/plan.json")), key=lambda p: p.stat().st_mtime_ns)
 
-    def run_folder(self, plan: Plan, files: dict[str, str]) -> tuple[Path, bool]:
+    def run_folder(
+        self, plan: Plan, files: dict[str, str], going: Callable[[Path], object] = lambda folder: False
+    ) -> tuple[Path, bool]:
         """A run folder for `plan` with its `files`, and whether it holds a completed run of the very same plan.
 
-        No folder is used by two runs: where the label is taken by a started or another plan, it gets a number.
+        No folder is used by two runs: where the label is taken by a started or another plan, it gets a number; but the
+        very same plan that is `going` there now is that run.
         """
         wanted, number = self.folder / "runs" / plan.label, 2
         folder = wanted
@@ -136,6 +140,8 @@ class Study:
                     return folder, True
                 if not is_started(folder):
                     break
+                if going(folder):
+                    return folder, False
             folder, number = wanted.with_name(f"{plan.label}-{number}"), number + 1
         for name, text in files.items():
             write_text(folder / name, text)
