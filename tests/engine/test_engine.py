@@ -49,14 +49,18 @@ def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
 
 
 def ask(plan: Plan, code: str, tmp_path: Path) -> str:
-    """What `code` prints in a world of one process, with `plan` and `world` at hand."""
+    """What `code` prints in a world of one process, with `plan` and `world` at hand.
+
+    It leaves as the engine does: where Python takes a process group apart on its way out, torch may abort.
+    """
     folder = run_folder(plan, tmp_path / "ask")
     start = (
         "import os, sys; from trilane.engine.cpu import enable_cpu; enable_cpu();"
         "from trilane.engine import world as w; from trilane.plan import read_plan; plan = read_plan(sys.argv[1]);"
         "w.alone(os.environ); world = w.join(plan)\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", start + code, str(folder / "plan.json")]
+    leave = "\nsys.stdout.flush(); os._exit(0)"
+    command = [sys.executable, "-W", "ignore", "-c", start + code + leave, str(folder / "plan.json")]
     return subprocess.run(command, env=environment(8), capture_output=True, text=True, check=True).stdout
 
 

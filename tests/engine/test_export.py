@@ -54,7 +54,8 @@ rows = Feed(plan, places.enter("fp32"), (0, 1)).microbatches(batch)
 with torch.no_grad():
     scores = [model(row.tokens).logits for row in rows]
 means = [torch.nn.functional.cross_entropy(s.flatten(0, 1), row.labels.flatten()) for s, row in zip(scores, rows)]
-print(float(torch.stack(means).mean()))
+print(float(torch.stack(means).mean()), flush=True)
+os._exit(0)
 """
 
 
