@@ -156,6 +156,9 @@ def test_capture_names_the_number_that_srun_takes(commands: Commands, folder: Pa
     commands.say("squeue", "echo 8")
     assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 0
     assert capsys.readouterr().out.startswith("srun --jobid=8 ")
+    commands.say("squeue", "true")
+    assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 2
+    assert capsys.readouterr().err == "trilane: job=6_1: does not run any more\n"
 
 
 def test_a_node_that_is_excluded_joins_those_that_the_job_avoids_already(commands: Commands) -> None:

@@ -123,12 +123,8 @@ def _write_topology(stacks: Path, plan: Plan, beats: dict[int, Beat]) -> None:
 
 
 def _facts(place: places.Place, beat: Beat | None, state: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "rank": place.rank,
-        "tp": place.tp,
-        "pp": place.pp,
-        "dp": place.dp,
-    }  # a host names its node
+    """Its node is that of the host that its beat tells; without one nobody knows it."""
+    facts: dict[str, Any] = {"rank": place.rank, "tp": place.tp, "pp": place.pp, "dp": place.dp}
     if beat is not None:
         facts |= {"host": beat.host, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "time": beat.time}
     return {**facts, "state": state}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trilane import hang_door, slurm
+from trilane import hang_door, probe, slurm
 from trilane.beat import read_beats
 from trilane.capture import capture, capture_here
 from trilane.checks import require
@@ -21,13 +21,9 @@ SLURM_S = 120.0
 
 
 def srun_command(job: str, nodes: int, command: str) -> list[str]:
-    """The second step that document 003 starts beside a hanging one: a task a node, of no GPU, in the job's own share.
-
-    Without --gres=gpu:0 it would wait for the GPUs that the first step holds; without --overlap (SLURM since 20.11) for
-    its cores.
-    """
+    """The second step that document 003 starts beside a hanging one: a task a node, of no GPU, in the job's share."""
     require(re.fullmatch(r"\d+(_\d+)?", job) is not None, "job", job, "must be a job's number")
-    head = ["srun", f"--jobid={job}", "--overlap", "--gres=gpu:0", f"--nodes={nodes}", f"--ntasks={nodes}"]
+    head = ["srun", f"--jobid={job}", *probe.sharing(), f"--nodes={nodes}", f"--ntasks={nodes}"]
     return [*head, "--ntasks-per-node=1", "--input=none", *shlex.split(command)]
 
 
@@ -68,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     nodes = -(-plan.topology.gpus // plan.cluster.gpus_per_node)
     command = here_command(folder, folder / "stacks" / "by-hand")
-    job = slurm.raw_id(args.job) if slurm.is_here() else args.job
+    job = slurm.raw_id(args.job) if args.job and slurm.is_here() else args.job
     if args.commands:
         print("\n".join([shlex.join(srun_command(job or "0", nodes, command)), by_hostfile(command)]))
         print(f"# a program that is not trilane's, then `python -m trilane hang` on the folder:\n{any_program()}")

@@ -14,13 +14,13 @@ GONE = re.compile(
 )
 
 
-def sharing(version: str) -> list[str]:
-    """What lets a step run beside others of its job and take no GPU, by what `srun --version` says.
+def sharing(version: str = "") -> list[str]:
+    """What lets a step run beside others of its job and take no GPU, by what `srun --version` says ("": a new one).
 
     Without --overlap it waits for the others' end; with --gres=gpu:0 it asks for no GPU of its own, with --mem=0 for no
     memory: a step that could not end on a dead node still holds the job's.
     """
-    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2]) or OVERLAP_FROM
     return ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
 
 

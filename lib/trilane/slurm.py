@@ -209,7 +209,12 @@ def send(job: str, signal: str) -> None:
 
 def raw_id(job: str) -> str:
     """The number that srun --jobid takes: of a job of an array not ARRAY_INDEX, but one of its own."""
-    return call(["squeue", "-h", "-j", job, "-o", "%A"]).split()[0] if "_" in job else job
+    require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    if "_" not in job:
+        return job
+    found = call(["squeue", "-h", "-j", job, "-o", "%A"]).split()
+    require(bool(found), "job", job, "does not run any more")
+    return found[0]
 
 
 def max_array() -> int | None:
