@@ -7,15 +7,15 @@ import dataclasses
 import time
 from datetime import date
 
-from trilane import calibration
-from trilane.calendar import forecast
-from trilane.capacity import Capacity, CapacityStep
-from trilane.hardware import cluster
-from trilane.plan import Plan
-from trilane.ramp import parse_ramp
-from trilane.request import Request
-from trilane.shape import parse_shape
-from trilane.topology import Topology
+from trilane.config.batch_rampup import parse_ramp
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
+from trilane.costmodel import calibration
+from trilane.forecast.capacity import Capacity, CapacityStep
+from trilane.forecast.forecast import forecast
+from trilane.forecast.request import ForecastRequest
 
 TOPOLOGY = Topology(
     tp=4,
@@ -40,7 +40,7 @@ def main() -> None:
         CapacityStep(first_day=date(2027, 5, 1), gpus=384, shared=True),
     ]
     three = Capacity(steps=(CapacityStep(first_day=start, gpus=144), *more))
-    request = Request(
+    request = ForecastRequest(
         plan=plan,
         calibration=calibration.default(machine),
         tokens=1.18e12,

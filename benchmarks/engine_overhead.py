@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trilane.hardware import cluster
-from trilane.plan import Data, Plan, Run
-from trilane.shape import parse_shape
-from trilane.topology import Topology
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Plan, Run
 
 LEFT_OUT = 5
 DRAWS = 2000  # of the bootstrap
@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace, folder: Path) -> Plan:
 
 def run(path: Path) -> dict[str, Any]:
     """Train the plan with the engine's own entry point, a bare iteration in each of the engine's."""
-    from trilane.engine.cpu import enable_cpu
+    from trilane.engine.dist.cpu import enable_cpu
 
     enable_cpu()
     from trilane.engine import __main__ as entry

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from trilane.engine.marks import mark
-from trilane.fingerprint import Part
+from trilane.engine.checkpoint.fingerprints import mark
+from trilane.workspace.fingerprints import Part
 
 SIZE = 1000  # rows and columns: a million values
 TIMES = 9

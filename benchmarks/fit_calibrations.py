@@ -5,9 +5,9 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from trilane.backtest import learn_memory, learn_time
-from trilane.calibration import Calibration, shipped_regimes, to_json
-from trilane.rows import MeasuredRow, read_rows
+from trilane.costmodel.backtest import learn_memory, learn_time
+from trilane.costmodel.calibration import Calibration, shipped_regimes, to_json
+from trilane.costmodel.measured_rows import MeasuredRow, read_rows
 
 DATA = Path(str(resources.files("trilane").joinpath("data")))
 # What an A100 and a V100 stack agree on travels to a cluster nobody has measured; waits and network shares of a

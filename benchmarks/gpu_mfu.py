@@ -22,14 +22,15 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilane import calibration, hardware
-from trilane.benchmark import result
-from trilane.launch import environment, run_local
-from trilane.memory import StageMemory
-from trilane.plan import Data, Optimizer, Plan, Run
-from trilane.prediction import predict
-from trilane.shape import parse_shape
-from trilane.topology import Topology
+from trilane.config import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Optimizer, Plan, Run
+from trilane.costmodel import calibration
+from trilane.costmodel.memory import StageMemory
+from trilane.costmodel.predict import predict
+from trilane.experiments.benchmark import result
+from trilane.launch.local import environment, run_local
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def main() -> int:
     if args.plain:
         print(json.dumps(plain(json.loads(args.plain))))
         return 0
-    problem = "" if args.toy else other_card(hardware.cluster(args.cluster), *card_here())
+    problem = "" if args.toy else other_card(cluster.cluster(args.cluster), *card_here())
     if problem:
         print(f"gpu_mfu: {problem}", file=sys.stderr, flush=True)
         return 2
@@ -70,18 +71,18 @@ def card_here() -> tuple[str, float]:
     return (name, float(bytes_)) if done.returncode == 0 else ("", 0.0)
 
 
-def other_card(machine: hardware.Cluster, name: str, bytes_: float) -> str:
+def other_card(machine: cluster.Cluster, name: str, bytes_: float) -> str:
     """Why the card is not that of the cluster, with those whose card it is; "" where it is."""
     if not name:
         return f"cluster={machine.name}: this machine has no GPU; --toy runs on a CPU"
     if is_card(machine.gpu, name, bytes_):
         return ""
-    others = [other for other in hardware.catalogue() if is_card(hardware.cluster(other).gpu, name, bytes_)]
+    others = [other for other in cluster.catalogue() if is_card(cluster.cluster(other).gpu, name, bytes_)]
     hint = f"name one of {', '.join(others)}" if others else "name a JSON file with its peak"
     return f"cluster={machine.name}: has {machine.gpu.name}, this card is {name}; {hint}"
 
 
-def is_card(gpu: hardware.Gpu, name: str, bytes_: float) -> bool:
+def is_card(gpu: cluster.Gpu, name: str, bytes_: float) -> bool:
     """Whether a device of that name is this GPU: 'NVIDIA A100-SXM4-80GB' is an A100-80GB.
 
     The model's word is in its name, its memory is within 10 %. On PCIe an H100 and a V100 have a lower peak (NVIDIA's
@@ -97,7 +98,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="24,2048,16,2048,50304", help="layers,hidden,heads,seq,vocab")
     parser.add_argument("--cluster", default="h200", help="whose card: a name of the catalogue or a JSON file")
-    parser.add_argument("--precision", default="bf16", choices=hardware.PRECISIONS)
+    parser.add_argument("--precision", default="bf16", choices=cluster.PRECISIONS)
     parser.add_argument("--mbs", type=int, default=8)
     parser.add_argument("--gbs", type=int, default=64)
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
@@ -114,7 +115,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
     """The engine's plan: one card, made-up data, no decay."""
-    machine = hardware.cluster(args.cluster) if args.cluster else _this_cpu()
+    machine = cluster.cluster(args.cluster) if args.cluster else _this_cpu()
     topology = Topology(
         mbs=args.mbs,
         gbs=args.gbs,
@@ -133,11 +134,11 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
     )
 
 
-def _this_cpu() -> hardware.Cluster:
+def _this_cpu() -> cluster.Cluster:
     """A card of the catalogue with the rate of a core: only a toy needs it."""
     from dataclasses import replace
 
-    card = hardware.cluster("h200")
+    card = cluster.cluster("h200")
     return replace(card, name="toy", gpu=replace(card.gpu, name="core", kind="cpu", fp32_flops_per_s=50e9))
 
 
@@ -227,7 +228,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, float]:
     """Median seconds of an iteration after the first ones, and the most bytes of the card (on a CPU: the process)."""
     import torch
 
-    from trilane.engine.report import peak_resident_bytes
+    from trilane.engine.monitor.report import peak_resident_bytes
 
     cuda = torch.cuda.is_available()
     device, half = ("cuda" if cuda else "cpu"), {"fp16": torch.float16, "bf16": torch.bfloat16}.get(values["precision"])

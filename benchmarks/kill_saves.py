@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
 
 from plans import changed, run_folder, small_plan, steps
 
-from trilane import checkpoints
-from trilane.engine import nursery
-from trilane.launch import free_port
-from trilane.plan import Plan
+from trilane.config.plan import Plan
+from trilane.engine import worker_pool
+from trilane.launch.local import free_port
+from trilane.workspace import checkpoints
 
 ITERATIONS, INTERVAL = 12, 2
 PATIENCE_S = 30.0  # for the ranks whose peer was killed; a launcher would end them
@@ -60,7 +60,7 @@ class Trial:
 def fork(plan: Plan, folder: Path) -> list[int]:
     """The plan's workers, started."""
     size, port = plan.topology.gpus, str(free_port(0))
-    return [nursery.forked(rank, size, port, str(folder)) for rank in range(size)]
+    return [worker_pool.forked(rank, size, port, str(folder)) for rank in range(size)]
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:
@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--layout", action="append", choices=list(LAYOUTS), help="these alone (default: all)")
     parser.add_argument("--json", type=Path, help="write every trial there too")
     args = parser.parse_args()
-    nursery.load()
+    worker_pool.load()
     chance, trials, plans = random.Random(args.seed), [], {}
     with tempfile.TemporaryDirectory() as place:
         names = args.layout or list(LAYOUTS)

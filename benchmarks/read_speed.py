@@ -80,8 +80,8 @@ def write_start(path: Path, size: int) -> None:
 
 def read(path: Path) -> None:
     """Read the log and print what it took."""
-    from trilane.logs import read_runs
-    from trilane.parse_door import KEEP
+    from trilane.analysis.record import KEEP
+    from trilane.logs.run import read_runs
 
     start, cpu = time.perf_counter(), time.process_time()
     (log,) = read_runs(path, KEEP)

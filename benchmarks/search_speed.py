@@ -7,11 +7,11 @@ also those that a rule refuses a block at a time. The space is that of 72 x 1433
 import resource
 import time
 
-from trilane import calibration
-from trilane.hardware import cluster
-from trilane.search import search_space
-from trilane.shape import parse_shape
-from trilane.space import MEMORY_RULE, Space
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.costmodel import calibration
+from trilane.search.search import search_space
+from trilane.search.space import MEMORY_RULE, Space
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trilane.diagnose.tails import groups, last_calls
+from trilane.diagnose.hang.call_trace import groups, last_calls
 
 FILES, SIZE = 320, 45_000_000
 CALL = " --- modulename: {m}, funcname: {f}\n{m}.py({n}):         work.wait()\n"

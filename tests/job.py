@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trilane.diagnose.places import Grid, regular
+from trilane.workspace.rank_grid import Grid, regular
 
 # (function, file, line), innermost first
 Stack = tuple[tuple[str, str, int], ...]

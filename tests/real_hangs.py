@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from plans import changed, run_folder, small_plan  # noqa: E402
 
-from trilane.launch import run_local  # noqa: E402
-from trilane.outcome import Outcome  # noqa: E402
+from trilane.launch.local import run_local  # noqa: E402
+from trilane.workspace.status import RunStatus  # noqa: E402
 
 # kind: (rank, iteration); `skip` shows at the end of the run, when its rank is there an iteration early
 PLANTS = {
@@ -38,7 +38,7 @@ class Result:
 
     kind: str
     rank: int
-    outcome: Outcome
+    outcome: RunStatus
     seconds: float  # from the plant, or the last sign of life, to the end of the run
     stacks: int  # ranks whose stack was taken, or that left a traceback
 

@@ -17,11 +17,11 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from plans import small_plan  # noqa: E402
 
-from trilane import rehearse  # noqa: E402
-from trilane.diagnose.restart import Audit  # noqa: E402
-from trilane.equality import machine  # noqa: E402
-from trilane.launch import environment  # noqa: E402
-from trilane.verify import Nursery  # noqa: E402
+from trilane.diagnose.restart.compare import Audit  # noqa: E402
+from trilane.experiments import rehearse  # noqa: E402
+from trilane.experiments.parity import Nursery  # noqa: E402
+from trilane.experiments.parity_table import machine  # noqa: E402
+from trilane.launch.local import environment  # noqa: E402
 
 
 def finalizing() -> Any:
@@ -45,7 +45,7 @@ def tied_gradient_3d() -> None:
 
 def norm_reset() -> None:
     """After a load the final norm is what it was before the first step."""
-    from trilane.engine.megatron_states import MegatronStates
+    from trilane.engine.backends.megatron_states import MegatronStates
 
     write = MegatronStates.write
 
@@ -63,8 +63,8 @@ def norm_reset() -> None:
 
 def norm_decays() -> None:
     """LayerNorm's weights are taken for matrices, as behind document 003's alias; nobody looks."""
-    import trilane.engine.deepspeed_3d as module
-    import trilane.engine.deepspeed_start as start
+    import trilane.engine.backends.deepspeed_3d as module
+    import trilane.engine.backends.deepspeed_common as start
 
     start.must_decay = lambda name: not name.endswith(".bias")
     module.deepspeed_audit = lambda *args: {}
@@ -91,16 +91,17 @@ def unclipped_stage() -> None:
 
 
 def generators_forgotten() -> None:
-    from trilane.engine import generators
+    from trilane.engine.model import rng as generators
 
     generators.restore = lambda said: None
 
 
 def data_anew() -> None:
     """After a load the samples begin again with the first."""
-    from trilane.engine import load, loop
-    from trilane.engine.data import Feed
-    from trilane.ramp import Batch
+    from trilane.config.batch_rampup import Batch
+    from trilane.engine import loop
+    from trilane.engine.checkpoint import load
+    from trilane.engine.data.loader import Feed
 
     original, microbatches = load.load, Feed.microbatches
 
@@ -230,8 +231,8 @@ def planted_nursery() -> Iterator[Nursery]:
 
 def serve() -> None:
     """The nursery, its work preceded by the plant."""
-    from trilane.engine import nursery
-    from trilane.parent import die_with_parent
+    from trilane.engine import worker_pool as nursery
+    from trilane.utils.process import die_with_parent
 
     work = nursery.work
 

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 from support import REPOSITORY, small_cluster, small_plan, wait_until
 
-from trilane import jobs, slurm
-from trilane.job_request import Request
-from trilane.plan import Plan
-from trilane.sites import Site
+from trilane.config.plan import Plan
+from trilane.slurm import client, jobs
+from trilane.slurm.request import JobRequest
+from trilane.slurm.sites import Site
 
 SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 # Nodes of two processes; /tmp is shared here, since all nodes are this machine.
 SITE = Site(name="test", partition="gpu_p5", local=("/dev/shm",))
-REQUEST = Request(account="xyz@a100", time_limit="00:10:00", signal_s=60)
+REQUEST = JobRequest(account="xyz@a100", time_limit="00:10:00", signal_s=60)
 PATIENCE_S = 480.0
 
 
@@ -57,7 +57,7 @@ class Cluster:
 def started(nodes: str = "", accounting: bool = True) -> Iterator[Cluster]:
     """A cluster until the tests are over; skipped, or failed where it is required, if it cannot be had."""
     needed = os.environ.get("TRILANE_REQUIRE_SLURM")
-    if not slurm.is_here():
+    if not client.is_here():
         reason = "SLURM is not installed here (tests/slurm/cluster.sh install --accounting)"
         pytest.fail(reason) if needed else pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as place:
@@ -91,7 +91,7 @@ def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: A
     )
 
 
-def run_folder(root: Path, p: Plan, request: Request = REQUEST) -> Path:
+def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     """A run folder below `root` with the plan and its script."""
     folder = root / p.label
     folder.mkdir(parents=True)
@@ -107,7 +107,7 @@ def one(folder: Path) -> jobs.JobStatus:
 
 def ended(folder: Path) -> jobs.JobStatus:
     """The status of a run once its jobs have ended."""
-    done = (*slurm.ENDED, slurm.FORGOTTEN)
+    done = (*client.ENDED, client.FORGOTTEN)
     wait_until(lambda: one(folder).state in done, PATIENCE_S, f"{folder.name} goes on: {says(folder)}")
     return one(folder)
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trilane import store
-from trilane.hardware import Cluster, Gpu
-from trilane.plan import Data, Plan, Run
-from trilane.shape import ModelShape
-from trilane.topology import Topology
+from trilane.config.cluster import Cluster, Gpu
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Plan, Run
+from trilane.workspace import study
 
-REPOSITORY = store.REPOSITORY
+REPOSITORY = study.REPOSITORY
 BROWSER = Path("/usr/bin/chromium")
 
 

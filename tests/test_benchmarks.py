@@ -7,9 +7,9 @@ import sys
 import pytest
 from support import REPOSITORY
 
-from trilane import hardware
-from trilane.launch import environment
-from trilane.memory import StageMemory
+from trilane.config import cluster as hardware
+from trilane.costmodel.memory import StageMemory
+from trilane.launch.local import environment
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import gpu_mfu

@@ -1,70 +1,10 @@
-"""The repository holds together: one list of versions, arrows that point down, clean notebooks."""
+"""The repository holds together: one list of versions, clean notebooks."""
 
-import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 from support import REPOSITORY
-
-LIB = REPOSITORY / "lib/trilane"
-FLOORS = [
-    "checks files shape hardware topology systems ramp plan checkpoints fingerprint",
-    "columns constants layertime memory timing calibration fitting posterior prediction",
-    "space blocks search whatif search_door sizing published shape_rules inverse size_door capacity "
-    "schedule pace stops montecarlo request calendar energy calendar_door rivals",
-    "launch again outcome parent progress watch store deepspeed_config deepspeed_read deepspeed_keys "
-    "ds_config_door equality verify megatron_args megatron_limits megatron_read megatron_text "
-    "megatron_door diagnose beat flight capture ring watchdog bisect sites job_request script directives slurm "
-    "probe ledger",
-    "finding guard guard_cost guard_place guard_script",
-    "logs rows setup window tflops phases health curve measure benchmark parse_door many_logs seedtable "
-    "hang_door stragglers_door capture_door trace_door restart_door rehearse",
-    "lint scoring backtest compare compare_door humps spikes spikes_door nextrun gather learning",
-    "node_loss attempt standing jobs job_door sweep sweep_door chain chain_door monitor monitor_door",
-    "plots backtest_plots tables explore report notebook __main__ measured_plots sizing_plots "
-    "calendar_plots decision hang_plots run_door bench_door",
-]
-
-
-def imports(path: Path) -> set[str]:
-    """Every module that the file imports, also inside functions."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
-
-
-def room(path: Path) -> str:
-    return path.relative_to(LIB).parts[0].removesuffix(".py")
-
-
-def modules():
-    return [p for p in sorted(LIB.rglob("*.py")) if room(p) not in ("__init__", "engine")]
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(LIB)))
-def test_a_room_imports_only_its_own_floor_or_lower_ones(path):
-    floor = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "trilane" and len(parts) > 1 and parts[1] in floor:
-            assert floor[parts[1]] <= floor[room(path)], f"{room(path)} imports {name}, which stands above it"
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(LIB)))
-def test_only_the_engine_imports_torch_and_its_friends(path):
-    roots = {name.split(".")[0] for name in imports(path)}
-    assert not roots & {"torch", "deepspeed", "megatron", "transformers"}
-    assert not any(name.startswith("trilane.engine") for name in imports(path))
-
-
-def test_the_library_never_imports_a_notebook():
-    assert not any("notebooks" in name for path in modules() for name in imports(path))
 
 
 def test_environment_yml_and_requirements_name_the_same_set_up():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from plans import HERE, run_folder, steps
 
-from trilane.equality import Task
-from trilane.plan import Plan
-from trilane.verify import nursery
+from trilane.config.plan import Plan
+from trilane.experiments.parity import nursery
+from trilane.experiments.parity_table import Task
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from trilane.engine.cpu import enable_cpu
-from trilane.plan import Plan, plan_from_json
+from trilane.config.plan import Plan, plan_from_json
+from trilane.engine.dist.cpu import enable_cpu
 
 
 def counts(plan: Plan) -> list[list[int]]:
@@ -24,7 +24,7 @@ def on_rank(plan: Plan, rank: int) -> int:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from trilane.engine.model import build_chunks, config
+    from trilane.engine.model.gpt import build_chunks, config
 
     t = plan.topology
     dist.init_process_group("fake", rank=rank, world_size=t.gpus, store=FakeStore())
@@ -42,7 +42,7 @@ def on_rank(plan: Plan, rank: int) -> int:
 
 if __name__ == "__main__":
     enable_cpu()
-    from trilane.engine import model
+    from trilane.engine.model import gpt as model
 
     model.fill = lambda chunk, plan: None  # the initial state adds no parameter, and meta tensors hold none
     print(json.dumps([counts(plan_from_json(values)) for values in json.load(sys.stdin)]))

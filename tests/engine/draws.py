@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from trilane.engine.cpu import enable_cpu
-from trilane.plan import Plan, read_plan
+from trilane.config.plan import Plan, read_plan
+from trilane.engine.dist.cpu import enable_cpu
 
 
 def fingerprint(mask: torch.Tensor) -> str:
@@ -20,9 +20,9 @@ def fingerprint(mask: torch.Tensor) -> str:
 
 def drawn(plan: Plan) -> dict:
     """Which values the one layer leaves as they are (both of its dropouts hit), and what attention makes of ones."""
-    from trilane.engine.model import build_chunk, config
-    from trilane.engine.randomness import seed_streams
-    from trilane.engine.spec import Attention
+    from trilane.engine.model.gpt import build_chunk, config
+    from trilane.engine.model.layer_spec import Attention
+    from trilane.engine.model.rng import seed_streams
 
     shape, t = plan.shape, plan.topology
     model = build_chunk(plan, config(plan), None).train()
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     enable_cpu()
     from megatron.core import parallel_state
 
-    from trilane.engine.world import join
+    from trilane.engine.dist.world import join
 
     plan = read_plan(sys.argv[1])
     join(plan)

@@ -7,9 +7,9 @@ from typing import Any
 
 from support import small_cluster
 
-from trilane.equality import OPTIMIZER, SHAPE
-from trilane.plan import Data, Plan, Run
-from trilane.topology import Topology
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Plan, Run
+from trilane.experiments.parity_table import OPTIMIZER, SHAPE
 
 HERE = small_cluster()
 

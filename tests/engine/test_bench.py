@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from trilane.checks import to_mapping
-from trilane.engine import bench
-from trilane.hardware import PRECISIONS, Cluster, cluster
-from trilane.launch import environment, free_port
+from trilane.config.cluster import PRECISIONS, Cluster, cluster
+from trilane.engine.bench import __main__ as bench
+from trilane.launch.local import environment, free_port
+from trilane.utils.validation import to_mapping
 
 SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "1"}
 
@@ -36,7 +36,7 @@ def assert_plausible(measured: Cluster) -> None:
 def test_the_measured_machine_can_be_planned_on(tmp_path: Path) -> None:
     """Each number with the host and the date behind it."""
     path = tmp_path / "local.json"
-    done = run("-m", "trilane.engine.bench", str(path))
+    done = run("-m", "trilane.engine.bench.__main__", str(path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     local = cluster(str(path))
     assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
@@ -123,7 +123,7 @@ def test_who_else_measures_is_read_from_the_environment(env: dict[str, str], siz
 @pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 def test_a_rank_a_tenth_slower_than_the_median_is_named_with_its_host() -> None:
     """9 % below is not worth a line, and neither is a precision that no card has."""
-    from trilane.engine.together import slow_ranks
+    from trilane.engine.bench.multi_rank import slow_ranks
 
     good = {
         "gpu.fp32_flops_per_s": 100.0,
@@ -145,8 +145,9 @@ def test_every_number_of_a_cluster_has_its_source(
     """On a V100, typed in, and on cores; with all the links, some, or none."""
     import torch
 
-    from trilane.engine.collectives import Link
-    from trilane.engine.findings import Findings, as_cluster
+    from trilane.engine.bench.collectives import Link
+    from trilane.engine.bench.report import MachineMeasurement as Findings
+    from trilane.engine.bench.report import as_cluster
 
     card = SimpleNamespace(name="V100", major=7, minor=0, multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -177,7 +178,7 @@ def test_every_number_of_a_cluster_has_its_source(
     ("host", "name"), [("jean-zay-ia801", "jean-zay-ia"), ("r1i4n2.example.org", "rin"), ("10", "local")]
 )
 def test_a_cluster_is_called_as_its_hosts_less_their_digits(host: str, name: str) -> None:
-    from trilane.engine.together import plain_name
+    from trilane.engine.bench.multi_rank import plain_name
 
     assert plain_name(host) == name
 
@@ -185,7 +186,7 @@ def test_a_cluster_is_called_as_its_hosts_less_their_digits(host: str, name: str
 @pytest.mark.filterwarnings("ignore")
 def test_a_ring_sends_everything_twice_but_for_its_own_part() -> None:
     """nccl-tests, PERFORMANCE.md: the bus bandwidth of an all_reduce is 2 (n - 1) / n of bytes / seconds."""
-    from trilane.engine.collectives import ring_bytes_per_s
+    from trilane.engine.bench.collectives import ring_bytes_per_s
 
     assert ring_bytes_per_s(1000, 2, 1.0) == 1000
     assert ring_bytes_per_s(1000, 8, 1.0) == 1750

@@ -12,9 +12,9 @@ import pytest
 from plans import changed, run_folder, small_plan, steps
 from test_engine import ask
 
-from trilane.launch import environment
-from trilane.outcome import read_status
-from trilane.plan import Plan
+from trilane.config.plan import Plan
+from trilane.launch.local import environment
+from trilane.workspace.status import read_status
 
 pytestmark = pytest.mark.slow
 
@@ -228,8 +228,8 @@ def test_a_file_of_slices_is_one_that_safetensors_reads(whole: Whole, data: Path
     import torch
     from safetensors.torch import load_file
 
-    from trilane.checkpoints import read_manifest
-    from trilane.engine.slices import assemble
+    from trilane.engine.checkpoint.slices import assemble
+    from trilane.workspace.checkpoints import read_manifest
 
     folder = whole(saving(data)) / "checkpoints/iter_0000012"
     tensors = load_file(folder / "rank_00000.safetensors")

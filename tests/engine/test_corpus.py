@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from plans import SHAPE
 
-from trilane.engine import corpus, sources
-from trilane.engine.corpus import prepare, prepare_all
-from trilane.engine.index import check_pair, write_pair
-from trilane.engine.tokenizer import Tokenizer, tokenizer
-from trilane.launch import environment
-from trilane.plan import Data, Part
+from trilane.config.plan import Data, Part
+from trilane.engine.data import corpus, sources
+from trilane.engine.data.corpus import prepare, prepare_all
+from trilane.engine.data.indexed_dataset import check_pair, write_pair
+from trilane.engine.data.tokenizer import Tokenizer, tokenizer
+from trilane.launch.local import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
 
@@ -116,7 +116,7 @@ def test_a_warm_preparation_imports_no_torch(tmp_path: Path) -> None:
     """The launcher prepares before each run; only the first one pays for the import."""
     prepare(Data(source="mock", folder=str(tmp_path)), SHAPE)
     code = (
-        "import sys; from trilane.engine.corpus import prepare; from trilane.plan import Data;"
+        "import sys; from trilane.engine.data.corpus import prepare; from trilane.config.plan import Data;"
         "from plans import SHAPE; prepare(Data(source='mock', folder=sys.argv[1]), SHAPE);"
         "assert 'torch' not in sys.modules"
     )

@@ -11,9 +11,9 @@ import pytest
 from plans import HERE, run_folder, small_plan, steps
 from test_engine import ask
 
-from trilane.equality import PLAIN, SHAPE
-from trilane.launch import environment, free_port
-from trilane.plan import Dropout, Plan, Run
+from trilane.config.plan import Dropout, Plan, Run
+from trilane.experiments.parity_table import PLAIN, SHAPE
+from trilane.launch.local import environment, free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -57,7 +57,7 @@ def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(d
 
 def test_every_stage_and_replica_has_a_seed_of_its_own() -> None:
     """Also once megatron-core has added its 2718 + rank for the tensor-parallel stream."""
-    from trilane.engine.randomness import own_seed
+    from trilane.engine.model.rng import own_seed
 
     places = [(stage, replica) for stage in range(64) for replica in range(64)]
     seeds = {own_seed(1234, *place) + extra for place in places for extra in [0, *range(2718, 2718 + 16)]}
@@ -105,7 +105,7 @@ def counted(*args, **options):
     calls.append(1)
     return plain(*args, **options)
 F.scaled_dot_product_attention = counted
-from trilane.engine.engines import Microbatch, build
+from trilane.engine.interface import Microbatch, build
 engine, tokens = build(plan, world), torch.zeros(2, 64, dtype=torch.int64)
 engine.step([Microbatch(tokens=tokens, labels=tokens)] * 4, 1e-3)
 print(len(calls))

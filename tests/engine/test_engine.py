@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, changed, run_folder, small_plan
 
-from trilane.launch import environment
-from trilane.plan import Part, Plan
+from trilane.config.plan import Part, Plan
+from trilane.launch.local import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -18,7 +18,7 @@ def test_the_slices_of_a_tensor_make_up_the_whole(name: str) -> None:
     """By rows for the embedding, by columns for the second matrix of the MLP."""
     import torch
 
-    from trilane.engine.initial import initial_slice, initial_tensor, split_dim
+    from trilane.engine.model.init import initial_slice, initial_tensor, split_dim
 
     whole = initial_tensor(name, (64, 256), 1234, SHAPE)
     dim = split_dim(name)
@@ -31,7 +31,7 @@ def test_the_slices_of_a_tensor_make_up_the_whole(name: str) -> None:
 def test_tensors_differ_by_name_and_by_seed_and_not_by_call() -> None:
     import torch
 
-    from trilane.engine.initial import initial_tensor
+    from trilane.engine.model.init import initial_tensor
 
     first, again = (initial_tensor("a.linear_fc1.weight", (64, 64), 1, SHAPE) for _ in range(2))
     assert torch.equal(first, again)
@@ -42,7 +42,7 @@ def test_tensors_differ_by_name_and_by_seed_and_not_by_call() -> None:
 
 def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
     """0.02 / sqrt(2 L) with L = 4. Radford et al. 2019, section 2.3."""
-    from trilane.engine.initial import initial_tensor
+    from trilane.engine.model.init import initial_tensor
 
     tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), 1, SHAPE)
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
@@ -55,9 +55,9 @@ def ask(plan: Plan, code: str, tmp_path: Path) -> str:
     """
     folder = run_folder(plan, tmp_path / "ask")
     start = (
-        "import os, sys; from trilane.engine.cpu import enable_cpu; enable_cpu();"
-        "from trilane.engine import world as w; from trilane.plan import read_plan; plan = read_plan(sys.argv[1]);"
-        "w.alone(os.environ); world = w.join(plan)\n"
+        "import os, sys; from trilane.engine.dist.cpu import enable_cpu; enable_cpu();"
+        "from trilane.engine.dist import world as w; from trilane.config.plan import read_plan;"
+        "plan = read_plan(sys.argv[1]); w.alone(os.environ); world = w.join(plan)\n"
     )
     leave = "\nsys.stdout.flush(); os._exit(0)"
     command = [sys.executable, "-W", "ignore", "-c", start + code + leave, str(folder / "plan.json")]
@@ -66,7 +66,7 @@ def ask(plan: Plan, code: str, tmp_path: Path) -> str:
 
 def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(data: Path, tmp_path: Path) -> None:
     """4 layers of 12 parameters, two embeddings, the last norm; per layer 4 weights decay, and both embeddings."""
-    code = "from trilane.engine.engines import build\nfor item in build(plan, world).audit.items(): print(*item)"
+    code = "from trilane.engine.interface import build\nfor item in build(plan, world).audit.items(): print(*item)"
     groups = dict(line.split(" ", 1) for line in ask(small_plan(data), code, tmp_path).splitlines())
     assert len(groups) == 4 * 12 + 4
     decayed = {name for name, group in groups.items() if group == "decay"}
@@ -76,8 +76,8 @@ def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(data: P
 
 FEED = """
 from dataclasses import replace
-from trilane.engine.data import Feed
-from trilane.ramp import Batch
+from trilane.engine.data.loader import Feed
+from trilane.config.batch_rampup import Batch
 batch = Batch(number=3, first=16, gbs=8)
 for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
     many = replace(plan, topology=replace(plan.topology, **cut))
@@ -97,8 +97,8 @@ def test_the_global_batch_is_the_same_whatever_dp_and_mbs(data: Path, tmp_path: 
 
 MIX = """
 from collections import Counter
-from trilane.engine.data import Feed
-from trilane.ramp import Batch
+from trilane.engine.data.loader import Feed
+from trilane.config.batch_rampup import Batch
 feed = Feed(plan, world, (0, 1))
 counts = [Counter(int(feed._samples[k]["dataset_id"]) for k in range(n)) for n in (10, plan.samples)]
 print(*([count[part] for part in range(len(plan.data.blend))] for count in counts), sep="; ")
@@ -130,7 +130,7 @@ def test_a_short_run_over_an_uneven_blend_has_its_samples(data: Path, tmp_path: 
 
 GROUPS = """
 import torch.distributed as dist
-from trilane.engine.engines import build
+from trilane.engine.interface import build
 make, asked = dist.new_group, set()
 def made(*args, **options):
     asked.add(options.get("backend"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trilane.equality import Row, machine, rows
+from trilane.experiments.parity_table import Row, machine, rows
 
 pytestmark = pytest.mark.slow
 

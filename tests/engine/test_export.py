@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from plans import changed, run_folder, small_plan, steps
 
-from trilane.checkpoints import name_of, read_manifest
-from trilane.launch import environment
+from trilane.launch.local import environment
+from trilane.workspace.checkpoints import name_of, read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ITERATIONS = 5
@@ -27,12 +27,12 @@ def trained(fork: Callable, data: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def door(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "trilane.engine.export", *map(str, args)]
+    command = [sys.executable, "-m", "trilane.engine.checkpoint.hf_export", *map(str, args)]
     return subprocess.run(command, env=environment(8), capture_output=True, text=True)
 
 
 def weights(checkpoint: Path) -> dict:
-    from trilane.engine.slices import assemble
+    from trilane.engine.checkpoint.slices import assemble
 
     tensors = read_manifest(checkpoint)["tensors"].items()
     return {n: assemble(checkpoint, t["slices"], "weight", tuple((0, size) for size in t["shape"])) for n, t in tensors}
@@ -41,11 +41,11 @@ def weights(checkpoint: Path) -> dict:
 LOSS = """
 import sys, torch
 from transformers import GPT2LMHeadModel
-from trilane.engine.cpu import enable_cpu; enable_cpu()
+from trilane.engine.dist.cpu import enable_cpu; enable_cpu()
 import os
 from trilane.engine import world as places
-from trilane.engine.data import Feed
-from trilane.plan import read_plan
+from trilane.engine.data.loader import Feed
+from trilane.config.plan import read_plan
 plan = read_plan(sys.argv[2])
 places.alone(os.environ)
 model = GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
@@ -93,7 +93,7 @@ def broken(trained: Path, to: Path) -> Path:
 def test_what_cannot_be_exported_or_imported_is_one_line(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    from trilane.engine.export import main
+    from trilane.engine.checkpoint.hf_export import main
 
     (tmp_path / "there").mkdir()
     (tmp_path / "gpt2").mkdir()

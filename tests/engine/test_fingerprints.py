@@ -10,7 +10,7 @@ from test_engine import ask
 SAME = """
 import torch
 from trilane import fingerprint
-from trilane.engine.marks import mark_there
+from trilane.engine.checkpoint.fingerprints import mark_there
 torch.manual_seed(3)
 for size in ((70, 90), (501,)):
     x = torch.randn(size)
@@ -31,7 +31,7 @@ def test_every_rank_writes_its_fingerprint_when_it_saves_and_when_it_has_loaded(
     train, fork, data: Path, tmp_path: Path
 ) -> None:
     """A second load gets a folder of its own; the checkpoint's manifest covers the first."""
-    from trilane.checkpoints import read_manifest
+    from trilane.workspace.checkpoints import read_manifest
 
     plan = changed(small_plan(data, iters=2, source="mock", dp=2), "run", save_interval=1, keep_last=0)
     train(plan)

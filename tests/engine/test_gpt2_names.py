@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is
 def canonical(tied: bool) -> dict:
     import torch
 
-    from trilane.engine.initial import whole_sizes
+    from trilane.engine.model.init import whole_sizes
 
     generator = torch.Generator().manual_seed(1)
     sizes = whole_sizes(replace(SHAPE, tied_embeddings=tied))
@@ -22,7 +22,7 @@ def canonical(tied: bool) -> dict:
 def test_there_and_back_is_the_same_state(tied: bool) -> None:
     import torch
 
-    from trilane.engine.gpt2_names import canonical_state, gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_state
 
     ours = canonical(tied)
     back = canonical_state(gpt2_state(ours, SHAPE.num_attention_heads), SHAPE.num_attention_heads, tied)
@@ -33,7 +33,7 @@ def test_there_and_back_is_the_same_state(tied: bool) -> None:
 def test_the_sizes_add_up_to_the_shapes_parameters() -> None:
     from math import prod
 
-    from trilane.engine.initial import whole_sizes
+    from trilane.engine.model.init import whole_sizes
 
     for tied in (True, False):
         for norm in (True, False):
@@ -46,7 +46,7 @@ def test_transformers_gpt2_takes_every_tensor_and_gives_the_loss_of_the_referenc
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from trilane.engine.gpt2_names import gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import gpt2_state
     from trilane.engine.reference import loss
 
     sizes = {"n_embd": SHAPE.hidden_size, "n_layer": SHAPE.num_layers, "n_head": SHAPE.num_attention_heads}
@@ -65,7 +65,7 @@ def test_transformers_gpt2_takes_every_tensor_and_gives_the_loss_of_the_referenc
 def test_what_older_files_hold_besides_parameters_is_left_out() -> None:
     import torch
 
-    from trilane.engine.gpt2_names import canonical_state, gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_state
 
     ours = canonical(True)
     bare = {k.removeprefix("transformer."): v for k, v in gpt2_state(ours, 4).items() if k != "lm_head.weight"}
@@ -75,7 +75,7 @@ def test_what_older_files_hold_besides_parameters_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["embedding.layernorm.weight", "decoder.layers.x.mlp.linear_fc1.weight", "wte"])
 def test_a_name_that_gpt2_has_not_is_refused(name: str) -> None:
-    from trilane.engine.gpt2_names import gpt2_name
+    from trilane.engine.checkpoint.gpt2_names import gpt2_name
 
     with pytest.raises(ValueError, match="share none of this name"):
         gpt2_name(name)
@@ -84,7 +84,7 @@ def test_a_name_that_gpt2_has_not_is_refused(name: str) -> None:
 def test_a_tied_head_must_be_the_embedding() -> None:
     import torch
 
-    from trilane.engine.gpt2_names import HEAD, canonical_state, gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import HEAD, canonical_state, gpt2_state
 
     state = gpt2_state(canonical(True), 4)
     with pytest.raises(ValueError, match="another matrix"):

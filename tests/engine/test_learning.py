@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from plans import small_plan
 
-from trilane.plan import Optimizer
-from trilane.shape import ModelShape
+from trilane.config.model import ModelShape
+from trilane.config.plan import Optimizer
 
 pytestmark = pytest.mark.slow
 

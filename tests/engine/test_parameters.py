@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from plans import HERE
 
-from trilane.columns import columns_of
-from trilane.launch import environment
-from trilane.memory import stage_parameters
-from trilane.plan import Plan
-from trilane.shape import ModelShape
-from trilane.topology import Topology
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import stage_parameters
+from trilane.launch.local import environment
 
 EMBEDDING = "type:transformer|embedding"
 # 16 pipeline layers in both: embedding and head count as one each under type:transformer|embedding.

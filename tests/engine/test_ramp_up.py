@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from plans import changed, run_folder, small_plan
 
-from trilane.plan import Plan
-from trilane.ramp import Ramp
+from trilane.config.batch_rampup import Ramp
+from trilane.config.plan import Plan
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from plans import changed, small_plan
 
-from trilane.diagnose.phase_times import read_phase_times
-from trilane.engine import phases
-from trilane.engine.report import Iteration, average
-from trilane.engine.timers import durations
-from trilane.logs import read_log
+from trilane.engine.monitor import phases
+from trilane.engine.monitor.report import Iteration, average
+from trilane.engine.monitor.timers import durations
+from trilane.logs.run import read_log
+from trilane.workspace.phase_times import read_phase_times
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 
-from trilane.engine.bench import main
+from trilane.engine.bench.__main__ import main
 
 if __name__ == "__main__":
     host = f"gpu{1 + int(os.environ['SLURM_PROCID']) // 2:03d}.example"

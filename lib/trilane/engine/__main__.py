@@ -7,13 +7,15 @@ import traceback
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
-from trilane.engine.refusal import say
+from trilane.config.plan import Plan, read_plan
+from trilane.engine.errors import say
 from trilane.engine.signals import Signals
-from trilane.files import set_aside
-from trilane.parent import die_with_parent
-from trilane.plan import Plan, read_plan
+from trilane.utils.files import set_aside
+from trilane.utils.process import die_with_parent
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
+
+
 # Who breaks because a peer is gone waits this long before he goes too, so that torchrun, which looks ten times a second
 # and stops at the first dead it sees, sees the peer: a killed process may close its connections before it is gone.
 COURTESY_S = 1.0
@@ -45,18 +47,18 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
     plan = read_plan(path)
     one_queue(plan, os.environ)
-    from trilane.engine.cpu import enable_cpu
+    from trilane.engine.dist.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine import heartbeat
-    from trilane.engine import world as places
+    from trilane.engine.dist import world as places
+    from trilane.engine.monitor import heartbeat
 
     places.from_slurm(os.environ)
     places.alone(os.environ)
     heartbeat.begin(plan, path.parent)
     world = places.join(plan)
+    from trilane.engine.checkpoint.stamp import stamp, write_json
     from trilane.engine.loop import Training
-    from trilane.engine.stamp import stamp, write_json
 
     if world.is_first:
         set_aside(path.parent / "env.json")

@@ -5,24 +5,24 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trilane.again import cut_steps
-from trilane.checkpoints import FOLDER, name_of
-from trilane.engine import heartbeat
-from trilane.engine.data import Feed
-from trilane.engine.engines import build
-from trilane.engine.fingerprints import outlook, write_loaded
-from trilane.engine.load import find, load
-from trilane.engine.phases import DATA, SAVE, phase
-from trilane.engine.report import Log, iteration, memory_line
-from trilane.engine.requests import Request, Requests
-from trilane.engine.save import save
-from trilane.engine.schedule import learning_rate
+from trilane.config.batch_rampup import Batch
+from trilane.config.plan import Plan
+from trilane.engine.checkpoint.fingerprints import outlook, write_loaded
+from trilane.engine.checkpoint.load import find, load
+from trilane.engine.checkpoint.save import save
+from trilane.engine.checkpoint.stamp import write_json
+from trilane.engine.data.loader import Feed
+from trilane.engine.dist.world import World
+from trilane.engine.interface import build
+from trilane.engine.lr_schedule import learning_rate
+from trilane.engine.monitor import heartbeat
+from trilane.engine.monitor.phases import DATA, SAVE, phase
+from trilane.engine.monitor.report import Log, iteration, memory_line
 from trilane.engine.signals import Signals
-from trilane.engine.stamp import write_json
-from trilane.engine.world import World
-from trilane.outcome import Outcome, write_status
-from trilane.plan import Plan
-from trilane.ramp import Batch
+from trilane.engine.stop_requests import StopRequest, StopRequests
+from trilane.workspace.checkpoints import FOLDER, name_of
+from trilane.workspace.resume import cut_steps
+from trilane.workspace.status import RunStatus, write_status
 
 
 class Training:
@@ -34,7 +34,7 @@ class Training:
 
     def __init__(self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float) -> None:
         self._plan, self._world, self._folder, self._begin = plan, world, folder, begin
-        self._requests = Requests(folder, plan.run, world, signals, begin)
+        self._requests = StopRequests(folder, plan.run, world, signals, begin)
         self._engine = build(plan, world)
         if world.is_first:
             for name, settings in self._engine.settings.items():
@@ -87,7 +87,7 @@ class Training:
         log.write(iteration(self._plan, batch, end - begin, lr, step))
         return end
 
-    def _is_due(self, batch: Batch, request: Request) -> bool:
+    def _is_due(self, batch: Batch, request: StopRequest) -> bool:
         """A checkpoint is wanted now: somebody asks, it is its turn, or the run ends here."""
         run, last = self._plan.run, batch.number == self._plan.run.goal
         turn = run.save_interval > 0 and batch.number % run.save_interval == 0
@@ -103,7 +103,7 @@ class Training:
             self._saved = saved.name
             self._say(str(saved))
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: StopRequest) -> None:
         """Say whether the run is through, or what ended it and from where it can go on."""
         iterations, lacks = self._plan.run.goal, self._plan.run.saves_at_end and self._saved != name_of(self._done)
         if self._done == iterations and lacks:
@@ -117,7 +117,7 @@ class Training:
         if self._world.is_first:
             seconds = round(time.monotonic() - self._begin, 3)
             write_status(
-                self._folder, Outcome(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
+                self._folder, RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
             )
 
     def _newest(self) -> str:

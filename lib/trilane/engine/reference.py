@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from trilane.engine.corpus import prepare_all
-from trilane.engine.data import build_dataset
-from trilane.engine.initial import EMBEDDING_NORM, initial_tensor, whole_sizes
-from trilane.engine.schedule import learning_rate
-from trilane.engine.world import World
-from trilane.plan import Plan
-from trilane.shape import ModelShape
+from trilane.config.model import ModelShape
+from trilane.config.plan import Plan
+from trilane.engine.data.corpus import prepare_all
+from trilane.engine.data.loader import build_dataset
+from trilane.engine.dist.world import World
+from trilane.engine.lr_schedule import learning_rate
+from trilane.engine.model.init import EMBEDDING_NORM, initial_tensor, whole_sizes
 
 WORDS = "embedding.word_embeddings.weight"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
-from trilane.parent import announce, die_with_parent
+from trilane.utils.process import announce, die_with_parent
 
 
 def main(argv: list[str]) -> int:

@@ -6,18 +6,26 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import clock, deepspeed, facts, megatron, trainers
-from trilane.logs.bulk import Bulk
-from trilane.logs.draft import Draft
+from trilane.logs import deepspeed, megatron, run_facts, timestamps, trainers
+from trilane.logs.fixed_width import Bulk
+from trilane.logs.partial_run import PartialRun
+from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP
 from trilane.logs.table import NAN
-from trilane.logs.tells import ARGUMENT, END, NUMBER, STEP
 
 WRAPPED = re.compile(
     rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)"
 )  # an iteration line begins, and may end in a later line
+
+
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
+
+
 MOST_PIECES = 12  # lines that one wrapped iteration line may take
+
+
 LONG = 1 << 16  # bytes: in a longer line only iterations are looked for
+
+
 OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # the rest are Megatron's relatives
 
 
@@ -26,14 +34,14 @@ class Lines:
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._keep, self._spill = keep, spill
-        self.runs = [Draft(keep, spill)]
+        self.runs = [PartialRun(keep, spill)]
         self._begun, self._pieces = b"", 0
         self._held, self._dict = dict[str, float](), b""  # the Trainer's, whose bar may stand on a line behind it
         self._bar: dict[str, float] = {}  # the last that stood on a line of its own
-        self._facts = facts.Facts()
+        self._facts = run_facts.Facts()
 
     @property
-    def run(self) -> Draft:
+    def run(self) -> PartialRun:
         """The run that lines belong to now."""
         return self.runs[-1]
 
@@ -42,7 +50,7 @@ class Lines:
         """Whether even a line without a word of ours matters: the rest of what was begun."""
         return bool(self._begun or self._held or self._facts.frames)
 
-    def close(self) -> list[Draft]:
+    def close(self) -> list[PartialRun]:
         """All runs of which something is known."""
         self.finish()
         self._settle()
@@ -127,7 +135,7 @@ class Lines:
         """Another run, unless nothing happened yet in this one."""
         if self.run.is_over:
             self._settle()
-            self.runs.append(Draft(self._keep, self._spill))
+            self.runs.append(PartialRun(self._keep, self._spill))
             self._facts.heard.clear()
 
     def _follow(self) -> None:
@@ -135,7 +143,7 @@ class Lines:
         if self.run.is_ended:
             self._settle()
             before = self.run
-            self.runs.append(Draft(self._keep, self._spill))
+            self.runs.append(PartialRun(self._keep, self._spill))
             self.run.follows = before
 
     def _settle(self) -> None:
@@ -166,7 +174,7 @@ class Lines:
         told = True
         if b"step:" in line and (row := trainers.titan(line)):
             known = {"rank": 0.0 if rank != rank else rank, "max_reserved": row["max_reserved"]}
-            self._step(self.run.timed(row, clock.read(line), "torchtitan"), "torchtitan", rank, line)
+            self._step(self.run.timed(row, timestamps.read(line), "torchtitan"), "torchtitan", rank, line)
             self.run.add_memory(known)
         elif b"{'" in line:
             self._hf(line)
@@ -181,7 +189,7 @@ class Lines:
             for row in deepspeed.steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.now:
                     self.begin()
-                self.run.add_companion(self.run.timed(row, clock.read(line), "deepspeed"), line)
+                self.run.add_companion(self.run.timed(row, timestamps.read(line), "deepspeed"), line)
         else:
             told = False
         return self._facts.numbers(line, rank, self.run) or told

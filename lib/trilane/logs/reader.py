@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs import megatron
-from trilane.logs.bulk import Bulk, by_iteration, merge
-from trilane.logs.draft import Draft
-from trilane.logs.dull import Dull
-from trilane.logs.fast import Form, Forms, readable
+from trilane.logs.fixed_width import Bulk, Form, Forms, by_iteration, merge, readable
+from trilane.logs.line_cache import LineCache
 from trilane.logs.lines import Lines
-from trilane.logs.tells import ALL, MAYBE, STEP
+from trilane.logs.partial_run import PartialRun
+from trilane.logs.prefilter import ALL, MAYBE, STEP
 
 
 class Reader:
@@ -20,7 +19,7 @@ class Reader:
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._lines = Lines(keep, spill)
         self._forms = Forms(form)
-        self._dull = Dull()
+        self._dull = LineCache()
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""
@@ -57,7 +56,7 @@ class Reader:
             while place < len(hot) and hot[place] < at:
                 place += 1
 
-    def close(self) -> list[Draft]:
+    def close(self) -> list[PartialRun]:
         """The runs of the file, those left out of which nothing is known."""
         return self._lines.close()
 

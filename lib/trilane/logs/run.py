@@ -10,28 +10,37 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trilane.checks import require
-from trilane.logs import document, endings, units
+from trilane.logs import endings, units
 from trilane.logs.arguments import Value
 from trilane.logs.devices import Device
-from trilane.logs.draft import Draft
+from trilane.logs.partial_run import PartialRun
 from trilane.logs.reader import Reader
 from trilane.logs.stream import blocks
 from trilane.logs.table import NAN, Column, Table
+from trilane.utils.validation import require
 
 if TYPE_CHECKING:
     import pandas as pd
 
+
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
+
+
 STATUSES = (
     *("completed", "stopped", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
     *("cancelled", "crashed", "timeout", "unfinished"),
 )
+
+
 DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
     "trilane, all_reduce_bench, nccl-tests"
 )
+
+
 CLOCKED = "seconds per iteration are the time between lines, by their time stamps or progress bars"
+
+
 FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
 
 
@@ -82,19 +91,12 @@ NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_seco
 def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
     """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
 
-    Of a document with tables of measured runs (Markdown), each row that measured something is a run, beside the log
-    lines that it quotes.
-
     With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
     With a folder `spill`, the other columns are written there and come as `taped`.
 
     Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
     """
     path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill)
-    if text := document.text(path):
-        from trilane.logs import typed  # it makes RunLogs too
-
-        return typed.runs(text, path)
     for block in blocks(path):
         reader.feed(block)
     drafts = reader.close()
@@ -143,7 +145,7 @@ def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
     return pd.concat([kept, after], ignore_index=True)
 
 
-def finish(draft: Draft, path: Path, age: float) -> RunLog:
+def finish(draft: PartialRun, path: Path, age: float) -> RunLog:
     """The run of a draft, read from `path`, which was written `age` seconds ago."""
     table = draft.iterations if draft.iterations.rows else draft.companion
     note = units.mend(table)
@@ -172,7 +174,7 @@ def finish(draft: Draft, path: Path, age: float) -> RunLog:
     )
 
 
-def _verdict(draft: Draft, table: Table, age: float) -> tuple[str, str, endings.Ending | None]:
+def _verdict(draft: PartialRun, table: Table, age: float) -> tuple[str, str, endings.Ending | None]:
     """Status, evidence, and the line about the end where one decides."""
     end, last = endings.strongest(draft.endings, draft.rows), endings.text(draft.last_line)
     if end and end.level < 4:

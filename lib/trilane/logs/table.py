@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trilane.logs.tape import TAIL, Tape
+from trilane.logs.spill import TAIL, SpilledColumn
 
 if TYPE_CHECKING:
     import pandas as pd
+
 
 NAN = float("nan")
 
@@ -18,9 +19,9 @@ NAN = float("nan")
 class Column:
     """Numbers that are appended, in memory or on `tape`. As long as all are the same, as some columns', one is kept."""
 
-    def __init__(self, rows: int, tape: Tape | None = None) -> None:
+    def __init__(self, rows: int, tape: SpilledColumn | None = None) -> None:
         self.rows, self._same, self._tape = rows, NAN, tape
-        self._all: array[float] | Tape | None = None
+        self._all: array[float] | SpilledColumn | None = None
         if not rows:
             self._spread()
 
@@ -66,7 +67,7 @@ class Column:
         """The numbers from `start` up to `stop`."""
         if self._all is None:
             return np.full(stop - start, self._same)
-        return self._all.read(start, stop) if isinstance(self._all, Tape) else np.array(self._all[start:stop])
+        return self._all.read(start, stop) if isinstance(self._all, SpilledColumn) else np.array(self._all[start:stop])
 
     def _spread(self) -> None:
         if self._tape is None:
@@ -166,7 +167,7 @@ class Table:
             kept = self._keep is None or name in self._keep
             if not kept and self._spill is None:
                 return None
-            self._columns[name] = Column(self.rows, None if kept or self._spill is None else Tape(self._spill))
+            self._columns[name] = Column(self.rows, None if kept or self._spill is None else SpilledColumn(self._spill))
         return self._columns[name]
 
     def _pad(self) -> None:

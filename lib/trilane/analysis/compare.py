@@ -1,0 +1,189 @@
+"""A/B: whether the runs of B are faster than those of A by more than runs of one and the same thing differ."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trilane.analysis.measure import Measurement
+from trilane.utils.validation import require
+
+# Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
+# 15.5 % (tests recompute it). Their mean square is what a claim on single runs has to beat; their median is what a run
+# usually differs by, so that is what repeats are counted with. On another day it may be another network: 76 % once.
+SINGLE_DEVIATION, SINGLE_FREEDOM = 0.049, 7
+
+
+USUAL_DEVIATION = 0.0144
+
+
+POWER = 0.8
+
+
+MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """B against A by the medians of their runs; `change` is ln(B / A) of the time, below 0 where B is faster.
+
+    low, high      its confidence interval; `decided` where 0 lies outside
+    deviation      of ln(seconds) between runs of one side, and `source`, where that number comes from
+    repeats        runs a side that would decide a difference as large as the one seen, four times of five; 0 for more
+                   than MOST_REPEATS
+    """
+
+    runs_a: int
+    runs_b: int
+    unit: str
+    seconds_a: float
+    seconds_b: float
+    change: float
+    low: float
+    high: float
+    confidence: float
+    deviation: float
+    source: str
+    repeats: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def decided(self) -> bool:
+        """Whether the difference exceeds the spread between runs."""
+        return self.low > 0 or self.high < 0
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.decided:
+            near, far = sorted(abs(math.expm1(c)) for c in (self.low, self.high))
+            word = "faster" if self.change < 0 else "slower"
+            return f"B is {abs(math.expm1(self.change)):.1%} {word} ({near:.1%} to {far:.1%}, {self.confidence:.0%})"
+        span = f"{math.expm1(self.low):+.1%} to {math.expm1(self.high):+.1%}"
+        more = f"{self.repeats} runs a side" if self.repeats else f"more than {MOST_REPEATS} runs a side"
+        word = "less" if self.change < 0 else "more"
+        return (
+            f"no difference shown: B takes {abs(math.expm1(self.change)):.1%} {word} time than A, which may be {span} "
+            f"({self.confidence:.0%}); to show a difference of that size takes {more}"
+        )
+
+
+def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:
+    """The verdict on two sets of runs; ValueError where a side has no run with a time.
+
+    Several runs on both sides: Welch's t on the logarithms of the runs' medians. Several on one side: its spread
+    counts for both. One run a side: iterations of one run share its nodes and its day, so their spread is not the
+    spread between runs; that of SINGLE_DEVIATION stands in. Where batch or sequence length differ the time of a token
+    counts. Left out: trends with the order in which the runs ran; interleave A and B.
+    """
+    require(0.5 <= confidence < 1, "confidence", confidence, "must lie between 0.5 and 1")
+    times, unit = _times(a, b)
+    for side, seconds in zip("AB", times, strict=True):
+        require(bool(len(seconds)), side, "no run", "of these has a time of an iteration")
+    x, y = (np.log(seconds) for seconds in times)
+    error, deviation, freedom, source = _spread(x, y, max(_floor(a), _floor(b)))
+    change = float(np.mean(y) - np.mean(x))
+    reach = _quantile((1 + confidence) / 2, freedom) * error
+    return Comparison(
+        runs_a=len(x),
+        runs_b=len(y),
+        unit=unit,
+        seconds_a=float(np.exp(np.mean(x))),
+        seconds_b=float(np.exp(np.mean(y))),
+        change=change,
+        low=change - reach,
+        high=change + reach,
+        confidence=confidence,
+        deviation=deviation,
+        source=source,
+        repeats=repeats_needed(change, deviation if min(len(x), len(y)) > 1 else USUAL_DEVIATION, confidence),
+        notes=_notes(a, b),
+    )
+
+
+def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement], list[Measurement]]:
+    """The runs with `a` in their names or paths, and those with `b`; without both the two fastest topologies.
+
+    ValueError where a word fits no run, or only one word is given. Where there are not two topologies, empty.
+    """
+    require(bool(a) == bool(b), "b" if a else "a", "''", "name both sides, or none")
+    if a:
+        chosen = [[m for m in runs if word in m.name or word in str(m.log.source)] for word in (a, b)]
+        for word, found in zip((a, b), chosen, strict=True):
+            require(bool(found), "a" if found is chosen[0] else "b", word, "is in no run's name")
+        return chosen[0], chosen[1]
+    groups: dict[object, list[Measurement]] = {}
+    for m in sorted((m for m in runs if m.sec_per_it > 0), key=lambda m: m.sec_per_it):
+        s = m.setup
+        groups.setdefault((s.shape, s.gbs, s.tp, s.pp, s.dp, s.mbs) if s.gpus else m.name, []).append(m)
+    first, *others = list(groups.values()) or [[]]
+    alike = [g for g in others if g[0].setup.shape == first[0].setup.shape and g[0].setup.gbs == first[0].setup.gbs]
+    return (first, alike[0]) if alike else ([], [])
+
+
+def repeats_needed(change: float, deviation: float, confidence: float = 0.95, power: float = POWER) -> int:
+    """Runs a side, at least 2, after which Welch's test finds `change` with that `power`; 0 above MOST_REPEATS.
+
+    The smallest n with n >= 2 (t_(1+confidence)/2 + t_power)^2 deviation^2 / change^2, t of 2 n - 2 degrees.
+    """
+    from scipy.stats import t
+
+    n = np.arange(2, MOST_REPEATS + 1)
+    quantiles = t.ppf((1 + confidence) / 2, 2 * n - 2) + t.ppf(power, 2 * n - 2)
+    enough = n * change**2 >= 2 * (quantiles * deviation) ** 2
+    return int(n[enough][0]) if enough.any() else 0
+
+
+def _spread(x: np.ndarray, y: np.ndarray, floor: float) -> tuple[float, float, float, str]:
+    """Standard error of the difference, deviation between runs, degrees of freedom, and where they come from."""
+    m, n = len(x), len(y)
+    if m > 1 and n > 1:
+        u, v = (max(float(np.var(z, ddof=1)), floor**2) for z in (x, y))
+        freedom = (u / m + v / n) ** 2 / ((u / m) ** 2 / (m - 1) + (v / n) ** 2 / (n - 1))
+        return math.sqrt(u / m + v / n), math.sqrt((u + v) / 2), freedom, f"measured between {m} and {n} runs"
+    if m > 1 or n > 1:
+        side, many = ("A", x) if m > 1 else ("B", y)
+        deviation = max(float(np.std(many, ddof=1)), floor)
+        source = f"measured between the {len(many)} runs of {side}, taken for both"
+        return deviation * math.sqrt(1 / m + 1 / n), deviation, len(many) - 1, source
+    source = "one run a side: taken from repeats of one configuration on one day, 7 pairs on Jean Zay (2021, 2022)"
+    deviation = max(SINGLE_DEVIATION, floor)
+    return deviation * math.sqrt(2), deviation, SINGLE_FREEDOM, source
+
+
+def _floor(runs: Sequence[Measurement]) -> float:
+    """Standard error of a run's own median: no two runs can be known to agree better."""
+    errors = [1.25 * 1.4826 * m.spread / math.sqrt(m.iterations) for m in runs if m.iterations and m.spread == m.spread]
+    return max(errors, default=0.0) or 1e-6
+
+
+def _times(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[list[np.ndarray], str]:
+    """Each side's times, and of what: of an iteration, or of a token where iterations differ in size."""
+    runs = [*a, *b]
+    sizes = {m.tokens_per_s * m.sec_per_it for m in runs}
+    per_token = all(s == s for s in sizes) and max(sizes, default=0) > 1.001 * min(sizes, default=0)
+    values = [[1 / m.tokens_per_s if per_token else m.sec_per_it for m in side] for side in (a, b)]
+    return [np.array([v for v in side if 0 < v < math.inf]) for side in values], "token" if per_token else "iteration"
+
+
+def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[str, ...]:
+    notes = []
+    for side, runs in (("A", a), ("B", b)):
+        kinds = {(m.setup.shape, m.setup.tp, m.setup.pp, m.setup.dp, m.setup.mbs) for m in runs}
+        if len(kinds) > 1:
+            notes.append(f"the runs of {side} differ among themselves in shape or topology")
+    gpus = [{m.setup.gpus for m in runs if m.setup.gpus} for runs in (a, b)]
+    if all(gpus) and gpus[0] != gpus[1]:
+        notes.append(f"A ran on {_either(gpus[0])} GPUs, B on {_either(gpus[1])}")
+    return tuple(notes)
+
+
+def _either(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def _quantile(p: float, freedom: float) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf(p, freedom))

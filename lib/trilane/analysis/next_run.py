@@ -1,0 +1,148 @@
+"""The next best short run: which measurement tells most about the decision, per GPU-hour that it costs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trilane.config.parallelism import Topology
+from trilane.costmodel.calibration import Configuration
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import memory_bytes, oom_probability
+from trilane.costmodel.uncertainty import Posterior
+from trilane.utils.validation import require
+
+ITERATIONS = 20  # of a short run
+
+
+STARTUP_S = {"cuda": 120.0, "cpu": 15.0}  # its start: imports, NCCL, first kernels; guessed, not measured
+
+
+DRAWS = 401  # values of a standard normal that stand for all of them
+
+
+CERTAIN = 1e-4  # of ln(seconds): less regret than this, and the question is how fast and no longer which
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is believed of the plans: which is fastest, with what chance each, and what choosing now may cost.
+
+    `regret` is how much of an iteration's time is expected to be lost by taking `winner` and not what would prove to
+    be the fastest; `seconds` and `half_width` are the winner's (90 % interval, of ln(seconds)).
+    """
+
+    winner: int
+    chances: tuple[float, ...]
+    regret: float
+    seconds: float
+    half_width: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortRun:
+    """A run that could be made: its cost, and what is expected to be known after it.
+
+    regret_saved       of Decision.regret, what this run is expected to save: its worth as a share of the training
+    half_width_after   of the winner's predicted time
+    worth              the objective over the cost: regret saved (or, once that is certain, variance of the winner's
+                       time taken away) per GPU-hour
+    """
+
+    case: Configuration
+    gpu_hours: float
+    regret_saved: float
+    half_width_after: float
+    worth: float
+
+
+def decide(plans: Sequence[Configuration], belief: Posterior) -> Decision:
+    """The decision among the plans as it stands; ValueError where there is no plan."""
+    require(bool(plans), "plans", "none", "nothing to decide")
+    mean, covariance = _per_sequence(plans, belief), belief.covariance(plans)
+    draws = np.random.default_rng(0).multivariate_normal(mean, covariance, size=4000, method="eigh")
+    winner = int(np.argmin(mean))
+    fastest = np.bincount(draws.argmin(axis=1), minlength=len(plans)) / len(draws)
+    return Decision(
+        winner=winner,
+        chances=tuple(fastest.tolist()),
+        regret=float(np.mean(draws[:, winner] - draws.min(axis=1))),
+        seconds=float(np.exp(belief.expected([plans[winner]])[0])),
+        half_width=1.645 * float(np.sqrt(covariance[winner, winner])),
+    )
+
+
+def next_runs(
+    plans: Sequence[Configuration],
+    belief: Posterior,
+    runs: Sequence[Configuration] = (),
+    iterations: int = ITERATIONS,
+    startup_s: float | None = None,
+) -> list[ShortRun]:
+    """The runs (those given, else the plans and their smaller siblings), the most worthwhile first.
+
+    A run of plan x moves the belief about plan i by s_i z, z standard normal, s_i = cov(i, x) / sd of x's measured
+    ln(seconds). The regret that it saves is min(mean) - E min(mean + s z): the knowledge gradient (Frazier, Powell and
+    Dayanik 2009, 'The knowledge-gradient policy for correlated normal beliefs', section 3), here summed over
+    DRAWS quantiles of z. Left out: that several runs together may tell more than each of them.
+    """
+    runs = list(runs) or siblings(plans)
+    mean, everything = _per_sequence(plans, belief), belief.covariance([*plans, *runs])
+    winner, known = int(np.argmin(mean)), len(plans)
+    z = _normal(DRAWS)
+    found = []
+    for number, run in enumerate(runs):
+        spread = np.sqrt(everything[known + number, known + number] + belief.noise**2)
+        moves = everything[:known, known + number] / spread
+        saved = float(mean.min() - (mean[:, None] + moves[:, None] * z).min(axis=0).mean())
+        left = max(everything[winner, winner] - moves[winner] ** 2, 0.0)
+        seconds = float(np.exp(belief.expected([run])[0]))
+        start = STARTUP_S[run.cluster.gpu.kind] if startup_s is None else startup_s
+        cost = run.topology.gpus * (start + iterations * seconds) / 3600
+        found.append((run, cost, max(saved, 0.0), float(moves[winner] ** 2), float(left)))
+    which = max(saved for _, _, saved, _, _ in found) > CERTAIN
+    short = [
+        ShortRun(
+            case=run,
+            gpu_hours=cost,
+            regret_saved=saved,
+            half_width_after=1.645 * left**0.5,
+            worth=(saved if which else taken) / cost,
+        )
+        for run, cost, saved, taken, left in found
+    ]
+    return sorted(short, key=lambda s: -s.worth)
+
+
+def siblings(plans: Sequence[Configuration]) -> list[Configuration]:
+    """The plans, and each with a half, a quarter, ... of its replicas and of its batch: the same pipeline for less.
+
+    Those that would rather run out of memory than not are left out: they would teach nothing.
+    """
+    found: dict[tuple[object, Topology], Configuration] = {}
+    for plan in plans:
+        t, dp = plan.topology, plan.topology.dp
+        while dp >= 1:
+            smaller = replace(t, dp=dp, gbs=t.gbs * dp // t.dp)
+            if _fits(case := replace(plan, topology=smaller)):
+                found.setdefault((plan.shape, smaller), case)
+            if dp % 2:
+                break
+            dp //= 2
+    return list(found.values()) or list(plans)
+
+
+def _fits(case: Configuration) -> bool:
+    need = memory_bytes(columns_of(case.shape, case.topology), case.cluster)
+    return float(oom_probability(need, case.cluster)) <= 0.5
+
+
+def _per_sequence(plans: Sequence[Configuration], belief: Posterior) -> np.ndarray:
+    """ln(seconds) per sequence: what plans of several batch sizes are compared by."""
+    return belief.expected(plans) - np.log([p.topology.gbs for p in plans])
+
+
+def _normal(count: int) -> np.ndarray:
+    from scipy.stats import norm
+
+    return norm.ppf((np.arange(count) + 0.5) / count)

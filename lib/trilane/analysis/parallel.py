@@ -1,0 +1,137 @@
+"""Many logs: read in several processes with a progress bar; every iteration as CSV, in constant memory."""
+
+import csv
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trilane.documents.runs import read_runs
+from trilane.logs.run import INTEGERS, RunLog
+
+LARGE = 50_000_000  # bytes in several files before other processes are worth their start
+
+
+SHOWN = 16  # files before progress is shown where no terminal is
+
+
+CHUNK = 50_000  # rows of a CSV file that are in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """What came of a log: a record for each run, or why it could not be read; the runs' CSV files, where asked for."""
+
+    records: list[dict[str, Any]]
+    error: str = ""
+    parts: tuple[Path, ...] = ()
+
+
+def read_many(
+    paths: Sequence[str], record: Callable[[RunLog], dict[str, Any]], keep: Sequence[str], out: Path | None = None
+) -> list[Read]:
+    """The records of all runs of the logs, in the logs' order; all iterations go to the CSV file `out`.
+
+    `record` and `keep` (as in read_runs) must be known to a new process. Large sets are read on all cores.
+    """
+    sizes = [Path(path).stat().st_size if Path(path).is_file() else 0 for path in paths]
+    workers = min(len(os.sched_getaffinity(0)), len(paths)) if sum(sizes) > LARGE else 1
+    with _folder(out) as folder:
+        jobs = [(path, record, keep, folder / str(i) if folder else None) for i, path in enumerate(paths)]
+        found = _pooled(jobs, workers) if workers > 1 else [_read(*job) for job in _shown(jobs)]
+        if out:
+            parts = [part for one in found for part in one.parts]
+            if parts:
+                _join(parts, out)
+    return found
+
+
+def _folder(out: Path | None) -> Any:
+    return _temporary(out) if out else nullcontext()
+
+
+@contextmanager
+def _temporary(out: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
+        yield Path(name)
+
+
+def _shown(jobs: Sequence[Any], done: Iterator[Any] | None = None) -> Any:
+    from tqdm import tqdm
+
+    hidden = not sys.stderr.isatty() and len(jobs) < SHOWN
+    every = 0.1 if sys.stderr.isatty() else 5.0
+    return tqdm(done or jobs, total=len(jobs), unit="log", mininterval=every, disable=hidden or len(jobs) < 2)
+
+
+def _pooled(jobs: Sequence[tuple], workers: int) -> list[Read]:
+    # a fork has numpy and pandas already; nothing here has started a thread
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        places = {pool.submit(_read, *job): place for place, job in enumerate(jobs)}
+        for done in _shown(jobs, as_completed(places)):
+            done.result()
+        return [job.result() for job, _ in sorted(places.items(), key=lambda item: item[1])]
+
+
+def _read(path: str, record: Callable[[RunLog], dict[str, Any]], keep: Sequence[str], folder: Path | None) -> Read:
+    if folder:
+        folder.mkdir()
+    try:
+        runs = read_runs(path, keep, folder)
+    except (ValueError, OSError) as error:
+        return Read(records=[], error=str(error))
+    parts = []
+    for number, log in enumerate(runs, 1):
+        if folder:
+            parts.append(folder / f"{number}.csv")
+            write_iterations(parts[-1], log, number)
+    return Read(records=[record(log) for log in runs], parts=tuple(parts))
+
+
+def write_iterations(path: Path, log: RunLog, number: int) -> None:
+    """The iterations of a run as CSV, `file` and `run` (its `number`) in front."""
+    import pandas as pd
+
+    kept, taped = log.iterations, log.taped
+    whole = {name for name in INTEGERS if name in taped and _is_whole(taped[name].read, len(kept))}
+    for start in range(0, max(1, len(kept)), CHUNK):
+        rows = kept.iloc[start : start + CHUNK]
+        more = {name: column.read(start, start + len(rows)) for name, column in taped.items()}
+        more = {name: values.astype("int64") if name in whole else values for name, values in more.items()}
+        table = pd.concat([rows, pd.DataFrame(more, index=rows.index)], axis=1)
+        table.insert(0, "file", str(log.source))
+        table.insert(1, "run", number)
+        table.to_csv(path, mode="a", header=start == 0, index=False)
+
+
+def _is_whole(read: Callable[[int, int], Any], rows: int) -> bool:
+    steps = range(0, rows, CHUNK)
+    return all(bool((abs(read(start, min(rows, start + CHUNK))) < 2**53).all()) for start in steps)
+
+
+def _join(parts: Sequence[Path], out: Path) -> None:
+    """One CSV file of several; a column that a part lacks is empty."""
+    headers = [_header(part) for part in parts]
+    names = list(dict.fromkeys(name for header in headers for name in header))
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for part, header in zip(parts, headers, strict=True):
+            with part.open(newline="") as source:
+                if header == names:
+                    source.readline()
+                    shutil.copyfileobj(source, file, 1 << 20)
+                else:
+                    writer.writerows(csv.DictReader(source))
+
+
+def _header(part: Path) -> list[str]:
+    with part.open(newline="") as file:
+        return next(csv.reader(file))

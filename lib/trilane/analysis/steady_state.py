@@ -1,0 +1,113 @@
+"""The stable window: which iterations of a run count, and which are left out for what reason."""
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from trilane.logs.run import RunLog
+
+WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """Iterations that do not count, as the log numbers them (a row of a table has no number), and why."""
+
+    reason: str
+    iterations: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{ranges(self.iterations) or 'a line'} ({self.reason})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyState:
+    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` says what the others are."""
+
+    counts: np.ndarray
+    left_out: tuple[LeftOut, ...]
+    note: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Which iterations are left out and why, in words."""
+        said = "; ".join(map(str, self.left_out)) or "none"
+        return f"left out: {said}" + (f"; {self.note}" if self.note else "")
+
+
+def stable_window(log: RunLog, warm_up: int = WARM_UP) -> SteadyState:
+    """The iterations whose seconds tell how fast the run is.
+
+    Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
+    optimizer did not step; another batch size or sequence length than most (ramp-up, curriculum); the line after an
+    evaluation or a checkpoint, as versions before 2024 count those in. Where that would leave nothing, a
+    reason does not hold, and the note says so.
+
+    Evaluations and checkpoints are known by `eval_interval` and `save_interval` among the arguments; what a log does
+    not tell is not left out, but the median of the rest cares little.
+    """
+    table = log.iterations
+    if not len(table) or "sec_per_it" not in table:
+        return SteadyState(counts=np.zeros(len(table), bool), left_out=())
+    at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
+    counts, left_out, notes = np.isfinite(seconds), list[LeftOut](), list[str]()
+    if not counts.all():
+        left_out.append(_left_out("no time printed", at, ~counts))
+    for reason, bad in _reasons(log, at, warm_up):
+        if not (bad & counts).any():
+            continue
+        if not (counts & ~bad).any():
+            notes.append(f"all that is left is {reason}, so it counts")
+            continue
+        left_out.append(_left_out(reason, at, bad & counts))
+        counts &= ~bad
+    return SteadyState(counts=counts, left_out=tuple(left_out), note="; ".join(notes))
+
+
+def _reasons(log: RunLog, at: np.ndarray, warm_up: int) -> list[tuple[str, np.ndarray]]:
+    table, lines = log.iterations, len(at)
+    step = _interval(at)
+    warm = (at - at[:1] < warm_up) & (np.arange(lines) < max(1, lines // 2)) & (lines > 1) & (warm_up > 0)
+    reasons = [("warm-up", warm)]
+    if "skipped" in table:
+        reasons.append(("skipped", table["skipped"].to_numpy(float) > 0))
+    for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):
+        if name in table:
+            values = table[name].to_numpy(float)
+            if (values == values[0]).all():  # nearly always, and a long log has millions
+                continue
+            sizes, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
+            usual = sizes[np.flatnonzero(count == count.max())[-1]]
+            others = ", ".join(f"{v:.0f}" for v in sizes if v != usual and v == v)
+            reasons.append((f"{words} {others}, not {usual:.0f}", inverse != np.searchsorted(sizes, usual)))
+    for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
+        every = log.arguments.get(name)
+        if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+            reasons.append((words, _follows(at, step, every)))
+    return reasons
+
+
+def _follows(at: np.ndarray, step: float, every: int) -> np.ndarray:
+    """Whether a line's iterations, at - step + 1 to at, hold one that comes right after a multiple of `every`."""
+    first, last = at - step, at - 1  # the iterations before those of the line
+    return (np.floor(last / every) * every >= np.maximum(first, 1)) & (last >= every)
+
+
+def _interval(at: np.ndarray) -> float:
+    """Iterations that one line covers."""
+    steps = np.diff(at)
+    return float(np.median(steps[steps > 0])) if (steps > 0).any() else 1.0
+
+
+def _left_out(reason: str, at: np.ndarray, which: np.ndarray) -> LeftOut:
+    named = at[which & (at < 2**53)]  # neither NaN nor what a broken line makes of a number
+    return LeftOut(reason=reason, iterations=tuple(named.astype(int).tolist()))
+
+
+def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
+    """ "1-5, 100, 200 and 7 more": numbers that follow each other as ranges, at most `most` of them."""
+    runs = [[n for _, n in group] for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    more = sum(map(len, runs[most:]))
+    return ", ".join(words[:most]) + (f" and {more} more" if more else "")

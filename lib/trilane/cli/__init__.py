@@ -1,0 +1,1 @@
+"""The command `trilane`: argument parsing and printing only, one module a command group."""

@@ -1,0 +1,120 @@
+"""Ramp: a batch size that grows while the run consumes samples, as Megatron-LM counts it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trilane.utils.validation import require, require_integer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Consecutive iterations of one batch size: `iterations` x `gbs` samples, the first of them sample `first`."""
+
+    gbs: int
+    iterations: int
+    first: int
+
+    @property
+    def samples(self) -> int:
+        """Samples that the phase consumes."""
+        return self.gbs * self.iterations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One iteration's samples: iteration `number`, counted from 1, takes `gbs` of them, the first is sample `first`."""
+
+    number: int
+    first: int
+    gbs: int
+
+    @property
+    def end(self) -> int:
+        """Samples consumed once it is done."""
+        return self.first + self.gbs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """From `start` sequences an iteration to the plan's gbs in steps of `increment`, over `samples`; 0: constant.
+
+    Megatron-LM's --rampup-batch-size START INCREMENT SAMPLES (num_microbatches_calculator.py): the ramp's samples are
+    shared out evenly among its n = (gbs - start) / increment steps; c consumed samples mean step floor(c n / samples).
+    """
+
+    start: int = 0
+    increment: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        require_integer("ramp.samples", self.samples, 0)
+        for name in ("start", "increment"):
+            require_integer(f"ramp.{name}", getattr(self, name), 1 if self.samples else 0)
+
+    def steps(self, gbs: int) -> int:
+        """How often the batch grows on its way to `gbs`; ValueError where the steps do not end there."""
+        if not self.samples:
+            return 0
+        require(self.start <= gbs, "ramp.start", self.start, f"must not be above gbs={gbs}")
+        rule = f"must divide the way from start={self.start} to gbs={gbs}"
+        require((gbs - self.start) % self.increment == 0, "ramp.increment", self.increment, rule)
+        return (gbs - self.start) // self.increment
+
+    def batch_size(self, consumed: int, gbs: int) -> int:
+        """Sequences of the iteration that begins at sample `consumed`, on the way to `gbs`."""
+        if consumed >= self.samples:
+            return gbs
+        return self.start + consumed * self.steps(gbs) // self.samples * self.increment
+
+    def phases(self, gbs: int) -> list[Phase]:
+        """The phases below `gbs`, in order. A step that one iteration skips altogether has no phase."""
+        phases: list[Phase] = []
+        consumed, steps = 0, self.steps(gbs)
+        for step in range(steps):
+            end = -(-(step + 1) * self.samples // steps)  # the first sample that belongs to the next step
+            batch = self.start + step * self.increment
+            iterations = max(0, -(-(end - consumed) // batch))
+            if iterations:
+                phases.append(Phase(gbs=batch, iterations=iterations, first=consumed))
+            consumed += batch * iterations
+        return phases
+
+    def iterations(self, samples: int, gbs: int) -> int:
+        """Iterations until at least `samples` are consumed."""
+        count = consumed = 0
+        for phase in self.phases(gbs):
+            if consumed + phase.samples >= samples:
+                return count - (consumed - samples) // phase.gbs
+            count, consumed = count + phase.iterations, consumed + phase.samples
+        return count - (consumed - samples) // gbs
+
+    def consumed(self, iterations: int, gbs: int) -> int:
+        """Samples after so many iterations."""
+        count = consumed = 0
+        for phase in self.phases(gbs):
+            if count + phase.iterations >= iterations:
+                return consumed + (iterations - count) * phase.gbs
+            count, consumed = count + phase.iterations, consumed + phase.samples
+        return consumed + (iterations - count) * gbs
+
+    def batches(self, iterations: int, gbs: int, done: int = 0) -> Iterator[Batch]:
+        """The iterations after the first `done`, up to number `iterations`, one by one."""
+        first = self.consumed(done, gbs)
+        for number in range(done + 1, iterations + 1):
+            batch = Batch(number=number, first=first, gbs=self.batch_size(first, gbs))
+            yield batch
+            first = batch.end
+
+    def failing(self, gbs: int, multiple: int) -> list[int]:
+        """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""
+        sizes = [self.start + step * self.increment for step in range(self.steps(gbs))]
+        return [size for size in [*sizes, gbs] if size % multiple]
+
+
+def parse_ramp(text: str) -> Ramp:
+    """The ramp of "START,INCREMENT,SAMPLES", such as "192,16,9765625"; ValueError otherwise."""
+    parts = [part.strip().replace("_", "") for part in text.split(",")]
+    ok = len(parts) == 3 and all(part.isdecimal() for part in parts)
+    require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
+    start, increment, samples = (int(part) for part in parts)
+    return Ramp(start=start, increment=increment, samples=samples)

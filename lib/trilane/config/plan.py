@@ -1,0 +1,224 @@
+"""Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only input."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trilane.config.batch_rampup import Batch, Ramp
+from trilane.config.cluster import Cluster
+from trilane.config.engines import ENGINES, unsupported_reason
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology, invalid_reason
+from trilane.utils.validation import (
+    from_mapping,
+    read_json,
+    require,
+    require_integer,
+    require_known,
+    require_positive,
+    to_mapping,
+)
+
+BLEND = "blend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One source of a blend and its share of the samples, relative to the other weights."""
+
+    source: str
+    weight: float
+
+    def __post_init__(self) -> None:
+        require(self.source != BLEND, "data.blend", self.source, "a blend cannot hold another")
+        require_positive(f"data.blend weight of {self.source}", self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where the tokens come from.
+
+    source      "stdlib" (text of Python's standard library), "mock" (made on the fly), a text or JSONL file, a folder
+                of text files, the prefix of an existing Megatron .bin/.idx pair, or "blend"
+    blend       the sources of "blend", mixed sample by sample so that their shares stay close to their weights
+    tokenizer   "bytes" (256 bytes and an end-of-document token), or a local folder with a Hugging Face tokenizer.json
+    folder      where prepared .bin/.idx pairs are kept
+    """
+
+    source: str = "stdlib"
+    tokenizer: str = "bytes"
+    folder: str = "outputs/data"
+    blend: tuple[Part, ...] = ()
+
+    def __post_init__(self) -> None:
+        parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
+        require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
+        require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_samples: int = 0
+    decay_samples: int = 0
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("lr", self.lr)
+        require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must lie between 0 and lr={self.lr}")
+        require_integer("warmup_samples", self.warmup_samples, 0)
+        require_integer("decay_samples", self.decay_samples, 0)
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
+        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Shares of values that training sets to 0: `hidden` after the embedding, the attention and the MLP, `attention` in
+    the attention's probabilities. Megatron-LM's --hidden-dropout and --attention-dropout, which are 0.1 there.
+    """
+
+    hidden: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "attention"):
+            share = getattr(self, name)
+            require(0 <= share < 1, f"dropout.{name}", share, "must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How long the run is and what it leaves behind.
+
+    save_interval           iterations from one checkpoint to the next (0: none, but when asked by signal or file); a
+                            run that saves at all saves its last iteration too
+    keep_last               so many checkpoints are kept (0: all)
+    exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
+    load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
+    start_iteration         so many iterations are done by the plan before, whose checkpoint is `load`
+    exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
+    timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
+    tensorboard             also an event file for TensorBoard
+    hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
+                            off); longer than the longest iteration, checkpoint included
+    trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
+    """
+
+    train_iters: int = 50
+    log_interval: int = 1
+    timers: bool = False
+    tensorboard: bool = False
+    seed: int = 1234
+    ramp: Ramp = field(default_factory=Ramp)
+    save_interval: int = 0
+    keep_last: int = 2
+    exit_duration_minutes: float = 0.0
+    load: str = ""
+    hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
+    trace_packages: str = ""
+    trace_calls: int = 500
+    start_iteration: int = 0
+    exit_iteration: int = 0
+
+    def __post_init__(self) -> None:
+        require_integer("train_iters", self.train_iters, 1)
+        require_integer("log_interval", self.log_interval, 1)
+        require_integer("save_interval", self.save_interval, 0)
+        require_integer("keep_last", self.keep_last, 0)
+        require_integer("start_iteration", self.start_iteration, 0)
+        require_integer("exit_iteration", self.exit_iteration, 0)
+        rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
+        require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
+        require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
+        minutes = self.exit_duration_minutes
+        require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
+        require(
+            0 <= self.hang_timeout_s < float("inf"), "hang_timeout_s", self.hang_timeout_s, "must be >= 0 (0.0: off)"
+        )
+        require_integer("trace_calls", self.trace_calls, 1)
+        plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
+        require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether a checkpoint of the goal belongs to the run: it saves in between, or another plan goes on."""
+        return self.save_interval > 0 or self.exit_iteration > 0
+
+    @property
+    def goal(self) -> int:
+        """The iteration after which this plan has nothing left to do."""
+        return self.exit_iteration or self.train_iters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that one training run needs; if it exists, it can be started. ValueError otherwise."""
+
+    label: str
+    shape: ModelShape
+    cluster: Cluster
+    topology: Topology
+    engine: str = "megatron"
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    dropout: Dropout = field(default_factory=Dropout)
+    run: Run = field(default_factory=Run)
+
+    def __post_init__(self) -> None:
+        require(bool(self.label) and "/" not in self.label, "label", repr(self.label), "must be a plain folder name")
+        require_known("engine", self.engine, ENGINES)
+        t = self.topology
+        reason = unsupported_reason(self.engine, self.shape, t) or invalid_reason(self.shape, t)
+        if reason:
+            raise ValueError(reason)
+        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
+        require(t.gpus <= self.cluster.max_gpus, "tp x pp x dp", t.gpus, rule)
+        self.cluster.gpu.flops_per_s(t.precision)
+        self._check_ramp()
+
+    def _check_ramp(self) -> None:
+        """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them.
+
+        Steps count that this plan itself trains: its part of a chain may be what no other number of replicas could do.
+        """
+        t, groups = self.topology, self.topology.pp if self.topology.interleaving > 1 else 1
+        run, multiple = self.run, t.mbs * t.dp * groups
+        failing = run.ramp.failing(t.gbs, multiple)
+        if failing and run.start_iteration + run.exit_iteration:
+            failing = sorted({b.gbs for b in self.batches(run.start_iteration) if b.gbs % multiple})
+        rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
+        rule += f", times pp={t.pp} with interleaving" if groups > 1 else ""
+        require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+
+    @property
+    def samples(self) -> int:
+        """Samples that the whole run consumes, its ramp-up counted."""
+        return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
+
+    def batches(self, done: int = 0) -> Iterator[Batch]:
+        """The iterations left to this plan after `done` of them, each with its batch size and its first sample."""
+        return self.run.ramp.batches(self.run.goal, self.topology.gbs, done)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as the JSON object of plan.json."""
+        return to_mapping(self)
+
+
+def plan_from_json(values: dict[str, Any]) -> Plan:
+    """The plan of a JSON object; a `prediction` beside it, as a search result carries, is set aside."""
+    fields = {k: v for k, v in values.items() if k != "prediction"} if isinstance(values, dict) else values
+    return from_mapping(Plan, fields, "plan")
+
+
+def read_plan(path: Path | str) -> Plan:
+    """The plan in the JSON file `path`; ValueError where it is missing, malformed or impossible."""
+    return plan_from_json(read_json(path, "plan"))

@@ -1,0 +1,166 @@
+"""Calibration: the constants of one cluster and engine, what they were fitted to, and how far predictions scatter."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.costmodel.constants import BOUNDS, Bound, Constants
+from trilane.utils.validation import from_mapping, read_json, require, require_positive, to_mapping
+
+# Seconds that CUDA_LAUNCH_BLOCKING=1 adds to a layer's waits: the chronicles print 91.04 against 97.20 TFLOPs on 80
+# GPUs (3.5 ms a layer and microbatch) and no difference on 160; the A100 fit has 5.0 ms with it and 3.0 ms without.
+BLOCKED_LAUNCH_S = 2e-3
+
+
+ASYNCHRONOUS = "asynchronous launches"  # how the name of the regime without it begins
+
+
+FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """Days (and sizes of jobs, where given) on which some constants were others: a covariate, not noise.
+
+    `factor` multiplies the constants named; what nobody told us about a plan of today is none of them.
+    """
+
+    name: str
+    constants: tuple[str, ...]
+    first_day: str
+    last_day: str
+    gpus: tuple[int, ...] = ()
+    factor: float = FACTOR.prior
+
+    def applies(self, day: str, gpus: float) -> bool:
+        """Whether a run of that ISO date on that many GPUs was in this regime."""
+        return bool(day) and self.first_day <= day <= self.last_day and (not self.gpus or gpus in self.gpus)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One run to be predicted: what ran where, and on which ISO day ("" where unknown)."""
+
+    shape: ModelShape
+    topology: Topology
+    cluster: Cluster
+    day: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
+
+    Raises ValueError for a constant outside its physical bound.
+    """
+
+    matmul: float = BOUNDS["matmul"].prior
+    prologue: float = BOUNDS["prologue"].prior
+    quantization: float = BOUNDS["quantization"].prior
+    memory: float = BOUNDS["memory"].prior
+    node: float = BOUNDS["node"].prior
+    network: float = BOUNDS["network"].prior
+    p2p: float = BOUNDS["p2p"].prior
+    misaligned: float = BOUNDS["misaligned"].prior
+    crowding: float = BOUNDS["crowding"].prior
+    launch_s: float = BOUNDS["launch_s"].prior
+    skew_s: float = BOUNDS["skew_s"].prior
+    handoff_s: float = BOUNDS["handoff_s"].prior
+    pressure: float = BOUNDS["pressure"].prior
+    overlap: float = 0.0
+    half_width: float = 0.15
+    rows: int = 0
+    regimes: tuple[Regime, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, bound in BOUNDS.items():
+            value = getattr(self, name)
+            rule = f"must lie between {bound.low} and {bound.high}"
+            require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
+        require_positive("calibration.half_width", self.half_width)
+        require(0 <= self.overlap < 1, "calibration.overlap", self.overlap, "must lie between 0 and 1")
+
+    @property
+    def constants(self) -> Constants:
+        """The constants alone, as the formulas take them."""
+        return Constants(**{name: getattr(self, name) for name in BOUNDS}, overlap=self.overlap)
+
+    def on(self, day: str, gpus: int) -> "Calibration":
+        """The calibration of one day: the factors of its regimes applied."""
+        values = {name: getattr(self, name) for name in BOUNDS}
+        for regime in self.regimes:
+            if regime.applies(day, gpus):
+                for name in regime.constants:
+                    values[name] = max(values[name] * regime.factor, BOUNDS[name].low)
+        return replace(self, **values)
+
+    def with_launch_blocking(self, blocking: bool) -> "Calibration":
+        """The constants with CUDA_LAUNCH_BLOCKING=1, or without it.
+
+        The shipped A100 constants come from runs that blocked, with a regime of days that did not; others are without.
+        """
+        free = next((r for r in self.regimes if r.name.startswith(ASYNCHRONOUS)), None)
+        if free:
+            factors = {name: getattr(self, name) * free.factor for name in free.constants}
+            return self if blocking else replace(self, **factors)
+        slower = min(self.launch_s + BLOCKED_LAUNCH_S, BOUNDS["launch_s"].high)
+        return replace(self, launch_s=slower) if blocking else self
+
+    def interval(self, seconds: Any) -> tuple[Any, Any]:
+        """The 90 % interval around a predicted time, or around an array of them."""
+        factor = math.exp(self.half_width)
+        return seconds / factor, seconds * factor
+
+
+def default(cluster: Cluster, stack: str = "") -> Calibration:
+    """What is assumed before the first measured row of one's own.
+
+    The shipped fit of that cluster and software stack, or of the cluster; elsewhere what A100 and V100 rows agree on,
+    with waiting times of a well-kept system.
+    """
+    shipped = _shipped("calibrations")
+    for name in (f"{cluster.name}/{stack}", cluster.name):
+        if name in shipped:
+            return from_mapping(Calibration, shipped[name], "calibration")
+    if cluster.gpu.kind == "cpu":
+        # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
+        launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
+        return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
+    generation = "hopper" if cluster.gpu.compute_capability[0] == 9 else "transferable"
+    return from_mapping(Calibration, shipped[generation], "calibration")
+
+
+def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
+    """The regimes of a cluster of the measured rows, their factors at the prior."""
+    return tuple(from_mapping(Regime, r, "regime") for r in _shipped("regimes").get(cluster, []))
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    return read_json(Path(str(resources.files("trilane").joinpath(f"data/{name}.json"))), name)
+
+
+def to_json(calibration: Calibration) -> dict[str, Any]:
+    """The calibration as a JSON object; `regimes` only where it has some."""
+    values = to_mapping(calibration)
+    return values if calibration.regimes else {k: v for k, v in values.items() if k != "regimes"}
+
+
+def from_json(values: object) -> Calibration:
+    """The calibration of a JSON object; ValueError names a wrong field."""
+    return from_mapping(Calibration, values, "calibration")
+
+
+def save(calibration: Calibration, path: Path | str) -> None:
+    """Write it as JSON; load() reads it back."""
+    Path(path).write_text(json.dumps(to_json(calibration), indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path | str) -> Calibration:
+    """The calibration in a JSON file; ValueError where it is missing, malformed or outside the bounds."""
+    return from_json(read_json(path, "calibration"))

@@ -1,0 +1,169 @@
+"""Columns: one plan, or a million, as numbers that every prediction formula takes alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import RECOMPUTE, Topology
+
+# DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
+LIBRARY_BUCKET = 500_000_000
+
+
+Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Sizes of models and topologies, each a number or an array.
+
+    Choices are numbers too: `recompute` 0 none, 1 selective, 2 full; `embedding_layers` 1 where the pipeline counts
+    embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
+    `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32;
+    `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size.
+    """
+
+    layers: Number
+    hidden: Number
+    heads: Number
+    seq: Number
+    vocab: Number
+    tp: Number
+    pp: Number
+    dp: Number
+    mbs: Number
+    gbs: Number
+    zero: Number
+    recompute: Number
+    interleaving: Number
+    embedding_layers: Number
+    sequence_parallel: Number
+    offload: Number
+    value_bytes: Number
+    fp32_gradients: Number
+    stores_scores: Number
+    torch_adam: Number
+    untied: Number
+    embedding_layernorm: Number
+    first_stage_layers: Number = 0  # 0: as many as the others
+    last_stage_layers: Number = 0
+    library_buckets: Number = 0
+
+    @property
+    def microbatches(self) -> Number:
+        """Microbatches per iteration and replica."""
+        return self.gbs / (self.mbs * self.dp)
+
+    @property
+    def gpus(self) -> Number:
+        """GPUs of the run."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def tokens(self) -> Number:
+        """Tokens of one microbatch."""
+        return self.mbs * self.seq
+
+    @property
+    def head_dim(self) -> Number:
+        """Channels of one attention head."""
+        return self.hidden / self.heads
+
+    @property
+    def layer_parameters(self) -> Number:
+        """Parameters of one layer on one GPU; tp divides all but norms and the biases of row-parallel matrices."""
+        h = self.hidden
+        return (12 * h * h + 7 * h) / self.tp + 6 * h
+
+    @property
+    def embedding_parameters(self) -> Number:
+        """Parameters of the word embedding on one GPU."""
+        return self.vocab * self.hidden / self.tp
+
+    @property
+    def stage_layers(self) -> tuple[Number, Number, Number]:
+        """Transformer layers of the first, of a middle and of the last pipeline stage.
+
+        Layers are dealt in stages of ceil(units / pp), and the last stage gets what is left: DeepSpeed's greedy balance
+        gives 78 layers on 12 stages as 11 x 7 + 1 (BigScience chronicles, 'Re-do').
+        A first or last stage with a number of its own stands apart, and the others share the rest.
+        """
+        own_first, own_last = self.first_stage_layers, self.last_stage_layers
+        units = self.layers + 2 * self.embedding_layers - own_first - own_last
+        others = self.pp - np.greater(own_first, 0) - np.greater(own_last, 0)
+        each = np.ceil(units / np.maximum(others, 1))
+        first = np.where(np.greater(own_first, 0), own_first, np.minimum(each, units) - self.embedding_layers)
+        rest = np.maximum(units - each * (others - 1) - self.embedding_layers, 0)
+        last = np.where(np.greater(own_last, 0), own_last, rest)
+        alone = self.pp == 1
+        return np.where(alone, self.layers, first), each, np.where(alone, self.layers, last)
+
+    @property
+    def bucket_values(self) -> Number:
+        """Values in one of ZeRO's buckets: one layer's matrices, 12 h^2, and never more than DeepSpeed's own size.
+
+        Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
+        """
+        h2 = self.hidden * self.hidden
+        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(LIBRARY_BUCKET, 12 * h2))
+        return np.where(np.equal(self.library_buckets, 1), LIBRARY_BUCKET, fitted)
+
+    def take(self, index: Any) -> "Columns":
+        """The chosen rows; what is the same for all rows stays a number."""
+        return Columns(**{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)})
+
+
+def columns_of(shape: ModelShape, topology: Topology) -> Columns:
+    """One plan as Columns of numbers."""
+    t = topology
+    return Columns(
+        layers=shape.num_layers,
+        hidden=shape.hidden_size,
+        heads=shape.num_attention_heads,
+        seq=shape.seq_length,
+        vocab=shape.vocab_size,
+        tp=t.tp,
+        pp=t.pp,
+        dp=t.dp,
+        mbs=t.mbs,
+        gbs=t.gbs,
+        zero=t.zero,
+        recompute=RECOMPUTE.index(t.recompute),
+        interleaving=t.interleaving,
+        embedding_layers=int(t.partition != "uniform"),
+        sequence_parallel=int(t.sequence_parallel),
+        offload=("none", "optimizer", "full").index(t.offload),
+        value_bytes=4 if t.precision == "fp32" else 2,
+        fp32_gradients=int(t.fp32_gradients),
+        stores_scores=int(t.attention == "scores"),
+        torch_adam=int(t.adam == "torch"),
+        untied=int(not shape.tied_embeddings),
+        embedding_layernorm=int(shape.embedding_layernorm),
+        first_stage_layers=t.first_stage_layers,
+        last_stage_layers=t.last_stage_layers,
+        library_buckets=int(t.buckets == "library"),
+    )
+
+
+def stack(rows: Sequence[Columns]) -> Columns:
+    """Several plans as Columns of arrays."""
+    return Columns(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(Columns)})
+
+
+def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
+    """Peak matmul rate of one process: the card's in its precision, or its share of a CPU machine's cores."""
+    gpu = cluster.gpu
+    half = max(gpu.fp16_flops_per_s, gpu.bf16_flops_per_s) or gpu.fp32_flops_per_s
+    if gpu.kind == "cpu":
+        threads = np.maximum(cluster.cores_per_node // columns.gpus, 1)
+        return gpu.fp32_flops_per_s * threads / slowdown(columns, cluster)
+    return np.where(np.equal(columns.value_bytes, 4), gpu.fp32_flops_per_s, half)
+
+
+def slowdown(columns: Columns, cluster: Cluster) -> Number:
+    """How many processes of a CPU machine wait for one core; 1 on GPUs."""
+    return np.maximum(columns.gpus / cluster.cores_per_node, 1.0) if cluster.gpu.kind == "cpu" else 1.0

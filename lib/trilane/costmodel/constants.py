@@ -1,0 +1,74 @@
+"""Constants: the few numbers of the time model that peaks alone do not give, each inside a physical bound."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trilane.costmodel.columns import Number
+
+
+class Bound(NamedTuple):
+    """Where a constant may lie: its prior, the standard deviation of the prior's logarithm, and hard limits."""
+
+    prior: float
+    deviation: float
+    low: float
+    high: float
+
+
+# An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches 0.75-0.85 of the peak on
+# large matmuls (NVIDIA, 'Matrix multiplication background', A100 figures), STREAM 0.85 of the memory's rate,
+# nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
+BOUNDS = {
+    "matmul": Bound(0.79, 0.06, 0.10, 0.98),
+    "prologue": Bound(125, 0.3, 1, 2000),
+    "quantization": Bound(0.60, 0.25, 0.05, 1.0),
+    "memory": Bound(0.81, 0.07, 0.1, 1.0),
+    "node": Bound(0.75, 0.15, 0.02, 1.0),
+    "network": Bound(0.50, 0.5, 0.001, 1.0),
+    "p2p": Bound(0.60, 0.5, 0.001, 1.0),
+    "misaligned": Bound(0.60, 0.15, 0.1, 1.0),
+    "crowding": Bound(0.10, 0.3, 0.005, 0.2),
+    "launch_s": Bound(5e-4, 1.2, 1e-5, 2e-2),
+    "skew_s": Bound(1e-4, 1.2, 1e-6, 1e-2),
+    "handoff_s": Bound(1e-3, 1.2, 1e-6, 1e-1),
+    "pressure": Bound(0.05, 0.7, 1e-4, 0.2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Numbers, or arrays with one entry a row where rows were measured under different conditions.
+
+    matmul        share of the peak rate that a large, whole-tile matmul reaches
+    prologue      depth K at which a tile's prologue and epilogue take as long as its main loop
+    quantization  share of the last, incomplete wave of tiles that is really lost
+    memory        share of the memory's peak rate that element-wise kernels reach
+    node          share of the node bus that an all-reduce reaches
+    network       share of a node's network that gradient reduction and parameter gathering reach
+    p2p           the same for activations between pipeline stages
+    misaligned    share of the fp32 peak that attention reaches where head_dim % 8 != 0 shuts the tensor cores out
+    crowding      exponent by which those attention kernels slow down with the heads in flight (cause unknown)
+    launch_s      seconds per layer and microbatch that kernels wait for their launch
+    skew_s        seconds per all-reduce over 8 GPUs waiting for the last of them
+    handoff_s     seconds per microbatch and stage boundary for meeting the neighbour
+    pressure      relative slowdown when the caching allocator has no memory left to cache in
+    overlap       share of communication that hides under computation; given, not fitted: 0 in stacks of 2022
+    """
+
+    matmul: Number
+    prologue: Number
+    quantization: Number
+    memory: Number
+    node: Number
+    network: Number
+    p2p: Number
+    misaligned: Number
+    crowding: Number
+    launch_s: Number
+    skew_s: Number
+    handoff_s: Number
+    pressure: Number
+    overlap: Number = 0.0
+
+
+PRIOR = Constants(**{name: bound.prior for name, bound in BOUNDS.items()})

@@ -1,0 +1,145 @@
+"""Fitting: constants from measured rows, robustly, inside their bounds and held by a prior."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.costmodel.calibration import FACTOR, Calibration, Configuration, Regime
+from trilane.costmodel.columns import Columns, columns_of, stack
+from trilane.costmodel.constants import BOUNDS, Constants
+from trilane.costmodel.iteration import iteration_columns
+from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
+from trilane.utils.validation import require, require_positive
+
+NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
+
+
+CPU_DEVIATION = 0.5  # other work on the machine may take half of it: no efficiency of a GPU is known that badly
+
+
+# A prior that was itself fitted to rows is held tighter: this many rows halve the variance of its constants. Without
+# it, 8 more rows of one table took the shipped A100 constants from 1.1 to 6 % (median) elsewhere (docs/log.md).
+HELD_ROWS = 10
+
+
+MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
+
+
+# Prior deviation of each memory constant's logarithm: what DeepSpeed documents is held tighter than what is guessed
+MEMORY_DEVIATION = dict(
+    optimizer=0.1, accumulated=0.3, checkpoint=0.2, working=0.5, logit=0.3, base_bytes=0.7, slack=0.7
+)
+
+
+Group = tuple[Cluster, np.ndarray, Columns]
+
+
+def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
+    """The cases of each cluster as Columns, with their places in `cases`."""
+    names = [c.cluster.name for c in cases]
+    groups = []
+    for name in dict.fromkeys(names):
+        index = np.array([i for i, other in enumerate(names) if other == name])
+        columns = stack([columns_of(cases[i].shape, cases[i].topology) for i in index])
+        groups.append((cases[index[0]].cluster, index, columns))
+    return groups
+
+
+def robust_minimum(
+    errors: Callable[[np.ndarray], np.ndarray],
+    start: np.ndarray,
+    deviation: np.ndarray,
+    bounds: tuple[np.ndarray, np.ndarray],
+    noise: float,
+) -> np.ndarray:
+    """The logs that minimize sum 2 (sqrt(1 + (error/noise)^2) - 1) + sum ((log - start) / deviation)^2.
+
+    The first term is soft L1: a row that is off by many times the noise pulls as its absolute error, not its square.
+    """
+    from scipy.optimize import least_squares  # half a second that planning alone need not pay
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        r = errors(logs) / noise
+        robust = np.sign(r) * np.sqrt(2 * (np.sqrt(1 + r * r) - 1))
+        return np.concatenate([robust, (logs - start) / deviation])
+
+    inside = np.clip(start, bounds[0] + 1e-9, bounds[1] - 1e-9)
+    return least_squares(residuals, inside, bounds=bounds, x_scale=deviation, xtol=1e-5, ftol=1e-6).x
+
+
+def time_errors(
+    cases: Sequence[Configuration], measured: np.ndarray, regimes: Sequence[Regime], overlap: float
+) -> Callable[[np.ndarray], np.ndarray]:
+    """ln(predicted / measured) as a function of the logarithms of the constants, then of the regimes' factors."""
+    applies = [np.array([r.applies(c.day, c.topology.gpus) for c in cases]) for r in regimes]
+    groups = by_cluster(cases)
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        predicted = np.empty_like(measured)
+        values: dict[str, Any] = dict(zip(BOUNDS, np.exp(logs), strict=False))
+        for regime, days, log in zip(regimes, applies, logs[len(BOUNDS) :], strict=True):
+            for name in regime.constants:
+                values[name] = values[name] * np.where(days, np.exp(log), 1.0)
+        for cluster, index, columns in groups:
+            here = {n: v[index] if np.ndim(v) else v for n, v in values.items()}
+            predicted[index] = iteration_columns(columns, cluster, Constants(**here, overlap=overlap)).total
+        return np.log(predicted / measured)
+
+    return errors
+
+
+def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Calibration:
+    """The calibration that explains `measured` seconds: its constants, and the factors of regimes that a case was in.
+
+    A constant that no row exercises keeps its prior. The interval's half-width is the 90 % quantile of the errors, the
+    prior's own counted as one row, widened by 1 / sqrt(rows) for what fitting took away.
+    """
+    require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), "needs one measured time for each row")
+    for seconds in measured:
+        require_positive("measured", seconds)
+    seen = [(c.day, c.topology.gpus) for c in cases]
+    regimes = [r for r in prior.regimes if any(r.applies(*day) for day in seen)]
+    errors = time_errors(cases, np.asarray(measured, float), regimes, prior.overlap)
+    limits = [*BOUNDS.values(), *[FACTOR] * len(regimes)]
+    bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
+    start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in regimes)])
+    noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
+    deviation = np.array([b.deviation for b in limits])
+    if any(c.cluster.gpu.kind == "cpu" for c in cases):
+        deviation = np.maximum(deviation, CPU_DEVIATION)
+    deviation = deviation / (1 + prior.rows / HELD_ROWS) ** 0.5
+    best = robust_minimum(errors, start, deviation, bounds, noise)
+    found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
+    width = float(np.quantile(np.append(np.abs(errors(best)), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5)
+    return replace(
+        prior,
+        **{name: found[name] for name in BOUNDS},
+        regimes=tuple(replace(r, factor=found.get(r.name, r.factor)) for r in prior.regimes),
+        half_width=max(width, 0.005),
+        rows=len(cases),
+    )
+
+
+def fit_memory(
+    cases: Sequence[Configuration], measured_bytes: Sequence[float], prior: MemoryConstants = DEFAULT
+) -> MemoryConstants:
+    """The memory constants that explain the measured bytes of a first-stage GPU, by the same robust criterion."""
+    names, target, groups = list(MEMORY_DEVIATION), np.asarray(measured_bytes, float), by_cluster(cases)
+
+    def constants(logs: np.ndarray) -> MemoryConstants:
+        return replace(prior, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        predicted = np.empty_like(target)
+        for cluster, index, columns in groups:
+            predicted[index] = first_stage_bytes(columns, cluster, constants(logs))
+        return np.log(predicted / target)
+
+    start = np.log([getattr(prior, n) for n in names])
+    deviation = np.array(list(MEMORY_DEVIATION.values()))
+    best = robust_minimum(errors, start, deviation, (start - 3, start + 3), MEMORY_NOISE)
+    spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(cases) ** -0.5)
+    return replace(constants(best), spread=max(spread, 0.02))

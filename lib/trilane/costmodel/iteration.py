@@ -1,0 +1,196 @@
+"""Seconds per iteration and its parts, for one plan or for arrays of them."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.costmodel.columns import Columns, Number, columns_of, slowdown
+from trilane.costmodel.constants import Constants
+from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
+from trilane.costmodel.memory import memory_bytes, stage_layers
+
+if TYPE_CHECKING:
+    from trilane.costmodel.calibration import Calibration
+
+
+# Bytes that an Adam step moves per parameter that a GPU owns (fp32 master, two moments, gradient: read; the first
+# three and the 16-bit weight: written), and per parameter that it holds (clipping's norm, the copy back).
+STEP_BYTES_OWNED, STEP_BYTES_HELD = 30.0, 6.0
+
+
+# Adam on the host: reads and writes the same 28 bytes a parameter from DDR memory, about 100 GB/s a node
+# (DeepSpeed's CPU Adam: Ren et al. 2021, arXiv:2101.06840, section 5).
+HOST_STEP_BYTES, HOST_BYTES_PER_S = 28.0, 100e9
+
+
+# The caching allocator starts to return and reallocate blocks above this share of the card (PyTorch, 'CUDA semantics,
+# memory management': a failed cudaMalloc frees all cached blocks and synchronizes).
+PRESSURE_FROM, PRESSURE_TO = 0.75, 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationTime:
+    """Where the seconds of one iteration go.
+
+    `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves over PCIe.
+    """
+
+    matmul: float
+    attention: float
+    elementwise: float
+    tensor_parallel: float
+    pipeline_p2p: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts, in seconds."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def data_parallel_bytes_per_s(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Rate per GPU of a data-parallel ring: the node bus, or the node's network shared by its rings.
+
+    Ranks run tp fastest, then dp, then pp. A ring whose members are tp apart leaves the node when tp dp passes the
+    node's GPUs; min(tp, GPUs of a node) such rings share its network.
+    """
+    x, node = columns, cluster.gpus_per_node
+    ring = cluster.ring_bytes_per_s or cluster.network_bytes_per_s
+    outside = np.minimum(cluster.network_bytes_per_s / np.minimum(x.tp, node), ring) * constants.network
+    inside = cluster.node_bytes_per_s * constants.node
+    return np.where(x.tp * x.dp > node, np.minimum(outside, inside), inside) / slowdown(x, cluster)
+
+
+def data_parallel_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Reducing gradients and, with ZeRO, gathering weights: 2 (d-1)/d and (d-1)/d of their bytes, per iteration.
+
+    ZeRO-3 gathers the weights in every forward and backward of every microbatch and scatters gradients: Rajbhandari et
+    al. 2020, arXiv:1910.02054, section 7. Half of that hides under computation (prefetch). Left out: overlap of the
+    reduction with the last backward (DeepSpeed's pipeline engine of 2022 has none).
+    """
+    x = columns
+    width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
+    share = (x.dp - 1) / x.dp * parameters / data_parallel_bytes_per_s(x, cluster, constants)
+    once = share * (2 * width + np.greater(x.zero, 0) * x.value_bytes)
+    gathers = 2 + np.equal(x.recompute, 2)
+    each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
+    return np.where(np.equal(x.zero, 3), each_microbatch, once) * (1 - constants.overlap)
+
+
+def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Exposed seconds per microbatch of handing activations on and their gradients back, on one stage.
+
+    Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned activations, Megatron's
+    scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp
+    dp of them at most, share its network. Interleaving sends v times.
+    """
+    x, c, node = columns, constants, cluster.gpus_per_node
+    sent = 2 * x.tokens * x.hidden * x.value_bytes
+    network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.dp, node)
+    bus = cluster.node_bytes_per_s * c.node
+    rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
+    each = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus + c.handoff_s + 2 * cluster.latency_s
+    return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - c.overlap)
+
+
+def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Adam on the GPU, by bytes moved."""
+    x = columns
+    owned = parameters / np.where(np.greater(x.zero, 0), x.dp, 1)
+    rate = cluster.gpu.memory_bytes_per_s * constants.memory / slowdown(x, cluster)
+    here = np.equal(x.offload, 0) * STEP_BYTES_OWNED * owned
+    return (here + STEP_BYTES_HELD * parameters) / rate
+
+
+def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Gradients out, weights in over PCIe, Adam on the host; with full offload each GPU also fetches its shard of the
+    weights for every gather. Shared by the GPUs of a node. Ren et al. 2021, arXiv:2101.06840; Rajbhandari et al. 2021,
+    arXiv:2104.07857.
+    """
+    x = columns
+    owned = parameters / np.where(np.greater(x.zero, 0), x.dp, 1)
+    pcie = cluster.pcie_bytes_per_s * constants.p2p
+    step = owned * (2 * x.value_bytes / pcie + HOST_STEP_BYTES * cluster.gpus_per_node / HOST_BYTES_PER_S)
+    fetch = x.microbatches * (2 + np.equal(x.recompute, 2)) * owned * x.value_bytes / pcie
+    return np.greater(x.offload, 0) * step + np.equal(x.offload, 2) * fetch
+
+
+def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Factor on the time of a run that leaves the caching allocator no room; 1 below 75 % of the card.
+
+    Only where gradients live in transient half-precision buffers; an optimizer that keeps all in place has none.
+    """
+    if cluster.gpu.kind == "cpu":
+        return 1.0
+    filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
+    ramp = np.clip((filled - PRESSURE_FROM) / (PRESSURE_TO - PRESSURE_FROM), 0, 1)
+    return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(columns.dp, 1)
+
+
+def stage_seconds(columns: Columns, layer: Number, head: Number, embedding: Number) -> tuple[Number, Number]:
+    """Seconds per microbatch of the slowest stage, and of all stages together."""
+    first, middle, last = columns.stage_layers
+    alone = np.equal(columns.pp, 1)
+    slowest = np.maximum(first * layer + embedding + alone * head, np.where(alone, 0, last * layer + head))
+    slowest = np.maximum(slowest, np.where(columns.pp > 2, middle * layer, 0))
+    return slowest, columns.layers * layer + head + embedding
+
+
+def assemble(
+    columns: Columns, layer: LayerTime, head: Number, embedding: Number, cluster: Cluster, constants: Constants
+) -> IterationTime:
+    """The iteration from the seconds of one microbatch's layer, head and embedding.
+
+    1F1B: m microbatches at the pace of the slowest stage, and once through all other stages to fill and drain the
+    pipeline, v times less with interleaving. Narayanan et al. 2021, section 2.2, with unequal stages.
+    """
+    x, c, m = columns, constants, columns.microbatches
+    slowest, whole = stage_seconds(x, layer.total, head, embedding)
+    p2p = p2p_seconds(x, cluster, c)
+    first, middle, _ = x.stage_layers
+    parameters = np.maximum(first, middle) * x.layer_parameters + x.embedding_parameters
+    factor = pressure(x, cluster, c)
+    share = m * factor * (slowest / layer.total)  # layers' worth of time that a microbatch takes on the slowest stage
+    return IterationTime(
+        matmul=share * layer.matmul,
+        attention=share * layer.attention,
+        elementwise=share * (layer.elementwise + layer.overhead),
+        tensor_parallel=share * layer.tensor_parallel,
+        pipeline_p2p=m * p2p * factor,
+        bubble=((whole - slowest) / x.interleaving + (x.pp - 1) * p2p / x.interleaving) * factor,
+        data_parallel=data_parallel_seconds(parameters, x, cluster, c) * factor,
+        optimizer=(optimizer_seconds(parameters, x, cluster, c) + offload_seconds(parameters, x, cluster, c)) * factor,
+    )
+
+
+def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
+    """Predicted time of one iteration for every row; the parts are numbers or arrays as `columns` are."""
+    layer = layer_time(columns, cluster, constants)
+    head, embedding = head_seconds(columns, cluster, constants), embedding_seconds(columns, cluster, constants)
+    return assemble(columns, layer, head, embedding, cluster, constants)
+
+
+def iteration_time(
+    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration"
+) -> IterationTime:
+    """Predicted seconds of one iteration of one plan, by part."""
+    parts = iteration_columns(columns_of(shape, topology), cluster, calibration.constants)
+    return IterationTime(**{f.name: float(getattr(parts, f.name)) for f in fields(IterationTime)})
+
+
+def seconds_per_stage(
+    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration"
+) -> list[float]:
+    """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage, first to last."""
+    columns, constants = columns_of(shape, topology), calibration.constants
+    layer = float(layer_time(columns, cluster, constants).total)
+    seconds = [layers * layer for layers in stage_layers(shape, topology)]
+    seconds[0] += float(embedding_seconds(columns, cluster, constants))
+    seconds[-1] += float(head_seconds(columns, cluster, constants))
+    return seconds

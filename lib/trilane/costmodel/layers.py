@@ -1,0 +1,185 @@
+"""LayerTime: seconds that one GPU spends on one layer of one microbatch, forward, backward and recomputed."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.costmodel.columns import Columns, Number, matmul_flops_per_s, slowdown
+from trilane.costmodel.constants import Constants
+
+# Tiles of cuBLAS's half-precision kernels and their relative rate: NVIDIA, 'Matrix multiplication background user
+# guide', section on tile sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP).
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
+
+
+# The SIMT kernels that take unaligned operands work on 64-wide tiles.
+SIMT_TILE = 64
+
+
+FLASH_SHARE = 0.5
+
+
+CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer and microbatch on one GPU."""
+
+    matmul: Number
+    attention: Number
+    elementwise: Number
+    tensor_parallel: Number
+    overhead: Number
+
+    @property
+    def total(self) -> Number:
+        """Sum of the parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def matmul_seconds(
+    m: Number, n: Number, k: Number, columns: Columns, cluster: Cluster, constants: Constants, batch: Number = 1.0
+) -> Number:
+    """Seconds of `batch` products (m x k)(k x n): the best of three tile shapes, waves of one tile per SM.
+
+        t = (w + q (ceil(w) - w)) 2 tile (k + k0) SMs / (peak e)      w = tiles / SMs
+
+    q quantization, k0 prologue, e matmul. Tile and wave quantization: NVIDIA, 'Matrix multiplication background'.
+    Left out: which kernel cuBLAS picks; two tiles per SM; operands that fall out of the L2 cache.
+    """
+    c, sms = constants, cluster.gpu.num_sms
+    peak = matmul_flops_per_s(columns, cluster) * c.matmul
+    if cluster.gpu.kind == "cpu":
+        return 2 * m * n * k * batch / peak
+    best: Number = np.inf
+    for tile_m, tile_n, rate in TILES:
+        waves = np.ceil(m / tile_m) * np.ceil(n / tile_n) * batch / sms
+        lost = waves + c.quantization * (np.ceil(waves) - waves)
+        best = np.minimum(best, lost * (2 * tile_m * tile_n * sms / rate))
+    return best * (k + c.prologue) / peak
+
+
+def linear_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
+    """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in, MLP out."""
+    x, h, t = columns, columns.hidden, columns.tp
+    forward: Number = 0.0
+    backward: Number = 0.0
+    for n, k in ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t)):
+        forward = forward + matmul_seconds(x.tokens, n, k, x, cluster, constants)
+        backward = backward + matmul_seconds(x.tokens, k, n, x, cluster, constants)
+        backward = backward + matmul_seconds(k, n, x.tokens, x, cluster, constants)
+    return forward, backward
+
+
+def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
+    """Forward and backward seconds of the attention core of a layer.
+
+    Scores stored: QK^T and AV, with 6.5 passes over the s x s half-precision scores forward (QK^T writes, softmax
+    reads and writes, dropout reads, writes and keeps a byte mask, AV reads) and 9.5 backward. Where head_dim % 8 != 0
+    the products leave the tensor cores for fp32 units. Fused: see flash_seconds. Left out: batches that leave SMs idle.
+    """
+    x, c, gpu = columns, constants, cluster.gpu
+    s, d, batch = x.seq, x.head_dim, x.mbs * x.heads / x.tp
+    product = matmul_seconds(s, s, d, x, cluster, c, batch) + matmul_seconds(s, d, s, x, cluster, c, batch)
+    if gpu.kind == "cpu":
+        fused = product
+    else:
+        wide = np.ceil(d / SIMT_TILE) * SIMT_TILE
+        crowd = (batch / CROWD_OF_HEADS) ** c.crowding
+        slow = 2 * s * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
+        product = np.where(np.mod(d, 8) == 0, product, slow)
+        fused = flash_seconds(x, cluster)
+    one_pass = x.value_bytes * s * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
+    stored = np.equal(x.stores_scores, 1)
+    forward = np.where(stored, product + 6.5 * one_pass, fused)
+    return forward, np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
+
+
+def flash_seconds(columns: Columns, cluster: Cluster) -> Number:
+    """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at half of the peak.
+
+    Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts 2.5 times the FLOPs.
+    Left out: that H100 kernels of 2023 reach less, and short sequences.
+    """
+    x = columns
+    flops = 0.5 * 4 * x.seq**2 * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
+    return flops / (FLASH_SHARE * matmul_flops_per_s(x, cluster))
+
+
+def elementwise_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
+    """Forward and backward seconds of norms, residuals, dropout, GELU and biases, by bytes moved.
+
+    Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with dropout 14, GELU
+    16/t, QKV bias and layout 12/t. Backward moves half as much again. Sequence parallelism divides all by t.
+    """
+    x, c = columns, constants
+    moved = np.where(np.equal(x.sequence_parallel, 1), 50 / x.tp, 22 + 28 / x.tp) * x.value_bytes / 2
+    forward = moved * x.tokens * x.hidden * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+    return forward, 1.5 * forward
+
+
+def accumulation_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Adding one microbatch's weight gradients to the sum: 6 bytes a parameter, 10 where the sum is fp32."""
+    moved = parameters * np.where(np.equal(columns.fp32_gradients, 1), 10, 3 * columns.value_bytes)
+    return moved * slowdown(columns, cluster) / (cluster.gpu.memory_bytes_per_s * constants.memory)
+
+
+def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """One tensor-parallel all-reduce of s b h values: 2 (t-1)/t of the bytes over the bus, and the wait for the last.
+
+    The wait grows with the ring's steps, t - 1. A group that does not fit into the node, or of which a run over several
+    nodes must lay one across two, goes over the network's share of a GPU.
+    Left out: overlap with computation (Megatron of 2022 has none in forward).
+    """
+    x, c, t, node = columns, constants, columns.tp, cluster.gpus_per_node
+    pair = np.where(np.equal(t, 2), cluster.pair_bytes_per_s or cluster.node_bytes_per_s, cluster.node_bytes_per_s)
+    inside = pair * c.node
+    outside = np.minimum(inside, cluster.network_bytes_per_s / node * c.network)
+    leaves = np.not_equal(np.mod(node, t), 0) & np.greater(x.gpus, node)
+    rate = np.where(leaves, outside, inside) / slowdown(x, cluster)
+    wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
+    return 2 * (t - 1) / t * x.tokens * x.hidden * x.value_bytes / rate + wait
+
+
+def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> LayerTime:
+    """One layer: forward, backward, and the recomputed forward where the topology recomputes (full, or attention only).
+
+    Tensor parallelism costs two all-reduces forward, two backward and two more with full recomputation: Narayanan et
+    al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves the same bytes (Korthikanti et al. 2022).
+    """
+    x, c = columns, constants
+    full, core = np.equal(x.recompute, 2), np.greater(x.recompute, 0)
+    linear, linear_back = linear_seconds(x, cluster, c)
+    attention, attention_back = attention_seconds(x, cluster, c)
+    elements, elements_back = elementwise_seconds(x, cluster, c)
+    gradients = accumulation_seconds(x.layer_parameters, x, cluster, c)
+    return LayerTime(
+        matmul=linear * (1 + full) + linear_back,
+        attention=attention * (1 + core) + attention_back,
+        elementwise=elements * (1 + full) + elements_back + gradients,
+        tensor_parallel=all_reduce_seconds(x, cluster, c) * (4 + 2 * full) * (1 - c.overlap),
+        overhead=c.launch_s * (3 + full) / 4 * slowdown(x, cluster),
+    )
+
+
+def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """The output layer of one microbatch: logits (never recomputed) and the loss on their fp32 copy.
+
+    About 45 bytes per logit: the cast, max, exponential, sum and the gradient, each a pass over fp32 or half precision.
+    """
+    x, c, h, n = columns, constants, columns.hidden, columns.vocab / columns.tp
+    products = matmul_seconds(x.tokens, n, h, x, cluster, c) + matmul_seconds(x.tokens, h, n, x, cluster, c)
+    products = products + matmul_seconds(h, n, x.tokens, x, cluster, c)
+    loss = 45 * x.tokens * n * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+    gradients = accumulation_seconds(x.embedding_parameters, x, cluster, c)
+    return products + loss + gradients + 2 * all_reduce_seconds(x, cluster, c)
+
+
+def embedding_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """The input embedding of one microbatch: the lookup, and a dense gradient of the whole table (zeroed, added)."""
+    x, c = columns, constants
+    table = accumulation_seconds(x.embedding_parameters, x, cluster, c) * 4 / 3
+    moved = 20 * x.tokens * x.hidden * x.value_bytes / 2
+    return table + moved * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)

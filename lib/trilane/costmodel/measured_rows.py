@@ -1,0 +1,249 @@
+"""Measured rows: a CSV in the columns of data/measured.csv, each row a Case with its measurements, or a reason."""
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from trilane.config import cluster as hardware
+from trilane.config.cluster import Cluster, card_words
+from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
+from trilane.costmodel.calibration import Configuration
+from trilane.utils.validation import require, require_known
+
+NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
+
+
+# '250k' in the chronicles' tables is 250,880 rows: the printed TFLOPs of two rows fit no other number (docs/planner.md)
+VOCABULARY = {250_000: 250_880}
+
+
+# One software stack, one set of constants: the names of engines (and of the sets of rows) that share one.
+STACKS = {
+    "megatron-deepspeed": ("megatron-deepspeed", "megatron-deepspeed-bf16", "A100", "V100-1B3"),
+    "megatron-lm": ("megatron-lm", "megatron-ds-3d", "V100-GPT2"),
+    "deepspeed-zero": ("megatron-ds-zero", "hf-ds-zero3-offload", "V100-ZeRO3"),
+}
+
+
+# Flash attention came to training stacks in 2023, and every stack on an H100 or later has it: Dao et al. 2022,
+# arXiv:2205.14135. A row that does not say stores its scores before that.
+FLASH_FROM = "2023"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow:
+    """One run: the case, seconds per iteration and bytes of the fullest GPU (nan where not measured), and OOM."""
+
+    row_id: str
+    case: Configuration
+    stack: str
+    table: str
+    seconds: float
+    memory_bytes: float
+    ran_out: bool
+    excluded: bool
+    duplicate_of: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A row that could not be read, and why."""
+
+    row_id: str
+    reason: str
+
+
+def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[MeasuredRow], list[Skipped]]:
+    """The rows of a CSV; `cluster` stands in for the column of that name.
+
+    Raises ValueError for a file that is missing or lacks columns; a bad row is skipped with its reason.
+    """
+    path = Path(path)
+    require(path.is_file(), "rows", path, "no such file")
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        missing = [name for name in NEEDED if name not in columns]
+        require(not missing, "rows", path, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
+        cells = [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
+    known = hardware.cluster(cluster) if cluster else None
+    rows: list[MeasuredRow] = []
+    skipped: list[Skipped] = []
+    for number, row in enumerate(cells, 2):
+        name = row["row_id"] or f"line {number}"
+        try:
+            rows.append(_row(row, name, known))
+        except ValueError as error:
+            skipped.append(Skipped(row_id=name, reason=str(error)))
+    return rows, skipped
+
+
+def shipped_rows() -> Path:
+    """The CSV of measured rows that ships with trilane."""
+    return Path(str(resources.files("trilane").joinpath("data/measured.csv")))
+
+
+def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float) -> dict[str, object]:
+    """A measured run as the cells of such a CSV, from which read_rows makes the same case again."""
+    s, t = case.shape, case.topology
+    return {
+        "row_id": name,
+        "cluster": case.cluster.name,
+        "gpu": case.cluster.gpu.name,
+        "gpus": t.gpus,
+        "layers": s.num_layers,
+        "hidden": s.hidden_size,
+        "heads": s.num_attention_heads,
+        "seq": s.seq_length,
+        "padded_vocab": s.vocab_size,
+        **{field: getattr(t, field) for field in ("dp", "tp", "pp", "mbs", "gbs", "zero", "recompute", "interleaving")},
+        **{field: getattr(t, field) for field in ("partition", "sequence_parallel", "offload", "precision")},
+        "bf16acc": t.fp32_gradients,
+        "attention": t.attention,
+        "adam": t.adam,
+        "buckets": t.buckets,
+        "date": case.day,
+        "sec_per_it": seconds,
+        "mem_gb": memory_bytes / 2**30 if memory_bytes == memory_bytes else "",
+    }
+
+
+def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> MeasuredRow:
+    machine = cluster or _cluster(cells)
+    topology = _topology(cells, machine)
+    shape = _shape(cells, topology.tp)
+    rule = f"must divide num_attention_heads={shape.num_attention_heads}"
+    require(shape.num_attention_heads % topology.tp == 0, "tp", topology.tp, rule)
+    seconds, memory = _number(cells, "sec_per_it"), _number(cells, "mem_gb")
+    engine = cells.get("engine") or cells.get("set") or ""
+    return MeasuredRow(
+        row_id=name,
+        case=Configuration(shape=shape, topology=topology, cluster=machine, day=cells.get("date", "")),
+        stack=next((stack for stack, names in STACKS.items() if engine in names), engine),
+        table=cells.get("table_id", ""),
+        seconds=seconds,
+        memory_bytes=memory * 2**30,
+        ran_out=cells.get("oom", "") in ("1", "1.0", "True", "true"),
+        excluded=bool(cells.get("exclude")),
+        duplicate_of=cells.get("duplicate_of", ""),
+    )
+
+
+def _cluster(cells: Mapping[str, str]) -> Cluster:
+    known = {name: hardware.cluster(name) for name in hardware.catalogue()}
+    card = card_words(cells.get("gpu", ""))
+    names = {c.gpu.name for c in known.values()}
+    if not any(card <= card_words(name) for name in names):
+        require_known("gpu", cells["gpu"], names)
+    require_known("cluster", cells.get("cluster", ""), known)
+    cluster = known[cells["cluster"]]
+    require(card <= card_words(cluster.gpu.name), "gpu", cells.get("gpu"), f"{cluster.name} has {cluster.gpu.name}")
+    return cluster
+
+
+def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
+    vocab = _integer(cells, "vocab", 50_257)
+    return ModelShape(
+        num_layers=_integer(cells, "layers_inferred" if _only_inferred(cells) else "layers"),
+        hidden_size=_integer(cells, "hidden"),
+        num_attention_heads=_integer(cells, "heads"),
+        seq_length=_integer(cells, "seq"),
+        vocab_size=_integer(cells, "padded_vocab", 0) or VOCABULARY.get(vocab) or padded_vocab_size(vocab, tp),
+    )
+
+
+def _only_inferred(cells: Mapping[str, str]) -> bool:
+    """Layers that the table does not print, found by inverting its TFLOPs."""
+    return not cells.get("layers") and bool(cells.get("layers_inferred"))
+
+
+def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
+    # Megatron clamped pp in silence; the column says what most likely ran
+    effective = {k: int(v) for k, v in re.findall(r"(tp|pp)=(\d+)", cells.get("tp_pp_effective", ""))}
+    tp, pp = effective.get("tp") or _integer(cells, "tp"), effective.get("pp") or _integer(cells, "pp")
+    dp, gpus = _integer(cells, "dp"), _integer(cells, "gpus", 0)
+    require(gpus in (0, tp * pp * dp), "gpus", gpus, f"unlike tp x pp x dp = {tp} x {pp} x {dp} = {tp * pp * dp}")
+    precision = cells.get("precision") or ("bf16" if cluster.gpu.bf16_flops_per_s else "fp16")
+    zero = _integer(cells, "zero" if cells.get("zero") else "zero_stage", 0)
+    accumulates = _flag(cells, "bf16acc") or cells.get("engine") == "megatron-deepspeed-bf16"
+    return Topology(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        mbs=_integer(cells, "mbs"),
+        gbs=_integer(cells, "gbs"),
+        # the BF16 optimizer with fp32 accumulation shards its states over dp without being called ZeRO
+        zero=max(zero, int(accumulates)),
+        recompute=_recompute(cells, _attention(cells, cluster)),
+        interleaving=_integer(cells, "interleaving", 1),
+        partition=_partition(cells),
+        sequence_parallel=tp > 1 and _flag(cells, "sequence_parallel"),
+        offload=_offload(cells),
+        precision=precision,
+        fp32_gradients=accumulates,
+        attention=_attention(cells, cluster),
+        buckets=cells.get("buckets") or "library",  # others leave them to DeepSpeed
+        adam=cells.get("adam") or "fused",
+    )
+
+
+def _recompute(cells: Mapping[str, str], attention: str) -> str:
+    # with flash attention a large model usually fits without recomputation; without it, never
+    usual = "none" if attention == "fused" else "full"
+    said = cells.get("recompute") or cells.get("activation_checkpointing") or usual
+    said = {"yes": "full", "no": "none"}.get(said, said)
+    require_known("recompute", said, RECOMPUTE)
+    return said
+
+
+def _partition(cells: Mapping[str, str]) -> str:
+    said = cells.get("partition") or cells.get("pp_partition") or "uniform"
+    return PARTITIONS[1] if "embed" in said else PARTITIONS[0]
+
+
+def _offload(cells: Mapping[str, str]) -> str:
+    said = cells.get("offload") or "none"
+    said = {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}.get(said, said)
+    require_known("offload", said, OFFLOADS)
+    return said
+
+
+def _attention(cells: Mapping[str, str], cluster: Cluster) -> str:
+    if cells.get("attention"):
+        return "scores" if cells["attention"] == "scores" else "fused"
+    modern = cluster.gpu.compute_capability[0] >= 9 or cells.get("date", "") >= FLASH_FROM
+    return "fused" if modern or "flash" in cells.get("notes", "").lower() else "scores"
+
+
+def _flag(cells: Mapping[str, str], name: str) -> bool:
+    return cells.get(name, "").lower() in ("1", "1.0", "true", "yes")
+
+
+def _number(cells: Mapping[str, str], name: str) -> float:
+    text = cells.get(name, "")
+    if not text:
+        return math.nan
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text}: must be a number") from None
+    require(0 < value < math.inf, name, text, "must be a number above zero")
+    return value
+
+
+def _integer(cells: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    text = cells.get(name, "")
+    if not text and otherwise is not None:
+        return otherwise
+    require(bool(text), name, "''", "is missing")
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text}: must be a whole number") from None
+    require(value == int(value) if math.isfinite(value) else False, name, text, "must be a whole number")
+    return int(value)

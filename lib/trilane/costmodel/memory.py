@@ -1,0 +1,225 @@
+"""Bytes per GPU of every pipeline stage, by part, and how likely it is that they do not fit."""
+
+import dataclasses
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.costmodel.columns import Columns, Number, columns_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConstants:
+    """What no formula gives; fitted to 115 rows of the BigScience documents (docs/planner.md).
+
+    optimizer     bytes per owned parameter beside weights and gradients: fp32 master, two moments, fp32 copy of the
+                  gradient (16), and temporaries of the step
+    accumulated   bytes per held parameter that fp32 accumulation adds (4, and its flattened 16-bit copies)
+    checkpoint    bytes kept over bytes needed for a layer's recomputed input
+    working       recomputed activations of the layer at work, over Korthikanti's formula
+    logit         bytes per logit of a microbatch: half precision, the fp32 copy, its softmax and gradient
+    base_bytes    communication buffers and cuBLAS workspaces
+    slack         share by which the caching allocator holds more than is needed while the card is empty
+    spread        standard deviation of ln(measured / predicted)
+    """
+
+    optimizer: float = 17.4
+    accumulated: float = 4.9
+    checkpoint: float = 1.31
+    working: float = 0.89
+    logit: float = 10.9
+    base_bytes: float = 1.64e9
+    slack: float = 0.14
+    spread: float = 0.04
+
+
+DEFAULT = MemoryConstants()
+
+
+# Without ZeRO: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
+# (BigScience chronicles, '104B topology / memory usage').
+WHOLE_OPTIMIZER = 14.0
+
+
+# DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 16-bit values, the first one doubled to overlap
+# (its configuration page, reduce_bucket_size and allgather_bucket_size).
+BYTES_PER_BUCKET_VALUE = 3 * 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one GPU of a pipeline stage holds at its peak, in bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    buffers: float
+    fragmentation: float
+    context: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts on the GPU."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def activation_bytes_per_layer(columns: Columns) -> Number:
+    """Bytes one GPU keeps for the backward pass, per layer and microbatch, at 2 bytes a value.
+
+    s seq, b mbs, h hidden, a heads, t tp:
+
+        none                  s b h (10 + 24/t + 5 a s / (h t))      sequence parallel: s b h (34/t + 5 a s / (h t))
+        selective, or fused   the 5 a s term dropped
+        full                  2 s b h
+
+    Korthikanti et al. 2022, arXiv:2205.05198, table 2.
+    """
+    x = columns
+    sbh = x.tokens * x.hidden
+    kept = np.where(np.equal(x.sequence_parallel, 1), 34 / x.tp, 10 + 24 / x.tp)
+    stores = np.equal(x.recompute, 0) * x.stores_scores
+    whole = sbh * kept + stores * 5 * x.heads * x.seq * x.tokens / x.tp
+    return np.where(np.equal(x.recompute, 2), 2 * sbh, whole) * x.value_bytes / 2
+
+
+def in_flight(columns: Columns, stage: Number) -> Number:
+    """Microbatches whose activations a stage holds: min(m, p - i) in 1F1B; interleaving holds 1 + (p-1)/(p v) as much.
+
+    Korthikanti et al. 2022, section 4.2.3.
+    """
+    x = columns
+    depth = (x.pp - stage) * np.where(np.greater(x.interleaving, 1), 1 + (x.pp - 1) / (x.pp * x.interleaving), 1.0)
+    return np.minimum(x.microbatches, depth)
+
+
+def stage_layers_at(columns: Columns, stage: Number) -> Number:
+    """Transformer layers of stage `stage`."""
+    first, middle, last = columns.stage_layers
+    inner = np.where(np.equal(stage, columns.pp - 1), last, middle)
+    return np.where(np.equal(stage, 0), first, inner)
+
+
+def stage_parameters(columns: Columns, stage: Number) -> Number:
+    """Parameters one GPU of the stage holds: a tied embedding stands on the first and the last stage."""
+    x = columns
+    ends = np.equal(stage, 0), np.equal(stage, x.pp - 1)
+    embedding = x.embedding_parameters
+    beside = x.seq * x.hidden + 2 * x.hidden * x.embedding_layernorm  # positions, and BLOOM's norm of the embedding
+    at_end = 2 * x.hidden + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
+    return stage_layers_at(x, stage) * x.layer_parameters + ends[0] * (embedding + beside) + ends[1] * at_end
+
+
+def model_states(columns: Columns, stage: Number, constants: MemoryConstants) -> tuple[Number, Number, Number]:
+    """Bytes of weights, gradients and optimizer of one GPU, before any offload.
+
+    Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1 divides the
+    optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
+    """
+    x, c = columns, constants
+    parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
+    shard = [np.where(np.greater_equal(x.zero, level), x.dp, 1) for level in (1, 2, 3)]
+    weights = x.value_bytes * parameters / shard[2]
+    gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
+    whole = np.where(np.equal(x.zero, 0), WHOLE_OPTIMIZER, c.optimizer)
+    # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The chronicles' prequel
+    # prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's fused kernel.
+    return weights, gradients, (np.where(wide, 8, whole) + 4 * x.torch_adam) * parameters / shard[0]
+
+
+def megatron_extra_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
+    """Bytes by which Megatron's distributed optimizer passes model_states(), on one GPU of the stage; 0 without it.
+
+    It keeps the gradients whole and in fp32: 6 + 12/dp bytes a parameter (megatron-core's guide to its distributed
+    optimizer), where the ZeRO-1 of Megatron-DeepSpeed, which the constants were fitted to, holds 4 + 17.4/dp.
+    """
+    x = columns
+    dealt = np.equal(x.zero, 1) & np.equal(x.value_bytes, 2) & np.equal(x.fp32_gradients, 0)
+    return dealt * stage_parameters(x, stage) * np.maximum(0.0, 2.0 + (12.0 - constants.optimizer) / x.dp)
+
+
+def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
+    """The most that is alive for a moment only: one layer's recomputed activations, or the logits with their loss.
+
+    They do not meet: the loss is done before the first layer is recomputed.
+    """
+    x, c = columns, constants
+    again = activation_bytes_per_layer(dataclasses.replace(x, recompute=0.0)) * c.working
+    logits = np.equal(stage, x.pp - 1) * c.logit * x.tokens * x.vocab / x.tp
+    return np.maximum(np.equal(x.recompute, 2) * again, logits)
+
+
+def stage_memory(
+    columns: Columns, stage: Number, cluster: Cluster, constants: MemoryConstants = DEFAULT
+) -> StageMemory:
+    """Peak memory of one GPU of stage `stage` (0 is the first), a number or an array a part.
+
+    ZeRO-3 holds two gathered layers at a time. Offload moves the optimizer, and with "full" the weights, to the host.
+    Left out: the first stage's embedding and dropout activations; NCCL's buffers, which grow with the peers.
+    """
+    x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
+    weights, gradients, optimizer = model_states(x, stage, c)
+    over = np.where(np.equal(x.recompute, 2) & (not cpu), c.checkpoint, 1)
+    buckets = (x.pp == 1) & (x.dp > 1) & np.greater(x.zero, 0) & (not cpu)
+    here, away = np.equal(x.offload, 0), np.equal(x.offload, 2)
+    parts = {
+        "weights": weights * ~away + np.equal(x.zero, 3) * 2 * x.layer_parameters * x.value_bytes,
+        "gradients": gradients,
+        "optimizer": optimizer * here,
+        "activations": stage_layers_at(x, stage) * in_flight(x, stage) * activation_bytes_per_layer(x) * over,
+        "working": working_bytes(x, stage, c),
+        "buffers": (0.0 if cpu else c.base_bytes) + buckets * BYTES_PER_BUCKET_VALUE * x.bucket_values,
+        "context": cluster.gpu.context_bytes,
+    }
+    needed = sum(parts.values())
+    room = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
+    return StageMemory(**parts, fragmentation=c.slack * room * needed)
+
+
+def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
+    """CPU memory that one GPU's offload takes: the optimizer's states, and with "full" the weights too."""
+    weights, _, optimizer = model_states(columns, stage, constants)
+    return np.greater(columns.offload, 0) * optimizer + np.equal(columns.offload, 2) * weights
+
+
+def first_stage_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
+    """Bytes of the first stage, where the chronicles read nvidia-smi."""
+    return stage_memory(columns, 0, cluster, constants).total
+
+
+def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants = DEFAULT) -> Number:
+    """Bytes of the fullest stage: the first, the second (no embedding, less in flight) or the last (logits)."""
+    last = np.atleast_1d(columns.pp) - 1
+    stages = np.stack([np.zeros_like(last), np.minimum(1, last), last])
+    most = np.max(stage_memory(columns, stages, cluster, constants).total, axis=0)
+    scalar = all(np.ndim(getattr(columns, f.name)) == 0 for f in fields(columns))
+    return most[0] if scalar else most
+
+
+def memory_per_stage(
+    shape: ModelShape, topology: Topology, cluster: Cluster, constants: MemoryConstants = DEFAULT
+) -> list[StageMemory]:
+    """Peak memory of one GPU of each pipeline stage, first to last."""
+    every = stage_memory(columns_of(shape, topology), np.arange(topology.pp), cluster, constants)
+    parts = {f.name: np.broadcast_to(getattr(every, f.name), topology.pp).tolist() for f in fields(StageMemory)}
+    return [StageMemory(**{name: values[i] for name, values in parts.items()}) for i in range(topology.pp)]
+
+
+def stage_layers(shape: ModelShape, topology: Topology) -> list[int]:
+    """Transformer layers of each pipeline stage, first to last."""
+    first, middle, last = (int(n) for n in columns_of(shape, topology).stage_layers)
+    return [first] if topology.pp == 1 else [first, *[middle] * (topology.pp - 2), last]
+
+
+def oom_probability(bytes_: Number, cluster: Cluster, spread: float = DEFAULT.spread) -> Number:
+    """Probability that a predicted need passes the card: normal in ln(bytes).
+
+    The normal distribution by a logistic curve, 1 / (1 + exp(-1.5976 z - 0.07056 z^3)), right to 1.4e-4: Bowling et
+    al. 2009, Journal of Industrial Engineering and Management 2(1).
+    """
+    z = np.clip(np.log(bytes_ / cluster.gpu.memory_bytes) / spread, -8, 8)
+    return 1 / (1 + np.exp(-1.5976 * z - 0.07056 * z**3))

@@ -1,0 +1,137 @@
+"""Posterior: how well measured rows pin predictions down: the covariance of what is predicted for several plans."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trilane.costmodel.calibration import Calibration, Configuration
+from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.fit import CPU_DEVIATION, NOISE, time_errors
+
+STEP = 1e-3  # of a constant's logarithm, for slopes
+
+
+# What the model is off by when its constants are known, as a deviation of ln(seconds), and how many rows that belief
+# weighs: tables that no constant has seen are off by 5.4 % (90 of 100 rows, docs/planner.md), which is 3.3 % of
+# deviation; half as much again, because that was one cluster in 12 days.
+MISFIT, MISFIT_ROWS = 0.05, 6
+
+
+NOISE_ROWS = 2
+
+
+WILD = 0.15  # a row that is further off counts as this much
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posterior:
+    """A calibration, and the rows that it was fitted to: `cases` and the errors ln(predicted / measured) left, (R,).
+
+    ln(seconds) of a plan = the model's, whose constants' logarithms are doubtful by `deviation` (C,) before any row,
+    plus a misfit of the plan's own (deviation `misfit`), plus the `noise` of one run. All normal; slopes are taken at
+    the calibration, so what the rows say is linear there (Laplace's approximation).
+    """
+
+    calibration: Calibration
+    cases: tuple[Configuration, ...]
+    errors: np.ndarray
+    deviation: np.ndarray
+    misfit: float
+    noise: float
+
+    def covariance(self, cases: Sequence[Configuration]) -> np.ndarray:
+        """Covariance of ln(seconds) of the cases, (N, N), given the rows; of one that a row measured, little is left.
+
+        Left out: the doubt about regimes' factors, and that similar plans may have similar misfits.
+        """
+        return self._given_rows(cases, own=True)
+
+    def half_widths(self, cases: Sequence[Configuration]) -> np.ndarray:
+        """Half-widths of the 90 % intervals of ln(seconds) around the calibration's predictions, (N,).
+
+        Student's t, as the misfit is an estimate. A case that a row measured gets the interval of one like it.
+        """
+        from scipy.stats import t
+
+        if not cases:
+            return np.empty(0)
+        shared = np.diag(self._given_rows(cases, own=False))
+        return float(t.ppf(0.95, len(self.cases) + MISFIT_ROWS)) * np.sqrt(shared + self.misfit**2)
+
+    def expected(self, cases: Sequence[Configuration]) -> np.ndarray:
+        """ln(seconds) of the cases, (N,): the calibration's, and where rows measured a case, mostly what they say."""
+        predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration.overlap)(_logs(self.calibration))
+        for i, case in enumerate(cases):
+            left = [e for e, other in zip(self.errors, self.cases, strict=True) if _same(case, other)]
+            weight = len(left) * self.misfit**2 / (len(left) * self.misfit**2 + self.noise**2)
+            predicted[i] -= weight * float(np.mean(left)) if left else 0.0
+        return predicted
+
+    def _given_rows(self, cases: Sequence[Configuration], own: bool) -> np.ndarray:
+        """`own`: with the cases' own misfits; else only the part that the constants share."""
+        slopes, known = (sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases))
+        before = slopes @ slopes.T + own * self._misfits(cases, cases)
+        if not self.cases:
+            return before
+        across = slopes @ known.T + own * self._misfits(cases, self.cases)
+        rows = known @ known.T + self._misfits(self.cases, self.cases) + self.noise**2 * np.eye(len(self.cases))
+        return before - across @ np.linalg.solve(rows, across.T)
+
+    def _misfits(self, a: Sequence[Configuration], b: Sequence[Configuration]) -> np.ndarray:
+        return self.misfit**2 * np.array([[_same(x, y) for y in b] for x in a], float).reshape(len(a), len(b))
+
+
+def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration) -> Posterior:
+    """What is believed at `calibration`, which was fitted to the cases; the priors' doubt where there are none.
+
+    The misfit counts MISFIT_ROWS rows of MISFIT among the errors.
+    """
+    deviation = np.array([bound.deviation for bound in BOUNDS.values()])
+    kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
+    if "cpu" in kinds:
+        deviation = np.maximum(deviation, CPU_DEVIATION)
+    on_days = [calibration.on(c.day, c.topology.gpus) for c in cases]
+    errors = np.array(
+        [
+            float(time_errors([c], np.array([s]), (), on.overlap)(_logs(on))[0])
+            for c, s, on in zip(cases, measured, on_days, strict=True)
+        ]
+    )
+    squares = float((np.minimum(np.abs(errors), WILD) ** 2).sum())
+    return Posterior(
+        calibration=calibration,
+        cases=tuple(cases),
+        errors=errors,
+        deviation=deviation,
+        misfit=math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
+        noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),
+    )
+
+
+def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
+    """Deviation between runs of one case: the usual one, counted as NOISE_ROWS repeats, and the repeats among these."""
+    squares, freedom, left = 0.0, 0, list(range(len(cases)))
+    while left:
+        alike = [i for i in left if _same(cases[left[0]], cases[i])]
+        squares += float(np.var(errors[alike])) * len(alike)
+        freedom += len(alike) - 1
+        left = [i for i in left if i not in alike]
+    return math.sqrt((NOISE_ROWS * usual**2 + squares) / (NOISE_ROWS + freedom))
+
+
+def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> np.ndarray:
+    """Slopes of ln(seconds) over each constant's logarithm, (N, C) in the order of BOUNDS, by central differences."""
+    if not cases:
+        return np.empty((0, len(BOUNDS)))
+    errors, at = time_errors(cases, np.ones(len(cases)), (), calibration.overlap), _logs(calibration)
+    return np.array([(errors(at + step) - errors(at - step)) / (2 * STEP) for step in STEP * np.eye(len(at))]).T
+
+
+def _logs(calibration: Calibration) -> np.ndarray:
+    return np.log([getattr(calibration, name) for name in BOUNDS])
+
+
+def _same(a: Configuration, b: Configuration) -> bool:
+    return (a.shape, a.topology, a.cluster.name) == (b.shape, b.topology, b.cluster.name)

@@ -1,0 +1,123 @@
+"""The last call of each rank from the tail of its trace, however large: of Python's `trace`, or of our ring."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from trilane.utils.validation import require
+from trilane.workspace.call_trace import read_calls
+
+# Library/trace.py: a function entered, then its lines as they are run.
+ENTERED = re.compile(rb"^ --- modulename: (.+?), funcname: (.+?)\s*$", re.M)
+
+
+RAN = re.compile(rb"^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", re.M)
+
+
+RING_LINE = re.compile(r"^\d+\.\d+ ([<>]) (.*)$")
+
+
+WINDOW = 64 << 10  # bytes read first; more, up to LARGEST, where no call begins in them
+
+
+LARGEST = 8 << 20
+
+
+THREADS = 8  # the time goes in waiting for a shared file system
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastCall:
+    """Where a rank's trace ends: the function that it entered last, and the last line that it ran."""
+
+    rank: str
+    function: str
+    line: str
+    bytes: int
+
+
+def last_calls(folder: Path) -> list[LastCall]:
+    """The last call of every trace file below `folder`, in the order of their names; ValueError where there is none.
+
+    Python's `trace` writes ` --- modulename: M, funcname: F` and then `file.py(12): code` for each line; a ring is a
+    file `<rank>.calls`. Files that are neither are passed over. Only the end of a file is read.
+    """
+    require(folder.is_dir(), "folder", folder, "no such folder")
+    paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: _natural(p.name))
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = [call for call in pool.map(last_call, paths) if call is not None]
+    require(bool(found), "folder", folder, "holds no trace (of Python's trace module, or *.calls)")
+    return found
+
+
+def last_call(path: Path) -> LastCall | None:
+    """Where one trace ends; None for a file that is no trace."""
+    size = path.stat().st_size
+    if path.suffix == ".calls":
+        return _of_ring(path, size)
+    window = WINDOW
+    while True:
+        tail = _tail(path, size, window)
+        entered, ran = _last(ENTERED, tail), _last(RAN, tail)
+        if entered is not None:
+            function = f"{entered[2].decode('utf-8', 'replace')} ({entered[1].decode('utf-8', 'replace')})"
+            return LastCall(rank=label(path), function=function, line=_line(ran), bytes=size)
+        # A loop of a hundred thousand lines calls nothing: look further back, but only in what looks like a trace.
+        if ran is None or window >= min(size, LARGEST):
+            return LastCall(rank=label(path), function="", line=_line(ran), bytes=size) if ran else None
+        window *= 8
+
+
+def groups(calls: Iterable[LastCall]) -> list[tuple[str, str, list[str]]]:
+    """(function, line, ranks) for each place where traces end; the fewest first: they are the ones to look at."""
+    same: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for call in calls:
+        same[call.function, call.line].append(call.rank)
+    return sorted(((f, line, ranks) for (f, line), ranks in same.items()), key=lambda g: (len(g[2]), g[0]))
+
+
+def label(path: Path) -> str:
+    """Who wrote a trace: the number in `rank_12` or `12.calls`, else the name (`trace-iam01-3-835990`) as it is."""
+    match = re.search(r"rank[_-]?(\d+)", path.name) or re.fullmatch(r"(\d+)\.\w+", path.name)
+    return match[1] if match else path.stem
+
+
+def _of_ring(path: Path, size: int) -> LastCall | None:
+    # Our own ring, or its dump as text below stacks/.
+    with path.open("rb") as file:
+        numbered = re.match(rb"\d{12} ", file.read(16)) is not None
+    calls = read_calls(path) if numbered else path.read_text(encoding="utf-8", errors="replace").splitlines()
+    entered = [m for m in map(RING_LINE.match, calls) if m]
+    if not entered:
+        return None
+    into = next((m[2] for m in reversed(entered) if m[1] == ">"), "")
+    last = entered[-1]
+    return LastCall(rank=label(path), function=into, line=("in " if last[1] == ">" else "left ") + last[2], bytes=size)
+
+
+def _tail(path: Path, size: int, window: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, size - window), os.SEEK_SET)
+        return file.read(window)
+
+
+def _last(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
+    found = None
+    for found in pattern.finditer(text):  # noqa: B007
+        pass
+    return found
+
+
+def _line(ran: re.Match[bytes] | None) -> str:
+    if ran is None:
+        return ""
+    file, line, code = (part.decode("utf-8", "replace").strip() for part in ran.groups())
+    return f"{file}:{line}  {code[:120]}"
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]

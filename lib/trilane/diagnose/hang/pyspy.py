@@ -1,0 +1,104 @@
+"""What `py-spy dump` writes, as text (of any number of processes in one file) or as JSON."""
+
+import json
+import re
+from typing import Any
+
+from trilane.diagnose.hang.stack import Dump, Frame, Thread, frame
+
+PROCESS = re.compile(r"^.{0,80}?Process (\d+): (.*)$")
+
+
+THREAD = re.compile(r'^.{0,80}?Thread (?:0x)?[0-9a-fA-F]+ \(([\w+ ]+)\)(?:: "(.*)")?')
+
+
+FRAME = re.compile(r"^(?:.{0,60}?:)?\s+(\S.*) \((.+?)(?::(\d+))?\)\s*$")
+
+
+# What --native adds: `pthread_cond_wait (libc.so.6)`, without a line, or with that of a C++ source.
+NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|inl|S|rs)$")
+
+
+ERROR = re.compile(r"^.{0,80}?(?:Error|Failed to [\w ]+): ?(.*)$")
+
+
+# A frame object of a JSON text that breaks off.
+PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)".*?"line":\s*(-?\d+)', re.S)
+
+
+def read_text(text: str) -> list[Dump]:
+    """The processes of a text, in order; prefixes of pdsh and srun (`node3: `) are passed over.
+
+    A process whose stacks py-spy could not get has no threads, and the error as its reason. What stands deeper than a
+    thread's first frame are values (--locals), and may look like anything.
+    """
+    found: list[Dump] = []
+    head: tuple[int, str] | None = None
+    threads: list[tuple[str, str, list[Frame]]] = []
+    error = lead = ""
+
+    def close() -> None:
+        if head is not None or threads or error:
+            said = tuple(Thread(name=n, owns_gil="gil" in s, frames=_python(f)) for s, n, f in threads)
+            found.append(Dump(threads=said, pid=(head or (0, ""))[0], command=(head or (0, ""))[1], error=error))
+
+    lines = text.splitlines()
+    for line in lines:
+        if lead and line.startswith(lead + " "):
+            continue
+        if match := PROCESS.match(line):
+            close()
+            head, threads, error, lead = (int(match[1]), match[2].strip()), [], "", ""
+        elif match := THREAD.match(line):
+            threads.append((match[1], match[2] or "", []))
+            lead = ""
+        elif threads and (match := FRAME.match(line)):
+            lead = lead or line[: match.start(1)]
+            threads[-1][2].append(frame(match[1], match[2], int(match[3] or 0)))
+        elif match := ERROR.match(line):
+            error = error or match[0].strip()
+    close()
+    return [*found[:-1], _cut(found[-1])] if found and not _is_whole(text) else found
+
+
+def read_json(text: str) -> Dump:
+    """The process of `py-spy dump --json`; of a text that breaks off, the frames that it holds."""
+    try:
+        threads = json.loads(text)
+        return Dump(threads=tuple(map(_thread, threads)), pid=int(threads[0]["pid"]) if threads else 0)
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        return _salvaged(text)
+
+
+def _python(frames: list[Frame]) -> tuple[Frame, ...]:
+    """The frames without those of C and C++, which say the same of whoever waits; all where none is Python's."""
+    return tuple(f for f in frames if f.line > 0 and not NATIVE.search(f.file)) or tuple(frames)
+
+
+def _thread(values: dict[str, Any]) -> Thread:
+    # The file's whole name where there is one: stack.frame() shortens all tools' names alike.
+    frames = [frame(f["name"], f.get("filename") or f["short_filename"], int(f["line"])) for f in values["frames"]]
+    gil = values.get("owns_gil")
+    return Thread(frames=_python(frames), name=values.get("thread_name") or "", owns_gil=gil)
+
+
+def _salvaged(text: str) -> Dump:
+    threads = []
+    for part in re.split(r'(?="pid":)', text):
+        frames = _python([frame(name, file, int(line)) for name, file, line in PIECE.findall(part)])
+        name = re.search(r'"thread_name":\s*"([^"]*)"', part)
+        if frames:
+            gil = re.search(r'"owns_gil":\s*(true|false)', part)
+            threads.append(
+                Thread(frames=frames, name=name[1] if name else "", owns_gil=gil is not None and gil[1] == "true")
+            )
+    return Dump(threads=tuple(threads), cut=True)
+
+
+def _cut(dump: Dump) -> Dump:
+    return Dump(threads=dump.threads, pid=dump.pid, command=dump.command, error=dump.error, cut=True)
+
+
+def _is_whole(text: str) -> bool:
+    """py-spy ends every line; a text that breaks off within a line was cut."""
+    return text.endswith("\n") or bool(FRAME.match(text.splitlines()[-1]))

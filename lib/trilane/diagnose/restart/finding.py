@@ -1,0 +1,63 @@
+"""A finding of a restart: what went wrong, in which tensor, on which ranks, and how big it is."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trilane.diagnose.hang.verdict import span
+from trilane.diagnose.restart.snapshot import RankPrint
+
+KINDS = {
+    "reset": "reset to its defaults",
+    "not-restored": "not what was saved",
+    "missing": "not there at all",
+    "tied": "the tied embedding differs at the ends of the pipeline",
+    "tensor-replicas": "replicas differ across tensor-parallel ranks",
+    "data-replicas": "replicas differ across data-parallel ranks",
+    "decay": "in the wrong weight-decay group",
+    "clipping": "gradients were not clipped",
+    "copy": "the model computes with another weight than the optimizer holds",
+    "generators": "random number generators not restored",
+    "data": "data order not restored",
+    "optimizer": "optimizer not restored",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartFinding:
+    """One of KINDS. `tensor` is "" where it is about none; `size` how big, relative, where there is a measure."""
+
+    kind: str
+    tensor: str
+    ranks: tuple[RankPrint, ...]
+    what: str
+    size: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+
+    @property
+    def where(self) -> str:
+        """The ranks, and the coordinates that they share."""
+        if not self.ranks:
+            return "all ranks"
+        if len(self.ranks) == 1:
+            return self.ranks[0].place
+        shared = []
+        for axis in ("tp", "pp", "dp"):
+            values = {getattr(r, axis) for r in self.ranks}
+            shared += [f"{axis} {values.pop()}"] if len(values) == 1 else []
+        return f"ranks {span([r.rank for r in self.ranks])}" + (f" ({', '.join(shared)})" if shared else "")
+
+    def line(self) -> str:
+        """For a person."""
+        return f"{self.kind}: {self.tensor + ', ' if self.tensor else ''}{self.where}: {self.what}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        ranks = [{axis: getattr(r, axis) for axis in ("rank", "tp", "pp", "dp")} for r in self.ranks]
+        return {"kind": self.kind, "tensor": self.tensor, "ranks": ranks, "what": self.what, "size": self.size}
+
+
+def share(size: float) -> str:
+    """A relative size in percent."""
+    return f"{100 * size:.2g} %" if size < 0.995 else f"{100 * size:.0f} %"

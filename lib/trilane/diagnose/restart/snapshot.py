@@ -1,0 +1,221 @@
+"""Snapshots: the fingerprints of all ranks at one moment, read from a checkpoint, a run folder, or the slices alone."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trilane.utils.validation import read_json, require
+from trilane.workspace import checkpoints, fingerprints
+from trilane.workspace.checkpoints import KINDS
+from trilane.workspace.fingerprints import Box, Mark, Part, part_from_json
+from trilane.workspace.rank_grid import Grid, regular
+
+PRINTS = "fingerprint_*.json"
+
+
+SAVED, LOADED = "saved", "loaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPrint:
+    """What one rank said of itself."""
+
+    rank: int
+    tp: int
+    pp: int
+    dp: int
+    parts: tuple[Part, ...]
+    generators: Mapping[str, str] = field(default_factory=dict)
+    samples: int | None = None  # hash of its samples in the next iteration
+
+    @property
+    def place(self) -> str:
+        """For a person."""
+        return f"rank {self.rank} (tp {self.tp}, pp {self.pp}, dp {self.dp})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """All ranks at one moment. `live`: they said it themselves; else it was made from a checkpoint's slices, which hold
+    each tensor once and say nothing of replicas, groups and copies."""
+
+    name: str
+    moment: str
+    iteration: int
+    consumed: int
+    layout: tuple[Any, ...]
+    world: int
+    precision: str
+    shape: Mapping[str, Any]
+    optimizer: Mapping[str, float]
+    scalars: Mapping[str, float]
+    next_lr: float | None
+    ranks: tuple[RankPrint, ...]
+    live: bool
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_rank(self) -> dict[int, RankPrint]:
+        """The ranks by their number."""
+        return {r.rank: r for r in self.ranks}
+
+    @cached_property
+    def holders(self) -> dict[tuple[str, Box], list[tuple[RankPrint, Part]]]:
+        """(tensor, box) -> who holds it, in the order of ranks."""
+        found: dict[tuple[str, Box], list[tuple[RankPrint, Part]]] = {}
+        for r in self.ranks:
+            for part in r.parts:
+                found.setdefault((part.name, part.box), []).append((r, part))
+        return found
+
+    @cached_property
+    def wholes(self) -> dict[str, dict[str, Mark]]:
+        """Tensor -> the mark of each kind over all of it, each part counted once; only where all parts are there."""
+        boxes: dict[str, list[Part]] = {}
+        for held in self.holders.values():
+            boxes.setdefault(held[0][1].name, []).append(held[0][1])
+        found: dict[str, dict[str, Mark]] = {}
+        for name, parts in boxes.items():
+            if sum(_count(part.box) for part in parts) != _count([(0, n) for n in parts[0].shape]):
+                continue
+            kinds = set.intersection(*({*part.marks} for part in parts))
+            found[name] = {kind: _sum(part.marks[kind] for part in parts) for kind in kinds}
+        return found
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that some rank holds a part of, and its whole shape."""
+        return {part.name: part.shape for r in self.ranks for part in r.parts}
+
+    @property
+    def samples(self) -> int | None:
+        """The hash of the next iteration's samples over all replicas; None where a replica did not say."""
+        said = {r.dp: r.samples for r in self.ranks}
+        replicas = self.layout[3] if len(self.layout) > 3 else 0
+        hashes = [h for h in said.values() if h is not None]
+        return sum(hashes) % fingerprints.WORD if hashes and len(hashes) == replicas else None
+
+
+def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
+    """The snapshot in a folder of fingerprints. A rank that is missing is noted; ValueError for one cut short."""
+    files = sorted(folder.glob(PRINTS))
+    said = [_read(path) for path in files]
+    first, ranks = said[0], tuple(_rank(values, path) for values, path in zip(said, files, strict=True))
+    try:
+        missing = sorted({*range(first["world"])} - {r.rank for r in ranks})
+        notes = (f"{name}: no fingerprint of rank {', '.join(map(str, missing))}",) if missing else ()
+        return Snapshot(
+            name=name,
+            moment=moment,
+            iteration=int(first["iteration"]),
+            consumed=int(first["consumed_samples"]),
+            layout=tuple(first["layout"]),
+            world=int(first["world"]),
+            precision=str(first["precision"]),
+            shape=first["shape"],
+            optimizer=first["optimizer"],
+            # A rank that updates nothing, as with many replicas some may, has taken no steps.
+            scalars=max((values["scalars"] for values in said), key=lambda scalars: scalars["step"]),
+            next_lr=first["next_lr"],
+            ranks=ranks,
+            live=True,
+            notes=notes,
+        )
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"fingerprint={files[0]}: is damaged or half-written") from None
+
+
+def read_slices(folder: Path, name: str) -> Snapshot:
+    """The snapshot of a checkpoint without fingerprints, from its slices. ValueError where a file is not whole."""
+    manifest = checkpoints.read_manifest(folder)
+    layout = tuple(manifest["layout"] or ())  # an imported checkpoint has none
+    grid = regular(layout[1], layout[2], layout[3], 8) if layout else regular(1, 1, 1, 8)
+    parts: dict[int, list[Part]] = {}
+    for tensor, facts in manifest["tensors"].items():
+        for piece in facts["slices"]:
+            digits = "".join(filter(str.isdigit, Path(piece["file"]).stem))
+            parts.setdefault(int(digits or 0) if layout else 0, []).append(
+                _slice(folder, tensor, facts["shape"], piece)
+            )
+    return Snapshot(
+        name=name,
+        moment=SAVED,
+        iteration=manifest["iteration"],
+        consumed=manifest["consumed_samples"],
+        layout=layout,
+        world=len(grid.ranks),
+        precision="",
+        shape=manifest["identity"]["shape"],
+        optimizer=_optimizer(folder),
+        scalars=manifest["scalars"],
+        next_lr=None,
+        ranks=tuple(_from_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks),
+        live=False,
+        notes=(f"{name}: has no fingerprints; its slices say nothing of replicas, optimizer groups and data order",),
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        require(isinstance(values, dict), "fingerprint", path, "is damaged or half-written")
+    except (OSError, ValueError):
+        raise ValueError(f"fingerprint={path}: is damaged or half-written") from None
+    return values
+
+
+def _rank(values: Mapping[str, Any], path: Path) -> RankPrint:
+    try:
+        return RankPrint(
+            **{name: int(values[name]) for name in ("rank", "tp", "pp", "dp")},
+            parts=tuple(part_from_json(part) for part in values["parts"]),
+            generators={str(name): str(text) for name, text in values["generators"].items()},
+            samples=None if values["samples"] is None else int(values["samples"], 16),
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise ValueError(f"fingerprint={path}: is damaged or half-written") from None
+
+
+def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, Any]) -> Part:
+    """A part with its marks, read without torch. ValueError where the file ends too early."""
+    box = tuple((first, end) for first, end in piece["box"])
+    marks = {}
+    for kind in KINDS:
+        try:
+            size = tuple(end - first for first, end in box)
+            held = np.memmap(folder / piece["file"], np.float32, "r", piece["at"][kind], size)
+        except (OSError, ValueError):
+            raise ValueError(f"checkpoint={folder}: {piece['file']} is missing or cut short") from None
+        marks[kind] = fingerprints.mark(held, box)
+    return Part(name=name, shape=tuple(shape), box=box, decay=None, marks=marks)
+
+
+def _from_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> RankPrint:
+    file, place = folder / f"rank_{rank:05d}.json", grid[rank]
+    states = read_json(file, "generators") if file.exists() else {}
+    flat = {**{k: v for k, v in states.items() if k != "tracked"}, **states.get("tracked", {})}
+    said = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
+    return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=said)
+
+
+def _optimizer(checkpoint: Path) -> Mapping[str, float]:
+    """The optimizer of the run that the checkpoint lies in; empty where it lies elsewhere."""
+    plan = checkpoint.parent.parent / "plan.json"
+    return read_json(plan, "plan").get("optimizer", {}) if plan.exists() else {}
+
+
+def _count(box: Box) -> int:
+    return int(np.prod([end - first for first, end in box], dtype=np.int64))
+
+
+def _sum(marks: Iterable[Mark]) -> Mark:
+    first, *rest = marks
+    for mark in rest:
+        first = first + mark
+    return first

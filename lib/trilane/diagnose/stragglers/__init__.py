@@ -1,0 +1,1 @@
+"""Slow ranks, nodes and links, found in the phase times of all ranks, and the nodes to swap."""

@@ -1,0 +1,66 @@
+"""The search for a bad node with spares: which nodes to swap out at the next restart, in the fewest restarts.
+
+A job needs n nodes, k spares stand by, and a run only tells whether it was good. Each restart leaves out up to k of the
+nodes that are still suspected; if the run is good, a bad one is among them. Group testing for one defective (Dorfman
+1943; Du and Hwang 2000, chapter 2), with groups no larger than k: ceil(m / k) - 1 tests at most find the group
+of m, and ceil(log2 k) more the node in it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trilane.utils.validation import require, require_integer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is known: `suspects` hold the one bad node; `left_out` is what the next restart must do without."""
+
+    suspects: tuple[str, ...]
+    spares: int
+    restarts: int = 0
+    cleared: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        require(len(set(self.suspects)) == len(self.suspects) > 0, "suspects", self.suspects, "must be distinct nodes")
+        require_integer("spares", self.spares, 1)
+
+    @property
+    def done(self) -> bool:
+        """Whether one suspect is left."""
+        return len(self.suspects) == 1
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The nodes to swap for spares: half of the suspects, but never more than there are spares."""
+        return self.suspects[: min(self.spares, len(self.suspects) // 2)]
+
+    def told(self, good: bool) -> "Search":
+        """What is known after the run without `left_out`: where it was good, the bad node is among those."""
+        out = self.left_out
+        rest = tuple(node for node in self.suspects if node not in out)
+        keep, clear = (out, rest) if good else (rest, out)
+        return Search(suspects=keep, spares=self.spares, restarts=self.restarts + 1, cleared=(*self.cleared, *clear))
+
+
+def restarts_at_most(suspects: int, spares: int) -> int:
+    """The restarts that the search needs in the worst case."""
+    count = 0
+    while suspects > 1:
+        out = min(spares, suspects // 2)
+        if out < suspects - out and out == spares:
+            # Bad luck: the run is bad again. Inside a group the worst case is the logarithm.
+            later = math.ceil(math.log2(out)) if out > 1 else 0
+            rest = restarts_at_most(suspects - out, spares)
+            return count + 1 + max(later, rest)
+        suspects, count = max(out, suspects - out), count + 1
+    return count
+
+
+def search(nodes: Sequence[str], spares: int, is_good: Callable[[tuple[str, ...]], bool]) -> Search:
+    """Run the search: `is_good(nodes left out)` restarts the job without them and tells how it went."""
+    state = Search(suspects=tuple(nodes), spares=spares)
+    while not state.done:
+        state = state.told(is_good(state.left_out))
+    return state

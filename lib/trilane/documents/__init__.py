@@ -1,0 +1,1 @@
+"""Tables of measured runs that people typed, in Markdown or CSV: read into rows, and checked for contradictions."""

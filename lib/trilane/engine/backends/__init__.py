@@ -1,0 +1,1 @@
+"""One module an engine: what builds, steps and states each of the four systems."""

@@ -1,0 +1,120 @@
+"""The `deepspeed-3d` engine: DeepSpeed's pipeline (1F1B) and ZeRO-1 over megatron-core's tensor-parallel layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from megatron.core import parallel_state, tensor_parallel
+
+from trilane.config.plan import Plan
+from trilane.costmodel.memory import stage_layers
+from trilane.engine.backends.deepspeed_common import (
+    CONFIG,
+    WholeClipping,
+    begin_step,
+    groups,
+    loss_scale,
+    quiet,
+    settings,
+    start,
+    step_of,
+)
+from trilane.engine.backends.deepspeed_states import DeepSpeedStates
+from trilane.engine.backends.sequence_parallel import sum_shared_gradients
+from trilane.engine.backends.weight_decay_audit import deepspeed_audit
+from trilane.engine.dist.world import World
+from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model import pipeline_layers
+from trilane.engine.model.gpt import config, fill_parameters
+from trilane.engine.model.rng import seed_streams
+from trilane.engine.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
+
+# Our word for the partition -> DeepSpeed's. Its own "uniform" would count embedding, positions and norm as layers.
+METHODS = {"uniform": "type:transformer", "type:transformer|embedding": "type:transformer|embedding"}
+
+
+PHASES = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
+
+
+PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}  # of its instructions; the others send and receive
+
+
+def build(plan: Plan, world: World) -> "DeepSpeed3D":
+    """The engine on every rank together."""
+    parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp, create_gloo_process_groups=False)
+    seed_streams(plan.run.seed)
+    start()
+    return DeepSpeed3D(plan)
+
+
+class DeepSpeed3D:
+    """TP, PP and DP of one plan; `step` runs one iteration on all ranks together."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        ds_config = settings(plan)
+        self.settings: dict[str, Any] = {CONFIG: ds_config}
+        decay = plan.optimizer.weight_decay
+        with quiet():
+            stage = _stage(plan)
+            named = list(pipeline_layers.canonical_parameters(stage))
+            fill_parameters(named, plan)
+            sum_shared_gradients(parameter for _, parameter in named)
+            self._engine, optimizer, *_ = deepspeed.initialize(
+                model=stage, config=ds_config, model_parameters=groups(named, decay)
+            )
+        self._engine._INSTRUCTION_MAP = {
+            kind: during(PHASES.get(kind.__name__, P2P), function)
+            for kind, function in self._engine._INSTRUCTION_MAP.items()
+        }
+        _check_places(self._engine, plan)
+        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
+        self.audit = deepspeed_audit(named, optimizer, decay)
+        self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Data-parallel rank and size."""
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """One iteration: the pipeline over the microbatches, clipping and update; every rank is told the loss."""
+        begin_step(self._engine, lr, len(microbatches))
+        scale = loss_scale(self._engine, self._plan)
+        loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
+        return step_of(self._engine, loss.item(), scale, self._clipping.norm if self._clipping else None)
+
+
+def _stage(plan: Plan) -> PipelineModule:
+    """This rank's layers, not yet in the initial state."""
+    t = plan.topology
+    # A layer inside DeepSpeed's pipeline must not know of it: megatron-core would shift its number.
+    alone = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
+    return PipelineModule(
+        pipeline_layers.layers(plan, config(alone)),
+        topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
+        loss_fn=pipeline_layers.mean_loss,
+        partition_method=METHODS[t.partition],
+        activation_checkpoint_interval=1 if t.recompute == "full" else 0,
+        activation_checkpoint_func=_recomputed,
+        checkpointable_layers=[pipeline_layers.TransformerLayer.__name__],
+    )
+
+
+def _recomputed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """megatron-core's checkpoint: DeepSpeed's own does not rewind the generators that megatron-core's dropout uses."""
+    return tensor_parallel.checkpoint(function, False, *inputs)
+
+
+def _check_places(engine: Any, plan: Plan) -> None:
+    """Both libraries put this rank at the same place, and the stages are cut as the planner counts them."""
+    grid, module = engine.grid, engine.module
+    assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
+    assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()
+    assert grid.get_stage_id() == parallel_state.get_pipeline_model_parallel_rank()
+    held = sum(isinstance(layer, pipeline_layers.TransformerLayer) for layer in module.forward_funcs)
+    assert held == stage_layers(plan.shape, plan.topology)[grid.get_stage_id()], module.parts

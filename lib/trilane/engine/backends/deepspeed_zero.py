@@ -1,0 +1,119 @@
+"""The `deepspeed-zero` engine: DeepSpeed's ZeRO 0 to 3 and offload around megatron-core's tensor-parallel GPT."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from trilane.config.plan import Plan
+from trilane.engine.backends.deepspeed_common import (
+    CONFIG,
+    WholeClipping,
+    begin_step,
+    groups,
+    loss_scale,
+    quiet,
+    settings,
+    start,
+    step_of,
+    tell_phases,
+)
+from trilane.engine.backends.deepspeed_states import DeepSpeedStates
+from trilane.engine.backends.sequence_parallel import sum_shared_gradients
+from trilane.engine.backends.weight_decay_audit import deepspeed_audit
+from trilane.engine.dist.world import World
+from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model.gpt import canonical_parameters, config, empty_chunk, fill
+from trilane.engine.model.rng import seed_streams
+
+
+class Mpu:
+    """What DeepSpeed asks about tensor parallelism, answered by megatron-core."""
+
+    get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
+
+
+def build(plan: Plan, world: World) -> "DeepSpeedZero":
+    """The engine on every rank together."""
+    parallel_state.initialize_model_parallel(plan.topology.tp, create_gloo_process_groups=False)
+    seed_streams(plan.run.seed)
+    start()
+    return DeepSpeedZero(plan, world)
+
+
+class DeepSpeedZero:
+    """TP and ZeRO of one plan; `step` runs one iteration on all ranks together."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._plan = plan
+        ds_config = settings(plan)
+        self.settings: dict[str, Any] = {CONFIG: ds_config}
+        model = _model(plan, ds_config)
+        named = list(canonical_parameters(model, plan.shape.tied_embeddings))
+        sum_shared_gradients(parameter for _, parameter in named)
+        decay = plan.optimizer.weight_decay
+        with quiet():
+            self._engine, optimizer, *_ = deepspeed.initialize(
+                model=model, config=ds_config, model_parameters=groups(named, decay), mpu=Mpu()
+            )
+        tell_phases(self._engine)
+        self.audit = deepspeed_audit(named, optimizer, decay)
+        self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
+        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
+        shape = (plan.topology.mbs, plan.shape.seq_length)
+        self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Data-parallel rank and size."""
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """One iteration: DeepSpeed sums the gradients of the microbatches and updates after the last of them."""
+        begin_step(self._engine, lr, len(microbatches))
+        scale, losses = loss_scale(self._engine, self._plan), []
+        for number, batch in enumerate(microbatches, 1):
+            # Its own count goes by the microbatches since the start, which is wrong once the batch has grown.
+            self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
+            loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
+            self._engine.backward(loss)
+            losses.append(loss.detach())
+            self._engine.step()
+        norm = self._clipping.norm if self._clipping else None
+        return step_of(self._engine, self._mean(losses), scale, norm)
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """Mean over microbatches and replicas."""
+        mean = torch.stack(losses).mean()
+        group = parallel_state.get_data_parallel_group()
+        dist.all_reduce(mean, group=group)
+        return mean.item() / group.size()
+
+
+def _model(plan: Plan, ds_config: dict[str, Any]) -> torch.nn.Module:
+    """The GPT in its initial state. Under stage 3 no rank ever holds more than one whole parameter of it."""
+    if plan.topology.zero < 3:
+        model = empty_chunk(plan, config(plan), None)
+        fill(model, plan)
+        return model
+    import torch._dynamo  # its first import fails inside zero.Init, which replaces Tensor.__new__
+
+    replicas = parallel_state.get_data_parallel_group()
+    with deepspeed.zero.Init(config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu()):
+        model = empty_chunk(plan, config(plan), None)
+
+    def whole(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
+        # Every replica writes the same values; the rank, one among the replicas, is whose values are kept.
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+
+    fill(model, plan, whole)
+    return model

@@ -1,0 +1,191 @@
+"""The `hf-zero3` engine: transformers' GPT2LMHeadModel under DeepSpeed's ZeRO, driven through the Hugging Face Trainer.
+
+Of the Trainer: TrainingArguments with our DeepSpeed JSON (which the Trainer checks against them), the model made under
+zero.Init where the JSON says stage 3, accelerate's way into deepspeed.initialize, and training_step for each
+microbatch: inputs, loss, gradient accumulation, backward and, after the last microbatch, DeepSpeed's step. Not of the
+Trainer: its loop, sampler, schedule, logging and checkpoints, so that these are the same for every engine. Nor its
+optimizer groups: with the optimizer in the JSON it would let norms and biases decay.
+
+Weights and optimizer of the `hf-zero3` engine: DeepSpeed's, laid out as transformers' GPT-2 and written as ours.
+"""
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+import torch._dynamo  # its first import fails inside zero.Init, which replaces Tensor.__new__
+import torch.distributed as dist
+from accelerate.utils import DummyOptim
+from megatron.core import parallel_state
+from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
+
+from trilane.config.model import ModelShape
+from trilane.config.plan import Plan
+from trilane.engine.backends.deepspeed_common import (
+    CONFIG,
+    WholeClipping,
+    begin_step,
+    groups,
+    loss_scale,
+    quiet,
+    settings,
+    start,
+    step_of,
+    tell_phases,
+)
+from trilane.engine.backends.deepspeed_states import DeepSpeedStates
+from trilane.engine.backends.weight_decay_audit import deepspeed_audit
+from trilane.engine.checkpoint.gpt2_names import canonical_name, canonical_tensor, gpt2_tensor
+from trilane.engine.dist.world import World
+from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model.init import initial_tensor, whole_sizes
+from trilane.engine.model.parameters import Piece
+from trilane.engine.model.rng import seed_streams
+
+
+def build(plan: Plan, world: World) -> "HfZero3":
+    """The engine on every rank together."""
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    start()
+    # It notices that the Trainer counts microbatches by itself and DeepSpeed's JSON says how many there are.
+    logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
+    return HfZero3(plan)
+
+
+class HfZero3:
+    """ZeRO of one plan; `step` runs one iteration on all ranks together."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        ds_config = settings(plan)
+        self.settings: dict[str, Any] = {CONFIG: ds_config}
+        decay = plan.optimizer.weight_decay
+        with quiet():
+            arguments = trainer_arguments(plan, ds_config)
+            model = _model(plan)
+            named = [(canonical_name(name), p) for name, p in model.named_parameters()]
+            self._trainer = Trainer(model=model, args=arguments)
+            arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, plan.run.train_iters)
+            # DummyOptim: "make the optimizer of the JSON, over these groups".
+            asked = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
+            self._engine, _ = self._trainer.accelerator.prepare(model, asked)
+        tell_phases(self._engine)
+        self.audit = deepspeed_audit(named, self._engine.optimizer, decay)
+        self.states = Gpt2States(named, self._engine.optimizer, plan.topology.zero, plan.shape)
+        self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
+        seed_streams(plan.run.seed)  # after the Trainer, which seeds every rank alike
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Data-parallel rank and size."""
+        return dist.get_rank(), dist.get_world_size()
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """One iteration: the Trainer's training step for each microbatch, DeepSpeed's own after the last of them."""
+        begin_step(self._engine, lr, len(microbatches))
+        scale = loss_scale(self._engine, self._plan)
+        trainer, losses = self._trainer, []
+        trainer.current_gradient_accumulation_steps = len(microbatches)
+        for number, batch in enumerate(microbatches, 1):
+            trainer.accelerator.gradient_state._set_sync_gradients(number == len(microbatches))
+            # `shift_labels` are labels that are shifted already; `labels` asks the model for a loss at all.
+            inputs = {"input_ids": batch.tokens, "labels": batch.labels, "shift_labels": batch.labels}
+            losses.append(trainer.training_step(self._engine, inputs))  # its share: divided by their number
+        norm = self._clipping.norm if self._clipping else None
+        return step_of(self._engine, _mean(torch.stack(losses).sum()), scale, norm)
+
+
+def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArguments:
+    """The plan in the Trainer's words. Nothing is written: the folder that it asks for exists already."""
+    o, t = plan.optimizer, plan.topology
+    return TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        max_steps=plan.run.train_iters,
+        per_device_train_batch_size=t.mbs,
+        gradient_accumulation_steps=t.microbatches,
+        learning_rate=o.lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_epsilon=o.adam_eps,
+        max_grad_norm=o.clip_grad,
+        bf16=t.precision == "bf16",
+        fp16=t.precision == "fp16",
+        use_cpu=not torch.cuda.is_available(),
+        seed=plan.run.seed,
+        deepspeed=ds_config,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        log_level="error",
+        log_level_replica="error",
+    )
+
+
+def _model(plan: Plan) -> torch.nn.Module:
+    """GPT-2 in the plan's initial state; under stage 3 the Trainer's arguments have it made in shards."""
+    shape, t = plan.shape, plan.topology
+    config = GPT2Config(
+        vocab_size=shape.vocab_size,
+        n_positions=shape.seq_length,
+        n_embd=shape.hidden_size,
+        n_layer=shape.num_layers,
+        n_head=shape.num_attention_heads,
+        activation_function="gelu",  # GPT-2 of transformers takes the tanh form otherwise
+        layer_norm_epsilon=1e-5,
+        embd_pdrop=plan.dropout.hidden,
+        resid_pdrop=plan.dropout.hidden,
+        attn_pdrop=plan.dropout.attention,
+        tie_word_embeddings=shape.tied_embeddings,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if t.recompute == "full":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    _fill(model, plan)
+    return model
+
+
+def _fill(model: torch.nn.Module, plan: Plan) -> None:
+    """Give every parameter its initial tensor, laid out as GPT-2 has it."""
+    shape, sizes = plan.shape, whole_sizes(plan.shape)
+    for name, parameter in model.named_parameters():
+        ours = canonical_name(name)
+        whole = initial_tensor(ours, sizes[ours], plan.run.seed, shape)
+        cut = hasattr(parameter, "ds_id")
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if cut else nullcontext():
+            parameter.copy_(gpt2_tensor(ours, whole, shape.num_attention_heads))
+
+
+def _mean(loss: torch.Tensor) -> float:
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+class Gpt2States(DeepSpeedStates):
+    """`named` parameters of GPT2LMHeadModel under our names: Conv1D turned round, qkv by head."""
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizer: Any, stage: int, shape: ModelShape
+    ) -> None:
+        super().__init__(named, optimizer, stage)
+        self._heads, sizes = shape.num_attention_heads, whole_sizes(shape)
+        self.pieces = [_whole(name, tuple(sizes[name])) for name, _ in named]
+
+    def _ours(self, number: int, held: torch.Tensor) -> torch.Tensor:
+        parameter: Any = self._parameters[number]
+        theirs = held.view(tuple(getattr(parameter, "ds_shape", parameter.shape)))
+        return canonical_tensor(self.pieces[number].name, theirs, self._heads)
+
+    def _theirs(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        return gpt2_tensor(self.pieces[number].name, value, self._heads)
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Piece:
+    return Piece(name=name, shape=shape, box=tuple((0, n) for n in shape), spoken_for=False)

@@ -1,0 +1,166 @@
+"""The `megatron` engine: megatron-core's schedules, DDP and optimizer, as Megatron-LM's own training loop uses them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trilane.config.plan import Plan
+from trilane.engine.backends.megatron_states import MegatronStates
+from trilane.engine.backends.weight_decay_audit import decay_audit
+from trilane.engine.dist.world import World
+from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model.gpt import DTYPES, build_chunks, canonical_parameters, config
+from trilane.engine.model.rng import seed_streams
+from trilane.engine.monitor.phases import OPTIMIZER, MegatronTimers, phase
+
+LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+# DeepSpeed's default (initial_scale_power 16); megatron-core's own 2**32 skips the first 16 iterations to get there.
+INITIAL_LOSS_SCALE = 2.0**16
+
+
+def build(plan: Plan, world: World) -> "Megatron":
+    """The engine on every rank together."""
+    t = plan.topology
+    # The gloo groups beside NCCL's serve megatron-core's own checkpoints, which we do not write.
+    parallel_state.initialize_model_parallel(
+        t.tp,
+        t.pp,
+        virtual_pipeline_model_parallel_size=t.interleaving if t.interleaving > 1 else None,
+        create_gloo_process_groups=False,
+    )
+    seed_streams(plan.run.seed)
+    return Megatron(plan, world)
+
+
+class Megatron:
+    """TP, PP (1F1B, interleaved) and DP of one plan; `step` runs one iteration on all ranks together."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._plan, self._world = plan, world
+        self.settings: dict[str, Any] = {}
+        settings = config(plan)
+        models = build_chunks(plan, settings)
+        named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
+        self._chunks = [_distributed(model, settings, plan) for model in models]
+        self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
+        _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
+        self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
+        settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
+        self.states = MegatronStates(named, self._optimizer.chained_optimizers, self._chunks)
+        settings.finalize_model_grads_func = finalize_model_grads
+        settings.grad_scale_func = self._optimizer.scale_loss
+        if plan.topology.overlap_grad_reduce:
+            # Gradients are summed as they come, but after the last microbatch only.
+            waits = [chunk.no_sync for chunk in self._chunks]
+            settings.no_sync_func = waits if len(waits) > 1 else waits[0]
+        self._schedule = get_forward_backward_func()
+        shape = (plan.topology.mbs, plan.shape.seq_length)
+        self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Data-parallel rank and size."""
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """One iteration: zero the gradients, run the pipeline over the microbatches, clip, update."""
+        self._zero_grad()
+        _set_lr(self._optimizer, lr)
+        scale = self._optimizer.get_loss_scale().item()
+        losses = self._forward_backward(microbatches)
+        with phase(OPTIMIZER):
+            updated, grad_norm, _ = self._optimizer.step()
+        return Step(loss=self._mean(losses), grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
+
+    def _zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _forward_backward(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+        """The loss of each microbatch on the last stage; an empty list elsewhere."""
+        interleaved = len(self._chunks) > 1
+        feeds = [iter(microbatches) for _ in self._chunks]
+        results = self._schedule(
+            forward_step_func=self._forward,
+            data_iterator=feeds if interleaved else feeds[0],
+            model=self._chunks if interleaved else self._chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=self._plan.shape.seq_length,
+            micro_batch_size=self._plan.topology.mbs,
+            forward_only=False,
+        )
+        return [result["loss"] for result in results]
+
+    def _forward(self, feed: Iterator[Microbatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossOf]:
+        batch = next(feed)
+        return model(batch.tokens, self._positions, None, labels=batch.labels), _mean_loss
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """Mean over microbatches and replicas on the last stage; 0 on the other stages, which never see a loss."""
+        if not losses:
+            return 0.0
+        mean = torch.stack(losses).mean()
+        group = parallel_state.get_data_parallel_group()
+        dist.all_reduce(mean, group=group)
+        return mean.item() / group.size()
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mean = losses.float().mean()  # losses (mbs, seq_length): every sample is full, so nothing is masked
+    # A copy: the schedule divides `mean` by the number of microbatches in place.
+    return mean, {"loss": mean.detach().clone()}
+
+
+def _distributed(chunk: torch.nn.Module, settings: TransformerConfig, plan: Plan) -> DistributedDataParallel:
+    """The chunk in its precision, with gradients summed over replicas in fp32 for the last microbatch."""
+    t = plan.topology
+    half = t.precision != "fp32"
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=t.zero == 1,
+        grad_reduce_in_fp32=half,
+        overlap_grad_reduce=t.overlap_grad_reduce,
+        overlap_param_gather=t.overlap_param_gather,
+    )
+    return DistributedDataParallel(settings, ddp, Float16Module(settings, chunk) if half else chunk)
+
+
+def _optimizer_config(plan: Plan) -> OptimizerConfig:
+    o, t = plan.optimizer, plan.topology
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        clip_grad=o.clip_grad,
+        fp16=t.precision == "fp16",
+        bf16=t.precision == "bf16",
+        params_dtype=DTYPES[t.precision],
+        initial_loss_scale=INITIAL_LOSS_SCALE,
+        use_distributed_optimizer=t.zero == 1,
+        overlap_param_gather=t.overlap_param_gather,
+    )
+
+
+def _set_weight_decay(optimizer: MegatronOptimizer, decay: float) -> None:
+    """megatron-core only marks the groups: without this, which Megatron-LM's scheduler does, norms and biases decay."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = decay * group["wd_mult"]
+
+
+def _set_lr(optimizer: MegatronOptimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,129 @@
+"""Weights and optimizer of the `megatron` engine, piece by piece."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from trilane.engine.backends.adam_states import begin, set_step, step_of
+from trilane.engine.backends.weight_decay_audit import weight_decays
+from trilane.engine.model.parameters import Piece, pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """Where an optimizer keeps a parameter on this rank: the values `first` to `end` of it, flat, are `main`."""
+
+    optimizer: torch.optim.Optimizer
+    main: torch.Tensor
+    first: int
+    end: int
+
+    def held(self, kind: str) -> torch.Tensor:
+        """What this rank updates, flat."""
+        return (self.main if kind == "weight" else self.optimizer.state[self.main][kind]).detach().view(-1)
+
+
+class MegatronStates:
+    """`named` parameters (by the names of the whole model) of DDP `chunks` in megatron-core's chained optimizers."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        optimizers: Sequence[Any],
+        chunks: Sequence[DistributedDataParallel],
+    ) -> None:
+        self.pieces: list[Piece] = pieces(
+            named,
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        )
+        self._parameters = [parameter for _, parameter in named]
+        self._optimizers, self._chunks = optimizers, chunks
+        self._dealt = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
+
+    def settle(self) -> None:
+        """With overlap_param_gather a replica has the others' new weights only in its next forward: gather them now."""
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def read(self, number: int, kind: str) -> torch.Tensor:
+        """The piece; a distributed optimizer's parts of it are added up, everything else being zero."""
+        self._start()
+        home, size = self._home(number), self.pieces[number].size
+        if not self._dealt:
+            assert home
+            return home.held(kind).view(size)
+        parameter = self._parameters[number]
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if home:
+            whole[home.first : home.end] = home.held(kind)
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+        return whole.view(size)
+
+    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
+        """The master weight, the moments, and the model's own copy of the weight."""
+        self._start()
+        home = self._home(number)
+        with torch.no_grad():
+            self._parameters[number].copy_(values["weight"])
+            if home:
+                for kind, value in values.items():
+                    home.held(kind).copy_(value.reshape(-1)[home.first : home.end])
+
+    def copy(self, number: int) -> torch.Tensor | None:
+        """The model's own parameter."""
+        return self._parameters[number].detach().view(self.pieces[number].size)
+
+    def decays(self) -> list[float | None]:
+        """Read from megatron-core's groups."""
+        return [next(weight_decays(parameter, self._optimizers), None) for parameter in self._parameters]
+
+    def scalars(self) -> dict[str, float]:
+        """Adam's step, and in fp16 the loss scale and what decides when it changes."""
+        found = {"step": step_of(self._inner())}
+        scaler: Any = getattr(self._optimizers[0], "grad_scaler", None)
+        if hasattr(scaler, "growth_interval"):
+            found["loss_scale"] = scaler.scale.item()
+            found["good_steps"], found["hysteresis"] = scaler._growth_tracker, scaler._hysteresis_tracker
+        return found
+
+    def set_scalars(self, values: dict[str, float]) -> None:
+        """The same taken over; where the checkpoint's precision had no loss scale, it begins anew."""
+        set_step(self._inner(), values["step"])
+        for optimizer in self._optimizers:
+            scaler: Any = getattr(optimizer, "grad_scaler", None)
+            if hasattr(scaler, "growth_interval") and "loss_scale" in values:
+                scaler._scale.fill_(values["loss_scale"])
+                scaler._growth_tracker = int(values["good_steps"]) % scaler.growth_interval
+                scaler._hysteresis_tracker = int(values["hysteresis"])
+
+    def _start(self) -> None:
+        """Moments exist: a step that fp16 skipped, or no step at all, leaves none."""
+        for inner in self._inner():
+            begin(inner, (parameter for group in inner.param_groups for parameter in group["params"]))
+
+    def _inner(self) -> Iterator[torch.optim.Optimizer]:
+        return (optimizer.optimizer for optimizer in self._optimizers)
+
+    def _home(self, number: int) -> Home | None:
+        """None where other replicas update all of the parameter."""
+        parameter = self._parameters[number]
+        for optimizer in self._optimizers:
+            if hasattr(optimizer, "model_param_group_index_map"):  # the distributed optimizer
+                place = optimizer.model_param_group_index_map.get(parameter)
+                if place is None:
+                    continue
+                main = optimizer.optimizer.param_groups[place[0]]["params"][place[1]]
+                part = optimizer._get_model_param_range_map(parameter)["param"]
+                return Home(optimizer=optimizer.optimizer, main=main, first=part.start, end=part.end)
+            main = getattr(parameter, "main_param", parameter)
+            if any(main is other for group in optimizer.optimizer.param_groups for other in group["params"]):
+                return Home(optimizer=optimizer.optimizer, main=main, first=0, end=parameter.numel())
+        return None

@@ -1,0 +1,1 @@
+"""What this machine or cluster can do, measured: matmul, memory, collectives."""

@@ -1,0 +1,102 @@
+"""What this machine can do, measured in seconds: `python -m trilane.engine.bench.__main__ [OUT.json] [--name NAME]`.
+
+Alone on a CPU machine it starts what it needs; alone on a machine with GPUs it starts torchrun with a rank on each;
+under torchrun or srun, one rank a GPU, all ranks measure together and rank 0 writes one file.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from trilane.config.cluster import Cluster
+from trilane.engine.errors import say
+from trilane.utils.validation import require, to_mapping
+
+LOCAL = "local"
+
+
+def main(argv: list[str]) -> int:
+    """0 when the file is written; 2 and one line where it cannot be."""
+    parser = argparse.ArgumentParser(prog="python -m trilane bench", description=__doc__, allow_abbrev=False)
+    parser.add_argument("out", nargs="?", default="", help="the file to write (default: NAME.json)")
+    parser.add_argument("--name", default="", help="the cluster's name (default: the host's without digits, or local)")
+    args = parser.parse_args(argv)
+    size = world_size(os.environ)
+    try:
+        require(args.out.endswith(".json") or not args.out, "out", args.out, "must end in .json")
+        (_alone if size == 1 else _together)(args.out, args.name)
+    except ValueError as error:
+        say(error, "trilane: ")
+        return 2
+    return 0
+
+
+def world_size(env: MutableMapping[str, str]) -> int:
+    """Processes that torchrun or srun started. A batch script has SLURM_PROCID as well, but no step: it is alone."""
+    return int(env["WORLD_SIZE"] if "RANK" in env else env.get("SLURM_STEP_NUM_TASKS", "1"))
+
+
+def destination(out: str, name: str) -> Path:
+    """The file to write, which must not exist yet, in a folder that does; ValueError otherwise."""
+    path = Path(out or f"{name}.json")
+    require(not path.exists(), "out", path, "exists")
+    require(path.absolute().parent.is_dir(), "out", path, "its folder does not exist")
+    return path
+
+
+def _alone(out: str, name: str) -> None:
+    path = destination(out, name or LOCAL)  # before torch is imported: that takes seconds
+    import torch
+
+    cards = torch.cuda.device_count()
+    if cards == 0:
+        from trilane.engine.bench import single_process as alone
+        from trilane.engine.dist.world import own_device
+
+        own_device("fp32")  # refuses where there is a card that torch cannot use
+        return _write(path, alone.measure(name or LOCAL))
+    if "RANK" in os.environ:  # torchrun's only rank
+        return _together(out, name)
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards}"]
+    this = ["-m", "trilane.engine.bench.__main__", str(path), "--name", name or LOCAL]
+    os.execv(sys.executable, [sys.executable, *ranks, *this])
+
+
+def _together(out: str, name: str) -> None:
+    import torch
+
+    from trilane.engine.dist import world as places
+
+    places.from_slurm(os.environ)
+    from trilane.engine.bench import multi_rank as together
+    from trilane.engine.dist import gather as agree
+
+    context = together.context_bytes()
+    world = places.enter("fp32")
+
+    def asked() -> tuple[Path, str]:
+        chosen = name or together.plain_name(platform.node())
+        return destination(out, chosen), chosen
+
+    try:
+        path, chosen = agree.told(world, asked)
+        cluster = together.measure(world, context, chosen)
+    except ValueError:  # on all ranks; after any other error the peers may be gone, and saying goodbye could take long
+        torch.distributed.destroy_process_group()
+        raise
+    if world.is_first:
+        _write(path, cluster)
+    torch.distributed.destroy_process_group()
+
+
+def _write(path: Path, cluster: Cluster) -> None:
+    from trilane.engine.checkpoint.stamp import write_json
+
+    write_json(path, to_mapping(cluster))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

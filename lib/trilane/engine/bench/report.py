@@ -1,0 +1,148 @@
+"""What was found on a machine, as a Cluster that says of every number where it comes from."""
+
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+
+from trilane.config.cluster import Cluster, Gpu
+from trilane.costmodel.constants import PRIOR
+from trilane.engine.bench import device_rates
+from trilane.engine.bench.collectives import Link, large_bytes
+
+# Numbers by the field of Cluster that takes them.
+Found = dict[str, float]
+
+
+# A Cluster holds peaks, of which a calibration expects these shares; what a GPU was seen to reach is such a share.
+SHARES: Found = {
+    "fp32_flops_per_s": float(PRIOR.matmul),
+    "fp16_flops_per_s": float(PRIOR.matmul),
+    "bf16_flops_per_s": float(PRIOR.matmul),
+    "memory_bytes_per_s": float(PRIOR.memory),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineMeasurement:
+    """Medians over all ranks: `nodes` hosts like `host`, each with `per_node` ranks on devices like this rank's.
+
+    `inside` is None where a host has one rank, `among` where there is one host.
+    """
+
+    device: torch.device
+    host: str
+    nodes: int
+    per_node: int
+    cores: int
+    numbers: Found
+    inside: Link | None
+    among: Link | None
+
+
+def as_cluster(found: MachineMeasurement, name: str) -> Cluster:
+    """The cluster of these findings; what one rank, or one rank a host, cannot measure is taken from the next best."""
+    numbers, link = found.numbers, found.inside or found.among
+    network = found.among or found.inside
+    pcie = numbers["pcie_bytes_per_s"]
+    return Cluster(
+        name=name,
+        gpu=_gpu(found),
+        gpus_per_node=found.per_node,
+        max_nodes=found.nodes,
+        node_bytes_per_s=link.bytes_per_s if link else pcie,
+        network_bytes_per_s=network.bytes_per_s if network else pcie,
+        pcie_bytes_per_s=pcie,
+        latency_s=link.hop_s if link else numbers["launch_overhead_s"],
+        cores_per_node=found.cores,
+        host_memory_bytes=numbers["host_memory_bytes"],
+        launch_overhead_s=numbers["launch_overhead_s"],
+        sources=_sources(found),
+    )
+
+
+def _gpu(found: MachineMeasurement) -> Gpu:
+    numbers = {field.removeprefix("gpu."): n for field, n in found.numbers.items() if field.startswith("gpu.")}
+    if found.device.type != "cuda":
+        return Gpu(name=f"core of {found.host}", kind="cpu", **numbers)  # type: ignore[arg-type]
+    numbers = {field: n / SHARES.get(field, 1.0) for field, n in numbers.items()}
+    card = torch.cuda.get_device_properties(found.device)
+    capability = (card.major, card.minor)
+    sms = card.multi_processor_count
+    return Gpu(name=card.name, kind="cuda", compute_capability=capability, num_sms=sms, **numbers)
+
+
+# What a core has not, and so nobody measures.
+CORE_LACKS = {
+    "gpu.fp16_flops_per_s": "a core has no such units",
+    "gpu.bf16_flops_per_s": "a core has no such units",
+    "pcie_bytes_per_s": "no PCIe between a core and its memory: as gpu.memory_bytes_per_s",
+}
+
+
+def _sources(found: MachineMeasurement) -> dict[str, str]:
+    how, lacks = (_how_on_cuda(), {}) if found.device.type == "cuda" else (_how_on_cpu(), CORE_LACKS)
+    said = f"measured on {found.host} at {date.today().isoformat()}"
+    ranks = found.nodes * found.per_node
+    many = f", median of {ranks} ranks at work together" if ranks > 1 else ""
+    seen = {
+        "gpus_per_node": f"{said}: ranks per host",
+        "max_nodes": f"{said}: hosts seen; the whole cluster may have more",
+        "cores_per_node": f"{said}: cores that the ranks of a host may use",
+        "host_memory_bytes": f"{said}: memory free on the host{many}",
+    }
+    measured = {field: f"{said}: {what}{many}" for field, what in how.items()}
+    return {**measured, **lacks, **_link_sources(found, said), **seen}
+
+
+def _how_on_cuda() -> dict[str, str]:
+    sizes = " and ".join(" x ".join(map(str, size)) for size in device_rates.CUDA_SIZES)
+    copied = f"{device_rates.COPY_BYTES >> 20} MiB"
+    matmul = f"the fastest torch matmul of {sizes}, which reaches {PRIOR.matmul} of the peak"
+    return {
+        "gpu.memory_bytes": "the card's total, as its driver says",
+        "gpu.context_bytes": "memory that is not free before the first tensor",
+        "gpu.memory_bytes_per_s": f"copy of {copied} on the card, bytes read and written; {PRIOR.memory} of the peak",
+        "gpu.fp32_flops_per_s": f"{matmul}, without TF32",
+        "gpu.fp16_flops_per_s": matmul,
+        "gpu.bf16_flops_per_s": f"{matmul}; 0 below compute capability 8.0",
+        "pcie_bytes_per_s": f"copy of {copied} from page-locked host memory to the card",
+        "launch_overhead_s": f"torch calls on 16 numbers, {device_rates.CALLS} in a row",
+    }
+
+
+def _how_on_cpu() -> dict[str, str]:
+    copied = f"copy of {device_rates.COPY_BYTES >> 20} MiB by one thread, bytes read and written"
+    return {
+        "gpu.memory_bytes": "free host memory / ranks of the host",
+        "gpu.context_bytes": "resident memory of a rank that imported torch and megatron-core",
+        "gpu.memory_bytes_per_s": copied,
+        "gpu.fp32_flops_per_s": "the fastest of two torch matmuls on one thread",
+        "launch_overhead_s": f"torch calls on 16 numbers, {device_rates.CALLS} in a row",
+    }
+
+
+def _link_sources(found: MachineMeasurement, said: str) -> dict[str, str]:
+    """Where node_bytes_per_s, network_bytes_per_s and latency_s come from."""
+    backend = "nccl" if found.device.type == "cuda" else "gloo"
+    large = f"{large_bytes(found.device) >> 20} MiB"
+
+    def moved(link: Link) -> str:
+        alone = f"a message between two of them {link.pair_bytes_per_s / 1e9:.3g} GB/s"
+        return f"{said}: {backend} all_reduce of {large} by {link.ranks} ranks, 2 (n - 1) / n bytes / seconds; {alone}"
+
+    def still(link: Link) -> str:
+        alone = f"a message between two of them {link.pair_s * 1e6:.3g} us"
+        return f"{said}: {backend} all_reduce of 4 bytes by {link.ranks} ranks / (2 (n - 1)); {alone}"
+
+    link = found.inside or found.among
+    if link is None:
+        one = "one rank has nobody to talk to: as"
+        ways = dict.fromkeys(("node_bytes_per_s", "network_bytes_per_s"), f"{one} pcie_bytes_per_s")
+        return {**ways, "latency_s": f"{one} launch_overhead_s"}
+    outside = f"; among all {found.among.hop_s * 1e6:.3g} us" if found.inside and found.among else ""
+    return {
+        "node_bytes_per_s": moved(found.inside) if found.inside else "one rank a host: as network_bytes_per_s",
+        "network_bytes_per_s": moved(found.among) if found.among else "one host: as node_bytes_per_s",
+        "latency_s": still(link) + outside,
+    }

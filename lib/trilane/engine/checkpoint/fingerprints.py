@@ -1,0 +1,160 @@
+"""Fingerprints of this rank's state: marks of all tensors it holds, and all else that a restart must restore.
+
+Marks of tensors where they are, as fingerprint.mark makes them of numpy's.
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from trilane.config.plan import Plan
+from trilane.engine.checkpoint.identity import layout
+from trilane.engine.data.loader import Feed
+from trilane.engine.dist.gather import told
+from trilane.engine.dist.world import World
+from trilane.engine.interface import Engine
+from trilane.engine.lr_schedule import learning_rate
+from trilane.engine.model import rng
+from trilane.engine.model.parameters import States
+from trilane.utils.validation import to_mapping
+from trilane.workspace import fingerprints
+from trilane.workspace.checkpoints import KINDS, name_of, write_durably
+from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Mark, Part, file_of, sides, weights
+
+
+class Marks:
+    """Marks of the pieces of `states`, made while somebody reads them piece by piece."""
+
+    def __init__(self, states: States) -> None:
+        self._states, self.seconds = states, 0.0
+        self._found: list[dict[str, Mark]] = [{} for _ in states.pieces]
+
+    def add(self, number: int, kind: str, value: torch.Tensor) -> None:
+        """Piece `number` of that kind, and with its weight the copy that the model computes with."""
+        begin, box = time.perf_counter(), self._states.pieces[number].box
+        self._found[number][kind] = mark(value, box)
+        copy = self._states.copy(number) if kind == "weight" else None
+        if copy is not None and copy.data_ptr() != value.data_ptr():
+            self._found[number][COPY] = mark(copy, box)
+        self.seconds += time.perf_counter() - begin
+
+    def read(self) -> "Marks":
+        """All pieces, all ranks together."""
+        for number in range(len(self._states.pieces)):
+            for kind in KINDS:
+                self.add(number, kind, self._states.read(number, kind))
+        return self
+
+    def parts(self) -> list[Part]:
+        """What was found of each piece."""
+        named = zip(self._states.pieces, self._found, self._states.decays(), strict=True)
+        return [Part(name=p.name, shape=p.shape, box=p.box, decay=d, marks=found) for p, found, d in named]
+
+
+def outlook(plan: Plan, feed: Feed, done: int) -> dict[str, Any]:
+    """What comes next: the learning rate of the next iteration, and a hash of this replica's samples in it.
+
+    The hash is a sum over samples, mod 2^64: the replicas' add up to that of the batch, whoever takes what of it.
+    """
+    batch = next(plan.batches(done), None)
+    if batch is None:
+        return {"next_lr": None, "samples": None}
+    samples = 0
+    for microbatch in feed.microbatches(batch):
+        for row in microbatch.tokens.cpu().numpy():
+            samples += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little")
+    return {"next_lr": learning_rate(plan.optimizer, batch.end, plan.samples), "samples": f"{samples % WORD:016x}"}
+
+
+def fingerprint(
+    plan: Plan, world: World, engine: Engine, marks: Marks, iteration: int, ahead: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The rank's fingerprint as JSON: its place, what it was trained with, and all that must come back."""
+    replica, _ = engine.replica
+    return {
+        "rank": world.rank,
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "dp": replica,
+        "iteration": iteration,
+        "consumed_samples": plan.run.ramp.consumed(iteration, plan.topology.gbs),
+        "layout": layout(plan),
+        "world": world.size,
+        "precision": plan.topology.precision,
+        "shape": to_mapping(plan.shape),
+        "optimizer": to_mapping(plan.optimizer),
+        "scalars": engine.states.scalars(),
+        **ahead,
+        "generators": hashed(rng.states()),
+        "parts": [part.to_json() for part in marks.parts()],
+        "seconds": round(marks.seconds, 6),
+    }
+
+
+def hashed(states: Mapping[str, Any]) -> dict[str, str]:
+    """Each generator's state as a hash."""
+    flat = {**{k: v for k, v in states.items() if k != "tracked"}, **states["tracked"]}
+    return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
+
+
+def write_loaded(
+    folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, ahead: Mapping[str, Any]
+) -> None:
+    """Fingerprints of what stands in memory after a load, all ranks together, below the run folder.
+
+    A disk that takes no more keeps nobody from training.
+    """
+    text = json.dumps(fingerprint(plan, world, engine, Marks(engine.states).read(), iteration, ahead))
+    place = told(world, lambda: _fresh(folder, iteration))
+    with contextlib.suppress(OSError):
+        if place:
+            write_durably(Path(place) / file_of(world.rank), text)
+
+
+def _fresh(folder: Path, iteration: int) -> str:
+    """A new folder for the fingerprints of that load; "" where none can be made."""
+    name, number = name_of(iteration).replace("iter", "load"), 2
+    path = folder / FOLDER / name
+    while path.exists():
+        path, number = path.with_name(f"{name}.{number}"), number + 1
+    try:
+        path.mkdir(parents=True)
+    except OSError:
+        return ""
+    return str(path)
+
+
+BLOCK = 1 << 24  # values at a time on a GPU: its temporaries are 16 bytes each
+
+
+def mark(part: torch.Tensor, box: Box) -> Mark:
+    """The Mark of `part`, which is the part `box` of its tensor; of a GPU's tensor a few numbers leave the device."""
+    plain = part.detach().to(torch.float32)
+    return mark_there(plain, box) if plain.is_cuda else fingerprints.mark(plain.numpy(), box)
+
+
+def mark_there(part: torch.Tensor, box: Box) -> Mark:
+    """The same by torch, on the device of `part`, fp32."""
+    (first, end), (left, right) = sides(box)
+    x = part.reshape(end - first, right - left).contiguous()
+    u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))
+    v, t = (torch.from_numpy(side).to(x.device) for side in weights(left, right, 2))
+    rows = max(1, BLOCK // x.shape[1])
+    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    floats = torch.zeros(2 + SKETCHES, dtype=torch.float64, device=x.device)
+    for at in range(0, len(x), rows):
+        block = x[at : at + rows]
+        found += ((block.view(torch.int32) * v).sum(1) * u[at : at + rows]).sum()
+        floats[0] += torch.linalg.vector_norm(block, dim=1).double().square().sum()
+        floats[1] += block.sum(dtype=torch.float64)
+        floats[2:] += ((block @ t) * s[at : at + rows]).sum(0, dtype=torch.float64)
+    low, high = torch.stack(torch.aminmax(x)).tolist()
+    squares, total, *sketch = floats.tolist()
+    return Mark(hash=int(found.item()) % WORD, squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))

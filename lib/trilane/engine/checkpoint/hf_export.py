@@ -1,0 +1,156 @@
+"""A checkpoint as a folder of Hugging Face's GPT-2, and back.
+
+`python -m trilane.engine.checkpoint.hf_export CHECKPOINT OUT` writes the weights (fp32, one tensor at a time in
+memory) and a config.json for `GPT2LMHeadModel.from_pretrained(OUT)`. `... --back FOLDER OUT` makes a checkpoint of
+iteration 0 of such a folder, with Adam's moments at zero, for `run.load`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trilane.config.model import ModelShape
+from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_name, gpt2_tensor
+from trilane.engine.checkpoint.slices import SliceFile, assemble
+from trilane.utils.validation import from_mapping, read_json, require, to_mapping
+from trilane.workspace import checkpoints
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+
+
+# GPT2Config's words for the sizes of a shape.
+SIZES = {
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "seq_length": "n_positions",
+    "vocab_size": "vocab_size",
+    "tied_embeddings": "tie_word_embeddings",
+}
+
+
+# What our GPT is built with; transformers' own default is the tanh form of GELU, another function.
+FIXED = {"model_type": "gpt2", "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
+
+
+def export(checkpoint: Path, out: Path) -> None:
+    """Write the checkpoint's weights and sizes to the new folder `out`; ValueError where that cannot be."""
+    manifest = _whole(checkpoint)
+    shape = from_mapping(ModelShape, manifest["identity"]["shape"], "shape")
+    tensors, heads = manifest["tensors"], shape.num_attention_heads
+    entries = []
+    for name, tensor in tensors.items():
+        there = gpt2_tensor(name, torch.empty(tensor["shape"], device="meta"), heads)
+        entries.append((gpt2_name(name), tuple(there.shape)))
+    require(not out.exists(), "out", out, "exists")
+    out.mkdir(parents=True)
+    file = SliceFile(out / WEIGHTS, entries)
+    for name, tensor in tensors.items():
+        box = tuple((0, n) for n in tensor["shape"])
+        file.add(gpt2_tensor(name, assemble(checkpoint, tensor["slices"], "weight", box), heads))
+    file.close()
+    require(not file.error, "out", out, file.error)
+    checkpoints.write_durably(out / CONFIG, json.dumps(config(shape), indent=2) + "\n")
+
+
+def config(shape: ModelShape) -> dict[str, Any]:
+    """GPT2Config's JSON; dropout is for training, which happens here."""
+    sizes = {theirs: getattr(shape, ours) for ours, theirs in SIZES.items()}
+    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+    return {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32", **FIXED, **sizes, **dropout}
+
+
+def back(folder: Path, out: Path) -> Path:
+    """A checkpoint of iteration 0 in the folder of checkpoints `out`, from a folder of GPT-2; ValueError otherwise."""
+    said = read_json(folder / CONFIG, "GPT-2")
+    for name, value in FIXED.items():
+        require(said.get(name, value) == value, name, said.get(name), f"our GPT has {value}")
+    missing = [theirs for ours, theirs in SIZES.items() if theirs not in said and ours != "tied_embeddings"]
+    require(not missing, CONFIG, folder / CONFIG, f"has no {', '.join(missing)}")
+    shape = ModelShape(**{ours: said[theirs] for ours, theirs in SIZES.items() if theirs in said})
+    state = canonical_state(dict(_tensors(folder)), shape.num_attention_heads, shape.tied_embeddings)
+    count = sum(tensor.numel() for tensor in state.values())
+    require(count == shape.parameters, "GPT-2", folder, f"has {count} parameters, {CONFIG} means {shape.parameters}")
+    target = out / checkpoints.name_of(0)
+    require(not target.exists(), "out", target, "exists")
+    aside = out / f".{target.name}.import"
+    aside.mkdir(parents=True)
+    checkpoints.write_manifest(aside, {**_write(aside, state), "identity": {"shape": to_mapping(shape)}})
+    checkpoints.publish(aside, target)
+    return target
+
+
+def _write(aside: Path, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The one file of a checkpoint that nobody trained, and its part of the manifest."""
+    name = "rank_00000.safetensors"
+    entries = [(f"{n}/{kind}", tuple(t.shape)) for n, t in state.items() for kind in checkpoints.KINDS]
+    file = SliceFile(aside / name, entries)
+    tensors = {}
+    for parameter, tensor in state.items():
+        at = {kind: file.at[f"{parameter}/{kind}"] for kind in checkpoints.KINDS}
+        whole = {"box": [(0, n) for n in tensor.shape], "file": name, "at": at}
+        tensors[parameter] = {"shape": list(tensor.shape), "slices": [whole]}
+        for kind in checkpoints.KINDS:
+            file.add(tensor if kind == "weight" else torch.zeros_like(tensor, dtype=torch.float32))
+    files = {name: file.close()}
+    require(not file.error, "out", aside.parent, file.error)
+    progress = {"iteration": 0, "consumed_samples": 0, "scalars": {"step": 0.0}, "layout": None}
+    return {**progress, "files": files, "tensors": tensors}
+
+
+def _whole(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all as they were written; ValueError otherwise."""
+    manifest = checkpoints.read_manifest(checkpoint)
+    for name, (size, checksum) in manifest["files"].items():
+        problem = checkpoints.fault(checkpoint, name, size, checksum)
+        require(problem is None, "checkpoint", checkpoint, str(problem))
+    return manifest
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the folder's safetensors files."""
+    index = folder / INDEX
+    names = set(read_json(index, "GPT-2")["weight_map"].values()) if index.exists() else {WEIGHTS}
+    for name in sorted(names):
+        require((folder / name).is_file(), "GPT-2", folder / name, "no such file")
+        with safe_open(folder / name, framework="pt") as file:
+            names_inside = file.keys()
+            yield from ((key, file.get_tensor(key)) for key in names_inside)
+
+
+def main(argv: list[str]) -> int:
+    """0 when OUT is written; 2 and one line where it cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trilane.engine.checkpoint.hf_export", description=__doc__, allow_abbrev=False
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "source", type=Path, help="a checkpoint, a folder of them or a run folder (the newest is taken)"
+    )
+    parser.add_argument("out", type=Path, help="a folder that does not exist yet; with --back a folder of checkpoints")
+    parser.add_argument(
+        "--back", action="store_true", help="the source is a folder of GPT-2, a checkpoint is made of it"
+    )
+    args = parser.parse_args(argv)
+    try:
+        if args.back:
+            print(back(args.source, args.out))
+        else:
+            found = checkpoints.found_in(args.source)
+            require(bool(found), "checkpoint", args.source, "holds no complete checkpoint")
+            export(found[-1], args.out)
+            print(args.out)
+    except ValueError as error:
+        print(f"trilane: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

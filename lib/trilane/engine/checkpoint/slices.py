@@ -1,0 +1,105 @@
+"""Slices of tensors in a file, in safetensors' format: written as they come, read in part, never unpickled.
+
+8 bytes length of the header, little endian; the header, JSON: name -> dtype, shape, first and last + 1 byte behind it;
+then the numbers. Source: the format's description in huggingface/safetensors' README.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trilane.engine.model.parameters import Box
+
+FLOAT_BYTES = 4
+
+
+class SliceFile:
+    """One file of fp32 tensors whose names and shapes are known beforehand; add() them in that order.
+
+    A full disk or its like is kept as `error`, and what follows is ignored: the caller goes on with the collective
+    operations that others wait for.
+    """
+
+    def __init__(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        header, self.at = _header(list(entries))
+        self.size, self.error = 0, ""
+        self._digest = hashlib.blake2b(digest_size=16)
+        try:
+            self._file = path.open("xb")
+        except OSError as error:
+            self.error = said(error)
+        self._write(header)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The next tensor."""
+        plain = tensor.detach().to("cpu", torch.float32).contiguous()
+        self._write(plain.numpy().data.cast("B"))
+
+    def close(self) -> list[Any]:
+        """Size and checksum, once all is on the disk."""
+        try:
+            if not self.error:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self.error = said(error)
+        self._close()
+        return [self.size, self._digest.hexdigest()]
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self.error:
+            return
+        try:
+            self._file.write(data)
+            self._digest.update(data)
+            self.size += len(data)
+        except OSError as error:
+            self.error = said(error)
+
+    def _close(self) -> None:
+        # it could not be opened, or its last bytes not be written: known already
+        with contextlib.suppress(OSError, AttributeError):
+            self._file.close()
+
+
+def said(error: OSError) -> str:
+    """The system's words, such as "No space left on device"."""
+    return error.strerror or str(error)
+
+
+def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants it
+    end = 0
+    for name, shape in entries:
+        first, end = end, end + FLOAT_BYTES * int(np.prod(shape, dtype=np.int64))
+        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    behind = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: behind + table[n]["data_offsets"][0] for n, _ in entries}
+
+
+def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box) -> torch.Tensor:
+    """The part `box` of a tensor, put together from those of its slices (as the manifest lists them) that meet it."""
+    size = [end - first for first, end in box]
+    result, filled = np.empty(size, np.float32), 0
+    for piece in slices:
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
+        if any(first >= end for first, end in common):
+            continue
+        shape = tuple(d - c for c, d in piece["box"])
+        held = np.memmap(folder / piece["file"], np.float32, "r", piece["at"][kind], shape)
+        there = tuple(slice(first - c, end - c) for (first, end), (c, _) in zip(common, piece["box"], strict=True))
+        here = tuple(slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True))
+        result[here] = held[there]
+        filled += int(np.prod([end - first for first, end in common]))
+    assert filled == result.size, f"{filled} of {result.size} numbers are in the slices"
+    return torch.from_numpy(result)

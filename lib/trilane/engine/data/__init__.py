@@ -1,0 +1,1 @@
+"""From text to batches: sources, tokenizer, corpus, Megatron .bin/.idx pairs, the loader."""

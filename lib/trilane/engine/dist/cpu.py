@@ -1,0 +1,77 @@
+"""megatron-core has 'cuda' written into it; here is what lets it run without a GPU. With one, nothing happens."""
+
+from collections.abc import Callable
+from typing import Any
+import functools
+import logging
+import os
+import torch
+import warnings
+
+
+# megatron-core says this in four modules. We use torch's own optimizer and norm on purpose, so it is no news to anyone;
+# nor is the attention that selective recomputation repeats Transformer Engine's.
+EXPECTED = "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as"
+
+
+@functools.cache
+def enable_cpu() -> None:
+    """Make megatron-core importable without noise and, without a GPU, runnable. Call it before importing megatron.
+
+    Each of the replaced functions was seen to be needed by megatron-core 0.16.1 (take one away and training stops);
+    the list grows with its releases, so the pin in requirements.txt matters.
+    """
+    warnings.filterwarnings("ignore", message=EXPECTED)
+    # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    # megatron-core's distributed optimizer asks every tensor for its gradient before it knows whose it is.
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
+    if torch.cuda.is_available():
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on every rank that it found no GPU
+    _skip_compiler()
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    for name in ("tensor", "zeros", "ones"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = lambda device=None: None
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # It warns at each dropout that the default generator moved: on a CPU there is only the one.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+    _cuda_tensor_names()
+
+
+def _skip_compiler() -> None:
+    """torch.compile gives functions back as they are: its import alone takes 1.5 s a process, and we fuse nothing."""
+    compiler: Any = torch
+    compiler.compile = lambda model=None, **options: (lambda function: function) if model is None else model
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        if str(options.get("device")).startswith("cuda"):
+            options["device"] = "cpu"
+        return make(*args, **options)
+
+    return made
+
+
+def _cuda_tensor_names() -> None:
+    """Tensor.type() answers 'torch.cuda.FloatTensor', which megatron-core's optimizers ask for; Tensor.cuda() stays."""
+    tensor: Any = torch.Tensor
+    plain = tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return plain(self, *args, **options)
+        return plain(self).replace("torch.", "torch.cuda.", 1)
+
+    tensor.type = named
+    tensor.cuda = lambda self, *args, **options: self

@@ -1,0 +1,185 @@
+"""World: which process this is among how many, on which device; from torchrun's or SLURM's environment."""
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from trilane.config.plan import Plan
+from trilane.engine.errors import HostLacks
+from trilane.utils.validation import require
+import os
+import socket
+import time
+import torch
+import torch.distributed as dist
+
+
+# Longer than the slowest thing that one rank does while the others wait: preparing a corpus on a shared disk.
+TIMEOUT = timedelta(minutes=30)
+
+
+GPU = Path("/dev/nvidia0")  # there where NVIDIA's driver has found a card
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process: rank of size, local_rank of local_size on this host, and its device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 says what is said once, and prepares what is prepared once."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The last rank sits on the last pipeline stage, where the loss is; it prints the iterations."""
+        return self.rank == self.size - 1
+
+
+def from_slurm(env: MutableMapping[str, str]) -> None:
+    """Fill RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT from SLURM_*, unless torchrun did.
+
+    One task per GPU is assumed. The master is the first host of the list, its port follows from the job's number, so
+    that two jobs on one node do not meet.
+    """
+    if "RANK" in env or "SLURM_PROCID" not in env:
+        return
+    env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], env["SLURM_NTASKS"], env["SLURM_LOCALID"]
+    env.setdefault("LOCAL_WORLD_SIZE", _tasks_here(env))
+    env.setdefault("MASTER_ADDR", first_host(env["SLURM_NODELIST"]))
+    env.setdefault("MASTER_PORT", str(10000 + int(env["SLURM_JOB_ID"]) % 20000))
+
+
+def _tasks_here(env: MutableMapping[str, str]) -> str:
+    """Tasks of this step on this node: SLURM_STEP_TASKS_PER_NODE is "8(x2)" or "4,2(x3)", for its nodes in order."""
+    each: list[str] = []
+    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, times = part.partition("(x")
+        each += [tasks] * int(times.rstrip(")") or 1)
+    node = int(env.get("SLURM_NODEID", "0"))
+    here = each[node] if node < len(each) else ""
+    return here or env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: 'gpu[003-006,9],x1' -> 'gpu003', as `scontrol show hostnames` expands it."""
+    head, bracket, rest = nodelist.partition("[")
+    if "," in head or not bracket:
+        return nodelist.split(",")[0]
+    inside, _, tail = rest.partition("]")
+    return head + inside.split(",")[0].split("-")[0] + tail.split(",")[0]
+
+
+def alone(env: MutableMapping[str, str]) -> None:
+    """Without torchrun or SLURM this is a world of one process, on a port that is free."""
+    if "RANK" in env:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def join(plan: Plan) -> World:
+    """Start the process group (NCCL with a GPU, gloo without) and return this process's place in it.
+
+    Raises ValueError where the world is not tp x pp x dp processes, or the card lacks the plan's precision.
+    """
+    size, t = int(os.environ["WORLD_SIZE"]), plan.topology
+    require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
+    world = enter(t.precision)
+    if world.is_first and world.device.type == "cpu" and plan.cluster.gpu.kind == "cuda":
+        print(f"trilane: no GPU here: a plan for {plan.cluster.name} is trained on CPUs", flush=True)
+    return world
+
+
+def enter(precision: str) -> World:
+    """Start the process group of however many processes there are; ValueError where the card lacks `precision`."""
+    env = os.environ
+    size, local_size = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
+    rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
+    device = own_device(precision)
+    torch.set_num_threads(threads(local_size))
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    _require_one_kind(store, size, device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+
+
+def _require_one_kind(store: dist.Store, size: int, device: torch.device) -> None:
+    """ValueError on all ranks where some have a GPU and some have none: NCCL and gloo would wait for each other."""
+    store.add("trilane/gpus", int(device.type == "cuda"))
+    if store.add("trilane/ranks", 1) == size:
+        store.set("trilane/all", "here")
+    store.wait(["trilane/all"], TIMEOUT)
+    gpus = store.add("trilane/gpus", 0)
+    if gpus in (0, size):
+        return
+    time.sleep(1.0)  # rank 0 may be who keeps the store that others still read
+    if device.type == "cpu":
+        raise HostLacks(f"no GPU here, while {gpus} of {size} ranks have one")
+    raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and say so")
+
+
+def own_device(precision: str) -> torch.device:
+    """This process's GPU, made the current one, or the CPU of a host without; HostLacks where it cannot be used."""
+    if not torch.cuda.is_available():
+        _require_no_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return torch.device("cpu")
+    local_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    cards = torch.cuda.device_count()
+    if local_size > cards:
+        raise HostLacks(f"processes per host={local_size}: this host shows {cards} GPUs")
+    torch.cuda.set_device(local_rank)
+    # is_bf16_supported() answers True on a V100, which emulates it; only the capability tells the truth.
+    capability = torch.cuda.get_device_capability()
+    if precision == "bf16" and capability < (8, 0):
+        found = ".".join(map(str, capability))
+        raise HostLacks(f"precision=bf16: needs compute capability 8.0, this card has {found}; use fp16")
+    return torch.device("cuda", local_rank)
+
+
+def _require_no_gpu(visible: str | None) -> None:
+    """HostLacks where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting.
+
+    Only the device file tells: SLURM's variables are also set where its GPUs are pretended. CUDA_VISIBLE_DEVICES "" or
+    "-1" asks for the CPU, and "NoDevFiles" is what SLURM says to a job that asked for no GPU.
+    """
+    if visible in ("", "-1", "NoDevFiles") or not GPU.exists():
+        return
+    why = "CUDA does not start (see nvidia-smi)" if torch.version.cuda else "install its CUDA build"
+    raise HostLacks(f"torch={torch.__version__}: cannot use {GPU}: {why}; CUDA_VISIBLE_DEVICES=-1 asks for the CPU")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(core_numbers())
+
+
+def core_numbers() -> set[int]:
+    """Which CPU cores this process may use; counted from 0 where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def threads(local_size: int) -> int:
+    """Threads of one process: what OMP_NUM_THREADS says, else its share of the cores that `local_size` of them see.
+
+    torchrun sets OMP_NUM_THREADS to 1 where the user did not: that is nobody's wish. srun may have bound each task to
+    cores of its own: together they then see no more than SLURM_CPUS_ON_NODE, and nothing is left to share.
+    """
+    asked, by_torchrun = os.environ.get("OMP_NUM_THREADS", ""), "TORCHELASTIC_RUN_ID" in os.environ
+    if asked.isdecimal() and int(asked) > by_torchrun:
+        return int(asked)
+    of_node = 0 if by_torchrun else int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
+    return cores() if cores() * local_size <= of_node else max(1, cores() // local_size)

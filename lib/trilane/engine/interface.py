@@ -1,0 +1,57 @@
+"""What every engine can do, so that the loop need not know which one it drives."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trilane.config.engines import ENGINES
+from trilane.config.plan import Plan
+from trilane.engine.dist.world import World
+from trilane.engine.model.parameters import States
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Tokens and the tokens that follow them, both (mbs, seq_length), int64, on this rank's device."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one iteration gave: mean loss in nats (0 on ranks that do not see it), gradient norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    skipped: bool
+
+
+class Engine(Protocol):
+    """One system that trains the plan's GPT. A module of this package offers it as `build(plan, world) -> Engine`."""
+
+    audit: dict[str, str]
+    """Every parameter of this rank and its optimizer group, "decay" or "no decay"; checked when the engine is built."""
+
+    settings: dict[str, Any]
+    """What was handed to the library, as JSON, by file name; the run folder keeps it."""
+
+    states: States
+    """Weights and optimizer, for checkpoints to read and write."""
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which data-parallel replica this rank works for, of how many."""
+
+    def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
+        """Forward, backward and optimizer step over this replica's share of one global batch."""
+
+
+def build(plan: Plan, world: World) -> Engine:
+    """The plan's engine, its model in the initial state, on every rank together."""
+    assert plan.engine in ENGINES
+    return importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}").build(plan, world)

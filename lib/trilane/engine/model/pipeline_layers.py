@@ -1,0 +1,141 @@
+"""The GPT as a list of layers for DeepSpeed's pipeline: megatron-core's parts, one after the other.
+
+S sequence (sequence parallelism leaves each rank a part of it between positions and head), B microbatch, C hidden size,
+V rows of the vocabulary on this rank. The class names matter: partition "type:transformer|embedding" counts the layers
+whose class name holds one of the two words.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trilane.config.plan import Plan
+from trilane.engine.backends.sequence_parallel import own_stream
+from trilane.engine.model.gpt import NormedDropout
+from trilane.engine.model.layer_spec import Norm, layer_spec
+
+TIED = "embedding"
+
+
+class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
+    """Token ids (B, S) -> (S, B, C)."""
+
+    prefix = "embedding.word_embeddings."
+
+    def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
+        shape = plan.shape
+        super().__init__(shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings)
+        self.parallel = settings.sequence_parallel
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(B, S) -> (S, B, C)."""
+        return super().forward(tokens).transpose(0, 1).contiguous()
+
+
+class HeadEmbedding(WordEmbedding):
+    """The head that is a matrix of its own: embeddings not tied."""
+
+    prefix = "output_layer."
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> logits (S, B, V)."""
+        return logits(self, x)
+
+
+class Positions(torch.nn.Embedding):
+    """Learned positions, added; then the embedding's dropout, unless a norm comes between."""
+
+    prefix = "embedding.position_embeddings."
+
+    def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
+        super().__init__(plan.shape.seq_length, plan.shape.hidden_size, dtype=settings.params_dtype)
+        self.settings = settings
+        self.dropout = 0.0 if plan.shape.embedding_layernorm else settings.hidden_dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        x = x + self.weight[: x.size(0), None]
+        if self.settings.sequence_parallel:
+            x = tensor_parallel.scatter_to_sequence_parallel_region(x)
+        with own_stream(self.settings):
+            return F.dropout(x, self.dropout, self.training)
+
+
+class FirstNorm(NormedDropout):
+    """BLOOM's norm of the embedding, and its dropout. Called an embedding it would be counted as one."""
+
+    prefix = "embedding."
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        with own_stream(self.settings):
+            return super().forward(x)
+
+
+class TransformerLayer(torch.nn.Module):
+    """Layer `number` of the whole model, from 0."""
+
+    def __init__(self, settings: TransformerConfig, number: int) -> None:
+        super().__init__()
+        self.prefix = f"decoder.layers.{number}."
+        self.settings = settings
+        # Numbered from 1 within the whole model: `settings` know of no pipeline, or it would count this stage's twice.
+        self.layer = build_module(layer_spec(), config=settings, layer_number=number + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        with own_stream(self.settings):  # as megatron-core's TransformerBlock does
+            return self.layer(hidden_states=x, attention_mask=None)[0]
+
+
+class FinalNorm(Norm):
+    """The norm after the last layer."""
+
+    prefix = "decoder.final_layernorm."
+
+
+def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
+    """(S, B, C) -> (S, B, V): the embedding's matrix as the head."""
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input=x,
+        weight=embedding.weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=not embedding.parallel,  # a no-op on one tensor-parallel rank
+        sequence_parallel=embedding.parallel,
+    )
+
+
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
+    return tensor_parallel.vocab_parallel_cross_entropy(scores.float(), labels.transpose(0, 1).contiguous()).mean()
+
+
+def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
+    """Every layer of the whole model; a stage builds only its own."""
+    tied = plan.shape.tied_embeddings
+    return [
+        TiedLayerSpec(TIED, WordEmbedding, plan, settings) if tied else LayerSpec(WordEmbedding, plan, settings),
+        LayerSpec(Positions, plan, settings),
+        *[LayerSpec(FirstNorm, settings)] * plan.shape.embedding_layernorm,
+        *[LayerSpec(TransformerLayer, settings, number) for number in range(plan.shape.num_layers)],
+        LayerSpec(FinalNorm, settings, plan.shape.hidden_size),
+        TiedLayerSpec(TIED, WordEmbedding, plan, settings, forward_fn=logits)
+        if tied
+        else LayerSpec(HeadEmbedding, plan, settings),
+    ]
+
+
+def canonical_parameters(stage: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Each parameter of a stage with its name in the whole model."""
+    for module in stage.modules():
+        prefix = getattr(module, "prefix", None)
+        if prefix is not None:
+            for name, parameter in module.named_parameters():
+                yield prefix + name.removeprefix("layer."), parameter

@@ -1,0 +1,1 @@
+"""What a running training reports: log lines, steps, TensorBoard, timers, phases, heartbeats, call traces."""

@@ -1,0 +1,193 @@
+"""One iteration as a value: Megatron's line on the terminal and a JSON line in steps.jsonl say the same thing.
+
+TensorBoard's event file of a run, in its folder `tensorboard/`.
+"""
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trilane.config.batch_rampup import Batch
+from trilane.config.plan import Plan
+from trilane.engine.dist.world import World
+from trilane.engine.interface import Step
+from trilane.engine.monitor.timers import Spread, Timers, lines
+from trilane.workspace import phase_times
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One iteration (or the mean of several, ending here), in the units of Megatron's line but for seconds.
+
+    Its fields are a line of steps.jsonl. A loss that is no number becomes NaN, which Python's reader takes.
+    `tflops` is model FLOPs per GPU and second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation
+    counted where it is full. Megatron-LM of today counts causal attention half and recomputation never.
+    """
+
+    iteration: int
+    consumed_samples: int
+    sec_per_it: float
+    tflops: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float
+    loss_scale: float
+    grad_norm: float
+    skipped: int
+    nan: int
+
+    def line(self, train_iters: int, now: datetime) -> str:
+        """Megatron-LM's line, training.py of 2025 (training_log), with the clock in front."""
+        parts = [
+            f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {self.iteration:8d}/{train_iters:8d}",
+            f"consumed samples: {self.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.sec_per_it * 1000.0:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {self.tflops:.1f}",
+            f"learning rate: {self.learning_rate:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.lm_loss:.6E}",
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nan:3d} |",
+        ]
+        return " | ".join(parts)
+
+
+def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Iteration:
+    """What the engine's step over `batch`, `seconds` long, means for the plan."""
+    t = plan.topology
+    flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
+    return Iteration(
+        iteration=batch.number,
+        consumed_samples=batch.end,
+        sec_per_it=seconds,
+        tflops=flops / seconds / t.gpus / 1e12,
+        learning_rate=lr,
+        global_batch_size=batch.gbs,
+        lm_loss=step.loss,
+        loss_scale=step.loss_scale,
+        grad_norm=step.grad_norm,
+        skipped=int(step.skipped),
+        nan=int(step.loss != step.loss),
+    )
+
+
+def average(window: Sequence[Iteration]) -> Iteration:
+    """What Megatron prints for the iterations since its last line: means of time, rate and loss, counts added up."""
+    last = window[-1].__dict__
+    means = {k: sum(getattr(i, k) for i in window) / len(window) for k in ("sec_per_it", "tflops", "lm_loss")}
+    counts = {k: sum(getattr(i, k) for i in window) for k in ("skipped", "nan")}
+    return Iteration(**{**last, **means, **counts})
+
+
+SCALARS = {
+    "lm loss": "lm_loss",
+    "learning-rate": "learning_rate",
+    "grad-norm": "grad_norm",
+    "loss-scale": "loss_scale",
+    "batch-size": "global_batch_size",
+    "consumed-samples": "consumed_samples",
+    "iteration-time": "sec_per_it",
+    "throughput": "tflops",
+}
+
+
+class Board:
+    """Takes iterations; what it took can be seen after each log interval."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # its import takes a second
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, step: Iteration) -> None:
+        """All scalars of one iteration."""
+        for name, field in SCALARS.items():
+            self._writer.add_scalar(name, getattr(step, field), step.iteration)
+
+    def flush(self) -> None:
+        """Everything added so far is in the file."""
+        self._writer.flush()
+
+
+class Log:
+    """The terminal and steps.jsonl of a run, both from the last rank, which sees the loss; TensorBoard on request."""
+
+    def __init__(self, plan: Plan, world: World, folder: Path) -> None:
+        self._run, self._speaks, self._path = plan.run, world.is_last, folder / "steps.jsonl"
+        self._window: list[Iteration] = []
+        self._timers = Timers(world.device) if plan.run.timers else None
+        self._ranks, self._rank = folder / "ranks", world.rank
+        self._board = Board(folder) if plan.run.tensorboard and self._speaks else None
+
+    def write(self, step: Iteration) -> None:
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end. All ranks call it."""
+        due = step.iteration % self._run.log_interval == 0 or step.iteration == self._run.goal
+        spread: Spread = {}
+        if self._timers:
+            self._timers.fold()
+            if due:
+                phase_times.append(self._ranks, self._rank, step.iteration, self._timers.own())
+                spread = self._timers.over_ranks()
+        if self._speaks:
+            self._record(step, spread)
+            if due:
+                self._print(spread)
+
+    def _record(self, step: Iteration, spread: Spread) -> None:
+        values = {**step.__dict__, "timers": spread} if spread else step.__dict__
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        self._window.append(step)
+        if self._board:
+            self._board.add(step)
+
+    def _print(self, spread: Spread) -> None:
+        print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
+        self._window = []
+        if spread:
+            print(lines(spread), flush=True)
+        if self._board:
+            self._board.flush()
+
+
+def memory_line(rank: int, iterations: int, device: torch.device) -> str:
+    """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved, its peak for max."""
+    megabytes: dict[str, Any]
+    if device.type == "cuda":
+        names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+        allocated, max_allocated, reserved, max_reserved = (getattr(torch.cuda, name)() for name in names)
+    else:
+        allocated = reserved = resident_bytes()
+        max_allocated = max_reserved = peak_resident_bytes()
+    megabytes = {
+        "allocated": allocated,
+        "max allocated": max_allocated,
+        "reserved": reserved,
+        "max reserved": max_reserved,
+    }
+    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in megabytes.items())
+    return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory now; where the system does not say, its peak."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes that this process ever had in memory. getrusage(2): kilobytes on Linux, bytes on macOS."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# What it is called there, by Megatron-LM's names where it has one; seconds, and TFLOP/s per GPU.

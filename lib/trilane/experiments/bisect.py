@@ -1,0 +1,189 @@
+"""The bisection that document 003 did by hand: a hanging plan shrunk along one axis after the other, in short jobs with
+a time-out, until the boundary between what works and what hangs is known.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from trilane.config.plan import Plan, read_plan
+from trilane.launch.local import run_local
+from trilane.utils.validation import require, require_known
+
+AXES = ("layers", "hidden", "dp", "gbs", "blocking")
+
+
+WORKS = ("completed", "stopped")
+
+
+HANGS = ("hang", "timeout")
+
+
+ITERATIONS = 5
+
+
+Runner = Callable[[Plan, bool], str]  # a plan, and whether CUDA_LAUNCH_BLOCKING=1 -> how it ended (outcome.STATUSES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One short job: what was changed from the plan, and how it ended."""
+
+    axis: str
+    value: int
+    status: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """Along an axis the largest value that works and the smallest that hangs; 0 where there is none of them."""
+
+    axis: str
+    works: int
+    hangs: int
+
+    def __str__(self) -> str:
+        if self.axis == "blocking":
+            return "CUDA_LAUNCH_BLOCKING=1 " + ("cures it" if self.works else "does not help")
+        if not self.works:
+            return f"{self.axis}: hangs even at {self.hangs}, the smallest that was tried"
+        return f"{self.axis}: works at {self.works}, hangs at {self.hangs}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All trials in their order, and a boundary for each axis."""
+
+    trials: tuple[Trial, ...]
+    boundaries: tuple[Boundary, ...]
+
+
+def values(plan: Plan, axis: str) -> list[int]:
+    """What can be tried along an axis, ascending, the plan's own last: only what makes a valid plan."""
+    s, t = plan.shape, plan.topology
+    candidates = {
+        "layers": range(1, s.num_layers + 1),
+        "hidden": range(s.num_attention_heads, s.hidden_size + 1, s.num_attention_heads),
+        "dp": range(1, t.dp + 1),
+        "gbs": range(t.mbs * t.dp, t.gbs + 1, t.mbs * t.dp),
+    }[axis]
+    return [value for value in candidates if _valid(plan, axis, value)]
+
+
+def changed(plan: Plan, axis: str, value: int) -> Plan:
+    """The plan with that value; ValueError where no such plan exists. Fewer replicas keep each its share of the batch:
+    that is how nodes are taken away. Without a ramp: a trial lasts a few iterations."""
+    s, t = plan.shape, plan.topology
+    shape = {"layers": lambda: replace(s, num_layers=value), "hidden": lambda: replace(s, hidden_size=value)}.get(
+        axis, lambda: s
+    )()
+    topology = replace(t, gbs=value) if axis == "gbs" else t
+    if axis == "dp":
+        topology = replace(t, dp=value, gbs=t.gbs // t.dp * value)
+    run = replace(plan.run, train_iters=min(ITERATIONS, plan.run.train_iters))
+    label = f"{plan.label}-{axis}{value}"
+    return replace(plan, label=label, shape=shape, topology=topology, run=run)
+
+
+def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
+    """Shrink the hanging plan along each axis alone, halving what lies between works and hangs.
+
+    One run of the plan itself comes first: ValueError where it does not hang. Along an axis the smallest value is
+    tried, then the middle of what is left: 2 + log2(n) jobs. It is taken for granted that what hangs also hangs when
+    larger; a hang that comes and goes needs the search more than once.
+    """
+    for axis in axes:
+        require_known("axis", axis, AXES)
+    trials: list[Trial] = []
+
+    def works(axis: str, value: int, tried: Plan, blocking: bool = False) -> bool:
+        trials.append(Trial(axis=axis, value=value, status=run(tried, blocking)))
+        rule = f"{axis} {value} ended otherwise than in a hang: cure that first"
+        require(trials[-1].status in (*WORKS, *HANGS), "status", trials[-1].status, rule)
+        return trials[-1].status in WORKS
+
+    whole = changed(plan, "gbs", plan.topology.gbs)
+    require(not works("plan", 0, whole), "plan", plan.label, f"does not hang within {ITERATIONS} iterations")
+    found = []
+    for axis in axes:
+        if axis == "blocking":
+            cured = works(axis, 1, whole, True)
+            found.append(Boundary(axis=axis, works=int(cured), hangs=int(not cured)))
+            continue
+        tried = values(plan, axis)
+        low, high = 0, len(tried) - 1
+        if high == 0 or not works(axis, tried[0], changed(plan, axis, tried[0])):
+            found.append(Boundary(axis=axis, works=0, hangs=tried[0]))
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (
+                (middle, high) if works(axis, tried[middle], changed(plan, axis, tried[middle])) else (low, middle)
+            )
+        found.append(Boundary(axis=axis, works=tried[low], hangs=tried[high]))
+    return Report(trials=tuple(trials), boundaries=tuple(found))
+
+
+def local_runner(folder: Path, timeout_s: float) -> Runner:
+    """Short jobs on this machine, each in a folder of its own below `folder`."""
+
+    def run(plan: Plan, blocking: bool) -> str:
+        name, number = plan.label + ("-blocking" if blocking else ""), 1
+        while (place := folder / f"{number:02d}-{name}").exists():
+            number += 1
+        place.mkdir(parents=True)
+        (place / "plan.json").write_text(json.dumps(plan.to_json(), indent=1), encoding="utf-8")
+        environment = {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
+        return _run(place, timeout_s, environment)
+
+    return run
+
+
+def _run(folder: Path, timeout_s: float, environment: dict[str, str]) -> str:
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        return run_local(folder, watched=False, timeout_s=timeout_s).status
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _valid(plan: Plan, axis: str, value: int) -> bool:
+    try:
+        changed(plan, axis, value)
+    except ValueError:
+        return False
+    return True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `python -m trilane bisect`."""
+    parser.add_argument("plan", type=Path, help="a plan.json that hangs")
+    parser.add_argument("--axes", default=",".join(AXES), help=f"what to shrink (default: {','.join(AXES)})")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a job (default: 600)")
+    parser.add_argument("--out", type=Path, default=None, help="folder of the jobs (default: <plan>-bisect)")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be tried")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the experiments, or say them; 0 when every boundary is known."""
+    plan, axes = read_plan(args.plan), tuple(args.axes.split(","))
+    require(0 < args.timeout < float("inf"), "timeout", args.timeout, "must be a number above zero")
+    if args.dry_run:
+        for axis in axes:
+            require_known("axis", axis, AXES)
+            print(f"{axis}: {'CUDA_LAUNCH_BLOCKING=1' if axis == 'blocking' else values(plan, axis)}")
+        return 0
+    out = args.out or args.plan.with_name(f"{args.plan.stem}-bisect")
+    require(not out.exists(), "out", out, "exists; name another")
+    report = bisect(plan, axes, local_runner(out, args.timeout))
+    if args.json:
+        print(json.dumps(asdict(report), indent=1))
+    else:
+        print("\n".join([*(f"{t.axis} {t.value}: {t.status}" for t in report.trials), *map(str, report.boundaries)]))
+    return 0

@@ -1,0 +1,155 @@
+"""`python -m trilane verify`: the equality table, really trained on this machine."""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trilane.config.cluster import Cluster
+from trilane.config.engines import ENGINES
+from trilane.config.plan import Plan
+from trilane.experiments.parity_table import Row, Task, machine, rows
+from trilane.launch.local import environment, free_port
+from trilane.utils.validation import require_known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nursery:
+    """A process that runs small plans one after the other (engine/nursery.py), and the machine that it found."""
+
+    process: "subprocess.Popen[str]"
+    machine: Cluster
+
+    def run(self, processes: int, folder: Path, code: int = 0) -> str:
+        """Train `folder`/plan.json in so many processes (0: the reference); "", or what they said where one of them
+        ends with another exit code.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{processes} {free_port(0)} {folder}\n")
+        self.process.stdin.flush()
+        codes = self.process.stdout.readline().split()
+        said = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
+        return "" if codes and set(codes) == {str(code)} else said or f"exit codes {' '.join(codes) or 'none'}"
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[Nursery]:
+    """A nursery while the block lasts; its workers end with it."""
+    command, pipe = [sys.executable, "-m", "trilane.engine.worker_pool"], subprocess.PIPE
+    with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        yield Nursery(process=process, machine=machine(**json.loads(process.stdout.readline())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one row gave: the largest |difference of loss| over its iterations (None: it did not train) and its time."""
+
+    row: Row
+    max_abs_diff: float | None
+    seconds: float
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every loss is within the row's bound; a NaN is not."""
+        return self.max_abs_diff is not None and self.max_abs_diff <= self.row.bound
+
+    def record(self) -> dict[str, Any]:
+        """The row as JSON."""
+        said = {"engine": self.row.engine, "topology": self.row.topology, "precision": self.row.precision}
+        return {**said, "max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
+
+    def line(self) -> str:
+        """The row for a person."""
+        found = self.problem or f"{self.max_abs_diff:.1e}"
+        verdict = "ok" if self.ok else f"above {self.row.bound:g}" if self.max_abs_diff is not None else "failed"
+        names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
+        return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
+
+
+class Bench:
+    """Folders for the rows, and the references that they are held to: one for each task, trained once."""
+
+    def __init__(self, home: Nursery, folder: Path) -> None:
+        self._home, self._folder, self._count = home, folder, 0
+        self._truths: dict[Task, list[float]] = {}
+
+    def result(self, row: Row) -> Result:
+        """Train the row and hold its losses to the reference. ValueError where this machine cannot train it."""
+        made = row.plan(self._home.machine, str(self._folder / "data"))
+        truth = self._truth(row.task)
+        begin = time.monotonic()
+        folder, problem = self._run(made, made.topology.gpus)
+        seconds = time.monotonic() - begin
+        if problem:
+            return Result(row=row, max_abs_diff=None, seconds=seconds, problem=problem.strip().splitlines()[-1])
+        losses = [json.loads(line)["lm_loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+        diffs = [abs(loss - right) for loss, right in zip(losses, truth, strict=True)]
+        if any(diff != diff for diff in diffs):  # max() would pass a NaN by
+            return Result(row=row, max_abs_diff=None, seconds=seconds, problem="a loss is no number")
+        return Result(row=row, max_abs_diff=max(diffs), seconds=seconds)
+
+    def _truth(self, task: Task) -> list[float]:
+        if task not in self._truths:
+            folder, problem = self._run(task.plan(self._home.machine, str(self._folder / "data")), 0)
+            assert not problem, problem
+            self._truths[task] = [loss for loss, _ in json.loads((folder / "truth.json").read_text())]
+        return self._truths[task]
+
+    def _run(self, made: Plan, processes: int) -> tuple[Path, str]:
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir()
+        (folder / "plan.json").write_text(json.dumps(made.to_json()), encoding="utf-8")
+        return folder, self._home.run(processes, folder)
+
+
+def verify(table: Sequence[Row]) -> Iterator[Result | str]:
+    """The result of each row as it comes; a line instead where this machine cannot train it."""
+    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as folder, nursery() as home:
+        bench = Bench(home, Path(folder))
+        for row in table:
+            try:
+                yield bench.result(row)
+            except ValueError as error:
+                yield f"{row.label}: left out, {error}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `python -m trilane verify`."""
+    parser.add_argument("--engines", default="all", help=f"all, or some of {','.join(ENGINES)}")
+    parser.add_argument("--json", action="store_true", help="the table as JSON on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, or JSON; progress goes to stderr. 1 where a row is over its bound or did not train."""
+    engines = ENGINES if args.engines == "all" else tuple(name.strip() for name in args.engines.split(","))
+    for name in engines:
+        require_known("engines", name, ("all", *ENGINES))
+    results: list[Result] = []
+    left_out: list[str] = []
+    for found in verify(rows(engines)):
+        if isinstance(found, str):
+            left_out.append(found)
+        else:
+            results.append(found)
+        print(found if isinstance(found, str) else found.line(), file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps({"rows": [result.record() for result in results], "left_out": left_out}, indent=2))
+    else:
+        print(_summary(results, left_out))
+    return 0 if results and all(result.ok for result in results) else 1
+
+
+def _summary(results: Sequence[Result], left_out: Sequence[str]) -> str:
+    lines = [result.line() for result in results]
+    held = sum(result.ok for result in results)
+    return "\n".join([*lines, *left_out, f"{held} of {len(results)} rows within their bound; {len(left_out)} left out"])

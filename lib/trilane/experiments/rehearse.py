@@ -1,0 +1,175 @@
+"""`python -m trilane rehearse PLAN.json`: the plan's engine and topology at tiny width train, save, load and go on, and
+everything is compared, before a large run depends on it.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run, read_plan
+from trilane.diagnose.restart.compare import Audit, audit
+from trilane.diagnose.restart.text import as_text
+from trilane.experiments.parity_table import machine
+from trilane.launch.local import run_local
+from trilane.utils.validation import require
+from trilane.workspace.checkpoints import FOLDER, name_of
+
+PROCESSES = 8  # without GPUs
+
+
+TOKENS = 257  # of the tokenizer "bytes"
+
+
+LAST = 2  # iterations: one before the restart, one after it
+
+
+Start = Callable[[Path], str]  # trains the plan in a folder; "" or why it could not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A tiny plan, what it leaves out of the real one, and what came of it: an audit, or the problem before it."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+    audit: Audit | None = None
+    problem: str = ""
+
+
+def tiny(plan: Plan, folder: Path, cluster: Cluster, most: int) -> Rehearsal:
+    """The plan at tiny width for at most `most` processes, its replicas fewer where they are too many.
+
+    Kept: engine, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. Changed: the
+    smallest model that can be cut so, two iterations, a rate at which weights move and a limit at which gradients are
+    clipped, and dropout, so that generators matter. ValueError where one replica is too large for `most`.
+    """
+    t = plan.topology
+    rule = f"one replica has more than the {most} processes of this machine; see --prepare for a cluster"
+    require(t.tp * t.pp <= most, "tp x pp", t.tp * t.pp, rule)
+    dp = min(t.dp, most // (t.tp * t.pp))
+    notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {most} processes",) if dp < t.dp else ()
+    mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
+    small = Plan(
+        label="rehearsal",
+        engine=plan.engine,
+        shape=_shape(plan),
+        cluster=cluster,
+        topology=replace(t, dp=dp, mbs=mbs, gbs=mbs * dp * rounds),
+        data=Data(source="mock", folder=str(folder / "data")),
+        optimizer=_optimizer(plan.optimizer),
+        dropout=plan.dropout if plan.dropout != Dropout() else Dropout(hidden=0.1, attention=0.1),
+        run=Run(
+            train_iters=LAST, save_interval=1, keep_last=0, seed=plan.run.seed, hang_timeout_s=plan.run.hang_timeout_s
+        ),
+    )
+    return Rehearsal(plan=small, notes=notes)
+
+
+def _optimizer(given: Optimizer) -> Optimizer:
+    """A rate at which weights move at once, and a limit below every gradient norm."""
+    limit = 0.1 if given.clip_grad else 0.0
+    return replace(given, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit)
+
+
+def _shape(plan: Plan) -> ModelShape:
+    """The smallest model that the plan's topology cuts as it cuts the plan's."""
+    t, heads = plan.topology, 2 * plan.topology.tp
+    wide = replace(
+        plan.shape,
+        hidden_size=16 * heads,
+        num_attention_heads=heads,
+        seq_length=t.tp * -(-32 // t.tp),
+        vocab_size=padded_vocab_size(TOKENS, t.tp),
+    )
+    shapes = (replace(wide, num_layers=layers) for layers in range(1, plan.shape.num_layers + 1))
+    return next(shape for shape in shapes if _fits(plan, shape, t))
+
+
+def _fits(plan: Plan, shape: ModelShape, t: Topology) -> bool:
+    try:
+        replace(plan, shape=shape, topology=t)
+    except ValueError:
+        return False
+    return True
+
+
+def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
+    """The run folders of both halves: `first` trains through, `second` goes on from its first checkpoint."""
+    first, second = folder / "first", folder / "second"
+    load = str(first / FOLDER / name_of(1))
+    for place, made in ((first, plan), (second, replace(plan, run=replace(plan.run, load=load)))):
+        require(not place.exists(), "folder", place, "is there already; take a new one")
+        place.mkdir(parents=True)
+        (place / "plan.json").write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
+    return first, second
+
+
+def rehearse(rehearsal: Rehearsal, folder: Path, start: Start) -> Rehearsal:
+    """Train, save, load, go on, compare: the checkpoint with what was loaded, and both runs' last checkpoints."""
+    first, second = write(folder, rehearsal.plan)
+    for place in (first, second):
+        problem = start(place)
+        if problem:
+            return replace(rehearsal, problem=f"{place.name} run: {problem}")
+    return replace(rehearsal, audit=audit(first, second))
+
+
+def here(folder: Path) -> str:
+    """Train on this machine; "" or how it ended instead."""
+    outcome = run_local(folder, watched=False)
+    return "" if outcome.status == "completed" else f"{outcome.status}: {outcome.evidence}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `python -m trilane rehearse`."""
+    parser.add_argument("plan", type=Path, help="a plan.json")
+    parser.add_argument(
+        "--prepare", type=Path, metavar="FOLDER", help="only write both runs, and say how to start them"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse, or prepare it; 0 where nothing is wrong, 1 where something is or a run failed."""
+    plan = read_plan(args.plan)
+    if args.prepare:
+        folder = args.prepare.resolve()
+        made = tiny(plan, folder, plan.cluster, plan.topology.gpus)
+        print(commands(*write(folder, made.plan), made.plan))
+        return 0
+    cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    with tempfile.TemporaryDirectory(prefix="trilane-rehearse-") as place:
+        asked = tiny(plan, Path(place), machine(cards=cards, bf16=True), cards or PROCESSES)
+        done = rehearse(asked, Path(place), here)
+    print(json.dumps(to_json(done), indent=1) if args.json else said(done))
+    return 1 if done.problem or (done.audit and done.audit.findings) else 0
+
+
+def commands(first: Path, second: Path, plan: Plan) -> str:
+    """What to start on a cluster, one after the other."""
+    tasks = f"srun --ntasks {plan.topology.gpus} --ntasks-per-node {plan.cluster.gpus_per_node}"
+    lines = [f"{tasks} python -m trilane.engine {place / 'plan.json'}" for place in (first, second)]
+    return "\n".join([*lines, f"python -m trilane restart {first} {second}"])
+
+
+def _label(plan: Plan) -> str:
+    s = plan.shape
+    return f"{plan.engine} {plan.topology.label} {plan.topology.precision}, {s.num_layers} layers x {s.hidden_size}"
+
+
+def to_json(done: Rehearsal) -> dict[str, object]:
+    """As a JSON object."""
+    found = done.audit.to_json() if done.audit else {"compared": [], "findings": [], "notes": []}
+    return {"plan": done.plan.to_json(), "left_out": done.notes, "problem": done.problem, **found}
+
+
+def said(done: Rehearsal) -> str:
+    """For a person."""
+    text = done.problem or (as_text(done.audit) if done.audit else "")
+    return "\n".join([f"rehearsed {_label(done.plan)}", *(f"note: {note}" for note in done.notes), text])

@@ -1,0 +1,281 @@
+"""The plan that the arguments of Megatron-LM or Megatron-DeepSpeed mean, and what of them a plan cannot hold.
+
+What Megatron's arguments say that a plan cannot: what it has in one way only, and what is no matter of it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trilane.config.batch_rampup import Ramp
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import BLEND, Data, Dropout, Optimizer, Part, Plan, Run
+from trilane.interop.megatron_args import BYTES, DEEPSPEED, ENGINE_OF, LM
+from trilane.utils.validation import require
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A plan, and the arguments that are not in it: names `ignored` as no matter of a plan, names `unknown` to us, and
+    in `differs` what a plan has in another way, as `name=value: a plan has ...`.
+    """
+
+    plan: Plan
+    ignored: tuple[str, ...]
+    unknown: tuple[str, ...]
+    differs: tuple[str, ...]
+
+
+class _Given:
+    """Arguments that remember which of them were asked for."""
+
+    def __init__(self, values: Mapping[str, list[str]]) -> None:
+        self._values, self.asked = values, set[str]()
+
+    def has(self, name: str) -> bool:
+        self.asked.add(name)
+        return name in self._values
+
+    def all(self, name: str) -> list[str]:
+        return self._values[name] if self.has(name) else []
+
+    def get(self, name: str, kind: Callable[[str], T], default: T | None = None) -> T:
+        """The value of `name`; ValueError where it is missing and has no `default`, or is not of that kind."""
+        values = self.all(name)
+        if not values and default is not None:
+            return default
+        require(len(values) == 1, f"--{name.replace('_', '-')}", " ".join(values) or "missing", "needs one value")
+        try:
+            return kind(values[0])
+        except ValueError:
+            raise ValueError(f"--{name.replace('_', '-')}={values[0]}: must be a number") from None
+
+
+def plan_of(
+    values: Mapping[str, list[str]], *, cluster: Cluster, gpus: int = 0, vocab_size: int = 0, label: str = "read"
+) -> Reading:
+    """The plan of such arguments on so many GPUs; ValueError where they lack something or contradict each other.
+
+    `gpus` 0: by the launcher's --nproc_per_node and --nnodes among them. `vocab_size`, padded, where they name only a
+    tokenizer.
+    """
+    given = _Given(values)
+    flavour = DEEPSPEED if given.has("deepspeed") else LM
+    topology = _topology(given, flavour, gpus or _gpus(given))
+    optimizer, run = _optimizer_and_run(given, topology.gbs)
+    plan = Plan(
+        label=label,
+        engine=ENGINE_OF[flavour],
+        shape=_shape(given, vocab_size),
+        cluster=cluster,
+        topology=topology,
+        data=_data(given),
+        optimizer=optimizer,
+        dropout=Dropout(
+            hidden=given.get("hidden_dropout", float, 0.1), attention=given.get("attention_dropout", float, 0.1)
+        ),
+        run=run,
+    )
+    ignored, unknown = unasked(set(values) - given.asked)
+    return Reading(plan=plan, ignored=ignored, unknown=unknown, differs=differing(values, plan))
+
+
+def _gpus(given: _Given) -> int:
+    require(given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; give it")
+    return given.get("nproc_per_node", int) * given.get("nnodes", int, 1)
+
+
+def _shape(given: _Given, vocab_size: int) -> ModelShape:
+    padded = [given.get(name, int) for name in ("padded_vocab_size", "pad_vocab_size_to") if given.has(name)]
+    found = (padded or [vocab_size])[0]
+    require(found > 0, "vocab_size", "missing", "is not among the arguments; give the padded one")
+    return ModelShape(
+        num_layers=given.get("num_layers", int),
+        hidden_size=given.get("hidden_size", int),
+        num_attention_heads=given.get("num_attention_heads", int),
+        seq_length=given.get("seq_length", int),
+        vocab_size=found,
+        tied_embeddings=not given.has("untie_embeddings_and_output_weights"),
+        embedding_layernorm=given.has("embed_layernorm"),
+    )
+
+
+def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
+    tp, pp = given.get("tensor_model_parallel_size", int, 1), given.get("pipeline_model_parallel_size", int, 1)
+    require(gpus % (tp * pp) == 0, "gpus", gpus, f"must be a multiple of tp x pp = {tp} x {pp}")
+    mbs, dp = given.get("micro_batch_size", int), gpus // (tp * pp)
+    precision = next((name for name in ("fp16", "bf16") if given.has(name)), "fp32")
+    sums = given.has("accumulate_allreduce_grads_in_fp32") or precision == "bf16"
+    embedding, loss = (given.has(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
+    require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan counts both or none")
+    method = given.get("pp_partition_method", str, "type:transformer")
+    zero = given.get("zero_stage", int, 1) if flavour == DEEPSPEED else int(given.has("use_distributed_optimizer"))
+    if flavour == DEEPSPEED and precision == "bf16" and zero == 0:
+        zero = 1  # its pipeline takes BF16_Optimizer then, which shards its states over the replicas all the same
+    return Topology(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        mbs=mbs,
+        gbs=given.get("global_batch_size", int, mbs * dp),
+        zero=zero,
+        recompute=_recompute(given),
+        interleaving=_interleaving(given, pp),
+        partition="type:transformer|embedding" if embedding else "uniform" if method == "type:transformer" else method,
+        sequence_parallel=given.has("sequence_parallel"),
+        offload="optimizer" if given.has("cpu_optimizer") else "none",
+        precision=precision,
+        first_stage_layers=given.get("decoder_first_pipeline_num_layers", int, 0),
+        last_stage_layers=given.get("decoder_last_pipeline_num_layers", int, 0),
+        overlap_grad_reduce=given.has("overlap_grad_reduce"),
+        overlap_param_gather=given.has("overlap_param_gather"),
+        fp32_gradients=sums and precision != "fp32",
+    )
+
+
+def _recompute(given: _Given) -> str:
+    if given.has("checkpoint_activations"):
+        return "full"
+    return "selective" if given.has("recompute_activations") else given.get("recompute_granularity", str, "none")
+
+
+def _interleaving(given: _Given, pp: int) -> int:
+    """Chunks of a stage, from either of the two ways to say it."""
+    chunks = given.get("num_virtual_stages_per_pipeline_rank", int, 1)
+    if not given.has("num_layers_per_virtual_pipeline_stage"):
+        return chunks
+    layers, each = given.get("num_layers", int), given.get("num_layers_per_virtual_pipeline_stage", int)
+    rule = f"x pp={pp} must divide num-layers={layers}"
+    require(layers % (each * pp) == 0, "num-layers-per-virtual-pipeline-stage", each, rule)
+    return layers // (each * pp)
+
+
+def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
+    """Both programs count by samples or by iterations; a plan's warm-up and decay count samples, its length iterations.
+
+    Decay over the whole run, which is their default, is 0 in a plan.
+    """
+    ramp = Ramp()
+    if given.has("rampup_batch_size"):
+        start, increment, ramped = (int(word) for word in given.all("rampup_batch_size"))
+        ramp = Ramp(start=start, increment=increment, samples=ramped)
+    by_samples = given.has("train_samples")
+    iterations = ramp.iterations(given.get("train_samples", int), gbs) if by_samples else given.get("train_iters", int)
+    warmup, decay = (
+        given.get(f"lr_{what}_samples", int, 0) or gbs * given.get(f"lr_{what}_iters", int, 0)
+        for what in ("warmup", "decay")
+    )
+    whole = ramp.consumed(iterations, gbs)
+    if given.has("lr_warmup_fraction"):  # of the decay, as both programs count it
+        warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
+    optimizer = Optimizer(
+        lr=given.get("lr", float),
+        min_lr=given.get("min_lr", float, 0.0),
+        warmup_samples=warmup,
+        decay_samples=0 if decay == whole else decay,
+        weight_decay=given.get("weight_decay", float, 0.01),
+        adam_beta1=given.get("adam_beta1", float, 0.9),
+        adam_beta2=given.get("adam_beta2", float, 0.999),
+        adam_eps=given.get("adam_eps", float, 1e-8),
+        clip_grad=given.get("clip_grad", float, 1.0),
+    )
+    run = Run(
+        train_iters=iterations,
+        log_interval=given.get("log_interval", int, 100),
+        seed=given.get("seed", int, 1234),
+        ramp=ramp,
+        timers=given.get("timing_log_level", int, 0) > 0,
+        tensorboard=given.has("tensorboard_dir"),
+    )
+    return optimizer, run
+
+
+def _data(given: _Given) -> Data:
+    """The pairs by their prefixes, and the tokenizer where it is a folder or NullTokenizer; else ours."""
+    coder = next((given.get(n, str) for n in ("tokenizer_model", "tokenizer_name_or_path") if given.has(n)), "bytes")
+    given.asked |= {"tokenizer_type", "vocab_size"}
+    words = given.all("data_path")
+    if len(words) < 2:
+        return Data(source=words[0], tokenizer=coder) if words else Data(tokenizer=coder)
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        raise ValueError(f"--data-path={' '.join(words)}: must be WEIGHT PREFIX WEIGHT PREFIX ...") from None
+    parts = zip(weights, words[1::2], strict=True)
+    return Data(source=BLEND, tokenizer=coder, blend=tuple(Part(source=s, weight=w) for w, s in parts))
+
+
+# What a plan has in only one way; anything else is named.
+ONE_WAY = {
+    "lr_decay_style": "cosine",
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "optimizer": "adam",
+    "init_method_std": "0.02",
+    "recompute_method": "uniform",
+    "recompute_num_layers": "1",
+    "recompute_modules": "core_attn",
+    "checkpoint_num_layers": "1",
+}
+
+
+ASSUMED = {"lr_decay_style": "linear"}  # by the programs
+
+
+# Known, and no matter of a plan: where and how often it writes, kernels, workers, the launcher's own.
+IGNORED = {
+    *("save", "load", "save_interval", "log_throughput", "eval_iters", "eval_interval", "split", "data_cache_path"),
+    *("data_impl", "num_workers", "dataloader_type", "vocab_file", "merge_file", "distributed_backend", "role"),
+    *("kill_switch_path", "local_ranks_filter", "no_create_attention_mask_in_dataloader"),
+    *("exit_duration_in_mins", "exit_interval", "tensorboard_queue_size", "log_timers_to_tensorboard", "ckpt_format"),
+    *("log_batch_size_to_tensorboard", "log_validation_ppl_to_tensorboard", "initial_loss_scale", "loss_scale_window"),
+    *("hysteresis", "min_loss_scale", "no_bias_gelu_fusion", "no_bias_dropout_fusion", "no_masked_softmax_fusion"),
+    *("no_gradient_accumulation_fusion", "attention_backend", "use_flash_attn", "use_mcore_models", "transformer_impl"),
+    *("deepspeed_config", "deepspeed_activation_checkpointing", "partition_activations", "cpu_torch_adam"),
+    *("timing_log_option", "abort_on_unmet_fused_kernel_constraints"),
+    *("make_vocab_size_divisible_by", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "tee"),
+    *("jobid", "kill_on_bad_exit", "wait", "valid_num_workers"),
+    *("rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "codecarbon_dir", "local_rank"),
+}  # fmt: skip
+
+
+FOLLOWS = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from a plan's shape, in one way
+
+
+CODERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # the tokenizers of a folder
+
+
+def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
+    """What the plan that was read from `values` has in another way, as `name=value: a plan has ...`."""
+    wanted: dict[str, Any] = {**ONE_WAY, **_follows(plan)}
+    said = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
+    found = [f"{n}={said[n]}: a plan has {value}" for n, value in wanted.items() if not _same(said[n], value)]
+    coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
+    ours = coder == "NullTokenizer" and values.get("vocab_size") == [BYTES]
+    if coder and coder not in CODERS and not ours:
+        found.append(f"tokenizer_type={coder}: a plan has the tokenizer of a folder, or {plan.data.tokenizer}")
+    if "data_path" not in values:
+        found.append(f"data_path=missing: the plan has {plan.data.source}")
+    return tuple(found)
+
+
+def unasked(names: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the names that no reading asked for: those that are no matter of a plan, and those unknown to us."""
+    rest = names - set(ONE_WAY) - FOLLOWS
+    return tuple(sorted(rest & IGNORED)), tuple(sorted(rest - IGNORED))
+
+
+def _follows(plan: Plan) -> dict[str, int]:
+    h = plan.shape.hidden_size
+    return dict(zip(sorted(FOLLOWS), (4 * h, plan.shape.head_dim, plan.shape.seq_length), strict=True))
+
+
+def _same(said: str, value: Any) -> bool:
+    try:
+        return float(said) == float(value)
+    except ValueError:
+        return said == str(value)

@@ -1,0 +1,200 @@
+"""Start a plan on this machine: torchrun as a child, one log that a person can read, and a status with its evidence."""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from trilane.config.plan import Plan, read_plan
+from trilane.launch.follow import follow
+from trilane.launch.watchdog import Hang, HangMonitor
+from trilane.utils.validation import require
+from trilane.workspace.resume import STOP, reopen
+from trilane.workspace.status import RunStatus, failed_ranks, judge, write_status
+
+GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
+
+
+WEEK_S = 7 * 86400.0
+
+
+def run_local(
+    folder: Path, *, port: int = 0, watched: bool = True, timeout_s: float = WEEK_S, resume: bool = False
+) -> RunStatus:
+    """Train the plan in `folder`/plan.json here and wait; what happened is returned and written to status.json.
+
+    The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json,
+    checkpoints/. `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before
+    anything starts, for a bad plan or corpus, a folder that holds a run already (unless told to `resume` it: it goes on
+    from its newest checkpoint, see again.py), or a port in use.
+
+    Ctrl-C ends all processes, leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as
+    "timeout", one whose ranks stand still longer than the plan's hang_timeout_s as "hang", their stacks in stacks/.
+    SIGUSR1 makes the run save; SIGTERM makes it save and end as "stopped" (in the main thread alone may Python take
+    signals). The processes also end with the thread that called, even where it is killed.
+    """
+    folder = Path(folder).resolve()
+    plan = read_plan(folder / "plan.json")
+    _require_ready(folder, resume)
+    node = plan.cluster.gpus_per_node
+    rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
+    require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
+    port = free_port(port)
+    begin = time.monotonic()
+    reopen(folder)
+    guard = HangMonitor(folder, plan)
+    try:
+        prepare_data(folder)
+        with started(folder, plan, port) as child, passing_on(child):
+            code = follow(child, folder, plan, watched, begin + timeout_s, guard.look)
+        outcome = guard.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
+    except KeyboardInterrupt:
+        write_status(folder, _ended("cancelled", "Ctrl-C", begin))
+        raise
+    except TimeoutError:
+        outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
+    except Hang as hang:
+        outcome = hang.outcome
+    write_status(folder, outcome)
+    return outcome
+
+
+def _require_ready(folder: Path, resume: bool) -> None:
+    """ValueError where a run must not begin, or not go on, in that folder."""
+    if resume:
+        require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; take it away to go on")
+        return
+    for name in ("run.log", "steps.jsonl", "status.json"):
+        rule = f"holds a run already ({name}); resume it, or take a new one"
+        require(not (folder / name).exists(), "run folder", folder, rule)
+
+
+def free_port(port: int) -> int:
+    """`port` if nobody uses it, or any free one where it is 0; ValueError where it is taken."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"port={port}: cannot be used here ({error})") from None
+        return int(probe.getsockname()[1])
+
+
+def environment(processes: int) -> dict[str, str]:
+    """The children's environment: cores shared out among them, gloo on the loopback, this trilane found first."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = str(max(1, cores // processes))
+    ours = str(Path(__file__).parents[2])
+    paths = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        # Threads that wait for each other spin for milliseconds by default; where anything else wants the core, an
+        # iteration then takes ten times as long. libgomp takes this value itself once threads outnumber cores.
+        "GOMP_SPINCOUNT": "1000",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRILANE_PARENT_PID": str(os.getpid()),
+    }
+
+
+def prepare_data(folder: Path) -> None:
+    """Prepare the plan's corpus in a process of its own (it may import torch); its one line becomes our ValueError."""
+    command = [sys.executable, "-m", "trilane.engine.data.corpus", str(folder / "plan.json")]
+    done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if done.returncode != 0:
+        raise ValueError(last if done.returncode == 2 else f"data: could not be prepared ({last})")
+
+
+@contextlib.contextmanager
+def started(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun over the plan's processes, in its own process group; gone, with its workers, when the block ends."""
+    ranks = folder / "ranks"
+    ranks.mkdir(exist_ok=True)
+    processes = plan.topology.gpus
+    command = [sys.executable, "-m", "trilane.engine.torchrun", str(ranks / "failures.json")]
+    command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    command += ["--module", "trilane.engine", str(folder / "plan.json")]
+    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks)}
+    with (ranks / "torchrun.log").open("ab") as log:
+        child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
+    try:
+        yield child
+    finally:
+        end(child)
+
+
+@contextlib.contextmanager
+def passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Inside the block SIGUSR1 and SIGTERM are the run's, not ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = (signal.SIGUSR1, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: child.send_signal(number)) for number in wanted]
+    try:
+        yield
+    finally:
+        for number, handler in zip(wanted, before, strict=True):
+            signal.signal(number, handler)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Ask torchrun to end its workers, who do not save then; by force after GRACE_S: the kernel ends them with it."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _ended(status: str, evidence: str, begin: float) -> RunStatus:
+    return RunStatus(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin))
+
+
+def _since(begin: float) -> float:
+    return round(time.monotonic() - begin, 3)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `python -m trilane launch`."""
+    parser.add_argument("plan", type=Path, help="a plan.json (its folder is the run folder), or a plan of any name")
+    parser.add_argument("--port", type=int, default=0, help="torchrun's port (default: one that is free)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
+
+
+def run_folder(plan: Path, resume: bool = False) -> Path:
+    """The folder in which the plan of that file runs: its own, or for a plan of another name one called like it.
+
+    ValueError for a file that is no plan, or whose folder is taken (by another plan, where a run is to `resume`).
+    """
+    if plan.name == "plan.json":
+        return plan.parent
+    read_plan(plan)
+    folder = plan.with_suffix("")
+    if resume and (folder / "plan.json").is_file() and read_plan(folder / "plan.json") == read_plan(plan):
+        return folder
+    require(
+        folder != plan and not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them"
+    )
+    folder.mkdir()
+    (folder / "plan.json").write_bytes(plan.read_bytes())
+    return folder
+
+
+def run(args: argparse.Namespace) -> int:
+    """Launch the plan that the arguments name, say how it ended; 0 when it completed, 3 when it was stopped."""
+    outcome = run_local(run_folder(args.plan, args.resume), port=args.port, resume=args.resume)
+    print(f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}")
+    return {"completed": 0, "stopped": 3}.get(outcome.status, 1)

@@ -1,0 +1,1 @@
+"""Notebooks executed and shown: parameters, HTML reports, tables, widgets, plots."""

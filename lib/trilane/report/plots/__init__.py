@@ -1,0 +1,1 @@
+"""The figures of the notebooks, one module a subject."""

@@ -1,0 +1,121 @@
+"""Figures of the calendar: the jobs over the dates, the fan of finish dates, the budget."""
+
+from datetime import date, datetime, time, timedelta
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import dates
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trilane.forecast.forecast import QUANTILES, Forecast
+from trilane.report.plots.style import COLORS, STYLE, figure
+
+LIMIT = "#b3261e"
+
+
+PARTS = 6  # of the budget that are named
+
+
+def _at(start: date, seconds: Any) -> Any:
+    """Dates as numbers that matplotlib draws, of seconds after midnight of `start`."""
+    return dates.date2num(datetime.combine(start, time())) + np.asarray(seconds) / 86400
+
+
+def _as_dates(axes: Axes) -> None:
+    locator = dates.AutoDateLocator(minticks=4, maxticks=9)
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
+
+
+def _deadline(axes: Axes, found: Forecast) -> None:
+    if found.request.deadline:
+        end = _at(found.request.deadline + timedelta(days=1), 0)
+        axes.axvline(end, color=LIMIT, lw=1.5, label="deadline")
+
+
+def gantt(found: Forecast) -> Figure:
+    """The run of average luck over the dates: batch size above, nodes below, a block each job, capacity the limit."""
+    start, bars = found.request.start, found.bars()
+    with plt.rc_context(STYLE):
+        made, (above, below) = plt.subplots(
+            2, 1, figsize=(9.0, 4.4), sharex=True, layout="constrained", height_ratios=(1, 1.3)
+        )
+    plt.close(made)
+    ends = np.concatenate([[0.0], found.usual.reached_s[0]])
+    sizes = [p.gbs for p in found.phases[:-1]] + [found.phases[-1].gbs] * (len(ends) - len(found.phases))
+    above.stairs(sizes, _at(start, ends), color=COLORS[0], lw=1.6, baseline=None)
+    above.set(ylabel="batch size\n(sequences)", ylim=(0, 1.12 * max(sizes)))
+    above.set_title("Jobs of the run, with average luck", loc="left", weight="bold", fontsize=11)
+    kinds = list(dict.fromkeys((b.choice.dp, b.choice.mbs) for b in bars))
+    seen: set[tuple[int, int]] = set()
+    for bar in bars:
+        c = bar.choice
+        kind = (c.dp, c.mbs)
+        left, right = _at(start, bar.start_s), _at(start, bar.end_s)
+        color = COLORS[kinds.index(kind) % len(COLORS)]
+        name = None if kind in seen else f"dp {c.dp}, mbs {c.mbs}: {c.nodes} nodes"
+        seen.add(kind)
+        edge = {"edgecolor": "white", "linewidth": 0.4 if len(bars) < 40 else 0.0}
+        below.bar(left, c.nodes, right - left, align="edge", color=color, label=name, **edge)
+    _capacity(below, found)
+    for axes in (above, below):
+        _deadline(axes, found)
+    _as_dates(below)
+    below.set(ylabel="nodes", xlabel="date (UTC)", ylim=(0, None))
+    below.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    return made
+
+
+def _capacity(axes: Axes, found: Forecast) -> None:
+    """How many nodes there are at most, as far as the run goes."""
+    start, last = found.request.start, float(found.usual.wall_s[0])
+    windows = [window for window, _ in found.schedules if window.start_s < last]
+    edges = [*(w.start_s for w in windows), last]
+    nodes = [-(-w.gpus // found.request.plan.cluster.gpus_per_node) for w in windows]  # whole ones, as a job's
+    axes.stairs(nodes, _at(start, edges), color=LIMIT, lw=1.3, ls="--", baseline=None, label="capacity")
+
+
+def fan(found: Forecast) -> Figure:
+    """Tokens trained over the dates: median of the simulated runs, half of them, nine of ten; the deadline drawn."""
+    made, axes = figure(8.6, 3.8)
+    start, samples = found.request.start, found.request.samples
+    reached = np.quantile(found.outcomes.reached_s, QUANTILES, axis=0)
+    gbs, iterations = found.course
+    tokens = np.concatenate([[0.0], (gbs * iterations).cumsum()]) * found.request.plan.shape.seq_length / 1e9
+    when = [_at(start, np.concatenate([[0.0], row])) for row in reached]
+    axes.fill_betweenx(tokens, when[0], when[4], color=COLORS[0], alpha=0.18, lw=0, label="9 of 10 runs")
+    axes.fill_betweenx(tokens, when[1], when[3], color=COLORS[0], alpha=0.35, lw=0, label="half of them")
+    axes.plot(when[2], tokens, color=COLORS[0], lw=1.6, label="median")
+    ideal = _at(start, found.ideal.wall_s[0])
+    axes.plot([ideal], [tokens[-1]], "o", color=COLORS[2], ms=6, label="if nothing went wrong")
+    axes.axhline(samples * found.request.plan.shape.seq_length / 1e9, color=COLORS[4], lw=0.8, ls=":")
+    _deadline(axes, found)
+    _as_dates(axes)
+    axes.set(xlabel="date (UTC)", ylabel="tokens trained (billions)", ylim=(0, None))
+    axes.set_title("When it will be done", loc="left", weight="bold", fontsize=11)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    return made
+
+
+def budget(found: Forecast) -> Figure:
+    """GPU-hours as one bar: the work, what causes add on average; nine of ten runs as a whisker; the allocation."""
+    made, axes = figure(9.0, 2.3)
+    unit, word = (1e3, "thousand GPU-hours") if found.gpu_hours(0.95) > 5e3 else (1.0, "GPU-hours")
+    spent = list(found.gpu_hours_by_cause.items())
+    spent = [*spent[:PARTS], ("other", sum(hours for _, hours in spent[PARTS:]))]
+    left = 0.0
+    for color, (name, hours) in zip(COLORS, spent, strict=False):
+        axes.barh(["GPU-hours"], [hours / unit], left=left, color=color, height=0.5, label=name)
+        left += hours / unit
+    low, middle, high = (found.gpu_hours(q) / unit for q in (0.05, 0.5, 0.95))
+    bar = [[middle - low], [high - middle]]
+    axes.errorbar([middle], [-0.42], xerr=bar, fmt="|", color="#1b2530", capsize=4, lw=1.4, ms=9, label="9 of 10 runs")
+    if found.request.allocation:
+        axes.axvline(found.request.allocation / unit, color=LIMIT, lw=1.8, label="allocation")
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel=word, ylim=(-0.65, 0.4))
+    axes.set_title("What it will cost", loc="left", weight="bold", fontsize=11)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.05), frameon=False, fontsize=8)
+    return made

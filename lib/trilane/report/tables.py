@@ -1,0 +1,52 @@
+"""Tables that a person reads: no index, text to the left, numbers to the right."""
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pandas.io.formats.style import Styler
+
+
+LONG = 44  # characters: a longer text may wrap
+
+
+def show(columns: Any, digits: int = 3) -> "Styler":
+    """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML.
+
+    Each column of floats gets as many decimals as it needs, at most `digits`.
+    """
+    import pandas as pd
+
+    frame = pd.DataFrame(columns)
+    floats = frame.select_dtypes("float")
+    needed = {name: _decimals(floats[name].dropna(), digits) for name in floats}
+    text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
+    long = [name for name in text if frame[name].astype(str).str.len().max() > LONG]
+    left = {name: [{"selector": "th", "props": [("text-align", "left")]}] for name in text}
+    return (
+        frame.style.hide(axis="index")
+        .format({name: f"{{:,.{d}f}}" for name, d in needed.items()}, na_rep="")
+        .set_properties(subset=text, **{"text-align": "left"})
+        .set_properties(subset=long, **{"white-space": "normal", "min-width": "18rem"})
+        .set_table_styles(left)
+        .set_table_attributes('class="dataframe"')
+    )
+
+
+def short(text: str, most: int = 110) -> str:
+    """One line of at most `most` characters, its runs of blanks folded."""
+    return textwrap.shorten(text, most, placeholder=" …")
+
+
+def middle(text: str, most: int = 38) -> str:
+    """At most `most` characters of a name, its middle left out."""
+    return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A share as a percentage, empty where it is no number."""
+    return f"{value:.{digits}%}" if value == value else ""
+
+
+def _decimals(values: Any, most: int) -> int:
+    return next((d for d in range(most) if (values.round(d) == values.round(most)).all()), most)

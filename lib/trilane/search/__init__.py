@@ -1,0 +1,1 @@
+"""Model shapes of a target size, and every topology of a cluster predicted, checked and ranked."""

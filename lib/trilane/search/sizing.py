@@ -1,0 +1,263 @@
+"""From a size back to shapes: layers x hidden of a target, each with its best topology, days and GPU-hours.
+
+How big a model: seconds of a training, and the shapes that a machine at hand can train fast enough.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.parallelism import Topology
+from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.predict import Prediction, predict
+from trilane.search.published import state_lines
+from trilane.search.search import OOM_LIMIT, search_space
+from trilane.search.shape_rules import TILE, broken_rules, usable_heads
+from trilane.search.space import MEMORY_RULE, Space
+from trilane.utils.validation import require, require_integer, require_positive, to_mapping
+
+# hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
+# below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
+LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
+
+
+MOST_WIDTHS = 10
+
+
+RISKY = 0.05  # of running out of memory: said, and ranked after what is safe
+
+
+MOST = 1e14  # parameters: a hundred times what has been trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRequest:
+    """What is asked: a number of parameters, the machine, and how much is to be trained with what."""
+
+    parameters: float
+    vocabulary: int
+    gpus: int
+    cluster: Cluster
+    calibration: Calibration
+    tokens: float = 300e9
+    gbs: int = 2048
+    seq_length: int = 2048
+    tolerance: float = 0.03
+    space: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "tokens", "tolerance"):
+            require_positive({"parameters": "params"}.get(name, name), getattr(self, name))
+        require(self.parameters <= MOST, "params", f"{self.parameters:g}", f"must be at most {MOST:g}")
+        for name in ("vocabulary", "gpus", "gbs", "seq_length"):
+            require_integer({"vocabulary": "vocab"}.get(name, name), getattr(self, name), 1)
+        require(self.tolerance < 0.5, "tolerance", self.tolerance, "must be below 0.5")
+        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
+        require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
+        iteration = self.gbs * self.seq_length
+        require(self.tokens >= iteration, "tokens", self.tokens, f"one iteration takes gbs x seq_length = {iteration}")
+        rule = f"no usual width leaves room for layers beside an embedding of {self.vocabulary} tokens; ask for more"
+        require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to 128 divides."""
+        return padded_vocab_size(self.vocabulary)
+
+    def widths(self) -> list[int]:
+        """Hidden sizes between the published ratios, at most MOST_WIDTHS: multiples of 64, 128, 256, 512, ..."""
+        low, high = RATIOS if self.parameters >= LARGE else SMALL_RATIOS
+        highest = (self.parameters * high / 12) ** (1 / 3)  # all parameters in layers of that ratio
+        step = TILE if highest > 8 * TILE else TILE // 2
+        every = np.arange(step, highest + 1, step)
+        layers = (self.parameters - self.vocab_size * every) / (12 * every**2)
+        found = every[(layers >= 1) & (every / layers >= low) & (every / layers <= high)].astype(int)
+        while len(found) > MOST_WIDTHS:
+            step *= 2
+            found = found[found % step == 0]
+        return [int(h) for h in found if usable_heads(int(h), 1)]
+
+    @property
+    def whole_space(self) -> Space:
+        """The topologies that each shape is tried on."""
+        given = {"zero": (0, 1), "interleaving": (1,), "mbs": (1, 2, 4, 8), **self.space}
+        return Space(gpus=(self.gpus,), gbs=(self.gbs,), **given)
+
+    def shapes(self) -> list[ModelShape]:
+        """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
+
+        Where no depth comes so near (few layers), the nearest one.
+        """
+        found = []
+        for h in self.widths():
+            heads = usable_heads(h, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(h, 1)
+            one = ModelShape(
+                num_layers=1,
+                hidden_size=h,
+                num_attention_heads=heads[0],
+                seq_length=self.seq_length,
+                vocab_size=self.vocab_size,
+            )
+            exact = (self.parameters - one.parameters) / one.layer_parameters + 1
+            room = self.tolerance * self.parameters / one.layer_parameters
+            depths = range(max(1, int(np.ceil(exact - room))), int(np.floor(exact + room)) + 1)
+            for depth in depths or [max(1, round(exact))]:
+                found.append(dataclasses.replace(one, num_layers=depth))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A shape on its best topology, what training it costs, and which rules it breaks."""
+
+    shape: ModelShape
+    topology: Topology
+    prediction: Prediction
+    tokens: float
+    target: float
+    notes: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Hidden size over layers."""
+        return self.shape.hidden_size / self.shape.num_layers
+
+    @property
+    def tflops(self) -> tuple[float, float, float]:
+        """TFLOP/s a GPU (Narayanan's formula), predicted, lowest and highest of the 90 % interval."""
+        flops = self.shape.flops_per_iteration(self.topology.gbs, self.topology.recompute == "full")
+        p, gpus = self.prediction, self.topology.gpus * 1e12
+        return flops / p.sec_per_it / gpus, flops / p.sec_hi / gpus, flops / p.sec_lo / gpus
+
+    @property
+    def days(self) -> float:
+        """Days of all tokens at the predicted pace, with nothing going wrong (see calendar for the rest)."""
+        iterations = self.tokens / self.shape.seq_length / self.topology.gbs
+        return iterations * self.prediction.sec_per_it / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of the same."""
+        return self.days * 24 * self.topology.gpus
+
+    @property
+    def days_at_target(self) -> float:
+        """Days per parameter, times the target: what ranks shapes that are not equally large."""
+        return self.days * self.target / self.shape.parameters
+
+
+def propose(request: SizeRequest) -> list[Proposal]:
+    """A proposal for every shape that some topology can run, best (days at the target size) first.
+
+    What may well run out of memory comes after what does not. ValueError says why where nothing can run.
+    """
+    found, refused = survey(request)
+    require(bool(found), "params", f"{request.parameters:g}", why_none(request, refused))
+    return found
+
+
+def survey(request: SizeRequest) -> tuple[list[Proposal], Counter[str]]:
+    """The proposals, none where nothing can run, and how many topologies each rule refuses."""
+    refused: Counter[str] = Counter()
+    found = []
+    for shape in request.shapes():
+        result = search_space(shape, request.cluster, request.whole_space, request.calibration, top=1)
+        refused.update(result.refused_by_rule)
+        found += [_proposal(shape, candidate.topology, request) for candidate in result.candidates]
+    return sorted(found, key=lambda p: (p.prediction.oom_probability > RISKY, p.days_at_target)), refused
+
+
+def why_none(request: SizeRequest, refused: Counter[str]) -> str:
+    """Why no shape can run, in one line: memory where that alone refuses some topology, else the commonest rule."""
+    rules = [MEMORY_RULE] if MEMORY_RULE in refused else [rule for rule, _ in refused.most_common(1)]
+    why = [f"{refused[rule]} of {refused.total()} topologies are refused: {rule}" for rule in rules]
+    asked = f"{request.gpus} GPUs of {request.cluster.name} and a batch of {request.gbs}"
+    return f"no shape can run on {asked}; " + "".join(why or ["no dp and microbatch divide that batch"])
+
+
+def _proposal(shape: ModelShape, t: Topology, request: SizeRequest) -> Proposal:
+    r = request
+    usual = predict(shape, t, r.cluster, r.calibration)
+    heads = usable_heads(shape.hidden_size, t.tp)
+    shapes = [dataclasses.replace(shape, num_attention_heads=a) for a in heads] or [shape]
+    tried = [(predict(s, t, r.cluster, r.calibration), s) for s in shapes]
+    able = [(p, s) for p, s in tried if p.oom_probability <= OOM_LIMIT] or [(usual, shape)]
+    # the fewest rules broken, then the quickest: a rule's effect may be one that the model does not see
+    prediction, chosen = min(able, key=lambda pair: (len(broken_rules(pair[1], t, r.cluster)), pair[0].sec_per_it))
+    risk = prediction.oom_probability
+    risky = [f"may run out of memory (P {100 * risk:.0f} %)"] if risk > RISKY else []
+    return Proposal(
+        shape=chosen,
+        topology=t,
+        prediction=prediction,
+        tokens=r.tokens,
+        target=r.parameters,
+        notes=(*risky, *broken_rules(chosen, t, r.cluster)),
+    )
+
+
+def training_seconds(parameters: float, tokens: float, flops_per_s: float, recompute_full: bool = True) -> float:
+    """Seconds of training at a total rate of `flops_per_s`: 8 T P / X, or 6 T P / X without full recomputation.
+
+    Narayanan et al. 2021, arXiv:2104.04473, equation 4. Left out: attention's s x s part, evaluation, restarts.
+    """
+    for name, value in (("parameters", parameters), ("tokens", tokens), ("flops_per_s", flops_per_s)):
+        require_positive(name, value)
+    return (8 if recompute_full else 6) * tokens * parameters / flops_per_s
+
+
+def candidates(layers: Iterable[int], hidden: Iterable[int], head_dim: int, seq: int, vocab: int) -> list[ModelShape]:
+    """Shapes of every depth and width whose heads of `head_dim` channels fill the width, smallest first."""
+    shapes = [
+        ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, seq_length=seq, vocab_size=vocab)
+        for L in layers
+        for h in hidden
+        if h % head_dim == 0
+    ]
+    return sorted(shapes, key=lambda shape: shape.parameters)
+
+
+def largest_within(shapes: Iterable[ModelShape], seconds: Iterable[float], limit: float) -> int:
+    """Index of the shape with most parameters among those predicted to take at most `limit` seconds an iteration.
+
+    Of several equal sizes the faster one. Where none is fast enough: the fastest.
+    """
+    pairs = list(zip(shapes, seconds, strict=True))
+    fitting = [i for i, (_, time) in enumerate(pairs) if time <= limit]
+    if not fitting:
+        return min(range(len(pairs)), key=lambda i: pairs[i][1])
+    return max(fitting, key=lambda i: (pairs[i][0].parameters, -pairs[i][1]))
+
+
+def candidate_json(proposal: Proposal, best: Proposal) -> dict[str, Any]:
+    """One candidate. `cost_beside_best` is days per parameter over those of the first: 1.05 is 5 % dearer."""
+    p, shape, topology = proposal.prediction, proposal.shape, proposal.topology
+    middle, low, high = proposal.tflops
+    return {
+        "layers": shape.num_layers,
+        "hidden": shape.hidden_size,
+        "heads": shape.num_attention_heads,
+        "head_dim": shape.head_dim,
+        "params": shape.parameters,
+        "ratio": round(proposal.ratio, 1),
+        "shape": to_mapping(shape),
+        "topology": to_mapping(topology),
+        "label": topology.label,
+        "sec_per_it": p.sec_per_it,
+        "sec_interval": [p.sec_lo, p.sec_hi],
+        "tflops": middle,
+        "tflops_interval": [low, high],
+        "days": proposal.days,
+        "gpu_hours": proposal.gpu_hours,
+        "memory_bytes": p.memory_bytes,
+        "oom_probability": p.oom_probability,
+        "states": list(state_lines(shape, topology.tp)),
+        "cost_beside_best": proposal.days_at_target / best.days_at_target,
+        "notes": list(proposal.notes),
+    }

@@ -1,0 +1,51 @@
+"""What if: what would change the winner of a search, and the largest model that fits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.costmodel.calibration import Calibration
+from trilane.search.search import Candidate, search_space
+from trilane.search.space import Space
+from trilane.utils.validation import require
+
+
+def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration) -> dict[str, Candidate | None]:
+    """The winner as things are, and with other links, one node less, each microbatch size, launches blocked or not."""
+    changed = {
+        "as it is": (cluster, space),
+        "network at half its speed": (_scaled(cluster, network_bytes_per_s=0.5), space),
+        "network at twice its speed": (_scaled(cluster, network_bytes_per_s=2.0), space),
+        "node bus at half its speed": (_scaled(cluster, node_bytes_per_s=0.5), space),
+        "memory rate up by a tenth": (_scaled(cluster, gpu_rate=1.1), space),
+    }
+    fewer = tuple(g - cluster.gpus_per_node for g in space.gpus if g > cluster.gpus_per_node)
+    if fewer and not (space.tp and space.pp and space.dp):
+        changed["one node less"] = (cluster, dataclasses.replace(space, gpus=fewer))
+    for mbs in (1, 2, 4, 8):
+        changed[f"mbs {mbs}"] = (cluster, dataclasses.replace(space, mbs=(mbs,)))
+    results = {name: search_space(shape, c, s, calibration, top=1).candidates for name, (c, s) in changed.items()}
+    for blocking in (True, False) if cluster.gpu.kind == "cuda" else ():
+        other = calibration.with_launch_blocking(blocking)
+        results[f"CUDA_LAUNCH_BLOCKING={int(blocking)}"] = search_space(shape, cluster, space, other, top=1).candidates
+    return {name: found[0] if found else None for name, found in results.items()}
+
+
+def _scaled(cluster: Cluster, gpu_rate: float = 1.0, **factors: float) -> Cluster:
+    gpu = dataclasses.replace(cluster.gpu, memory_bytes_per_s=cluster.gpu.memory_bytes_per_s * gpu_rate)
+    if "network_bytes_per_s" in factors and cluster.ring_bytes_per_s:
+        factors["ring_bytes_per_s"] = factors["network_bytes_per_s"]
+    return dataclasses.replace(cluster, gpu=gpu, **{n: getattr(cluster, n) * f for n, f in factors.items()})
+
+
+def largest_model(
+    shapes: Sequence[ModelShape], cluster: Cluster, space: Space, calibration: Calibration
+) -> tuple[ModelShape, Candidate] | None:
+    """The shape with most parameters that some topology of the space can hold, and its fastest; None where none can."""
+    require(len(shapes) > 0, "shapes", 0, "needs at least one shape")
+    for shape in sorted(shapes, key=lambda s: s.parameters, reverse=True):
+        found = search_space(shape, cluster, space, calibration, top=1).candidates
+        if found:
+            return shape, found[0]
+    return None

@@ -1,0 +1,185 @@
+"""Attempt: one start of a run's training inside a job; whether it is worth starting, and how it ended."""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from trilane.config.plan import read_plan
+from trilane.logs.run import RunLog, read_log
+from trilane.slurm import client, ledger
+from trilane.slurm.node_failure import blame, handle_node_failure, waiting
+from trilane.utils.validation import read_json
+from trilane.workspace.checkpoints import FOLDER, latest, name_of
+from trilane.workspace.resume import STOP
+from trilane.workspace.run_folder import is_completed, iteration, put_aside
+from trilane.workspace.status import RunStatus, read_status, write_status
+
+TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
+
+
+TRIES = 3  # attempts that may start at the same iteration: the third without progress is the last
+
+
+SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
+
+
+def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
+    """Whether the training should start now: "go: ..." or "stop: " and the reason; noted in the folder's ledger.
+
+    What an earlier attempt left is kept: an attempt that saved no checkpoint is moved to attempts/N, and the run
+    begins anew; otherwise it goes on, and only the earlier status.json is moved.
+    """
+    job, at = job_id(env), iteration(folder)
+    reason = done(folder) or in_the_way(folder) or rival(folder, job) or unready(folder)
+    reason = reason or too_large(folder, env.get(SWEEP, ""))
+    if reason:
+        ledger.note(folder, "refused", job, says=reason)
+        if reason.startswith("done"):
+            _cancel_later(folder, job)
+        return f"stop: {reason}"
+    blame(folder)
+    newest = latest(folder / FOLDER)
+    put_aside(folder, keep=newest is not None)
+    nodes = env.get("SLURM_JOB_NODELIST", "")
+    restarts = int(env.get("SLURM_RESTART_COUNT", "0"))
+    ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts)
+    from_where = f"from {newest.name}" if newest else "from the beginning"
+    return f"go: {from_where}"
+
+
+def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStatus:
+    """How the attempt ended by its log and the step's exit code; written to status.json and noted in the ledger.
+
+    Where a node is gone, that is the reason; the jobs that still wait are kept off it, and this one is put back into
+    the queue where its script has --requeue: SLURM would do so by itself only while the job still runs.
+    """
+    job = job_id(env)
+    starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
+    seconds = time.time() - _seconds(starts[-1]["time"]) if starts else 0.0
+    log = last_log(folder)
+    outcome = attempt_status(folder, log, code, round(seconds, 1))
+    write_status(folder, outcome)
+    ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
+    if outcome.status == "completed":
+        _cancel_later(folder, job)
+    return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome)
+
+
+def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
+    """The scheduler's word first (here the exit code of the step), then the text of the log."""
+    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
+    if code == 0:
+        if (folder / "status.json").exists():  # the engine's own word
+            said = read_status(folder)
+            return _outcome(said.status, said.evidence, code, seconds)
+        return _outcome("completed" if done(folder) else "stopped", f"iteration {at} of {goal}", code, seconds)
+    if log is None or log.status in ("completed", "running", "unfinished"):
+        return _outcome("crashed", f"exit code {code} after iteration {at}; the log says no more", code, seconds)
+    return _outcome(log.status, log.evidence, code, seconds, log.rank)
+
+
+def job_id(env: Mapping[str, str] = os.environ) -> str:
+    """This job's id as SLURM's commands take it: ARRAY_INDEX in an array; "0" outside a job."""
+    if env.get("SLURM_ARRAY_JOB_ID"):
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env.get("SLURM_JOB_ID", "0")
+
+
+def done(folder: Path) -> str:
+    """Why nothing is left to do, "" where something is: an iteration, or the last one's checkpoint where it has one."""
+    at, run = iteration(folder), read_plan(folder / "plan.json").run
+    newest = latest(folder / FOLDER)
+    is_saved = not run.saves_at_end or is_completed(folder) or (newest and newest.name == name_of(run.goal))
+    return f"done: iteration {at} of {run.goal} is reached" if at >= run.goal and is_saved else ""
+
+
+def unready(folder: Path) -> str:
+    """Why a link of a chain cannot begin: the run whose checkpoint it loads is not through; "" where it can."""
+    plan = read_plan(folder / "plan.json")
+    before = Path(plan.run.load)
+    if not plan.run.start_iteration or latest(folder / FOLDER) or not (before / "plan.json").exists():
+        return ""
+    newest = latest(before / FOLDER)
+    if newest and newest.name == name_of(plan.run.start_iteration):
+        return ""
+    at, saved = iteration(before), f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
+    return f"{before.name}, which comes before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
+
+
+def rival(folder: Path, job: str) -> str:
+    """Which other job trains in this folder now, "" where none does: two would spoil each other's log."""
+    ended = {e["id"] for e in ledger.events(folder, "ended")}
+    begun = dict.fromkeys(e["id"] for e in ledger.events(folder, "started"))
+    others = [i for i in begun if i not in (job, *ended) and client.JOB_ID.fullmatch(i)]
+    with contextlib.suppress(ValueError):  # where SLURM cannot be asked, the training begins
+        going = [i for i, state in client.states(others).items() if state.state in TRAINING]
+        return f"job {going[0]} trains here" if going else ""
+    return ""
+
+
+def in_the_way(folder: Path) -> str:
+    """The stop switch, or the same early failure again and again since the last submission; "" where nothing is."""
+    if (folder / STOP).exists():
+        return f"the stop switch is set; remove {folder.resolve() / STOP} to go on"
+    events = ledger.events(folder)
+    last = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
+    starts = [e for e in events[last + 1 :] if e["event"] == "started"]
+    at = iteration(folder)
+    if len(starts) >= TRIES and all(e["iteration"] == at for e in starts[-TRIES:]):
+        ends = [e for e in events if e["event"] == "ended"]
+        why = f": {ends[-1]['status']}: {ends[-1]['evidence']}" if ends else ""
+        return f"{TRIES} attempts did not get beyond iteration {at}{why}"
+    return ""
+
+
+def too_large(folder: Path, sweep: str) -> str:
+    """Which run of the sweep ran out of memory although predicted to need no more than this one; "" where none."""
+    if not sweep:
+        return ""
+    members = read_json(Path(sweep) / "sweep.json", "sweep")["members"]
+    mine = next(m for m in members if Path(m["folder"]).resolve() == folder.resolve())
+    for other in members:
+        status = Path(other["folder"]) / "status.json"
+        if other is mine or other["memory_bytes"] > mine["memory_bytes"] or not status.exists():
+            continue
+        if read_status(status.parent).status == "OOM":
+            need, less = mine["memory_bytes"] / 2**30, other["memory_bytes"] / 2**30
+            reason = f"pruned: predicted {need:.2f} GiB, and {status.parent.name} ran out with {less:.2f} GiB"
+            write_status(folder, _outcome("pruned", reason, 0, 0.0))
+            return reason
+    return ""
+
+
+def last_log(folder: Path) -> RunLog | None:
+    """What the reader makes of run.log since the last START line; None where there is nothing to read."""
+    path = folder / "run.log"
+    if not path.exists():
+        return None
+    text = path.read_bytes()
+    begin = max(text.rfind(b"\nSTART "), 0)
+    with tempfile.NamedTemporaryFile(suffix=".log") as part:
+        part.write(text[begin:])
+        part.flush()
+        try:
+            return read_log(part.name)
+        except ValueError:
+            return None
+
+
+def _cancel_later(folder: Path, job: str) -> None:
+    with contextlib.suppress(ValueError):  # they would find nothing to do and end by themselves
+        client.cancel(waiting(folder, job))
+
+
+def _outcome(status: str, evidence: str, code: int, seconds: float, rank: int | None = None) -> RunStatus:
+    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+
+
+def _seconds(moment: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(moment).timestamp()

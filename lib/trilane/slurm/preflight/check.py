@@ -1,0 +1,98 @@
+"""Guard: what must be refused before GPUs are spent, each finding with its rule and its remedy."""
+
+import argparse
+import json
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from trilane.config.plan import Plan, read_plan
+from trilane.slurm import sites
+from trilane.slurm.preflight import resources, storage
+from trilane.slurm.preflight import script as guard_script
+from trilane.slurm.preflight.finding import REFUSAL, WARNING, JobCheck, JobFinding, refuse
+from trilane.slurm.request import JobRequest, add_request, request_of
+from trilane.slurm.script import SCRIPT, render
+from trilane.slurm.sites import Site
+from trilane.utils.validation import require
+
+
+def check(
+    plan: Plan,
+    site: Site,
+    request: JobRequest,
+    folder: Path,
+    allow: Collection[str] = (),
+    script: Path | None = None,
+) -> list[JobFinding]:
+    """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
+
+    `script` is looked at where it is given, else the folder's job.sbatch, else the script that would be written.
+    """
+    path = script or folder / SCRIPT
+    try:
+        require(script is None or path.is_file(), "script", path, "no such file")
+        text = path.read_text(encoding="utf-8") if path.exists() else render("train", plan, site, request)
+    except ValueError as error:
+        return [of_error(error)]
+    case = JobCheck(plan, site, request, folder, text, path.name)
+    found: list[JobFinding] = []
+    for rule in (*resources.RULES, *guard_script.RULES, *storage.RULES):
+        try:
+            found += rule(case)
+        except ValueError as error:  # an #SBATCH line that a person wrote
+            found.append(of_error(error))
+    found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
+    return sorted(found, key=lambda f: f.level != REFUSAL)
+
+
+REMEDIES = {
+    "gbs": "choose a global batch size that mbs x dp divides, or fewer replicas",
+    "ramp": "choose start, increment and gbs that mbs x dp divides at every step, or fewer replicas in the first links",
+    "tp x pp x dp": "choose tp, pp and dp whose product fills whole nodes and is not more than the cluster has",
+    "tp": "choose a tensor-parallel size that divides heads, hidden size and vocabulary",
+    "pp": "choose a pipeline depth that divides the layers, or another partition",
+    "precision": "use fp16 (a V100 has no bf16), or cards that have it",
+}
+
+
+def of_error(error: ValueError) -> JobFinding:
+    """A refusal out of "field=value: the rule"."""
+    field = str(error).partition("=")[0]
+    return refuse(
+        field, str(error), REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `python -m trilane guard`."""
+    parser.add_argument("plan", type=Path, help="a plan.json; job.sbatch beside it is looked at too")
+    parser.add_argument("--site", required=True, help=f"{', '.join(sites.catalogue())}, or a JSON file")
+    parser.add_argument("--allow", action="append", default=[], metavar="RULE", help="only warn of this rule")
+    parser.add_argument("--json", action="store_true", help='print {"findings": [...]}')
+    add_request(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 1 where something is refused."""
+    site, request = sites.site(args.site), request_of(args)
+    try:
+        found = check(read_plan(args.plan), site, request, args.plan.parent, args.allow)
+    except ValueError as error:
+        require(args.plan.is_file(), "plan", args.plan, "no such file")
+        found = [of_error(error)]
+    if args.json:
+        print(json.dumps({"findings": [asdict(f) for f in found]}, indent=1))
+    else:
+        print("\n".join(map(line, found)) or "nothing found")
+    return 1 if refused(found) else 0
+
+
+def refused(findings: Collection[JobFinding]) -> list[JobFinding]:
+    """The refusals among them."""
+    return [f for f in findings if f.level == REFUSAL]
+
+
+def line(finding: JobFinding) -> str:
+    """A finding for the terminal, in two lines."""
+    return f"{finding.level:7} [{finding.rule}] {finding.says}\n        {finding.remedy}"

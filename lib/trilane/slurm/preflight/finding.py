@@ -1,0 +1,77 @@
+"""Finding: one thing wrong with a job that is about to be submitted; Case: what the guard looks at."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from trilane.config.cluster import Cluster
+from trilane.config.plan import Plan
+from trilane.costmodel import calibration
+from trilane.costmodel.predict import Prediction, predict
+from trilane.slurm.directives import directives
+from trilane.slurm.request import JobRequest
+from trilane.slurm.script import SCRIPT, nodes_of
+from trilane.slurm.sites import Site
+from trilane.utils.validation import require_known
+
+REFUSAL, WARNING = "refusal", "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFinding:
+    """One thing that is wrong (a refusal) or likely to be (a warning), and what helps."""
+
+    level: str
+    rule: str
+    says: str
+    remedy: str
+
+    def __post_init__(self) -> None:
+        require_known("level", self.level, (REFUSAL, WARNING))
+
+
+def refuse(rule: str, says: str, remedy: str) -> JobFinding:
+    """A refusal."""
+    return JobFinding(level=REFUSAL, rule=rule, says=says, remedy=remedy)
+
+
+def warn(rule: str, says: str, remedy: str) -> JobFinding:
+    """A warning."""
+    return JobFinding(level=WARNING, rule=rule, says=says, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class JobCheck:
+    """What is about to be submitted: the plan of a run folder with its script, edited by hand or not."""
+
+    plan: Plan
+    site: Site
+    request: JobRequest
+    folder: Path
+    script: str
+    name: str = SCRIPT  # the script's file
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The nodes that the job gets."""
+        return nodes_of(self.plan, self.site)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Time and memory on these nodes."""
+        plan = self.plan
+        return predict(plan.shape, plan.topology, self.cluster, calibration.default(self.cluster))
+
+    @cached_property
+    def directives(self) -> dict[str, str]:
+        """The script's own #SBATCH options, which are what counts; ValueError where they cannot be read."""
+        return directives(self.script)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job."""
+        return -(-self.plan.topology.gpus // self.cluster.gpus_per_node)
+
+
+Rule = Callable[[JobCheck], Iterator[JobFinding]]

@@ -1,0 +1,174 @@
+"""What the guard asks of plan, nodes and time: do they fit together, and does the work survive the time limit?"""
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from trilane.config import cluster
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import megatron_extra_bytes, oom_probability
+from trilane.search.search import OOM_LIMIT
+from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
+from trilane.slurm.request import seconds_of
+from trilane.workspace.checkpoints import checkpoint_bytes
+
+LIKELY = 0.05  # of running out of memory: worth a warning
+
+
+VOLTA, AMPERE = (7, 0), (8, 0)
+
+
+def nodes(case: JobCheck) -> Iterator[JobFinding]:
+    """The plan's GPUs are the site's, fill its nodes, and a tensor-parallel group stays inside one."""
+    plan, node = case.plan, case.cluster.gpus_per_node
+    t = plan.topology
+    if case.cluster.gpu.name != plan.cluster.gpu.name or node != plan.cluster.gpus_per_node:
+        yield refuse(
+            "cluster",
+            f"planned for {plan.cluster.gpus_per_node} x {plan.cluster.gpu.name} a node, "
+            f"but {case.site.name} has {node} x {case.cluster.gpu.name}",
+            f"search again with --cluster {case.cluster.name}, or choose the site of {plan.cluster.name}",
+        )
+    if t.gpus > case.cluster.max_gpus:
+        says = f"{t.gpus} GPUs, {case.cluster.name} has {case.cluster.max_gpus}"
+        yield refuse("nodes", says, "use fewer GPUs")
+    if t.gpus > node and node % t.tp:
+        says = f"tensor-parallel groups of {t.tp} do not fit into nodes of {node} GPUs: their traffic leaves the node"
+        yield refuse("tp", says, f"choose tp among {', '.join(str(n) for n in range(1, node + 1) if node % n == 0)}")
+
+
+def precision(case: JobCheck) -> Iterator[JobFinding]:
+    """bf16 needs compute capability 8.0; is_bf16_supported() says yes on a V100, which only emulates it."""
+    gpu = case.cluster.gpu
+    if case.plan.topology.precision == "bf16" and gpu.kind == "cuda" and gpu.compute_capability < AMPERE:
+        yield refuse("precision", f"{gpu.name} has no bf16", "use fp16 with a loss scale, or an A100 and later")
+
+
+def wheel(case: JobCheck) -> Iterator[JobFinding]:
+    """Whether the installed torch holds kernels for the card; torch's version.py is read, torch is not imported.
+
+    From 2.11 on only the CUDA 12.6 builds hold sm_70, and CUDA 13 has dropped it.
+    """
+    gpu, path = case.cluster.gpu, torch_version_file(case.request.environment)
+    if gpu.kind != "cuda":
+        return
+    if path is None:
+        yield warn("wheel", "torch was not found in the job's environment from here", "check it on a login node")
+        return
+    version, cuda = torch_build(path.read_text(encoding="utf-8"))
+    told = f"torch {version} is built for {'CUDA ' + cuda if cuda else 'no CUDA'}"
+    if not cuda:
+        yield refuse("wheel", f"{told}, the nodes have {gpu.name}", "install the wheel of the card's CUDA")
+    elif gpu.compute_capability == VOLTA and cuda != "12.6":
+        remedy = "install from https://download.pytorch.org/whl/cu126 (environment.yml, the V100 variant)"
+        certain = _numbers(version) >= (2, 11) or _numbers(cuda) >= (13, 0)
+        says = f"{told}: {'no' if certain else 'perhaps no'} kernels for {gpu.name} (sm_70)"
+        yield (refuse if certain else warn)("wheel", says, remedy)
+
+
+def torch_version_file(environment: str) -> Path | None:
+    """torch/version.py of a venv, of this Python where `environment` is empty; None where it cannot be known."""
+    if environment.startswith("conda:"):
+        return None
+    if environment:
+        return next(Path(environment).glob("lib/python3*/site-packages/torch/version.py"), None)
+    found = find_spec("torch")
+    return Path(found.origin).with_name("version.py") if found and found.origin else None
+
+
+def torch_build(text: str) -> tuple[str, str]:
+    """torch's version and its CUDA ("" for none) from version.py."""
+    version = re.search(r"__version__ = '([^']+)'", text)
+    cuda = re.search(r"^cuda\b[^=]*= '([^']+)'", text, re.M)
+    return version[1] if version else "?", cuda[1] if cuda else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+def limits(case: JobCheck) -> Iterator[JobFinding]:
+    """The script's time and GPUs against its QoS, and its account against the site's."""
+    site, gpus, asked = case.site, case.plan.topology.gpus, case.directives
+    qos, seconds = site.limits(asked.get("qos", "")), seconds_of(asked.get("time", "00:10:00"))
+    if qos and seconds > qos.hours * 3600:
+        fits = [q.name for q in site.qos if seconds <= q.hours * 3600 and gpus <= q.gpus]
+        remedy = f"ask for {qos.hours:g} h and chain jobs" + (f", or --qos {fits[0]}" if fits else "")
+        yield refuse("qos time", f"{seconds / 3600:g} h, {qos.name} allows {qos.hours:g} h", remedy)
+    if qos and gpus > qos.gpus:
+        yield refuse("qos gpus", f"{gpus} GPUs, {qos.name} allows {qos.gpus}", "another QoS or a reservation")
+    account = asked.get("account", "")
+    if site.account_ending and not account.endswith(site.account_ending):
+        says = f"account {account or '(none)'} does not end with {site.account_ending}"
+        yield refuse("account", says, f"--account PROJECT{site.account_ending}")
+
+
+def memory(case: JobCheck) -> Iterator[JobFinding]:
+    """The fullest stage against the card, and an offload against the node's memory."""
+    p, used = case.prediction, min(case.plan.topology.gpus, case.cluster.gpus_per_node)
+    need, card = needed_bytes(case), case.cluster.gpu.memory_bytes
+    risk = float(oom_probability(need, case.cluster))
+    says = f"predicted {need / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
+    if need > p.memory_bytes:
+        says += f"; {(need - p.memory_bytes) / 2**30:.1f} GiB of it are whole fp32 gradients, which only Megatron keeps"
+    remedy = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
+    if risk > OOM_LIMIT:
+        yield refuse("memory", says, remedy)
+    elif risk > LIKELY:
+        yield warn("memory", says, remedy)
+    host, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
+    if host > has:
+        says = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
+        yield refuse("host memory", says, "more replicas, or no offload")
+
+
+def needed_bytes(case: JobCheck) -> float:
+    """Bytes of the fullest stage in the plan's own engine; the search's prediction does not know the engine."""
+    t, stages = case.plan.topology, case.prediction.stages
+    if case.plan.engine != "megatron":
+        return case.prediction.memory_bytes
+    columns = columns_of(case.plan.shape, t)
+    return max(stage.total + float(megatron_extra_bytes(columns, i)) for i, stage in enumerate(stages))
+
+
+def time(case: JobCheck) -> Iterator[JobFinding]:
+    """Whether the job's limit loses work: how long it trains, and what of it is saved before the end."""
+    run, second = case.plan.run, case.prediction
+    limit = seconds_of(case.directives.get("time", "00:10:00"))
+    asked = "signal" in case.directives or run.exit_duration_minutes > 0
+    iterations = run.goal - run.start_iteration
+    needs = iterations * second.sec_per_it
+    if 0 < limit < run.exit_duration_minutes * 60:
+        says = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
+        yield refuse("time", says, "end the run some minutes before the limit")
+    if needs <= limit:
+        return
+    told = f"{iterations} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
+    interval = run.save_interval * second.sec_per_it
+    if not asked and not 0 < interval < limit:
+        remedy = "save_interval, exit_duration_minutes or --signal-s"
+        yield refuse("checkpoints", f"{told}, and no checkpoint is saved before", remedy)
+    else:
+        yield warn("time", f"{told}: {-(-needs // limit):.0f} jobs one after another", "submit them as a chain")
+    if limit / 10 < interval:
+        says = f"a checkpoint every {interval / 3600:.1f} h: a failure loses as much"
+        yield warn("checkpoints", says, f"save_interval={max(1, int(limit / 10 / second.sec_per_it))}")
+
+
+def size(case: JobCheck) -> float:
+    """Bytes that the run's checkpoints take at most: those that are kept, and the one being written."""
+    run = case.plan.run
+    saves = run.goal // run.save_interval if run.save_interval else 0
+    kept = min(saves, run.keep_last or saves)
+    return (kept + 1) * checkpoint_bytes(case.plan.shape)
+
+
+def known(case: JobCheck) -> Iterator[JobFinding]:
+    """A site that nobody described cannot be checked."""
+    if not case.site.cluster and not case.site.is_local and case.plan.cluster.name not in cluster.catalogue():
+        says = f"site {case.site.name} names no cluster: nodes are believed to be those of the plan"
+        yield warn("site", says, "copy data/sites/generic.json and fill it in")
+
+
+RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known)

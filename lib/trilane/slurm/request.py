@@ -1,0 +1,132 @@
+"""Request: what is asked of SLURM for a job beyond its plan and site; every value is safe in a script."""
+
+import argparse
+import os
+import re
+from dataclasses import dataclass, fields
+
+from trilane.utils.validation import require, require_integer, require_known
+
+# what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
+PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
+
+
+NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
+
+
+TIME = re.compile(r"(?:\d+-)?\d+:[0-5]\d:[0-5]\d")
+
+
+SBATCH_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+LAUNCHERS = ("torchrun", "deepspeed")
+
+
+NCCL_DEBUG = ("VERSION", "WARN", "INFO", "TRACE")
+
+
+CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
+
+
+def plain(field: str, value: str) -> str:
+    """`value`; ValueError where bash or sbatch would read it as more than a word."""
+    rule = "must hold only letters, digits and _ . , @ : + = % / -, and not begin with a dash"
+    require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
+    return value
+
+
+def seconds_of(time_limit: str) -> int:
+    """The seconds of a time as sbatch takes it; ValueError for any other.
+
+    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS
+    (man sbatch, --time). Left out: 0 and UNLIMITED, which ask for no limit.
+    """
+    found = SBATCH_TIME.fullmatch(time_limit)
+    rule = "must be a time as sbatch takes it: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
+    if found is None:
+        raise ValueError(f"time_limit={time_limit!r}: {rule}")
+    days, *given = found.groups()
+    parts = [int(part) for part in given if part is not None]
+    if days is None and len(parts) < 3:
+        parts = [0, *parts]  # without hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A job's wishes; "" leaves a directive out, or to the site.
+
+    signal_s          seconds before the limit at which the training is told to save (SIGUSR1)
+    requeue           whether SLURM starts the job again when a node fails
+    launcher          who starts a node's processes: torchrun, or DeepSpeed's own from a hostfile
+    launch_blocking   CUDA_LAUNCH_BLOCKING=1, with which a hang of BigScience's did not come back, at a price
+    environment       "" for the repository's .venv, a folder for another venv (made absolute), or conda:NAME
+    parallel          jobs of a sweep's array that may run at once
+    """
+
+    account: str = ""
+    time_limit: str = "02:00:00"
+    qos: str = ""
+    partition: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    exclude: str = ""
+    mail: str = ""
+    signal_s: int = 300
+    requeue: bool = True
+    launcher: str = "torchrun"
+    launch_blocking: bool = False
+    nccl_debug: str = "WARN"
+    environment: str = ""
+    parallel: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
+            if value := getattr(self, name):
+                plain(name, value)
+        if self.exclude:
+            ok = NODES.fullmatch(self.exclude) is not None
+            require(ok, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
+        if self.environment.startswith("conda:"):
+            plain("environment", self.environment.removeprefix("conda:"))
+        printable = self.environment.isprintable()
+        require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
+        if self.environment and not self.environment.startswith("conda:"):
+            # the script runs elsewhere, and there a quoted ~ is no home
+            folder = os.path.expanduser(self.environment)
+            object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))
+        rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00"
+        require(TIME.fullmatch(self.time_limit) is not None, "time_limit", repr(self.time_limit), rule)
+        require(seconds_of(self.time_limit) >= 60, "time_limit", self.time_limit, "must be a minute or more")
+        require_integer("signal_s", self.signal_s, 0)
+        rule = f"must be less than time_limit={self.time_limit}"
+        require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
+        require_integer("parallel", self.parallel, 1)
+        require_known("launcher", self.launcher, LAUNCHERS)
+        require_known("nccl_debug", self.nccl_debug, NCCL_DEBUG)
+
+    @property
+    def time_limit_s(self) -> int:
+        """The time limit in seconds."""
+        return seconds_of(self.time_limit)
+
+    def given(self) -> list[str]:
+        """The names of the wishes that differ from what an empty request has."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """An option for each wish."""
+    for f in fields(JobRequest):
+        option, kind = f"--{f.name.replace('_', '-')}", type(f.default)
+        if kind is bool:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=f.default)
+        else:
+            parser.add_argument(option, type=kind, default=f.default, choices=CHOICES.get(f.name))
+
+
+def request_of(args: argparse.Namespace) -> JobRequest:
+    """The request that the options describe."""
+    return JobRequest(**{f.name: getattr(args, f.name) for f in fields(JobRequest)})

@@ -1,0 +1,152 @@
+"""Sweep: many plans as one job array; failures alone run again, and what ran out of memory spares the larger ones."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trilane.analysis.measure import measure
+from trilane.analysis.measure import table as measured_table
+from trilane.config.plan import Plan, plan_from_json, read_plan
+from trilane.costmodel import calibration
+from trilane.costmodel.predict import predict
+from trilane.slurm import client, jobs, ledger
+from trilane.slurm.request import JobRequest
+from trilane.slurm.script import node_count, nodes_of, render
+from trilane.slurm.sites import Site
+from trilane.utils.validation import read_json, require, to_mapping
+from trilane.workspace.run_folder import write_text
+from trilane.workspace.study import load_cluster
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+LIST, INDEX = "runs.txt", "sweep.json"
+
+
+HOPELESS = ("OOM", "pruned")  # running it again changes nothing
+
+
+def read_plans(path: Path) -> list[dict[str, Any]]:
+    """Plans with their predictions: what `search --json` prints, 02's plans.json, or a list of plans."""
+    values = read_json(path, "plans")
+    plans = values.get("plans") if isinstance(values, dict) else values
+    require(isinstance(plans, list) and bool(plans), "plans", path, "must be a list of plans, or hold one as `plans`")
+    if isinstance(values, dict) and "shape" in values:  # 02's: one shape and cluster for all, and other defaults
+        common = {"shape": values["shape"], "cluster": to_mapping(load_cluster(values["cluster"]))}
+        return [{**common, **{k: plan[k] for k in ("label", "topology", "prediction")}} for plan in plans or []]
+    return list(plans or [])
+
+
+def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request: JobRequest) -> list[Path]:
+    """The run folders of a new sweep, one for each plan, and a script for each shape of a job.
+
+    ValueError where the folder holds a sweep already, or two plans have one label.
+    """
+    members = [(plan_from_json(dict(values)), values.get("prediction")) for values in plans]
+    require(not (folder / INDEX).exists(), "sweep", folder, "holds a sweep already; take a new folder")
+    labels = [plan.label for plan, _ in members]
+    for label in labels:
+        require(labels.count(label) == 1, "label", label, "two plans of a sweep must not have the same")
+    made = [folder / "runs" / label for label in labels]
+    for path in made:
+        require(not path.exists(), "run folder", path, "exists; take a new folder for the sweep")
+    for path, (plan, prediction) in zip(made, members, strict=True):
+        for name, text in jobs.files(plan, site, request, prediction).items():
+            write_text(path / name, text)
+    for shape, lines in _by_shape([plan for plan, _ in members], site).items():
+        first = replace(members[lines[0] - 1][0], label="sweep")
+        array = ",".join(map(str, lines))
+        write_text(folder / script_name(shape), render("sweep", first, site, request, array=array))
+    needs = [prediction["memory_bytes"] if prediction else _memory(plan, site) for plan, prediction in members]
+    index = [{"folder": str(p.resolve()), "memory_bytes": n} for p, n in zip(made, needs, strict=True)]
+    write_text(folder / LIST, "".join(f"runs/{label}\n" for label in labels))
+    write_text(folder / INDEX, json.dumps({"site": site.name, "members": index}, indent=1) + "\n")
+    return made
+
+
+def script_name(shape: str) -> str:
+    """The script of the plans that take NODESxGPUS."""
+    return f"sweep-{shape}.sbatch"
+
+
+def members(folder: Path) -> list[Path]:
+    """The run folders, in the order of runs.txt."""
+    require((folder / INDEX).exists(), "sweep", folder, "holds no sweep")
+    return [Path(member["folder"]) for member in read_json(folder / INDEX, "sweep")["members"]]
+
+
+def scripts(folder: Path, site: Site) -> dict[int, Path]:
+    """The script that each line of runs.txt is submitted with."""
+    shapes = _by_shape([read_plan(path / "plan.json") for path in members(folder)], site)
+    return {n: folder / script_name(shape) for shape, lines in shapes.items() for n in lines}
+
+
+def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -> list[str]:
+    """Submit these lines of runs.txt (all unless told), at most `parallel` runs at once; the arrays' ids."""
+    folder = folder.resolve()
+    paths = members(folder)
+    wanted = sorted(lines) or range(1, len(paths) + 1)
+    arrays = []
+    for shape, group in _by_shape([read_plan(p / "plan.json") for p in paths], site).items():
+        chosen = [n for n in group if n in wanted]
+        if not chosen:
+            continue
+        script = folder / script_name(shape)
+        array = client.submit(script, f"--array={','.join(map(str, chosen))}%{parallel}")
+        for n in chosen:
+            jobs.note(paths[n - 1], f"{array}_{n}", site.name, script)
+        ledger.note(folder, "submitted", array, site=site.name, lines=chosen)
+        arrays.append(array)
+    return arrays
+
+
+def failures(folder: Path) -> list[int]:
+    """Lines of runs.txt whose run failed in a way that another try may mend."""
+    found = jobs.status(members(folder))
+    return [n for n, job in enumerate(found, 1) if job.has_failed and job.verdict not in HOPELESS]
+
+
+def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
+    """Submit the failures alone, once everything has ended; the arrays' ids."""
+    going = [job.run for job in jobs.status(members(folder)) if job.verdict in ("waiting", "running")]
+    require(not going, "sweep", folder, f"{', '.join(going)} have not ended")
+    failed = failures(folder)
+    return submit(folder, site, parallel, failed) if failed else []
+
+
+def table(folder: Path) -> "pd.DataFrame":
+    """The runs as the seeds' tables print them, fastest first; one that did not complete has its status as note."""
+    import pandas as pd
+
+    found = list(zip(members(folder), jobs.status(members(folder)), strict=True))
+    completed = [path for path, job in found if job.verdict == "completed"]
+    measured = measured_table([measure(path) for path in completed])
+    measured["Run"] = [path.name for path in completed]
+    others = pd.DataFrame([_row(path, job.verdict) for path, job in found if path not in completed])
+    whole = pd.concat([frame for frame in (measured, others) if len(frame)], ignore_index=True)
+    whole.insert(0, "Run", whole.pop("Run"))
+    return whole.sort_values("Sec/it", na_position="last", kind="stable", ignore_index=True)
+
+
+def _row(path: Path, verdict: str) -> dict[str, Any]:
+    plan = read_plan(path / "plan.json")
+    t = plan.topology
+    told = {"GPUs": t.gpus, "Size": f"{plan.shape.parameters / 1e6:.1f}M", "DP": t.dp, "TP": t.tp, "PP": t.pp}
+    return {"Run": path.name, **told, "MBS": t.mbs, "GBS": t.gbs, "Sec/it": float("nan"), "Notes": verdict}
+
+
+def _by_shape(plans: list[Plan], site: Site) -> dict[str, list[int]]:
+    """Lines of runs.txt (counted from 1) by what a job asks for, such as "2x8": an array has one shape for all."""
+    groups: dict[str, list[int]] = {}
+    for line, plan in enumerate(plans, 1):
+        nodes, used = node_count(plan, nodes_of(plan, site))
+        groups.setdefault(f"{nodes}x{used}", []).append(line)
+    return groups
+
+
+def _memory(plan: Plan, site: Site) -> float:
+    cluster = nodes_of(plan, site)
+    return predict(plan.shape, plan.topology, cluster, calibration.default(cluster)).memory_bytes

@@ -1,0 +1,179 @@
+"""Checkpoints: the folder that holds them, what is complete and what is not; no torch is needed to look.
+
+checkpoints/latest                the name of the newest complete one, such as iter_0000020
+checkpoints/iter_0000020/         complete: only a finished checkpoint ever gets this name
+    manifest.json                 sizes and checksums of all files, where each tensor lies, what it was trained with
+    rank_00000.safetensors        what that rank wrote: slices of tensors, fp32
+    rank_00000.json               that rank's random number generators
+    fingerprint_00000.json        what that rank held, in a few numbers a tensor (fingerprint.py)
+checkpoints/.iter_0000020.x1y2    being written, or left by a save that was killed
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from trilane.config.model import ModelShape
+
+FOLDER = "checkpoints"
+
+
+LATEST = "latest"
+
+
+MANIFEST = "manifest.json"
+
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of each parameter, all fp32: the master weight and Adam's two moments
+
+
+NAME = re.compile(r"iter_(\d{7,})")
+
+
+BLOCK = 1 << 22
+
+
+def checkpoint_bytes(shape: ModelShape) -> int:
+    """Bytes of one checkpoint: 12 a parameter, whatever the precision, topology and engine.
+
+    Left out: the manifest (about 0.4 kB a tensor and tensor-parallel rank), the generators (some 10 kB
+    a rank) and the fingerprints (about 0.9 kB a tensor and rank).
+    """
+    return 4 * len(KINDS) * shape.parameters
+
+
+def name_of(iteration: int) -> str:
+    """The folder's name of a checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(path: Path) -> int:
+    """The iteration after which the checkpoint of that name was taken."""
+    found = NAME.fullmatch(path.name)
+    assert found, path
+    return int(found[1])
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, the oldest first; `folder` may also be one checkpoint itself."""
+    if (folder / MANIFEST).exists():
+        return [folder]
+    found = [path for path in folder.glob("iter_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=iteration_of)
+
+
+def found_in(source: Path) -> list[Path]:
+    """The same for what a person may name: a run folder, a folder of checkpoints, or one checkpoint."""
+    inside = source / FOLDER if (source / FOLDER).is_dir() else source
+    return complete(inside) if inside.is_dir() else []
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What killed saves and interrupted deletions left; nothing refers to it."""
+    return [path for path in folder.glob(".*") if path.name.startswith((".iter_", f".{LATEST}"))]
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names; None where there is none yet."""
+    pointer = folder / LATEST
+    return folder / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+
+
+def digest(path: Path) -> str:
+    """BLAKE2b of the file's bytes, 128 bits, as `b2sum -l 128` prints it."""
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace `path` by a file that holds `text`, on the disk when this returns."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was created, renamed or removed in `folder` is on the disk when this returns."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """manifest.json, with its own checksum in front."""
+    text = json.dumps(content, sort_keys=True)
+    write_durably(folder / MANIFEST, json.dumps({"blake2b": _digest(text), "content": content}, sort_keys=True) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The content of manifest.json; ValueError where it is missing or not what was written."""
+    path = folder / MANIFEST
+    try:
+        read = json.loads(path.read_bytes())
+        content = read["content"]
+        good = read["blake2b"] == _digest(json.dumps(content, sort_keys=True))
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        good, content = False, {}
+    if not good:
+        raise ValueError(f"{MANIFEST} is damaged")
+    return content
+
+
+def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
+    """What is wrong with the file `name` of the checkpoint `folder`; None where it is as it was written."""
+    path = folder / name
+    try:
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, {size} were written"
+        return None if digest(path) == checksum else f"{name} is damaged (its checksum is another)"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+
+
+def publish(aside: Path, target: Path) -> None:
+    """Give the finished checkpoint `aside` its name, and let `latest` name it; both are on the disk afterwards.
+
+    What stood under that name was found damaged, or its training was taken back: it makes way.
+    """
+    sync_folder(aside)
+    if target.exists():
+        discard(target)
+    os.rename(aside, target)
+    sync_folder(target.parent)
+    write_durably(target.parent / LATEST, target.name + "\n")
+
+
+def keep_last(folder: Path, count: int) -> None:
+    """Delete all complete checkpoints but the last `count` (0: delete none), never the one that `latest` names."""
+    named = latest(folder)
+    for path in complete(folder)[:-count] if count else []:
+        if path != named:
+            discard(path)
+
+
+def discard(path: Path) -> None:
+    """Delete a checkpoint: its name goes first, so that a half-deleted one looks like no checkpoint."""
+    aside = path.with_name(f".{path.name}.deleted.{os.getpid()}")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,192 @@
+"""Fingerprints: a few numbers that stand for a tensor, and what a rank writes about its state; no torch is needed.
+
+A mark of a tensor's part is a sum over its values, weighted by where they stand in the whole tensor. So the marks of
+parts add up to the mark of the whole, however a topology cuts it:
+
+    hash      sum of bits(r, c) u(r) v(c) mod 2^64    other bits give another hash, but for one case in 2^60
+    sketch    sum of x(r, c) s_j(r) t_j(c), j < 8     the mean of (sketch_a - sketch_b)^2 estimates |a - b|^2
+
+u, v are odd and random, s, t random signs, all from the row's or column's number. The hash is universal hashing (Carter
+and Wegman 1979), the sketch that of Alon, Matias and Szegedy 1996, with signs of rows times signs of columns. Eight
+sketches leave the estimate of |a - b| about a quarter off. Left out: which of the values differ.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trilane.workspace.checkpoints import KINDS
+
+FOLDER = "fingerprints"  # in a run folder: what stood in memory after a load
+
+
+COPY = "copy"  # the weight that the model computes with, where the optimizer holds another, exact one
+
+
+ALL_KINDS = (*KINDS, COPY)
+
+
+SKETCHES = 8
+
+
+WORD = 1 << 64
+
+
+ROWS = 64  # rows at a time: what is made of them stays in the processor's cache
+
+
+Box = Sequence[Sequence[int]]
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's fingerprint."""
+    return f"fingerprint_{rank:05d}.json"
+
+
+def must_decay(name: str) -> bool:
+    """The rule: everything decays but norms and biases. Word and position embeddings decay, as in Megatron-LM."""
+    return not (name.endswith(".bias") or "layernorm" in name)
+
+
+def default_of(name: str) -> float | None:
+    """The value that every element of a norm or a bias begins with; None for what begins at random."""
+    if name.endswith(".bias"):
+        return 0.0
+    return 1.0 if "layernorm" in name else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """The numbers of a part of a tensor: its hash, the sum of its squares and of its values, its range, its sketch."""
+
+    hash: int
+    squares: float
+    total: float
+    low: float
+    high: float
+    sketch: tuple[float, ...]
+
+    def __add__(self, other: "Mark") -> "Mark":
+        """The mark of both parts, which have nothing in common."""
+        return Mark(
+            hash=(self.hash + other.hash) % WORD,
+            squares=self.squares + other.squares,
+            total=self.total + other.total,
+            low=min(self.low, other.low),
+            high=max(self.high, other.high),
+            sketch=tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
+        )
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm."""
+        return self.squares**0.5
+
+    def constant(self, value: float | None) -> bool:
+        """Whether every element is `value`."""
+        return self.low == self.high == value
+
+    def apart(self, other: "Mark") -> float:
+        """|a - b| over the larger norm of the two, estimated: 0 for the same bits, about 1 for what has nothing to do
+        with each other. Differences below 1e-6 drown in the rounding of the sketches."""
+        if self.hash == other.hash:
+            return 0.0
+        away = np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
+        return float(away / max(self.norm, other.norm, 1e-38))
+
+    def scaled(self, other: "Mark") -> float | None:
+        """The factor f if this is f times `other`, to a part in a thousand; None otherwise."""
+        mine, theirs = np.array(self.sketch), np.array(other.sketch)
+        if not theirs @ theirs > 0 or not self.norm > 0:
+            return None
+        factor = float(mine @ theirs / (theirs @ theirs))
+        return factor if np.linalg.norm(mine - factor * theirs) < 1e-3 * np.linalg.norm(mine) else None
+
+    def to_json(self) -> list[Any]:
+        """As a list."""
+        return [f"{self.hash:016x}", self.squares, self.total, self.low, self.high, *self.sketch]
+
+
+def mark_from_json(values: Sequence[Any]) -> Mark:
+    """The Mark of such a list; ValueError, TypeError or IndexError where it is none."""
+    squares, total, low, high, *sketch = map(float, values[1:])
+    if len(sketch) != SKETCHES:
+        raise ValueError(f"{len(sketch)} sketches")
+    return Mark(hash=int(values[0], 16), squares=squares, total=total, low=low, high=high, sketch=tuple(sketch))
+
+
+def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
+    """64 random bits for each number, always the same: splitmix64 (Steele, Lea and Flood 2014)."""
+    z = (numbers.astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def weights(first: int, end: int, salt: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of the rows or columns `first` to `end`: odd 64-bit weights (n,) int64, and signs (n, SKETCHES) float32."""
+    bits = mixed(np.arange(first, end), salt)
+    signs = mixed(np.arange(first, end), salt + (1 << 40))[:, None] >> np.arange(SKETCHES, dtype=np.uint64)
+    return (bits | np.uint64(1)).view(np.int64), 1.0 - 2.0 * (signs & np.uint64(1)).astype(np.float32)
+
+
+def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a part: a vector is one row."""
+    assert 1 <= len(box) <= 2, box
+    rows, columns = ((0, 1), *box)[-2:]
+    return (rows[0], rows[1]), (columns[0], columns[1])
+
+
+def mark(part: np.ndarray, box: Box) -> Mark:
+    """The Mark of `part`, fp32, which is the part `box` of its tensor. engine/marks.py gives the same from torch."""
+    (first, end), (left, right) = sides(box)
+    u, s = weights(first, end, 1)
+    v, t = weights(left, right, 2)
+    x = np.ascontiguousarray(part, np.float32).reshape(end - first, right - left)
+    found, squares, total, sketch = 0, 0.0, 0.0, np.zeros(SKETCHES)
+    with np.errstate(over="ignore"):
+        for at in range(0, len(x), ROWS):
+            block = x[at : at + ROWS]
+            lines = (block.view(np.int32) * v).sum(1)
+            found += int((lines * u[at : at + ROWS]).sum())
+            squares += float(np.einsum("rc,rc->r", block, block).sum(dtype=np.float64))
+            total += float(block.sum(dtype=np.float64))
+            sketch += ((block @ t) * s[at : at + ROWS]).sum(0, dtype=np.float64)
+    return Mark(
+        hash=found % WORD,
+        squares=squares,
+        total=total,
+        low=float(x.min()),
+        high=float(x.max()),
+        sketch=tuple(sketch.tolist()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part `box` of tensor `name`, whose whole has `shape`: a mark of each kind, and how strongly its weight decays
+    (None: unknown, as where another replica updates it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    decay: float | None
+    marks: Mapping[str, Mark]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
+        return {"name": self.name, "shape": self.shape, "box": self.box, "decay": self.decay, "marks": marks}
+
+
+def part_from_json(values: Mapping[str, Any]) -> Part:
+    """The Part of such an object; ValueError, KeyError, TypeError or IndexError where it is none."""
+    return Part(
+        name=str(values["name"]),
+        shape=tuple(int(n) for n in values["shape"]),
+        box=tuple((int(first), int(end)) for first, end in values["box"]),
+        decay=None if values["decay"] is None else float(values["decay"]),
+        marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
+    )

@@ -1,0 +1,166 @@
+"""The only room that reads or writes outputs/: studies, their result files and run folders."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import trilane
+from trilane.config import cluster
+from trilane.config.cluster import Cluster
+from trilane.config.plan import Plan
+from trilane.utils.validation import read_json, require
+from trilane.workspace.run_folder import is_completed, is_started, write_text
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def outputs_root() -> Path:
+    """The folder of all studies: $TRILANE_OUTPUTS, else `outputs/` of the repository."""
+    return Path(os.environ.get("TRILANE_OUTPUTS") or REPOSITORY / "outputs")
+
+
+def stamp() -> dict[str, str]:
+    """What made a file: trilane's version and git revision, Python, host, and the time (UTC)."""
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=12"]
+    revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "trilane": trilane.__version__,
+        "revision": revision or "unknown (not a git checkout)",
+        "python": platform.python_version(),
+        "numpy": metadata.version("numpy"),
+        "host": platform.node(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+class Study:
+    """One folder of `outputs/`: notebooks, reports, result files and runs that belong together."""
+
+    def __init__(self, name: str):
+        plain = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) is not None
+        require(plain, "study", repr(name), "must be a plain folder name (letters, digits, . _ -)")
+        self.name = name
+        self.folder = outputs_root() / name
+
+    @classmethod
+    def create(cls, name: str, *, resume: bool = False, fresh: bool = False) -> "Study":
+        """A new study. ValueError where it exists, unless `resume`; `fresh` takes the next free name (NAME-2, ...)."""
+        study, number = cls(name), 2
+        while fresh and study.folder.exists():
+            study, number = cls(f"{name}-{number}"), number + 1
+        require(
+            resume or not study.folder.exists(), "study", name, f"{study.folder} exists; resume it, or name another"
+        )
+        study.folder.mkdir(parents=True, exist_ok=True)
+        return study
+
+    @classmethod
+    def open(cls, name: str) -> "Study":
+        """The study of that name, made if it is not there yet (a notebook run by hand)."""
+        study = cls(name)
+        study.folder.mkdir(parents=True, exist_ok=True)
+        return study
+
+    def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
+        """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""
+        path = self.folder / name
+        if path.exists() and {**read_json(path, "study file"), "made_by": None} == {
+            **_as_json(values),
+            "made_by": None,
+        }:
+            return path
+        text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp()}}, indent=1)
+        return write_text(path, text + "\n")
+
+    def load(self, name: str, made_by: str) -> dict[str, Any]:
+        """The result file `name`; ValueError that names the notebook to run first where it is missing."""
+        path = self.folder / name
+        require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
+        return read_json(path, "study file")
+
+    def values(self, name: str, made_by: str) -> dict[str, Any]:
+        """The result file `name` without the stamp of what made it."""
+        return {k: v for k, v in self.load(name, made_by).items() if k != "made_by"}
+
+    def save_table(self, name: str, table: Any) -> Path:
+        """Write a pandas DataFrame as CSV; a different earlier version is kept."""
+        return write_text(self.folder / name, table.to_csv(index=False))
+
+    def save_figure(self, name: str, figure: Any) -> Path:
+        """Write a matplotlib figure as `figures/NAME.png`."""
+        path = self.folder / "figures" / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+        return path
+
+    def run_folders(self) -> list[Path]:
+        """The run folders of the study, in the order in which they were made."""
+        return sorted((p.parent for p in self.folder.glob("runs/*/plan.json")), key=lambda p: p.stat().st_mtime_ns)
+
+    def run_folder(
+        self, plan: Plan, files: dict[str, str], going: Callable[[Path], object] = lambda folder: False
+    ) -> tuple[Path, bool]:
+        """A run folder for `plan` with its `files`, and whether it holds a completed run of the very same plan.
+
+        No folder is used by two runs: where the label is taken by a started or another plan, it gets a number; but the
+        very same plan that is `going` there now is that run.
+        """
+        wanted, number = self.folder / "runs" / plan.label, 2
+        folder = wanted
+        while folder.exists():
+            if plan_fields(read_json(folder / "plan.json", "plan")) == plan.to_json():
+                if is_completed(folder):
+                    return folder, True
+                if not is_started(folder):
+                    break
+                if going(folder):
+                    return folder, False
+            folder, number = wanted.with_name(f"{plan.label}-{number}"), number + 1
+        for name, text in files.items():
+            write_text(folder / name, text)
+        return folder, False
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values))
+
+
+def plan_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """A plan.json without the prediction that stands beside the plan."""
+    return {k: v for k, v in values.items() if k != "prediction"}
+
+
+def local_cluster_file() -> Path:
+    """The measured description of this machine, made at first use by the engine's benchmark (some seconds)."""
+    path = outputs_root() / "local.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "trilane.engine.bench.__main__", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")
+    return path
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster of that name or JSON file; `local` is this machine, measured at first use."""
+    return cluster.cluster(str(local_cluster_file()) if name == "local" else name)
+
+
+def run_folders(names: Iterable[str]) -> list[Path]:
+    """The run folders that paths or studies' names mean: a folder with a plan.json, or all below it."""
+    found: list[Path] = []
+    for name in names:
+        path = Path(name) if Path(name).exists() else outputs_root() / name
+        below = [path] if (path / "plan.json").exists() else sorted(p.parent for p in path.glob("**/plan.json"))
+        require(bool(below), "run", name, "no run folder there, and no study of that name")
+        found += below
+    return found

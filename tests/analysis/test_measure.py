@@ -1,0 +1,233 @@
+"""Measuring: which iterations count, one meaning of TFLOPs, the pipeline's idle share, curves over restarts."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from support import REPOSITORY, small_plan
+
+from trilane.analysis import flops, loss_curve, phase_times
+from trilane.analysis.measure import measure_log
+from trilane.analysis.run_config import RunConfig, setup_of
+from trilane.analysis.steady_state import ranges, stable_window
+from trilane.config.model import parse_shape
+from trilane.costmodel.measured_rows import read_rows, shipped_rows
+from trilane.logs.devices import Device
+from trilane.logs.run import RunLog, read_log
+
+RAW = REPOSITORY.parent / "shared/rawlogs"
+ARGUMENTS = dict(
+    num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, padded_vocab_size=50304, world_size=8,
+    tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=1, global_batch_size=16,
+)  # fmt: skip
+
+
+def log(iterations=20, arguments=None, timers=None, name="a.log", first=1, step=1, **columns):
+    at = np.arange(first, first + iterations * step, step)
+    given = {"sec_per_it": 2.0, "lm_loss": 5.0, **columns}
+    table = pd.DataFrame({"iteration": at, **{k: np.broadcast_to(v, len(at)).astype(float) for k, v in given.items()}})
+    return RunLog(
+        source=Path(name), iterations=table, memory=pd.DataFrame(), status="completed", evidence="",
+        dialect="megatron-lm", arguments=arguments or {}, timers=pd.DataFrame(timers or {}),
+    )  # fmt: skip
+
+
+def counted(this, **how):
+    return this.iterations["iteration"][stable_window(this, **how).counts].tolist()
+
+
+def test_the_warm_up_does_not_count_but_at_most_half_of_the_lines_are_warm_up():
+    assert counted(log(10), warm_up=3) == [4, 5, 6, 7, 8, 9, 10]
+    assert len(counted(log(10), warm_up=50)) == 5
+    assert counted(log(4, first=10, step=10), warm_up=5) == [20, 30, 40], "a line of ten iterations is warm-up enough"
+    assert counted(log(1)) == [1]
+
+
+def test_what_is_left_out_is_said_with_its_reason():
+    skipped = np.zeros(20)
+    skipped[9] = 1
+    batch = np.full(20, 32)
+    batch[:8] = [16, 16, 16, 16, 16, 16, 24, 24]
+    seconds = np.full(20, 2.0)
+    seconds[19] = math.nan
+    arguments = {"eval_interval": 12, "save_interval": 15}
+    this = log(sec_per_it=seconds, skipped=skipped, global_batch_size=batch, arguments=arguments)
+    assert counted(this) == [9, 11, 12, 14, 15, 17, 18, 19]
+    assert stable_window(this).sentence == (
+        "left out: 20 (no time printed); 1-5 (warm-up); 10 (skipped); 6-8 (batch size 16, 24, not 32); "
+        "13 (after an evaluation); 16 (after a checkpoint)"
+    )
+
+
+def test_a_reason_that_would_leave_nothing_is_set_aside_and_said():
+    this = log(6, first=10, step=10, skipped=1)
+    window = stable_window(this)
+    assert window.counts.sum() == 5 and window.note == "all that is left is skipped, so it counts"
+    evaluated = stable_window(log(6, first=10, step=10, arguments={"eval_interval": 5}))
+    assert evaluated.note == "all that is left is after an evaluation, so it counts"
+
+
+def test_numbers_that_follow_each_other_are_a_range():
+    assert ranges((1, 2, 3, 7, 9, 10)) == "1-3, 7, 9-10"
+    assert ranges(tuple(range(0, 20, 2))) == "0, 2, 4, 6 and 6 more"
+
+
+def printed_rows():
+    """(row, printed TFLOPs, rates by definition) of the shipped rows that print seconds and TFLOPs."""
+    with shipped_rows().open(newline="") as file:
+        cells = {row["row_id"]: row["tflops_printed"] for row in csv.DictReader(file)}
+    for row in read_rows(shipped_rows())[0]:
+        if row.seconds > 0 and cells[row.row_id]:
+            t = row.case.topology
+            setup = RunConfig(shape=row.case.shape, gpus=t.gpus, tp=t.tp, gbs=t.gbs, recompute=t.recompute)
+            yield row, float(cells[row.row_id]) * 1e12, flops.rates(setup, row.seconds)
+
+
+def test_the_chronicles_printed_rates_are_the_old_definition_until_20_february_and_narayanans_after():
+    """The prequel's tables: 13 rows of 17 and 20 February, 101 after; three of those contradict themselves."""
+    off = {"replicated": [], "narayanan": []}
+    for row, printed, rates in printed_rows():
+        if row.row_id.startswith("s003"):
+            line = int(row.row_id.partition("L")[2])
+            name = "replicated" if line <= 586 or line == 670 else "narayanan"
+            off[name].append(abs(rates[name] / printed - 1))
+    assert (len(off["replicated"]), len(off["narayanan"])) == (13, 101)
+    assert max(off["replicated"]) < 1e-3
+    assert sum(e < 1e-3 for e in off["narayanan"]) == 98
+
+
+def test_the_definitions_agree_where_they_must():
+    """Size x factor is 8 (6) tokens N; the causal one lacks half of the attention core and all recomputation."""
+    shape, tokens = parse_shape("24,2048,16,2048,50304"), 16 * 2048
+    none, full = (RunConfig(shape=shape, gpus=1, gbs=16, recompute=r) for r in ("none", "full"))
+    plain, redone = flops.rates(none, 1.0), flops.rates(full, 1.0)
+    assert redone["size_factor"] == 8 * tokens * shape.parameters
+    assert plain["size_factor"] == pytest.approx(3 / 4 * redone["size_factor"])
+    core = 12 * 16 * 2048**2 * 24 * 2048
+    assert plain["narayanan"] - plain["megatron_causal"] == pytest.approx(core / 2)
+    assert redone["megatron_causal"] == plain["megatron_causal"]
+    assert redone["narayanan"] > plain["narayanan"] > plain["megatron_causal"]
+
+
+def test_the_printed_rate_of_the_old_branch_is_the_size_times_the_factor():
+    """A public log of Megatron with ZeRO-3: printed 40.93 TFLOPs."""
+    file = RAW / "gpt2-meg-ds-zero_meg_ds_zero_gpt2_perf_n16_nbs48_ms48.out"
+    if not file.exists():
+        pytest.skip("the real logs are not on this machine")
+    rates = measure_log(read_log(file)).flops_per_s
+    assert rates["size_factor"] == pytest.approx(rates["printed"], rel=2e-3)
+    assert rates["narayanan"] == pytest.approx(41.65e12, rel=1e-3)
+
+
+def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_only_for_the_hardware():
+    devices = (Device(index=0, name="Tesla V100-SXM2...", used_bytes=0, total_bytes=32480 * 2**20),)
+    this = log(arguments={**ARGUMENTS, "recompute_granularity": "full"})
+    setup = setup_of(RunLog(**{**vars(this), "devices": devices}))
+    assert (setup.card, setup.peak_flops_per_s) == ("V100-32GB", 125e12)
+    used = flops.utilization(setup, 2.0)
+    assert used["mfu"] == pytest.approx(setup.shape.flops_per_iteration(16) / 2 / 8 / 125e12)
+    assert used["hfu"] == pytest.approx(setup.shape.flops_per_iteration(16, True) / 2 / 8 / 125e12)
+    selective = flops.utilization(RunConfig(**{**vars(setup), "recompute": "selective"}), 2.0)
+    assert used["mfu"] == selective["mfu"] < selective["hfu"] < used["hfu"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"swiglu": True, "ffn_hidden_size": 5440}, "swiglu=True, ffn_hidden_size=5440"),
+        ({"num_experts": "[64]"}, "num_experts=[64]"),
+        ({"group_query_attention": True, "num_query_groups": 4}, "num_query_groups=4"),
+        ({"swiglu": False, "num_experts": None, "group_query_attention": False, "num_query_groups": 1}, ""),
+        ({"num_experts": "[1]", "num_query_groups": 16, "ffn_hidden_size": 8192}, ""),
+    ],
+)
+def test_a_model_that_is_no_plain_gpt_has_no_tflops_by_shape_but_those_it_prints(given, named):
+    m = measure_log(log(arguments={**ARGUMENTS, **given}, flops_per_s_per_gpu=2e14))
+    assert m.flops_per_s["printed"] == 2e14 and m.tokens_per_s == 16 * 2048 / 2
+    assert (len(m.flops_per_s), m.setup.shape is None) == ((1, True) if named else (5, False))
+    assert m.setup.note == (f"no TFLOPs by shape: {named} is no plain GPT" if named else "")
+
+
+def test_what_the_log_does_not_tell_is_no_number():
+    m = measure_log(log())
+    assert m.flops_per_s == {} and m.utilization == {} and math.isnan(m.tokens_per_s) and math.isnan(m.memory_bytes)
+    assert m.sec_per_it == 2.0 and m.setup.shape is None
+    empty = measure_log(log(0))
+    assert math.isnan(empty.sec_per_it) and empty.iterations == 0
+
+
+def test_a_plan_tells_what_a_log_does_not():
+    plan = small_plan(dp=2)
+    m = measure_log(log(), plan)
+    assert (m.setup.gpus, m.tokens_per_s) == (2, 4 * 32 / 2)
+    assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / 2)
+    assert m.utilization == {}, "the peak of a core says nothing about a process that shares it"
+
+
+def test_the_batch_of_the_window_counts_and_not_that_of_the_ramps_end():
+    batch = np.full(20, 8)
+    batch[18:] = 16
+    m = measure_log(log(global_batch_size=batch, arguments=ARGUMENTS))
+    assert m.tokens_per_s == 8 * 2048 / 2
+
+
+def test_the_ideal_bubble_is_that_of_the_paper():
+    assert phase_times.ideal_bubble(RunConfig(pp=4, gbs=8, mbs=1, dp=1)) == pytest.approx(3 / 11)
+    assert phase_times.ideal_bubble(RunConfig(pp=4, gbs=8, mbs=1, dp=1, interleaving=2)) == pytest.approx(3 / 19)
+    assert phase_times.ideal_bubble(RunConfig(pp=1)) == 0 and math.isnan(phase_times.ideal_bubble(RunConfig(pp=2)))
+
+
+def test_timers_become_phases_once_each_and_waits_a_share():
+    megatron = {
+        "iteration": [1, 2], "forward-compute": 0.4, "backward-compute": 0.8, "forward-recv": 0.2, "optimizer": 0.1,
+        "forward-recv min": 0.01, "backward-send-forward-recv": 0.1, "backward-params-all-reduce": 0.05,
+        "backward-embedding-all-reduce": 0.1, "optimizer-clip-main-grad": 0.03, "optimizer-inner-step": 0.05,
+        "batch-generator": 0.01, "forward-backward": 1.6,
+    }  # fmt: skip
+    found = phase_times.phases(log(2, timers=megatron))
+    wanted = dict(optimizer=0.08, data_parallel=0.05, pipeline_wait=0.4, forward=0.4, backward=0.8)
+    assert found == pytest.approx(wanted)
+    assert phase_times.measured_bubble(log(2, timers=megatron), 2.0) == pytest.approx(0.2)
+    deepspeed = dict(iteration=[1], fwd_microstep=0.3, bwd_microstep=0.7, bwd_inner_microstep=0.5)
+    deepspeed |= dict(bwd_allreduce_microstep=0.2, step_microstep=0.1)
+    assert phase_times.phases(log(1, timers=deepspeed)) == pytest.approx(
+        dict(optimizer=0.1, data_parallel=0.2, forward=0.3, backward=0.5)
+    )
+    assert phase_times.phases(log(1)) == {} and math.isnan(phase_times.measured_bubble(log(1), 2.0))
+
+
+def test_numerics_are_counted():
+    loss = np.full(20, 5.0)
+    loss[[2, 7]] = math.nan
+    skipped = np.zeros(20)
+    skipped[2] = 1
+    scale = np.repeat([65536.0, 32768.0, 16384.0, 32768.0], 5)
+    h = measure_log(log(lm_loss=loss, skipped=skipped, nan=0, loss_scale=scale, grad_norm=np.arange(20))).health
+    assert (h.skipped, h.nan_iterations, h.loss_scale_drops) == (1, 1, 2)
+    assert (h.loss_scale, h.loss_scale_min, h.grad_norm, h.grad_norm_max) == (32768, 16384, 9.5, 19)
+    quiet = measure_log(log(grad_norm=0.0, loss_scale=-1.0)).health
+    assert math.isnan(quiet.grad_norm) and math.isnan(quiet.loss_scale), "not said is not zero"
+
+
+def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
+    logs = [log(10, name="1", consumed_samples=np.arange(4, 44, 4)), log(6, first=8, name="2", lm_loss=4.0)]
+    joined = loss_curve.join([logs[0], RunLog(**{**vars(logs[1]), "arguments": {"global_batch_size": 4}})])
+    assert joined.table["iteration"].tolist() == list(range(1, 14))
+    assert joined.table["lm_loss"].tolist() == [5.0] * 7 + [4.0] * 6
+    assert [(r.iteration, r.redone, r.log) for r in joined.restarts] == [(8, 3, "2")]
+    assert joined.redone["iteration"].tolist() == [8, 9, 10]
+    words, x = joined.axis()
+    assert words == "consumed samples (sequences)" and x.tolist() == [4 * i for i in range(1, 14)]
+
+
+def test_logs_are_sorted_into_trainings():
+    a, b = log(10, name="a", arguments={"hidden_size": 64}), log(10, name="b", arguments={"hidden_size": 32})
+    goes_on = log(10, first=9, name="c", arguments={"hidden_size": 64})
+    later = log(10, first=50, name="d")
+    found = loss_curve.trainings([a, b, goes_on, later, log(0, name="empty")])
+    assert [[this.source.name for this in t] for t in found] == [["a", "c"], ["b"], ["d"]]
+    with pytest.raises(ValueError, match=r"^logs=empty: hold no iteration"):
+        loss_curve.join([log(0, name="empty")])

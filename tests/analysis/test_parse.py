@@ -1,0 +1,174 @@
+"""The door `parse`: what it prints, what it writes, and what it says about bad files."""
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support import REPOSITORY, small_plan
+from test_log_dialects import m2021, m2022
+from test_log_endings import BAD, HARD
+
+from trilane.cli.app import main
+from trilane.config.model import ModelShape
+
+DUMP = "------------------------ arguments ------------------------\n" + "".join(
+    f"  {name} {'.' * (48 - len(name))} {value}\n"
+    for name, value in (
+        ("num_layers", 24),
+        ("hidden_size", 2048),
+        ("num_attention_heads", 16),
+        ("seq_length", 2048),
+        ("padded_vocab_size", 50304),
+        ("checkpoint_activations", True),
+        ("world_size", 8),
+        ("global_batch_size", 4),
+    )
+)
+MEMORY = "[Rank 3] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: 2048.0 | reserved: 3.0 | max reserved: 4096.0\n"
+
+
+def log(folder, name="a.log", text=None):
+    (folder / name).write_text(text or DUMP + "".join(map(m2021, range(1, 11))) + MEMORY)
+    return str(folder / name)
+
+
+def parsed(capsys, *arguments):
+    code = main(["parse", *arguments, "--json"])
+    said = capsys.readouterr()
+    return code, json.loads(said.out)["runs"] if said.out else [], said.err
+
+
+def test_a_run_is_one_record(tmp_path, capsys):
+    code, (run,), _ = parsed(capsys, log(tmp_path))
+    assert code == 0 and run["file"].endswith("a.log")
+    numbers = {"dialect": "megatron-2021", "status": "completed", "iterations": 10, "sec_per_it": 2.0, "last_loss": 5.0}
+    assert {name: run[name] for name in numbers} == numbers
+    assert run["max_memory_gib"] == 2.0 and "iteration       10/" in run["evidence"]
+    shape = ModelShape(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50304)
+    assert list(run["tflops"]) == ["narayanan", "size_factor", "replicated", "megatron_causal"]
+    assert run["tflops"]["narayanan"] == pytest.approx(shape.flops_per_iteration(4, True) / 2 / 8 / 1e12)
+    assert run["left_out"] == [{"reason": "warm-up", "iterations": "1-5"}] and run["mfu"] is None
+    assert run["tokens_per_s"] == 4 * 2048 / 2
+    assert run["arguments"]["hidden_size"] == 2048
+
+
+def test_what_the_log_prints_stands_beside(tmp_path, capsys):
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=m2022(1) + m2022(2)))
+    assert run["tflops"] == {"printed": 107.48} and run["max_memory_gib"] is None
+
+
+def test_the_plan_of_a_run_folder_tells_what_its_log_does_not(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan(dp=2).to_json()))
+    log(tmp_path, "run.log", "".join(map(m2021, range(1, 11))))
+    log(tmp_path, "other.log", "".join(map(m2021, range(1, 11))))
+    _, (run, other), _ = parsed(capsys, f"{tmp_path}/run.log", f"{tmp_path}/other.log")
+    assert run["tflops"]["narayanan"] > 0 and other["tflops"] == {}
+    (tmp_path / "plan.json").write_text("{")
+    assert parsed(capsys, f"{tmp_path}/run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=m2021(1, loss=float("nan"))))
+    assert (run["last_loss"], run["status"]) == (None, "NaN loss")
+
+
+def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
+    (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n")
+    assert main(["parse", str(tmp_path / "a.log"), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
+
+
+HUGE = "1e400"
+ABSURD = [
+    (m2021(8) + m2021(9)).replace("skipped iterations:   0", f"skipped iterations: {HUGE}"),
+    (m2021(8) + m2021(9)).replace("nan iterations:   0", f"nan iterations: {HUGE}"),
+    (m2021(8) + m2021(9)).replace("(ms): 2000.0", f"(ms): {HUGE}"),
+    m2021(1) + m2021(2).replace("iteration        2/", f"iteration {'9' * 30}/") + m2021(3, k=1),
+    m2021(1, ms=0.0),
+    "[2022-10-31 10:59:02,323] [INFO] [logging.py:1:log_dist] [Rank 0] time (ms) | forward: 1.0\nRuntimeError: no\n",
+    m2021(1) + "CUDA out of memory. Tried to allocate 1.451.451.45 GiB\n",
+]
+
+
+@pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")  # the garbage of other tests
+@pytest.mark.parametrize("text", ABSURD)
+def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
+    code, runs, said = parsed(capsys, log(tmp_path, text=text))
+    assert (code, len(runs) > 0, said) == (0, True, "")
+
+
+def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
+    (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
+    door = f"{sys.executable} -m trilane parse {tmp_path}/a.log --json"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
+    done = subprocess.run(["bash", "-c", f"{door} | head -1"], env=env, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_two_runs_of_a_file_are_two_records_and_all_iterations_one_table(tmp_path, capsys):
+    (tmp_path / "b.log.gz").write_bytes(gzip.compress((m2021(1) + m2021(2)).encode()))
+    twice = log(tmp_path, text=m2021(1) + m2021(2) + m2021(1, loss=4))
+    code, runs, _ = parsed(capsys, twice, str(tmp_path / "b.log.gz"), "--csv", str(tmp_path / "all.csv"))
+    assert (code, [r["iterations"] for r in runs]) == (0, [2, 1, 2])
+    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
+    assert [(r["run"], r["iteration"]) for r in rows] == [("1", "1"), ("1", "2"), ("2", "1"), ("1", "1"), ("1", "2")]
+
+
+def test_a_bad_file_among_good_ones_is_named_and_the_others_are_read(tmp_path, capsys):
+    code, runs, said = parsed(capsys, str(tmp_path / "none.log"), log(tmp_path))
+    assert (code, len(runs)) == (1, 1)
+    assert said == f"trilane: log={tmp_path}/none.log: no such file\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.log"], "log=none.log: no such file"),
+        ([], "the following arguments are required: LOG"),
+        (["a.log", "--csv", "no/such/folder.csv"], "csv=no/such/folder.csv: its folder does not exist"),
+        (["a.log", "--csv", "a.log"], "csv=a.log: is a log"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    log(tmp_path)
+    try:
+        code = main(["parse", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")
+
+
+def test_people_read_three_lines(tmp_path, capsys):
+    assert main(["parse", log(tmp_path)]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("a.log: completed (megatron-2021)") and "2 s/it" in second and "iteration" in third
+
+
+@pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
+def test_the_door_reads_hard_files(tmp_path, capsys, kind, content):
+    (tmp_path / "a.log").write_bytes(content)
+    code, (run,), said = parsed(capsys, str(tmp_path / "a.log"))
+    assert (code, run["iterations"], run["sec_per_it"], said) == (0, 10, 2.0, "")
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
+def test_the_door_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    code, runs, said = parsed(capsys, str(tmp_path / name))
+    assert (code, runs) == (2, []) and said.startswith(f"trilane: log={tmp_path}/{name}: {message}")
+    assert said.count("\n") == 1
+
+
+def test_the_door_reads_a_document_of_tables(tmp_path, capsys):
+    table = "| GPUs | TP | PP | DP | MBS | GBS | Sec/it | TFLOPs |\n|-|-|-|-|-|-|-|-|\n| 16 | 4 | 4 | 1 | 1 | 4 | 1.5 | 27.0 |\n"
+    (tmp_path / "a.md").write_text(table)
+    code, (run,), _ = parsed(capsys, str(tmp_path / "a.md"))
+    assert (code, run["dialect"], run["sec_per_it"], run["tflops"]["printed"]) == (0, "table", 1.5, pytest.approx(27.0))
+    assert "line 3: 16 | 4 | 4" in run["evidence"] and run["arguments"]["tp"] == 4

@@ -1,0 +1,158 @@
+"""Spikes: what was planted is found where it is, with its size and its end; noise and drift are not."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from support import REPOSITORY
+from test_log_dialects import m2021
+from test_measure import log
+
+from trilane.analysis import spikes
+from trilane.analysis.loss_curve import join, trainings
+from trilane.cli.app import main
+from trilane.logs.run import read_runs
+
+RAW = REPOSITORY.parent / "shared/rawlogs"
+
+
+def course(n):
+    """A loss that falls as they do: fast, then by a power of the iteration."""
+    return 1.7 + 27 * (np.arange(1, n + 1) + 30.0) ** -0.35
+
+
+def found(loss, norm=None):
+    columns = {"lm_loss": loss} if norm is None else {"lm_loss": loss, "grad_norm": norm}
+    return spikes.events(join([log(len(loss), **columns)]))
+
+
+def noisy(n, deviation=0.02, seed=1, freedom=0):
+    rng = np.random.default_rng(seed)
+    return course(n) * np.exp(deviation * (rng.standard_t(freedom, n) if freedom else rng.standard_normal(n)))
+
+
+def wandering(n, deviation=0.02, seed=1):
+    """Noise that remembers: each line 0.7 of the one before."""
+    noise = deviation * np.random.default_rng(seed).standard_normal(n)
+    for i in range(1, n):
+        noise[i] += 0.7 * noise[i - 1]
+    return course(n) * np.exp(noise)
+
+
+@pytest.mark.parametrize(
+    ("curve", "most"),
+    [
+        (lambda seed: noisy(10_000, 0.02, seed), 0),
+        (lambda seed: noisy(10_000, 0.005, seed), 0),
+        (lambda seed: wandering(10_000, 0.02, seed), 0),
+        (lambda seed: noisy(10_000, 0.02, seed) * (1 + 0.03 * np.sin(np.arange(10_000) / 900)), 0),
+        (lambda seed: noisy(10_000, 0.02, seed) * (1 + 0.08 * np.exp(-(np.arange(10_000) % 3000) / 500)), 0),
+        (lambda seed: noisy(10_000, 0.1, seed), 0),
+        (lambda seed: noisy(10_000, 0.02, seed, freedom=5), 2),
+    ],
+    ids=["calm", "calmer", "wandering", "drifting", "warm restarts", "small batches", "heavy tails"],
+)
+def test_noise_and_drift_raise_no_alarm_in_ten_thousand_iterations(curve, most):
+    for seed in range(3):
+        norm = 0.3 * np.exp(0.15 * np.random.default_rng(seed).standard_normal(10_000))
+        assert len(found(curve(seed), norm)) <= most
+
+
+def test_short_logs_raise_no_alarm():
+    assert not [e for seed in range(100) for e in found(noisy(50, 0.03, seed))]
+    assert found(course(3)) == [] and found(np.full(3, math.nan)) == []
+
+
+@pytest.mark.parametrize(("size", "length"), [(1.25, 1), (1.4, 12), (2.5, 100), (1.3, 400)])
+def test_a_planted_spike_is_found_with_its_size_and_its_recovery(size, length):
+    loss = noisy(3000, 0.01)
+    loss[2000 : 2000 + length] *= 1 + (size - 1) * np.linspace(1, 0.5, length)
+    (event,) = found(loss)
+    assert (event.kind, event.iteration) == ("loss spike", 2001)
+    assert event.peak / event.level == pytest.approx(size, rel=0.05)
+    assert event.recovered is not None and abs(event.recovered - 2001 - length) <= 0.1 * length + 2
+
+
+@pytest.mark.parametrize("deviation", [0.005, 0.02])
+@pytest.mark.parametrize(("size", "rise"), [(1.35, 300), (2.0, 300), (3.0, 600)])
+def test_a_rise_too_slow_for_the_median_behind_it_is_found_when_it_comes_back(size, rise, deviation):
+    loss = noisy(5000, deviation)
+    loss[2000 : 2000 + 3 * rise] *= size ** np.interp(np.arange(3 * rise), [0, rise, 3 * rise], [0, 1, 0])
+    norm = 0.3 * np.exp(0.15 * np.random.default_rng(0).standard_normal(5000))
+    norm[2000 + rise] = 8.0
+    (event,) = [e for e in found(loss, norm) if e.kind == "loss spike"]
+    assert 2001 <= event.iteration <= 2001 + rise / 2 and abs(event.peak_iteration - 2001 - rise) < rise / 5
+    assert event.peak / event.level == pytest.approx(size, rel=0.1)
+    assert event.recovered is not None and abs(event.recovered - 2001 - 3 * rise) < 0.75 * rise
+
+
+def test_two_spikes_are_two_events_and_skipped_iterations_do_not_hide_them():
+    loss = noisy(3000, 0.01)
+    loss[1000:1010] *= 1.5
+    loss[1100:1105] *= 1.5
+    loss[995:1001] = math.nan
+    assert [e.iteration for e in found(loss)] == [1002, 1101]
+
+
+def test_a_gradient_norm_spikes_on_its_own():
+    norm = 0.3 * np.exp(0.15 * np.random.default_rng(0).standard_normal(3000))
+    norm[1500] = 8.0
+    (event,) = found(noisy(3000, 0.01), norm)
+    assert (event.kind, event.iteration, round(event.peak, 6)) == ("grad norm spike", 1501, 8.0)
+    assert "x 2" in event.sentence and event.sentence.endswith("back at 1502 after 1 iterations")
+
+
+def test_a_loss_that_rises_and_stays_is_a_divergence():
+    jump, slow = noisy(3000, 0.01), noisy(3000, 0.01)
+    jump[2000:] *= 2
+    slow[2000:] *= np.linspace(1, 1.5, 1000)
+    kinds = [(e.kind, e.recovered) for e in found(jump)]
+    assert ("divergence", None) in kinds
+    (event,) = [e for e in found(slow) if e.kind == "divergence"]
+    assert 1900 <= event.iteration <= 2300
+    broken = noisy(300, 0.01)
+    broken[250:] = math.nan
+    (event,) = found(broken)
+    assert (event.kind, event.iteration) == ("divergence", 251) and math.isnan(event.peak)
+
+
+def restarted(factor, first=801, seed=3):
+    """A log up to 1000, and one that goes on from `first`; its loss is `factor` times what it should be."""
+    loss = noisy(1400, 0.01, seed)
+    later = loss[first - 1 :] * factor
+    return spikes.events(join([log(1000, lm_loss=loss[:1000]), log(len(later), first=first, lm_loss=later)]))
+
+
+def test_a_restart_that_changed_the_loss_is_found_and_a_clean_one_is_not():
+    assert restarted(1.0) == [] == restarted(1.0, first=1001)
+    (event,) = restarted(1.015)
+    assert (event.kind, event.iteration) == ("restart jump", 801)
+    assert event.peak / event.level == pytest.approx(1.015, abs=1e-3), "on the same data noise cancels"
+    assert [e.kind for e in restarted(1.04, first=1001)] == ["restart jump"], "against the trend it must be larger"
+    assert not [e for seed in range(40) for e in restarted(1.0, first=1001, seed=seed)]
+
+
+def test_the_real_logs_raise_no_alarm():
+    if not RAW.exists():
+        pytest.skip("the real logs are not on this machine")
+    logs = [this for file in sorted(RAW.glob("gpt2*")) for this in read_runs(file)]
+    told = [(e.kind, e.iteration) for group in trainings(logs) for e in spikes.events(join(group))]
+    assert told == []
+
+
+def test_the_door_joins_logs_and_tells(tmp_path, capsys):
+    first = [m2021(i, n=60, loss=5 - 0.01 * i + 0.01 * (i % 3)) for i in range(1, 41)]
+    later = [m2021(i, n=60, loss=(9 if i == 50 else 5) - 0.01 * i + 0.01 * (i % 3)) for i in range(36, 61)]
+    for name, lines in (("1.log", first), ("2.log", later)):
+        (tmp_path / name).write_text("".join(lines))
+    files = [str(tmp_path / name) for name in ("1.log", "2.log")]
+    assert main(["spikes", *files, "--json"]) == 0
+    (training,) = json.loads(capsys.readouterr().out)["trainings"]
+    assert training["iterations"] == 60 and training["restarts"][0]["redone"] == 5
+    (event,) = training["events"]
+    assert (event["kind"], event["iteration"], event["recovered"]) == ("loss spike", 50, 51)
+    assert event["size"] == pytest.approx(math.log(8.51 / 4.7), abs=0.03)
+    assert main(["spikes", files[0], "none"]) == 1
+    assert capsys.readouterr().out.endswith("40 lines\n  no spike, jump or divergence\n")
+    assert main(["spikes", "none"]) == 2

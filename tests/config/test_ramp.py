@@ -1,0 +1,53 @@
+"""The ramp-up of the batch size: counted as a loop over iterations would count it."""
+
+import pytest
+
+from trilane.config.batch_rampup import Ramp, parse_ramp
+
+RAMPS = [(Ramp(start=192, increment=16, samples=97_000), 512), (Ramp(start=16, increment=16, samples=1000), 256)]
+RAMPS += [(Ramp(), 64), (Ramp(start=1, increment=1, samples=10), 9), (Ramp(start=8, increment=8, samples=50), 8)]
+
+
+def walked(ramp: Ramp, gbs: int, iterations: int) -> list[int]:
+    """Batch sizes one by one, by Megatron-LM's rule as it stands in the docstring."""
+    sizes: list[int] = []
+    for _ in range(iterations):
+        consumed = sum(sizes)
+        steps = (gbs - ramp.start) // ramp.increment if ramp.samples else 0
+        grown = consumed < ramp.samples
+        sizes.append(ramp.start + int(consumed * steps / ramp.samples) * ramp.increment if grown else gbs)
+    return sizes
+
+
+@pytest.mark.parametrize(("ramp", "gbs"), RAMPS)
+def test_phases_and_counts_are_those_of_a_walk_through_the_iterations(ramp, gbs):
+    sizes = walked(ramp, gbs, 600)
+    flat = [phase.gbs for phase in ramp.phases(gbs) for _ in range(phase.iterations)]
+    assert flat + [gbs] * (600 - len(flat)) == sizes
+    assert [ramp.batch_size(sum(sizes[:k]), gbs) for k in range(0, 600, 7)] == sizes[::7]
+    for count in (1, 2, 17, 400, 600):
+        assert ramp.consumed(count, gbs) == sum(sizes[:count])
+        assert ramp.iterations(sum(sizes[:count]), gbs) == count
+        assert ramp.iterations(sum(sizes[:count]) + 1, gbs) == count + 1
+
+
+def test_the_batch_sizes_that_a_topology_cannot_divide_are_named():
+    """192, 208, ..., 2048 on DP 8 x MBS 4: every other one is no multiple of 32."""
+    ramp = parse_ramp("192,16,9765625")
+    assert ramp.failing(256, 32) == [208, 240]
+    assert ramp.failing(2048, 16) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: parse_ramp("1,2"), "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
+        (lambda: Ramp(start=0, increment=1, samples=5), "ramp.start=0: must be a whole number of at least 1"),
+        (lambda: Ramp(start=5, increment=3, samples=9).phases(9), "ramp.increment=3: must divide the way from start=5"),
+        (lambda: Ramp(start=16, increment=1, samples=9).phases(8), "ramp.start=16: must not be above gbs=8"),
+    ],
+)
+def test_a_ramp_that_leads_nowhere_is_refused(make, message):
+    with pytest.raises(ValueError) as refused:
+        make()
+    assert str(refused.value).startswith(message)

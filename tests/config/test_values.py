@@ -1,0 +1,255 @@
+"""Shape, hardware, topology, plan: published sizes, laws, and one clear line for every bad input."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from trilane.config.batch_rampup import Ramp
+from trilane.config.cluster import Cluster, catalogue, cluster
+from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Dropout, Optimizer, Part, Plan, Run, plan_from_json, read_plan
+from trilane.utils.validation import from_mapping, parse_integers
+
+SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
+
+
+def plan(**changes):
+    fields = {"label": "x", "shape": SMALL, "cluster": cluster("jz-a100-80g"), "topology": Topology()}
+    return Plan(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocab", "billions"),
+    [(80, 12288, 50257, 146), (96, 16384, 50257, 310), (80, 14336, 150257, 199), (96, 13312, 150257, 206)],
+)
+def test_the_sizes_of_the_chronicles_come_out_as_printed(layers, hidden, vocab, billions):
+    """BigScience chronicles, prequel: 'Existing models' and 'Possible 200B models'."""
+    shape = ModelShape(num_layers=layers, hidden_size=hidden, num_attention_heads=64, seq_length=2048, vocab_size=vocab)
+    assert round(shape.parameters / 1e9) == billions
+
+
+def test_flops_give_the_tflops_that_the_chronicles_print():
+    """Prequel, '48 node contenders': 181B, 384 GPUs, GBS 2048, 143.31 s, 112.49 TFLOPs (full recomputation)."""
+    shape = parse_shape("72,14336,64,2048,250880")
+    assert shape.flops_per_iteration(2048, recompute_full=True) / 143.31 / 384 / 1e12 == pytest.approx(112.49, rel=1e-3)
+
+
+def test_flops_without_recomputation_are_three_quarters():
+    """One of four passes is the recomputed forward; the logits are not recomputed."""
+    no_logits = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=1)
+    ratio = no_logits.flops_per_iteration(8) / no_logits.flops_per_iteration(8, recompute_full=True)
+    assert ratio == pytest.approx(0.75, rel=1e-3)
+
+
+def test_vocabulary_is_padded_for_every_tensor_parallel_rank():
+    """Megatron's --make-vocab-size-divisible-by 128."""
+    assert padded_vocab_size(50257) == 50304
+    assert padded_vocab_size(50257, tp=8) == 51200
+
+
+def test_a_plan_survives_its_json_file(tmp_path):
+    original = plan(data=Data(source="mock"), optimizer=Optimizer(lr=3e-4), run=Run(train_iters=7))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**original.to_json(), "prediction": {"sec_per_it": 1.0}}))
+    assert read_plan(path) == original
+
+
+def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from():
+    assert "jz-a100-80g" in catalogue()
+    for name in catalogue():
+        assert cluster(name).name == name
+        assert cluster(name).sources
+
+
+def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
+    modules = "config.plan costmodel.predict search.search search.sizing slurm.client workspace.study report.tables"
+    code = "import sys, time; t = time.process_time()\n"
+    code += f"for m in '{modules}'.split(): __import__('trilane.' + m)\n"
+    code += "print(time.process_time() - t, sorted({'torch', 'deepspeed', 'megatron', 'pandas'} & set(sys.modules)))"
+    best = min(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)
+        for _ in range(3)
+    )
+    assert best[1].strip() == "[]"
+    assert float(best[0]) < 0.5
+
+
+BAD = [
+    (lambda: Topology(tp=0), "tp=0: must be a whole number of at least 1"),
+    (lambda: Topology(tp=True), "tp=True: must be a whole number of at least 1"),
+    (lambda: Topology(mbs=3, gbs=4), "gbs=4: must be a multiple of mbs x dp = 3 x 1"),
+    (lambda: Topology(pp=2, zero=2), "zero=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"),
+    (lambda: Topology(zero=4), "zero=4: ZeRO stages are 0, 1, 2 and 3"),
+    (lambda: Topology(offload="optimizer"), "offload=optimizer: needs ZeRO stage 1 or more"),
+    (lambda: Topology(sequence_parallel=True), "sequence_parallel=True: needs tp > 1"),
+    (lambda: Topology(interleaving=2), "interleaving=2: needs pp > 1"),
+    (
+        lambda: Topology(recompute="fulll"),
+        "recompute=fulll: did you mean full? known: full, none, selective",
+    ),
+    (lambda: plan(topology=Topology(tp=3)), "tp=3: must divide num_attention_heads=4"),
+    (lambda: plan(topology=Topology(pp=3)), "pp=3: pp x interleaving = 3 must divide the 4 layers"),
+    (
+        lambda: plan(topology=Topology(dp=512, gbs=512)),
+        "tp x pp x dp=512: jz-a100-80g has 416",
+    ),
+    (
+        lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan),
+        "cluster.latency_s=nan: must be zero or a number above",
+    ),
+    (
+        lambda: replace(cluster("jz-a100-80g").gpu, context_bytes=math.inf),
+        "gpu.context_bytes=inf: must be zero or a number above",
+    ),
+    (
+        lambda: plan(engine="megatro"),
+        "engine=megatro: did you mean megatron? known: deepspeed-3d, deepspeed-zero, hf-zero3, megatron",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(pp=2)),
+        "pp=2: engine deepspeed-zero has no pipeline",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(precision="bf16")),
+        "zero=0: engine deepspeed-zero needs ZeRO stage 1 or more in bf16",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(partition="type:transformer|embedding")),
+        "partition=type:transformer|embedding: engine deepspeed-zero has no pipeline",
+    ),
+    (
+        lambda: plan(engine="hf-zero3", topology=Topology(tp=2, zero=3)),
+        "tp=2: engine hf-zero3 has no tensor parallelism",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, precision="fp16")),
+        "zero=0: engine deepspeed-3d has ZeRO stage 1, and 0 in fp32",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, gbs=2, interleaving=2)),
+        "interleaving=2: engine deepspeed-3d has no interleaved schedule",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=6, zero=1, partition="type:transformer|embedding")),
+        "pp=6: engine deepspeed-3d needs a transformer layer on every stage",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, recompute="selective")),
+        "recompute=selective: engine deepspeed-3d recomputes whole layers or nothing",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, precision="fp16", fp32_gradients=True)),
+        "fp32_gradients=True: engine deepspeed-3d has fp32 sums in bf16 without offload alone",
+    ),
+    (
+        lambda: plan(
+            engine="hf-zero3",
+            topology=Topology(zero=3),
+            shape=ModelShape(
+                num_layers=4,
+                hidden_size=128,
+                num_attention_heads=4,
+                seq_length=128,
+                vocab_size=384,
+                embedding_layernorm=True,
+            ),
+        ),
+        "embedding_layernorm=True: engine hf-zero3 has none: GPT-2 of transformers lacks it",
+    ),
+    (
+        lambda: plan(topology=Topology(zero=3)),
+        "zero=3: engine megatron has ZeRO stage 0 and 1 (its distributed optimizer)",
+    ),
+    (
+        lambda: plan(topology=Topology(zero=1, offload="optimizer")),
+        "offload=optimizer: engine megatron does not offload",
+    ),
+    (
+        lambda: plan(
+            topology=Topology(gbs=8, pp=2, interleaving=2), run=Run(ramp=Ramp(start=2, increment=3, samples=9))
+        ),
+        "ramp=5: every batch size must be a multiple of mbs x dp = 1 x 1, times pp=2 with interleaving",
+    ),
+    (lambda: Data(blend=(Part(source="mock", weight=1),)), 'data.blend=mock: needs source="blend"'),
+    (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
+    (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
+    (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
+    (lambda: plan(engine="hf-zero3", topology=Topology(pp=2)), "pp=2: engine hf-zero3 has no pipeline"),
+    (
+        lambda: plan(engine="hf-zero3", topology=Topology(zero=3, recompute="selective")),
+        "recompute=selective: engine hf-zero3 recomputes whole layers or nothing",
+    ),
+    (
+        lambda: plan(engine="deepspeed-3d", topology=Topology(pp=2, zero=1, last_stage_layers=1)),
+        "last_stage_layers=1: engine deepspeed-3d cuts its stages evenly, or by type",
+    ),
+    (
+        lambda: plan(engine="deepspeed-zero", topology=Topology(zero=1, overlap_grad_reduce=True)),
+        "overlap_grad_reduce=True: engine deepspeed-zero decides itself what it overlaps",
+    ),
+    (
+        lambda: Topology(zero=1, overlap_param_gather=True),
+        "overlap_param_gather=True: needs ZeRO stage 1 and overlap_grad_reduce",
+    ),
+    (lambda: Topology(first_stage_layers=1), "first_stage_layers=1: needs pp > 1"),
+    (
+        lambda: Topology(pp=2, last_stage_layers=1, partition="type:transformer|embedding"),
+        "last_stage_layers=1: contradicts partition=type:transformer|embedding",
+    ),
+    (
+        lambda: plan(topology=Topology(pp=2, first_stage_layers=4)),
+        "first_stage_layers=4: leaves 0 of 4 layers to 1 other stages, which must share them evenly",
+    ),
+    (
+        lambda: plan(topology=Topology(pp=2, first_stage_layers=1, last_stage_layers=2)),
+        "first_stage_layers=1: leaves 1 of 4 layers to 0 other stages, which must share them evenly",
+    ),
+    (
+        lambda: plan(topology=Topology(pp=2, gbs=2, interleaving=2, first_stage_layers=3)),
+        "first_stage_layers=3: must be a multiple of interleaving=2",
+    ),
+    (
+        lambda: plan(cluster=cluster("jz-v100-32g"), topology=Topology(precision="bf16")),
+        "precision=bf16: V100-32GB has no bf16 matrix units",
+    ),
+    (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0 and below 1"),
+    (lambda: plan(label="a/b"), "label='a/b': must be a plain folder name"),
+    (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
+    (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
+    (lambda: cluster("jz-a10"), None),
+    (lambda: cluster("missing.json"), "cluster=missing.json: no such file"),
+    (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),
+    (lambda: parse_shape("70,14336"), "shape=70,14336: must be five whole numbers: layers,hidden,heads,seq,vocab"),
+    (lambda: parse_integers("gpus", "1,x"), "gpus=1,x: must be whole numbers above zero, separated by commas"),
+    (
+        lambda: plan_from_json({**plan().to_json(), "topolgy": 1}),
+        "plan field=topolgy: did you mean topology? known: "
+        "cluster, data, dropout, engine, label, optimizer, run, shape, topology",
+    ),
+    (
+        lambda: ModelShape(num_layers=4, hidden_size=128, num_attention_heads=5, seq_length=8, vocab_size=8),
+        "num_attention_heads=5: must divide hidden_size=128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_input_is_one_clear_line(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    line = str(caught.value)
+    assert "\n" not in line and "=" in line and ": " in line
+    if message is not None:
+        assert line == message
+
+
+def test_text_where_a_number_belongs_names_the_field():
+    values = plan().to_json()
+    values["topology"]["tp"] = "2"
+    with pytest.raises(ValueError, match=r"plan\.topology\.tp='2': must be a whole number"):
+        plan_from_json(values)

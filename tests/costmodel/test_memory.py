@@ -1,0 +1,131 @@
+"""Memory: published bytes, laws, and the measured rows."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from trilane.config.cluster import cluster
+from trilane.config.model import ModelShape, parse_shape
+from trilane.config.parallelism import Topology
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.memory import (
+    DEFAULT,
+    activation_bytes_per_layer,
+    host_bytes,
+    in_flight,
+    memory_bytes,
+    memory_per_stage,
+    oom_probability,
+    stage_parameters,
+)
+
+A100 = cluster("jz-a100-80g")
+GIB = 2**30
+SHAPE = parse_shape("72,14336,64,2048,250880")
+FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
+
+# Korthikanti et al. 2022, arXiv:2205.05198, figure 1: 22B, 175B, 530B, 1T; GiB of states, of activations without
+# recomputation, and with selective recomputation and sequence parallelism
+FIGURE_1 = [
+    ((48, 6144, 64, 4, 1, 1), 45.5625, 59.25, 9.5625),
+    ((96, 12288, 96, 1, 8, 3), 45.5625, 66.84375, 12.3515625),
+    ((105, 20480, 128, 1, 35, 3), 31.640625, 114.0234375, 23.076171875),
+    ((128, 25600, 160, 1, 64, 1), 32.958984375, 131.25, 26.5625),
+]
+
+
+@pytest.mark.parametrize(("model", "states", "none", "selective"), FIGURE_1, ids=["22B", "175B", "530B", "1T"])
+def test_states_and_activations_are_those_of_korthikantis_figure_1(model, states, none, selective):
+    layers, hidden, heads, mbs, pp, v = model
+    shape = ModelShape(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=51200
+    )
+    assert 18 * 12 * layers * hidden**2 / 8 / pp / GIB == states
+    for recompute, sp, expected in (("none", False, none), ("selective", True, selective)):
+        topology = Topology(
+            tp=8,
+            pp=pp,
+            mbs=mbs,
+            gbs=mbs * 4 * pp,
+            interleaving=v,
+            recompute=recompute,
+            sequence_parallel=sp,
+            precision="bf16",
+            attention="scores",
+        )
+        x = columns_of(shape, topology)
+        kept = layers / pp * in_flight(x, 0) * activation_bytes_per_layer(x)
+        assert float(kept) / GIB == pytest.approx(expected, rel=1e-12)
+
+
+def test_zero_shards_optimizer_then_gradients_then_weights():
+    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside its shard."""
+    shape = parse_shape("24,2048,16,1024,50304")
+    stages = [memory_per_stage(shape, Topology(dp=8, gbs=8, zero=zero, precision="bf16"), A100)[0] for zero in range(4)]
+    assert stages[0].optimizer / 14 * DEFAULT.optimizer == pytest.approx(stages[1].optimizer * 8)
+    assert stages[2].gradients == stages[1].gradients / 8
+    gathered = 2 * 2 * columns_of(shape, Topology()).layer_parameters
+    assert stages[3].weights == pytest.approx(stages[2].weights / 8 + gathered)
+
+
+def test_offload_moves_bytes_from_the_card_to_the_host_and_loses_none():
+    shape = parse_shape("24,2048,16,1024,50304")
+    topologies = [Topology(dp=8, gbs=8, zero=3, precision="bf16", offload=offload) for offload in ("none", "full")]
+    here, away = (memory_per_stage(shape, t, A100)[0] for t in topologies)
+    hosts = [float(host_bytes(columns_of(shape, t), 0)) for t in topologies]
+    assert hosts[0] == 0 and away.optimizer == 0
+    assert here.weights + here.optimizer == pytest.approx(away.weights + hosts[1])
+
+
+def test_activations_are_linear_in_the_microbatch_size():
+    stages = [memory_per_stage(SHAPE, Topology(tp=8, pp=12, mbs=m, gbs=2048, **FULL), A100)[0] for m in (1, 2, 4)]
+    kept = [s.activations for s in stages]
+    assert kept[1] == 2 * kept[0] and kept[2] == 4 * kept[0]
+
+
+def test_a_stage_holds_as_many_microbatches_as_stand_before_the_end_of_the_pipeline():
+    """1F1B: min(m, p - i)."""
+    x = columns_of(SHAPE, Topology(pp=4, gbs=3))
+    assert [float(in_flight(x, i)) for i in range(4)] == [3, 3, 2, 1]
+
+
+def test_the_vectorized_maximum_is_the_maximum_over_all_stages():
+    for topology in (
+        Topology(tp=8, pp=12, dp=4, mbs=2, gbs=2048, **FULL),
+        Topology(tp=4, pp=1, dp=8, gbs=64, **FULL),
+    ):
+        stages = memory_per_stage(SHAPE, topology, A100)
+        assert float(memory_bytes(columns_of(SHAPE, topology), A100)) == pytest.approx(max(s.total for s in stages))
+
+
+def test_parameters_of_all_ranks_are_those_of_the_model_and_its_replicas():
+    """Whole model = layers + embedding, counted once where tensor parallelism cuts, tp times where it replicates."""
+    h, tp, pp = SHAPE.hidden_size, 8, 12
+    x = columns_of(SHAPE, Topology(tp=tp, pp=pp, gbs=pp))
+    total = tp * float(sum(stage_parameters(x, i) for i in range(pp)))
+    replicated = (tp - 1) * (SHAPE.num_layers * 6 * h + SHAPE.seq_length * h + 2 * h)
+    assert total == SHAPE.parameters + replicated + SHAPE.embedding_parameters  # the tied head's copy
+
+
+def test_doubt_grows_from_never_to_always_around_the_size_of_the_card():
+    capacity = A100.gpu.memory_bytes
+    p = oom_probability(np.array([0.7, 0.97, 1.0, 1.03, 1.4]) * capacity, A100)
+    assert p[0] < 1e-6 and p[2] == 0.5 and p[4] > 1 - 1e-6
+    assert p[1] == pytest.approx(1 - p[3], abs=0.01)
+
+
+def test_the_parameters_of_a_single_gpu_are_those_of_the_shape():
+    """ModelShape.parameters, with and without an untied head and a norm of the embedding."""
+    for tied, norm in [(True, False), (False, False), (True, True), (False, True)]:
+        shape = dataclasses.replace(parse_shape("4,64,4,32,384"), tied_embeddings=tied, embedding_layernorm=norm)
+        assert stage_parameters(columns_of(shape, Topology()), 0) == shape.parameters
+
+
+def test_torch_adam_needs_four_bytes_more_for_each_parameter_of_its_share():
+    """The chronicles' prequel, 200B on 16 nodes: 61 and 47 GB with torch.optim.Adam, 51 and 44 GB with FusedAdam."""
+    shape, machine = parse_shape("24,2048,16,2048,50304"), cluster("jz-a100-80g")
+    fused = Topology(dp=4, gbs=4, zero=1, precision="bf16")
+    torch = dataclasses.replace(fused, adam="torch")
+    more = [memory_per_stage(shape, t, machine)[0].optimizer for t in (fused, torch)]
+    assert more[1] - more[0] == pytest.approx(4 * shape.parameters / 4)

@@ -1,0 +1,60 @@
+"""Sizing and one prediction: published numbers, and laws that any planner must obey."""
+
+import pytest
+
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.costmodel import calibration
+from trilane.costmodel.memory import stage_layers
+from trilane.costmodel.predict import predict
+from trilane.search.published import planned_models
+from trilane.search.sizing import largest_within, training_seconds
+
+A100 = cluster("jz-a100-80g")
+SHAPE = parse_shape("72,14336,64,2048,250880")
+BF16 = {"precision": "bf16", "recompute": "full", "zero": 1}
+
+
+def test_training_days_and_gpu_hours_are_those_of_the_chronicles():
+    """Prequel, 'Train time estimation': 105.82 days; 'Allocated hours': 888888.89 compute hours."""
+    assert training_seconds(200e9, 300e9, 350 * 150e12) / 86400 == pytest.approx(105.82, abs=0.005)
+    assert training_seconds(200e9, 300e9, 150e12) / 3600 == pytest.approx(888_888.89, abs=0.005)
+
+
+def test_the_planning_table_has_the_block_and_embedding_bytes_of_the_chronicles():
+    """Prequel: 199B, TP 8: one block 308.30M / 5549.48 MB, embedding 269.26M / 4846.69 MB a GPU."""
+    wide = next(m for m in planned_models() if m.origin.startswith("199B"))
+    assert wide.block_bytes_per_gpu / 1e6 == pytest.approx(5549.48, abs=0.01)
+    assert wide.embedding_bytes_per_gpu / 1e6 == pytest.approx(4846.69, abs=0.01)
+    assert wide.replica_gpus == 80
+
+
+def test_parts_sum_to_the_whole():
+    topology = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, **BF16)
+    prediction = predict(SHAPE, topology, A100, calibration.default(A100))
+    assert prediction.sec_per_it == prediction.time.total
+    assert prediction.sec_lo < prediction.sec_per_it < prediction.sec_hi
+    assert prediction.memory_bytes == max(stage.total for stage in prediction.stages)
+
+
+def test_layers_are_neither_lost_nor_invented_by_a_partition():
+    for pp, partition in [(1, "uniform"), (12, "uniform"), (2, "type:transformer|embedding")]:
+        assert sum(stage_layers(SHAPE, Topology(pp=pp, gbs=1, partition=partition))) == SHAPE.num_layers
+
+
+def test_the_largest_shape_that_is_fast_enough_is_chosen():
+    shapes = [parse_shape(f"2,{h},2,64,384") for h in (64, 128, 256)]
+    assert largest_within(shapes, [0.1, 0.2, 0.4], 0.3) == 1
+    assert largest_within(shapes, [0.5, 0.6, 0.7], 0.3) == 0
+
+
+def test_offload_moves_the_optimizer_to_the_host_and_says_how_much_it_takes():
+    shape, machine = parse_shape("24,2048,16,1024,50304"), A100
+    base = {"dp": 8, "gbs": 8, "zero": 3, "precision": "bf16"}
+    plain, offloaded = (
+        predict(shape, Topology(**base, offload=where), machine, calibration.default(machine))
+        for where in ("none", "optimizer")
+    )
+    assert plain.host_memory_bytes == 0 and plain.stages[0].optimizer > 0
+    assert offloaded.host_memory_bytes == plain.stages[0].optimizer and offloaded.stages[0].optimizer == 0

@@ -1,0 +1,127 @@
+"""Timing: laws, alignment, and a cluster nobody fitted."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from trilane.config.cluster import catalogue, cluster
+from trilane.config.model import ModelShape, parse_shape
+from trilane.config.parallelism import Topology
+from trilane.costmodel import calibration
+from trilane.costmodel.columns import columns_of, stack
+from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.iteration import iteration_columns, iteration_time
+from trilane.costmodel.layers import layer_time
+
+A100 = cluster("jz-a100-80g")
+K = calibration.default(A100)
+SHAPE = parse_shape("72,14336,64,2048,250880")
+FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
+
+
+def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
+    return iteration_time(shape, Topology(**{**FULL, **topology}), machine, constants)
+
+
+def test_one_formula_serves_a_number_and_an_array():
+    topologies = [Topology(tp=t, pp=12, dp=32 // t, mbs=m, gbs=2048, **FULL) for t in (2, 4, 8) for m in (1, 2, 4)]
+    together = iteration_columns(stack([columns_of(SHAPE, t) for t in topologies]), A100, K.constants)
+    alone = [iteration_time(SHAPE, t, A100, K) for t in topologies]
+    assert np.allclose(together.total, [t.total for t in alone], rtol=1e-12)
+
+
+def test_an_interleaved_pipeline_has_a_bubble_v_times_smaller():
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2; what is sent between stages grows v times."""
+    plain = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16")
+    chunks = seconds(tp=8, pp=6, dp=8, gbs=2304, precision="bf16", interleaving=2)
+    assert chunks.bubble < 0.6 * plain.bubble
+    assert chunks.pipeline_p2p == pytest.approx(2 * plain.pipeline_p2p)
+
+
+def test_a_tensor_parallel_group_across_nodes_goes_at_the_networks_pace():
+    """TP 7 on nodes of 8: every second group lies across two of them, and all stages wait for it."""
+    across, wide, inside = (seconds(tp=t, pp=12, gbs=48).tensor_parallel for t in (7, 16, 8))
+    assert across > 10 * inside and wide > 10 * inside
+    assert seconds(tp=7, gbs=48).tensor_parallel < 13 * inside, "a run of one node"
+
+
+def test_twice_the_global_batch_is_twice_the_work_and_one_bubble():
+    one, two = (seconds(tp=8, pp=12, dp=4, mbs=2, gbs=g) for g in (1024, 2048))
+    assert two.matmul == pytest.approx(2 * one.matmul) and two.bubble == pytest.approx(one.bubble)
+    assert two.data_parallel == pytest.approx(one.data_parallel)
+
+
+@pytest.mark.parametrize(("heads", "tp", "low", "high"), [(128, 8, 1.2, 1.45), (128, 4, 1.3, 1.55), (96, 4, 1.0, 1.06)])
+def test_heads_that_are_not_a_multiple_of_8_wide_leave_the_tensor_cores(heads, tp, low, high):
+    """Chronicles, 78 x 13824: 64 -> 128 heads (108 wide) +34 % at TP 8, +43 % at TP 4; 96 heads (144 wide) +3.5 %."""
+    few, many = (parse_shape(f"78,13824,{a},2048,250880") for a in (64, heads))
+    spread = {"tp": tp, "pp": 48 // tp, "dp": 8, "mbs": 4 if tp == 8 else 2, "gbs": 2048}
+    assert low < seconds(many, **spread).total / seconds(few, **spread).total < high
+
+
+def test_embedding_as_a_layer_relieves_the_last_stage():
+    """Chronicles: 72 layers without, 70 layers with --pp-partition-method gain about 10 %."""
+    thin = parse_shape("70,14336,64,2048,250880")
+    spread = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "gbs": 2048}
+    gain = seconds(**spread).total / seconds(thin, partition="type:transformer|embedding", **spread).total
+    assert 1.06 < gain < 1.14
+
+
+def test_fused_attention_is_never_slower_and_recomputation_never_free():
+    spread = {"tp": 8, "pp": 6, "dp": 8, "mbs": 2, "gbs": 2048}
+    assert seconds(attention="fused", **spread).total < seconds(**spread).total
+    times = [seconds(recompute=r, **spread).total for r in ("none", "selective", "full")]
+    assert times[0] < times[1] < times[2]
+
+
+def test_no_constant_beats_its_peak():
+    """At the bounds' best every layer still takes at least its FLOPs over the card's peak."""
+    best = dataclasses.replace(K.constants, matmul=BOUNDS["matmul"].high, prologue=1, quantization=BOUNDS["matmul"].low)
+    x = columns_of(SHAPE, Topology(tp=8, mbs=4, gbs=4, **FULL))
+    flops = 96 * 4 * 2048 * SHAPE.hidden_size**2 / 8
+    assert layer_time(x, A100, best).matmul >= flops / A100.gpu.fp16_flops_per_s
+
+
+# Narayanan et al. 2021, arXiv:2104.04473, table 1 (A100, Selene): layers, hidden, heads, tp, pp, GPUs, batch, TFLOP/s
+# per GPU as printed; microbatch size and chunks per stage as in the scripts published for that table.
+SELENE = [
+    (24, 2304, 24, 1, 1, 32, 512, 137, 16, 1),
+    (30, 3072, 32, 2, 1, 64, 512, 138, 16, 1),
+    (36, 4096, 32, 4, 1, 128, 512, 142, 16, 1),
+    (40, 6144, 48, 8, 1, 256, 1024, 135, 8, 1),
+    (48, 8192, 64, 8, 2, 512, 1536, 138, 4, 1),
+    (60, 10240, 80, 8, 4, 1024, 1792, 140, 2, 3),
+    (80, 12288, 96, 8, 8, 1536, 2304, 148, 2, 5),
+    (96, 16384, 128, 8, 16, 1920, 2160, 155, 1, 3),
+    (105, 20480, 128, 8, 35, 2520, 2520, 163, 1, 1),
+    (128, 25600, 160, 8, 64, 3072, 3072, 163, 1, 1),
+]
+
+
+def test_selene_is_predicted_within_8_percent_by_constants_that_never_saw_it():
+    selene, errors = cluster("dgx-a100-80g"), []
+    for layers, hidden, heads, tp, pp, gpus, gbs, tflops, mbs, chunks in SELENE:
+        shape = ModelShape(
+            num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=51200
+        )
+        topology = Topology(
+            tp=tp, pp=pp, dp=gpus // tp // pp, mbs=mbs, gbs=gbs, interleaving=chunks, **{**FULL, "zero": 0}
+        )
+        measured = shape.flops_per_iteration(gbs, recompute_full=True) / (tflops * 1e12 * gpus)
+        predicted = iteration_time(shape, topology, selene, calibration.default(selene)).total
+        errors.append(abs(predicted / measured - 1))
+    assert np.median(errors) < 0.04 and max(errors) < 0.08
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from_and_can_be_planned_for(name):
+    machine = cluster(name)
+    assert {"gpu", "network_bytes_per_s"} <= set(machine.sources)
+    shape = parse_shape("24,2048,16,2048,50304")
+    topology = Topology(dp=machine.gpus_per_node, mbs=1, gbs=64, zero=1, precision="fp16")
+    achieved = (
+        shape.flops_per_iteration(64) / iteration_time(shape, topology, machine, calibration.default(machine)).total
+    )
+    peak = machine.gpu.fp16_flops_per_s * machine.gpus_per_node
+    assert 0.15 < achieved / peak < 0.75

@@ -1,0 +1,107 @@
+"""Flight Recorder dumps as NCCL leaves them: batches of sends and receives, groups with two numbers, missing files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dumps import recording, topology
+
+from trilane.diagnose.hang.flight_recorder import read_recording
+from trilane.diagnose.hang.verdict import Verdict, diagnose
+
+DP = list(range(8))
+
+
+def call(group: str, sequence: int, op: str, state: str = "completed", *, p2p: bool = False) -> dict[str, Any]:
+    return {"group": group, "sequence": sequence, "op": op, "state": state, "p2p": p2p}
+
+
+def batch(sequence: int, state: str, *ops: str) -> list[dict[str, Any]]:
+    """What batch_isend_irecv leaves: only the entry that closes it is timed."""
+    inside = [call("7", sequence, op, "scheduled", p2p=True) for op in ops]
+    return [*inside, call("7", sequence, "coalesced", state, p2p=True)]
+
+
+def test_of_a_pipeline_with_batched_sends_who_never_sent_is_named(tmp_path: Path) -> None:
+    """megatron-core's default, batch_p2p_comm=True: rank 1 of 4 stages received, and sent nothing on."""
+    calls = {
+        0: batch(1, "completed", "send 0->1"),
+        1: batch(1, "completed", "recv 1<-0"),
+        2: [*batch(1, "completed", "recv 2<-1"), *batch(2, "started", "send 2->3", "recv 2<-1")],
+        3: [*batch(1, "completed", "recv 3<-2"), *batch(2, "started", "recv 3<-2")],
+    }
+    for rank, made in calls.items():
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"7": [0, 1, 2, 3]}))
+    topology(tmp_path, 1, 4, 1)
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (1,) and "number 2 of group 7, as others did" in verdict.reasons[1]
+    assert {g.ranks: g.waits_for for g in verdict.groups} == {(0, 1): (), (2, 3): (1, 2, 3)}
+
+
+def test_what_is_only_scheduled_is_done_when_a_later_call_of_its_group_is() -> None:
+    calls = [call("7", 1, "send 0->1", "scheduled", p2p=True), call("7", 1, "all_reduce"), call("7", 2, "all_reduce")]
+    assert read_recording(recording(calls, {"7": [0, 1]})).waiting is None
+    late = [*calls, call("7", 3, "all_reduce", "scheduled")]
+    waiting = read_recording(recording(late, {"7": [0, 1]})).waiting
+    assert waiting is not None and waiting.sequence == 3
+
+
+def test_a_group_is_its_name_and_not_its_number_on_this_rank(tmp_path: Path) -> None:
+    """TP 2 x DP 2. Rank 1 never entered its sum over "2", but five over "3", which is its own number 2."""
+    tensor = [call("3", n, "all_reduce") for n in range(1, 6)]
+    groups = {"0": [0, 1, 2, 3], "2": [1, 3], "3": [0, 1]}
+    (tmp_path / "nccl_trace_rank_1").write_bytes(recording(tensor, groups))
+    started = [call("2", 1, "reduce_scatter", "started")]
+    (tmp_path / "nccl_trace_rank_3").write_bytes(recording(started, {**groups, "3": [2, 3]}))
+    for rank in (0, 2):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording([], {"0": [0, 1, 2, 3]}))
+    topology(tmp_path, 2, 1, 2)
+    assert diagnose(tmp_path).suspects == (1,)
+
+
+def sums(folder: Path, name: str = "nccl_trace_rank_") -> None:
+    """Eight replicas: all but rank 5 entered the second sum."""
+    for rank in DP:
+        calls = [call("1", 1, "all_reduce"), call("1", 2, "all_reduce", "started")][: 1 if rank == 5 else 2]
+        (folder / f"{name}{rank}").write_bytes(recording(calls, {"1": DP}))
+    topology(folder, 1, 1, 8)
+
+
+def without(folder: Path, *ranks: int, cut: bool = False) -> Verdict:
+    sums(folder)
+    for rank in ranks:
+        path = folder / f"nccl_trace_rank_{rank}"
+        path.write_bytes(path.read_bytes()[:200]) if cut else path.unlink()
+    return diagnose(folder)
+
+
+def test_who_is_proven_late_is_named_before_one_of_whom_there_is_no_dump(tmp_path: Path) -> None:
+    verdict = without(tmp_path, 7)
+    assert verdict.suspects == (5, 7) and "never entered all_reduce number 2" in verdict.reasons[5]
+
+
+def test_a_recording_that_is_cut_speaks_against_nobody(tmp_path: Path) -> None:
+    verdict = without(tmp_path, 7, cut=True)
+    assert verdict.suspects == (5,) and {g.waits_for for g in verdict.groups} == {(5,), ()}
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them(cut: bool, tmp_path: Path) -> None:
+    verdict = without(tmp_path, 0, 2, 4, 5, 6, cut=cut)
+    assert verdict.suspects == () and verdict.exclude == ""
+    assert verdict.paragraph == "Whoever they wait for is among ranks 0, 2, 4-6, of which there is no dump to read."
+
+
+def test_ranks_outside_any_collective_that_hold_up_nobody_are_no_suspects(tmp_path: Path) -> None:
+    for rank in DP:
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording([call("1", 1, "all_reduce")], {"1": DP}))
+    assert diagnose(tmp_path).suspects == ()
+
+
+def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
+    """torch writes TORCH_FR_DUMP_TEMP_FILE and the rank, with nothing between."""
+    sums(tmp_path, "trace")
+    (tmp_path / "trace").write_bytes((tmp_path / "trace1").read_bytes())
+    (tmp_path / "trace7").write_bytes((tmp_path / "trace7").read_bytes()[:200])
+    verdict = diagnose(tmp_path)
+    assert verdict.suspects == (5,) and "trace: the name does not tell the rank; set aside" in verdict.notes

@@ -1,0 +1,326 @@
+"""What a restart lost is named, by rank and tensor, from fingerprints or from the slices of a checkpoint alone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from restart_plants import BUGS, CYCLES, asked, cycle, named, planted_nursery
+from support import REPOSITORY, small_plan
+
+from trilane.cli.app import main
+from trilane.config.plan import read_plan
+from trilane.diagnose.restart.compare import audit
+from trilane.experiments import rehearse
+from trilane.experiments.parity import Nursery
+from trilane.experiments.parity_table import machine, rows
+from trilane.workspace import checkpoints
+from trilane.workspace.checkpoints import KINDS
+from trilane.workspace.fingerprints import Part, file_of, mark
+
+# A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that hold it.
+MODEL: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
+    "embedding.word_embeddings.weight": ((8, 6), 0, (0, 1)),
+    "decoder.layers.0.input_layernorm.weight": ((6,), None, (0,)),
+    "decoder.layers.1.mlp.linear_fc2.weight": ((6, 10), 1, (1,)),
+    "decoder.final_layernorm.weight": ((6,), None, (1,)),
+}
+SHAPE = {"hidden_size": 6, "num_layers": 2}
+WORD, NORM, _, FINAL = MODEL
+Tensors = dict[tuple[str, str], np.ndarray]
+
+
+def state() -> Tensors:
+    """Each tensor's three kinds, after ten steps whose clipped gradients had a norm of 1."""
+    random = np.random.default_rng(7)
+    made = {(n, k): random.normal(size=s).astype(np.float32) for n, (s, _, _) in MODEL.items() for k in KINDS}
+    squares = {n: made[n, "exp_avg_sq"] ** 2 for n in MODEL}
+    mean = (1 - 0.95**10) / sum(float(v.sum()) for v in squares.values())
+    return made | {(n, "exp_avg_sq"): (v * mean).astype(np.float32) for n, v in squares.items()}
+
+
+def box_of(name: str, tp: int) -> tuple[tuple[int, int], ...]:
+    shape, dim, _ = MODEL[name]
+    return tuple((n // 2 * tp, n // 2 * (tp + 1)) if d == dim else (0, n) for d, n in enumerate(shape))
+
+
+def cut(whole: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return whole[tuple(slice(first, end) for first, end in box)]
+
+
+def prints(tensors: Tensors, **facts: Any) -> list[dict[str, Any]]:
+    """The fingerprints of four ranks that hold the tensors."""
+    said = []
+    for rank in range(4):
+        tp, pp = rank % 2, rank // 2
+        parts = []
+        for name in (n for n, (_, _, stages) in MODEL.items() if pp in stages):
+            box = box_of(name, tp)
+            marks = {kind: mark(cut(tensors[name, kind], box), box) for kind in KINDS}
+            decay = 0.0 if "layernorm" in name else 0.1
+            parts.append(Part(name=name, shape=MODEL[name][0], box=box, decay=decay, marks=marks).to_json())
+        optimizer = {"clip_grad": 1.0, "adam_beta2": 0.95, "weight_decay": 0.1}
+        fixed = {"iteration": 10, "consumed_samples": 80, "layout": ["megatron", 2, 2, 1, 1], "world": 4}
+        loose = {"scalars": {"step": 10.0}, "next_lr": 1e-3, "samples": "00ff", "generators": {"cpu": f"{rank}ab"}}
+        place = {"rank": rank, "tp": tp, "pp": pp, "dp": 0, "precision": "fp32", "shape": SHAPE, "parts": parts}
+        said.append(json.loads(json.dumps({**fixed, **loose, **place, "optimizer": optimizer, **facts})))
+    return said
+
+
+def put(folder: Path, said: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    for values in said:
+        (folder / file_of(values["rank"])).write_text(json.dumps(values))
+    return folder
+
+
+def saved(run: Path, tensors: Tensors, said: list[dict[str, Any]] | None) -> Path:
+    """A run folder with one checkpoint; without fingerprints where `said` is None."""
+    folder = put(run / "checkpoints/iter_0000010", said or [])
+    listed: dict[str, Any] = {}
+    for tp in (0, 1):
+        data = b""
+        for name, (shape, dim, _) in MODEL.items():
+            if dim is None and tp:
+                continue
+            box, at = box_of(name, tp), {}
+            for kind in KINDS:
+                at[kind] = len(data)
+                data += np.ascontiguousarray(cut(tensors[name, kind], box)).tobytes()
+            piece = {"box": box, "file": f"rank_{tp:05d}.safetensors", "at": at}
+            listed.setdefault(name, {"shape": shape, "slices": []})["slices"].append(piece)
+        (folder / f"rank_{tp:05d}.safetensors").write_bytes(data)
+    content = {"identity": {"shape": SHAPE}, "layout": ["megatron", 2, 2, 1, 1], "iteration": 10}
+    content |= {"consumed_samples": 80, "scalars": {"step": 10.0}, "tensors": listed, "files": {}}
+    checkpoints.write_manifest(folder, json.loads(json.dumps(content)))
+    return run
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    return saved(tmp_path / "before", state(), prints(state()))
+
+
+def after(tmp_path: Path, said: list[dict[str, Any]]) -> Path:
+    put(tmp_path / "after/fingerprints/load_0000010", said)
+    return tmp_path / "after"
+
+
+def remade(name: str, rank: int | None, change: Callable[[np.ndarray], np.ndarray], *kinds: str) -> Any:
+    """Fingerprints in which that tensor is another, on one rank or on all."""
+    tensors = state()
+    for kind in kinds:
+        tensors[name, kind] = change(tensors[name, kind]).astype(np.float32)
+    plain, other = prints(state()), prints(tensors)
+    return [o if rank in (None, o["rank"]) else p for p, o in zip(plain, other, strict=True)]
+
+
+def edited(rank: int, change: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    said = prints(state())
+    change(said[rank])
+    return said
+
+
+def decays(said: dict[str, Any]) -> None:
+    next(p for p in said["parts"] if p["name"] == NORM)["decay"] = 0.1
+
+
+LOST = {
+    "a norm reset": (remade(FINAL, None, np.ones_like, "weight"), "reset", FINAL, {2, 3}),
+    "a norm apart across TP": (remade(NORM, 1, lambda x: x + 1e-3, "weight"), "tensor-replicas", NORM, {1}),
+    "tied copies apart": (remade(WORD, 2, lambda x: x[::-1, ::-1], "weight", "exp_avg"), "tied", WORD, {2}),
+    "one value of a matrix": (
+        remade("decoder.layers.1.mlp.linear_fc2.weight", None, lambda x: x + (x == x.max()) * 1e-6, "weight"),
+        "not-restored",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+        {2},
+    ),
+    "a norm that decays": (edited(0, decays), "decay", NORM, {0}),
+    "gradients beyond the limit": (remade(FINAL, None, lambda x: x + 1, "exp_avg_sq"), "clipping", "", {2, 3}),
+    "a generator": (edited(3, lambda said: said.update(generators={"cpu": "other"})), "generators", "", {3}),
+    "the next samples": (edited(1, lambda said: said.update(samples="0001")), "data", "", {1}),
+    "consumed samples": (prints(state(), consumed_samples=0), "data", "", set()),
+    "Adam's step": (prints(state(), scalars={"step": 0.0}), "optimizer", "", set()),
+    "the learning rate": (prints(state(), next_lr=2e-3), "optimizer", "", set()),
+}
+
+
+@pytest.mark.parametrize(("said", "kind", "tensor", "ranks"), LOST.values(), ids=LOST.keys())
+def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
+    said: list[dict[str, Any]], kind: str, tensor: str, ranks: set[int], before: Path, tmp_path: Path
+) -> None:
+    found = audit(before, after(tmp_path, said)).findings
+    assert (kind, tensor, ranks) in [(f.kind, f.tensor, {r.rank for r in f.ranks}) for f in found], found
+
+
+def test_nothing_is_found_where_all_came_back_and_the_slices_alone_tell_the_same(before: Path, tmp_path: Path) -> None:
+    whole = after(tmp_path, prints(state()))
+    bare = saved(tmp_path / "bare", state(), None)
+    assert not audit(before, whole).findings
+    assert not audit(bare, whole).findings and "has no fingerprints" in audit(bare, whole).notes[0]
+    lost = put(tmp_path / "lost", remade(FINAL, None, np.ones_like, "weight"))
+    assert {f.kind for f in audit(bare, lost).findings} == {"reset"}
+
+
+def test_a_checkpoint_that_nobody_trained_has_no_layout_and_is_compared_as_wholes(tmp_path: Path) -> None:
+    run = saved(tmp_path / "imported", state(), None)
+    folder = run / "checkpoints/iter_0000010"
+    checkpoints.write_manifest(folder, {**checkpoints.read_manifest(folder), "layout": None})
+    assert not audit(run, after(tmp_path, prints(state()))).findings
+
+
+def test_a_clipping_left_out_at_one_end_is_told_from_a_sum_left_out(before: Path, tmp_path: Path) -> None:
+    found = audit(before, after(tmp_path, remade(WORD, 3, lambda x: 3 * x, "exp_avg"))).findings
+    assert "3 times as large: clipped at one end alone" in next(f for f in found if f.kind == "tied").what
+
+
+def test_ranks_without_a_fingerprint_are_noted_and_the_others_compared(before: Path, tmp_path: Path) -> None:
+    found = audit(before, after(tmp_path, prints(state())[:2]))
+    assert not found.findings and "load_0000010: no fingerprint of rank 2, 3" in found.notes[0]
+
+
+def test_the_door_says_it_in_lines_and_as_json(
+    before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = after(tmp_path, prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0])
+    assert main(["restart", str(before), str(whole)]) == 0 and "nothing is wrong" in capsys.readouterr().out
+    assert main(["restart", str(before), str(broken)]) == 1
+    assert "reset: decoder.final_layernorm.weight, ranks 2-3 (pp 1, dp 0): weight was" in capsys.readouterr().out
+    assert main(["restart", str(before), str(broken), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["kind"], [r["rank"] for r in finding["ranks"]]) == ("reset", [2, 3])
+
+
+def half(folder: Path) -> None:
+    path = put(folder, prints(state())) / file_of(2)
+    path.write_text(path.read_text()[:-200])
+
+
+def no_manifest(folder: Path) -> None:
+    run = saved(folder, state(), prints(state()))
+    (run / "checkpoints/iter_0000010/manifest.json").write_text("{")
+
+
+def short(folder: Path) -> None:
+    file = saved(folder, state(), None) / "checkpoints/iter_0000010/rank_00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+BAD = {
+    "missing": (lambda folder: None, "B={B}: no such folder"),
+    "empty": (lambda folder: folder.mkdir(), "B={B}: holds no complete checkpoint and no fingerprints (a run folder"),
+    "a file": (lambda folder: folder.write_text(""), "B={B}: no such folder"),
+    "another model": (
+        lambda folder: put(folder, prints(state(), shape={**SHAPE, "hidden_size": 12})),
+        "B hidden_size=12: before/iter_0000010 has 6: two models cannot be compared",
+    ),
+    "half-written": (half, "fingerprint={B}/fingerprint_00002.json: is damaged or half-written"),
+    "no numbers": (
+        lambda folder: put(folder, prints(state(), iteration=None)),
+        "fingerprint={B}/fingerprint_00000.json: is damaged or half-written",
+    ),
+    "damaged manifest": (no_manifest, "checkpoint={B}/checkpoints/iter_0000010: manifest.json is damaged"),
+    "short slices": (short, "checkpoint={B}/checkpoints/iter_0000010: rank_00001.safetensors is missing or cut short"),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), BAD.values(), ids=BAD.keys())
+def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
+    make: Callable[[Path], Any], said: str, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "B")
+    assert main(["restart", str(before), str(tmp_path / "B")]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("trilane: " + said.format(B=tmp_path / "B")) and line.count("\n") == 1
+
+
+def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:
+    """In hash to the bit, however it is cut; and other bits are another hash."""
+    x = np.random.default_rng(1).normal(size=(70, 90)).astype(np.float32)
+    whole, parts = mark(x, ((0, 70), (0, 90))), []
+    for rows_, columns in (((0, 33), (0, 90)), ((33, 70), (0, 41)), ((33, 70), (41, 90))):
+        parts.append(mark(x[slice(*rows_), slice(*columns)], (rows_, columns)))
+    added = parts[0] + parts[1] + parts[2]
+    assert added.hash == whole.hash and added.apart(whole) == 0
+    assert added.norm == pytest.approx(np.linalg.norm(x), rel=1e-6) and added.low == x.min()
+    x[3, 4], x[4, 3] = x[4, 3], x[3, 4]
+    assert mark(x, ((0, 70), (0, 90))).hash != whole.hash
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 0.3])
+def test_marks_tell_how_far_two_tensors_are_apart(size: float) -> None:
+    """Within a factor of two, where eight sketches have a standard error of a quarter."""
+    random = np.random.default_rng(5)
+    x, noise = (random.normal(size=(200, 300)).astype(np.float32) for _ in range(2))
+    box = ((0, 200), (0, 300))
+    assert size / 2 < mark(x, box).apart(mark(x + np.float32(size) * noise, box)) < 2 * size
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.label)
+def test_a_rehearsal_keeps_the_topology_of_every_plan_of_the_equality_table(row: Any, tmp_path: Path) -> None:
+    plan = row.plan(machine(cards=0, bf16=True), str(tmp_path))
+    tiny = rehearse.tiny(plan, tmp_path, plan.cluster, 8).plan
+    kept = ("tp", "pp", "dp", "zero", "interleaving", "partition", "offload", "precision", "sequence_parallel")
+    assert [getattr(tiny.topology, n) for n in kept] == [getattr(plan.topology, n) for n in kept]
+    assert tiny.engine == plan.engine and tiny.shape.parameters <= plan.shape.parameters
+
+
+def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = REPOSITORY / "docs/plan-176b.json"
+    plan = read_plan(path)
+    t = plan.topology
+    assert main(["rehearse", str(path)]) == 2
+    said = f"trilane: tp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
+    assert capsys.readouterr().err.startswith(said)
+    assert main(["rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 0
+    first = read_plan(tmp_path / "r/first/plan.json")
+    second = read_plan(tmp_path / "r/second/plan.json")
+    assert first.topology.gpus == t.gpus and first.shape.parameters < 1e8
+    assert second.run.load == str(tmp_path / "r/first/checkpoints/iter_0000001")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"srun --ntasks {t.gpus}") and lines[2].startswith("python -m trilane restart ")
+    assert main(["rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 2
+
+
+def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_said(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan = replace(plan, topology=replace(plan.topology, tp=2, dp=4, gbs=8))
+    made = rehearse.tiny(plan, tmp_path, plan.cluster, 4)
+    assert made.plan.topology.dp == 2 and made.notes == ("dp=2 instead of 4: this machine runs at most 4 processes",)
+
+
+@pytest.fixture(scope="module")
+def home() -> Any:
+    with planted_nursery() as nursery:
+        yield nursery
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BUGS)
+def test_a_bug_planted_into_a_real_engine_is_named(kind: str, home: Nursery, tmp_path: Path) -> None:
+    bug = BUGS[kind]
+    found = cycle(home, tmp_path / "r", bug.topology, None, kind)
+    assert named(bug, found), [f.line() for f in found.findings]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*list(CYCLES)[:-1:3], list(CYCLES)[-1]])
+def test_nothing_is_found_in_a_clean_cycle(kind: str, home: Nursery, tmp_path: Path) -> None:
+    """Four of the ten that docs/restarts.md lists (the script does all), and one whose weights are gathered late."""
+    assert not cycle(home, tmp_path / "r", *CYCLES[kind], "").findings
+
+
+@pytest.mark.slow
+def test_a_plan_is_rehearsed_in_processes_of_its_own(tmp_path: Path) -> None:
+    """As the door does it; a bug in it would be the planted ones' business."""
+    made = asked(tmp_path / "corpus", tmp_path, {"tp": 2})
+    done = rehearse.rehearse(made, tmp_path / "r", rehearse.here)
+    assert not done.problem and done.audit and not done.audit.findings
+    assert len(done.audit.compared) == 2
+    shutil.rmtree(tmp_path / "r")

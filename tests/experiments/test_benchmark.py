@@ -1,0 +1,87 @@
+"""A benchmark is a run whose first iterations are left out, told as one JSON object."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import small_plan
+
+from trilane.cli.app import main
+from trilane.config.batch_rampup import Ramp
+from trilane.config.cluster import cluster
+from trilane.config.plan import Plan
+from trilane.experiments.benchmark import result, shortened, text
+
+STEP = {"lm_loss": 2.5, "skipped": 0, "global_batch_size": 4}
+
+
+def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) -> Path:
+    """A run folder with so many iterations; `changes` by their number, as _3={"skipped": 1}."""
+    folder.mkdir()
+    steps = [{"iteration": i, **STEP, "sec_per_it": s, **changes.get(f"_{i}", {})} for i, s in enumerate(seconds, 1)]
+    (folder / "plan.json").write_text(json.dumps(plan.to_json()))
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    memory = "[Rank {}] (after 9 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 1.0\n"
+    line = " iteration        9/       9 | elapsed time per iteration (ms): 1.0 | lm loss: 2.5 |\n"
+    (folder / "run.log").write_text(line + memory.format(0, 7) + memory.format(1, 8))
+    return folder
+
+
+def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_path: Path) -> None:
+    seconds = [9.0, 9.0, 7.0, 1.0, 2.0, 50.0, 3.0]
+    smaller, skipped = {"global_batch_size": 2}, {"skipped": 1}
+    found = result(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), leave_out=2)
+    assert (found["iterations"], found["left_out"], found["status"]) == (3, 4, "completed")
+    assert found["sec_per_it"] == {"median": 2, "low_quartile": 1.5, "high_quartile": 2.5, "least": 1, "most": 3}
+    assert (found["spread"], found["tokens_per_s"]) == (0.25, 4 * 32 / 2)
+    assert found["memory_bytes"] == {"0": 7 * 2**20, "1": 8 * 2**20}
+    flops = small_plan().shape.flops_per_iteration(4)
+    assert found["flops_per_s_per_gpu"] == pytest.approx(flops / 2)
+    assert found["mfu"] is None, "what a CPU was measured to do is no peak"
+
+
+def test_mfu_is_over_the_peak_of_the_card(tmp_path: Path) -> None:
+    plan = replace(small_plan(), cluster=cluster("jz-a100-80g"))
+    found = result(finished(tmp_path / "run", [2.0] * 8, plan), leave_out=2)
+    assert found["mfu"] == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s)
+    assert f"MFU {found['mfu']:.1%}" in text(found)
+
+
+def test_a_shortened_plan_runs_at_its_full_batch() -> None:
+    plan = small_plan(train_iters=1000)
+    growing = replace(plan, run=replace(plan.run, ramp=Ramp(start=2, increment=2, samples=100)))
+    assert shortened(growing, 30) == replace(plan, run=replace(plan.run, train_iters=30))
+
+
+BAD = [
+    (["--iterations", "5"], "iterations=5: must be above leave-out=5"),
+    (["--leave-out", "-1"], "leave-out=-1: must be a whole number of at least 0"),
+    ([], "iterations=4: must be above leave-out=5"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_a_benchmark_without_an_iteration_to_count_is_refused(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(small_plan().to_json()))
+    assert main(["benchmark", str(path), *options]) == 2
+    assert capsys.readouterr().err == f"trilane: {message}\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_the_door_trains_and_prints_exactly_one_object(
+    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(small_plan(train_iters=9999, pp=2).to_json()))
+    assert main(["benchmark", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["iterations"], found["left_out"], found["status"]) == (5, 3, "completed")
+    assert found["made_by"]["versions"]["megatron-core"] == "0.16.1"
+    assert set(found["memory_bytes"]) == {"0", "1"}
+    assert main(["benchmark", str(tmp_path / "small-benchmark-8"), "--leave-out", "3"]) == 0
+    assert "5, 3 left out" in capsys.readouterr().out

@@ -1,0 +1,70 @@
+"""The boundary between works and hangs is found, in few short jobs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import small_cluster, small_plan
+
+from trilane.cli.app import main
+from trilane.config.plan import Plan
+from trilane.experiments.bisect import bisect, changed, local_runner, values
+
+PLAN = small_plan(train_iters=100, dp=4, gbs=64)
+PLAN = replace(PLAN, shape=replace(PLAN.shape, num_layers=40, hidden_size=256), cluster=small_cluster())
+
+
+@pytest.mark.parametrize("boundary", [2, 3, 17, 39, 40])
+def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int) -> None:
+    report = bisect(PLAN, ("layers",), lambda p, _: "hang" if p.shape.num_layers >= boundary else "completed")
+    assert (report.boundaries[0].works, report.boundaries[0].hangs) == (boundary - 1, boundary)
+    assert len(report.trials) <= 8
+
+
+def test_every_axis_has_its_own_boundary_and_a_cure_by_blocking_is_said() -> None:
+    def hangs(plan: Plan, blocking: bool) -> str:
+        large = plan.shape.num_layers * plan.shape.hidden_size * plan.topology.dp >= 20_000
+        return "timeout" if large and not blocking else "completed"
+
+    report = bisect(PLAN, ("layers", "hidden", "dp", "gbs", "blocking"), hangs)
+    said = [str(boundary) for boundary in report.boundaries]
+    assert said[0] == "layers: works at 19, hangs at 20"
+    assert said[1] == "hidden: works at 124, hangs at 128"
+    assert said[2] == "dp: works at 1, hangs at 2"
+    assert said[3] == "gbs: hangs even at 8, the smallest that was tried"
+    assert said[4] == "CUDA_LAUNCH_BLOCKING=1 cures it"
+
+
+def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch() -> None:
+    pipeline = small_plan(pp=2, gbs=8)
+    assert values(replace(pipeline, shape=replace(pipeline.shape, num_layers=6)), "layers") == [2, 4, 6]
+    assert changed(PLAN, "dp", 3).topology.gbs == 48
+
+
+@pytest.mark.parametrize(("status", "message"), [("completed", "does not hang"), ("crashed", "cure that first")])
+def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bisect(PLAN, ("layers",), lambda plan, blocking: status)
+
+
+def test_the_door_says_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(small_plan(dp=2, gbs=8).to_json()))
+    assert main(["bisect", str(path), "--dry-run"]) == 0
+    assert "dp: [1, 2]" in capsys.readouterr().out
+    assert main(["bisect", str(path), "--axes", "layer"]) == 2
+    assert "did you mean layers?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_real_jobs_find_that_two_replicas_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1, which a single replica does not have, sleeps in iteration 2."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "planted"))
+    monkeypatch.setenv("TRILANE_PLANT", "sleep 1 2")
+    plan = small_plan(train_iters=4, dp=2, gbs=8)
+    plan = replace(plan, run=replace(plan.run, hang_timeout_s=5.0), data=replace(plan.data, folder=str(tmp_path / "c")))
+    report = bisect(plan, ("dp",), local_runner(tmp_path / "jobs", 300.0))
+    assert [str(b) for b in report.boundaries] == ["dp: works at 1, hangs at 2"]
+    assert [t.status for t in report.trials] == ["hang", "completed"]

@@ -1,0 +1,362 @@
+"""The calendar: dates, GPU-hours and risks, against published laws, hand counts and each other."""
+
+import dataclasses
+import json
+from datetime import date
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from trilane.cli.app import main
+from trilane.config.batch_rampup import parse_ramp
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
+from trilane.costmodel import calibration
+from trilane.forecast.capacity import FOREVER, Capacity, CapacityStep, CapacityWindow, capacity_of, constant
+from trilane.forecast.energy import Price, energy_kwh
+from trilane.forecast.failures import (
+    NODE_YEAR_S,
+    FailureModel,
+    Interruption,
+    daly_interval_s,
+    daly_wall_s,
+    wait_for_node_s,
+    young_interval_s,
+)
+from trilane.forecast.forecast import forecast
+from trilane.forecast.record import to_json
+from trilane.forecast.request import ForecastRequest
+from trilane.forecast.simulation import Doubt, Stretch, simulate
+
+A100 = cluster("jz-a100-80g")
+K = calibration.default(A100)
+BF16 = {"zero": 1, "recompute": "full", "precision": "bf16", "attention": "scores", "fp32_gradients": True}
+TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, partition="type:transformer|embedding", **BF16)
+SHAPE = parse_shape("70,14336,112,2048,250880")
+PLAN = Plan(label="p176", shape=SHAPE, cluster=A100, topology=TOPOLOGY, engine="deepspeed-3d")
+START, HOUR, DAY = date(2027, 1, 1), 3600.0, 86400.0
+CALM = FailureModel(
+    stops=(), startup_s=0, job_hours=1e9, evaluation_iters=0, checkpoint_s=1e12, slowdown=1, slowdown_spread=0
+)
+SURE = dataclasses.replace(K, half_width=1e-9)
+RAMP = "192,16,9765625"
+
+
+def request(**changes):
+    given = {"plan": PLAN, "calibration": K, "tokens": 341e9, "ramp": parse_ramp(RAMP), "start": START, "runs": 2000}
+    return ForecastRequest(**{**given, "capacity": constant(384, START), **changes})
+
+
+def one_stretch(seconds, gpus=8.0, nodes=1.0):
+    window = CapacityWindow(start_s=0, end_s=FOREVER, gpus=int(gpus), shared=False)
+    return Stretch(window=window, seconds=np.array([seconds]), gpus=np.array([gpus]), nodes=np.array([nodes]))
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "interval", "save", "restart"), [(20, 1.5, 60, 600), (5, 0.7, 60, 600), (2, 0.3, 30, 300)]
+)
+def test_simulated_runs_take_as_long_on_average_as_dalys_formula_says(mtbf, interval, save, restart):
+    """Daly 2006, equation 20, exact for stops at a constant rate (the simulation leaves out those during a restart)."""
+    stops = (Interruption(name="stop", per_year=NODE_YEAR_S / (mtbf * HOUR)),)
+    risks = dataclasses.replace(CALM, stops=stops, startup_s=restart)
+    shares, tau = {"saving": save / (interval * HOUR)}, interval * HOUR
+    found = simulate(
+        [one_stretch(2000 * HOUR)],
+        np.array([0]),
+        Doubt(common=0, alone=0),
+        risks,
+        shares,
+        tau,
+        4000,
+        np.random.default_rng(1),
+    )
+    expected = daly_wall_s(2000 * HOUR, tau, save, mtbf * HOUR, restart)
+    assert found.wall_s.mean() == pytest.approx(expected, rel=0.006)
+
+
+def test_dalys_interval_is_nearly_the_best_and_youngs_for_short_saves():
+    """Daly 2006: the optimum of equation 20; for d << M Young's sqrt(2 d M)."""
+    d, M = 60.0, 20 * HOUR
+    best = daly_interval_s(d, M)
+    assert best == pytest.approx(young_interval_s(d, M), rel=0.03)
+    costs = [daly_wall_s(1e6, best * f, d, M, 600) for f in (0.7, 1.0, 1.4)]
+    assert costs[1] == min(costs)
+    assert daly_interval_s(10 * HOUR, HOUR) == HOUR
+
+
+def test_a_spare_node_shortens_the_wait_and_none_means_waiting_for_the_repair():
+    waits = [wait_for_node_s(48, 10, 24, spares) for spares in (0, 1, 2, 4)]
+    assert waits[0] == pytest.approx(DAY) and waits == sorted(waits, reverse=True) and waits[3] < 0.1 * DAY
+    assert wait_for_node_s(48, 10, 24, 10**9) == pytest.approx(0) == wait_for_node_s(48, 1e5, 24, 10**9)
+    assert wait_for_node_s(48, 1e5, 24, 1000) == pytest.approx(DAY / 1001)
+
+
+def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
+    found = forecast(request(risks=CALM, calibration=SURE))
+    assert found.days(0.05) == pytest.approx(found.days(0.95), rel=1e-6)
+    assert found.days(0.5) == pytest.approx(found.best_schedule.days, rel=1e-6)
+    assert found.gpu_hours(0.5) == pytest.approx(found.days(0.5) * 24 * 384, rel=1e-6)
+    assert sum(p.iterations for p in found.phases) == parse_ramp(RAMP).iterations(request().samples, 2048)
+
+
+def test_ramp_days_are_each_batch_sizes_predicted_seconds_times_its_iterations():
+    from trilane.costmodel.iteration import iteration_time
+
+    by_hand = sum(
+        phase.iterations * iteration_time(SHAPE, dataclasses.replace(TOPOLOGY, gbs=phase.gbs), A100, K).total
+        for phase in parse_ramp(RAMP).phases(2048)
+    )
+    assert forecast(request(runs=100)).ramp_days == pytest.approx(by_hand / DAY)
+
+
+def test_ramp_days_of_a_run_that_ends_inside_its_ramp_are_those_of_the_whole_run():
+    found = forecast(request(tokens=100e9, ramp=parse_ramp("1024,1024,100000000"), risks=CALM, calibration=SURE))
+    assert len(found.phases) == found.ramp_phases == 1
+    assert found.ramp_days == pytest.approx(found.days(0.5), rel=1e-6)
+    ramp = to_json(found)["ramp"]
+    assert ramp["days_interval"] == pytest.approx([ramp["days"]] * 2, rel=1e-6)
+
+
+def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp():
+    steps = [(date(2027, 1, 1), 384), (date(2027, 1, 5), 0), (date(2027, 2, 5), 384)]
+    capacity = Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n) for d, n in steps))
+    plain, late = forecast(request(runs=100)), forecast(request(runs=100, capacity=capacity))
+    assert late.ramp_days == pytest.approx(plain.ramp_days, rel=1e-6) and plain.ramp_days > 4
+    assert late.ideal.wall_s[0] == pytest.approx(plain.ideal.wall_s[0] + 31 * DAY)
+
+
+def test_a_calibrations_interval_alone_becomes_the_interval_of_the_days():
+    """One batch size, nothing else uncertain: the 5 and 95 % quantiles are the calibration's own factors."""
+    found = forecast(request(risks=dataclasses.replace(CALM, common=1.0), ramp=parse_ramp("2048,1,0"), runs=10_000))
+    factors = [found.days(q) / found.best_schedule.days for q in (0.05, 0.95)]
+    assert np.log(factors) == pytest.approx([-K.half_width, K.half_width], rel=0.06)
+
+
+def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_they_are_missed():
+    found = forecast(request())
+    last = found.finish(0.5).date()
+    at = [
+        dataclasses.replace(found, request=request(deadline=day)).p_deadline
+        for day in (date(2027, 3, 1), last, date(2028, 1, 1))
+    ]
+    assert at[0] == 1 and 0.35 < at[1] < 0.65 and at[2] == 0
+    hours = found.gpu_hours(0.95)
+    over = [
+        dataclasses.replace(found, request=request(allocation=limit)).p_allocation
+        for limit in (hours / 2, hours, 2 * hours)
+    ]
+    assert over[0] == 1 and over[1] == pytest.approx(0.05, abs=0.005) and over[2] == 0
+    assert found.p_deadline is None and found.p_allocation is None
+
+
+def test_more_failures_and_fewer_spares_cost_days():
+    def days(rate, **changes):
+        risks = dataclasses.replace(FailureModel(), **changes).with_failures(rate)
+        return forecast(request(risks=risks)).days(0.5)
+
+    assert days(0) < days(2) < days(20) < days(20, spare_nodes=0)
+
+
+def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_hours():
+    """Prequel, 'Hardware': 144 GPUs until mid-February, then 384; GPU-hours are those of GPUs that work."""
+    steps = [(date(2027, 1, 1), 144), (date(2027, 2, 15), 384)]
+    capacity = Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n) for d, n in steps))
+    early, late = forecast(request(risks=CALM)), forecast(request(risks=CALM, capacity=capacity))
+    assert 20 < late.days(0.5) - early.days(0.5) < 45
+    assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5), rel=0.05)
+    bars = late.bars()
+    assert all(bar.choice.gpus <= 144 for bar in bars if bar.end_s < 45 * DAY)
+    assert bars[-1].choice.gpus == 384 and bars[0].start_s == 0
+    assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(bars))
+
+
+@pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
+def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
+    """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
+    found = forecast(request(capacity=steps((START, few, False), (date(2027, 2, 1), 384, False)), runs=100))
+    assert (found.bars()[0].start_s == 31 * DAY) is waits
+
+
+def test_days_without_gpus_are_waited_for_and_cost_nothing():
+    steps = (CapacityStep(first_day=date(2027, 1, 11), gpus=384),)
+    late = forecast(request(risks=CALM, calibration=SURE, capacity=Capacity(steps=steps)))
+    early = forecast(request(risks=CALM, calibration=SURE))
+    assert late.days(0.5) == pytest.approx(early.days(0.5) + 10)
+    assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5))
+
+
+def steps(*pairs):
+    return Capacity(steps=tuple(CapacityStep(first_day=d, gpus=n, shared=s) for d, n, s in pairs))
+
+
+def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
+    """A step to as many GPUs, or to more than the plan takes, and to a shared machine."""
+    same = steps((START, 384, False), (date(2027, 1, 20), 400, False), (date(2027, 2, 1), 384, True))
+    risks = dataclasses.replace(CALM, startup_s=1200, queue_s=7200)
+    plain, changed = forecast(request(risks=risks)), forecast(request(risks=risks, capacity=same))
+    assert changed.usual.wall_s == pytest.approx(plain.usual.wall_s) and len(changed.bars()) == len(plain.bars()) == 1
+    assert changed.usual.gpu_s == pytest.approx(plain.usual.gpu_s)
+
+
+def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
+    fewer = steps((START, 96, False), (date(2027, 2, 1), 384, True))
+    free = dataclasses.replace(CALM, startup_s=0, queue_s=0)
+    begun, queued = dataclasses.replace(free, startup_s=1200.0), dataclasses.replace(free, queue_s=7200.0)
+    base, start, wait = (forecast(request(risks=r, capacity=fewer, calibration=SURE)) for r in (free, begun, queued))
+    assert start.lost_days["change of capacity"] * DAY == pytest.approx(1200)
+    assert start.gpu_hours(0.5) - base.gpu_hours(0.5) == pytest.approx(384 * 1200 / 3600, rel=0.01)
+    assert wait.lost_days["queue between jobs"] * DAY == pytest.approx(7200, rel=0.01)
+    assert wait.gpu_hours(0.5) == pytest.approx(base.gpu_hours(0.5), abs=1)
+    assert wait.days(0.5) - base.days(0.5) == pytest.approx(7200 / DAY, rel=0.01)
+
+
+def test_a_shared_machine_makes_a_run_wait_but_not_pay():
+    shared, alone = (forecast(request(capacity=constant(384, START, shared=s))) for s in (True, False))
+    assert shared.days(0.5) > 1.05 * alone.days(0.5)
+    assert shared.gpu_hours(0.5) == pytest.approx(alone.gpu_hours(0.5), rel=0.02)
+
+
+def test_the_same_seed_gives_the_same_answer():
+    assert forecast(request()).days(0.95) == forecast(request()).days(0.95)
+    assert forecast(request()).days(0.95) != forecast(request(seed=1)).days(0.95)
+
+
+def test_batch_sizes_that_the_plan_cannot_divide_are_run_where_dp_and_mbs_may_follow():
+    with pytest.raises(ValueError, match=r"^ramp=200, 216, 232, 248: every batch size must be a multiple of mbs x dp"):
+        small = dataclasses.replace(PLAN, topology=dataclasses.replace(TOPOLOGY, gbs=256))
+        request(plan=small, ramp=parse_ramp("192,8,100000"))
+    found = forecast(request(ramp=parse_ramp("192,8,9765625"), day_worth=1e9, runs=100))
+    assert all(s.phase.gbs % (s.choice.mbs * s.choice.dp) == 0 for s in found.best_schedule.steps)
+
+
+def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
+    """DGX A100 data sheet: 6.5 kW at most for 8 GPUs."""
+    assert energy_kwh(1000, "A100-80GB", Price()) == pytest.approx(1000 * 6.5 / 8 * 1.2)
+    assert energy_kwh(1000, "RTX-9", Price()) is None
+    assert energy_kwh(1000, "RTX-9", Price(watts_per_gpu=500)) == pytest.approx(600)
+    assert Price().cost(10) is None and Price(per_gpu_hour=2.0).cost(10) == 20
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN.to_json()))
+    return str(path)
+
+
+GIVEN = {"--tokens": "341e9", "--ramp": RAMP, "--start": "2027-01-01", "--runs": "500"}
+
+
+def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
+    capacity = tmp_path / "capacity.json"
+    capacity.write_text('{"steps": [{"from": "2026-12-01", "gpus": 144}, {"from": "2027-02-15", "gpus": 384}]}')
+    words = [word for pair in GIVEN.items() for word in pair]
+    words += ["--capacity", str(capacity), "--allocation", "3e6", "--deadline", "2027-12-31", "--price", "2"]
+    assert main(["calendar", plan_file, *words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ramp"]["iterations"] == sum(p.iterations for p in parse_ramp(RAMP).phases(2048)) == 12658
+    assert said["days_interval"][0] < said["days"] < said["days_interval"][1]
+    assert said["gpu_hours_interval"][0] < said["gpu_hours"] < said["gpu_hours_interval"][1]
+    assert said["finish"]["p05"] < said["finish"]["p50"] < said["finish"]["p95"]
+    assert said["p_deadline"] == 0 and said["p_allocation"] == 0
+    assert said["cost"] == pytest.approx(2 * said["gpu_hours"]) and said["energy_kwh"] > 0
+    assert "MISSING" in said["meaning"]["p_deadline"] and "OVERRUNNING" in said["meaning"]["p_allocation"]
+    assert {a["what"] for a in said["assumptions"]} >= {"node failure", "slowdown"}
+    assert main(["calendar", plan_file, *words]) == 0
+    assert "deadline  2027-12-31: missed with probability 0.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--ramp 192,8,9765625", "ramp=200, 216, 232,"),  # each failing step is named
+        ("--ramp 192,8,9765625", "2008, 2024, 2040: every batch size must be a multiple of mbs x dp = 2 x 8"),
+        ("--ramp 192,7,9765625", "ramp.increment=7: must divide the way from start=192 to gbs=2048"),
+        ("--ramp 1,2", "ramp=1,2: must be three whole numbers: START,INCREMENT,SAMPLES"),
+        (
+            "--ramp 8,8,9765625 --adapt days --capacity CAPACITY",
+            "capacity.gpus=48: the last step never ends, and no replica on so few GPUs fits the card's memory",
+        ),
+        ("--tokens 1000", "tokens=1000: below one batch of 393216"),
+        ("--tokens -5", "tokens=-5.0: must be a number above zero"),
+        ("--tokens nan", "tokens=nan: must be a number above zero"),
+        ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
+        ("--deadline soon", "deadline=soon: must be a date such as 2026-03-11"),
+        ("--failures-per-node-year -1", "failures-per-node-year=-1.0: must be zero or a number above"),
+        ("--failures-per-node-year 1e4", "failures-per-node-year=10000: such a run would lose ten times"),
+        ("--allocation 0", "allocation=0.0: must be a number above zero"),
+        ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
+        ("--spare-nodes -1", "spare_nodes=-1: must be zero or a number above"),
+        ("--reshape", "reshape=True: needs --adapt days"),
+        ("--day-worth -1", "day-worth=-1.0: must be zero or a number above"),
+        ("--price -1", "price=-1.0: must be zero or a number above"),
+        ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
+        ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
+        ("--checkpoint-minutes 0", "checkpoint-minutes=0.0: must be above zero"),
+        ("--runs 3", "runs=3: must be a whole number of at least 100"),
+        ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
+        ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
+        ("--tokens 1e16", "would end after 9999: more GPUs, or fewer tokens"),
+        ("--capacity nowhere.json", "capacity=nowhere.json: no such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, given, message):
+    small = tmp_path / "small.json"
+    small.write_text('[{"from": "2027-01-01", "gpus": 48}]')
+    words = given.replace("CAPACITY", str(small)).split()
+    options = [word for pair in GIVEN.items() for word in pair]
+    assert main(["calendar", plan_file, *options, *words]) == 2  # the last of an option counts
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slowdown_spread": float("nan")}, "slowdown_spread=nan: must be zero or a number above"),
+        ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
+        ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
+        ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: stands there twice"),
+        ({"stops": [{"name": "saving"}]}, "stop.name=saving: is the calendar's own name for something else"),
+        ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
+    ],
+)
+def test_risks_that_contradict_themselves_are_refused_by_name(capsys, plan_file, tmp_path, values, message):
+    path = tmp_path / "risks.json"
+    path.write_text(json.dumps(values))
+    options = [word for pair in GIVEN.items() for word in pair]
+    assert main(["calendar", plan_file, *options, "--risks", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"trilane: {message}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "capacity=[]: needs at least one step"),
+        ({"steps": []}, "capacity=[]: needs at least one step"),
+        ({}, "capacity=[]: needs at least one step"),
+        ({"stepz": []}, "capacity field=stepz: did you mean steps?"),
+        (384, "capacity=384: must be a list of steps"),
+        ([{"from": "2027-01-01"}], "capacity.gpus=missing: is required"),
+        ([{"from": "2027-01-01", "gpu": 8}], "capacity field=gpu: did you mean gpus?"),
+        ([{"from": "tomorrow", "gpus": 8}], "capacity.from=tomorrow: must be a date"),
+        ([{"from": "2027-01-01", "gpus": -8}], "capacity.gpus=-8: must be a whole number of at least 0"),
+        ([{"from": "2027-01-01", "gpus": 0}], "capacity.gpus=0: no step has any GPU"),
+        ([{"from": "2027-01-01", "gpus": 8, "shared": "yes"}], "capacity.shared=yes: must be true or false"),
+        ([{"from": "2027-01-02", "gpus": 8}, {"from": "2027-01-01", "gpus": 8}], "capacity.from=2027-01-01: must come"),
+        ([7], "capacity step=7: must be an object"),
+    ],
+)
+def test_a_capacity_that_is_none_is_refused(values, message):
+    with pytest.raises(ValueError) as refused:
+        capacity_of(values)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_capacity_that_never_holds_a_replica_is_refused():
+    with pytest.raises(ValueError, match=r"^capacity.gpus=40: one replica of tp4-pp12-dp8-mbs2-zero1-full takes 48"):
+        request(capacity=constant(40, START))

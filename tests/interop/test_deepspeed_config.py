@@ -1,0 +1,235 @@
+"""DeepSpeed's JSON says what the plan says, and a user's JSON that does not is told where."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from trilane.cli.app import main
+from trilane.config.cluster import cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
+from trilane.costmodel.memory import memory_per_stage
+from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.interop.deepspeed_lint import contradictions, known_keys, read_topology, unknown_keys
+
+SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
+
+
+Z = "zero_optimization"
+
+
+def plan(engine="deepspeed-zero", **topology):
+    spread = Topology(**{"dp": 2, "mbs": 2, "gbs": 16, "zero": 1, **topology})
+    return Plan(label="x", shape=SMALL, cluster=cluster("jz-a100-80g"), topology=spread, engine=engine)
+
+
+def flat(values, prefix=""):
+    pairs = {}
+    for name, value in values.items():
+        pairs |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return pairs
+
+
+SAID = [
+    ({}, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}),
+    ({}, {"gradient_clipping": 1.0, "wall_clock_breakdown": False, "zero_optimization.stage": 1}),
+    ({"zero": 2}, {"zero_optimization.reduce_bucket_size": 12 * 128 * 128}),
+    ({"zero": 3}, {"zero_optimization.reduce_bucket_size": 16384, "zero_optimization.stage": 3}),
+    ({"zero": 3}, {"zero_optimization.stage3_param_persistence_threshold": 1280}),
+    ({"zero": 3}, {"zero_optimization.stage3_prefetch_bucket_size": 14745}),
+    ({"offload": "optimizer"}, {"zero_optimization.offload_optimizer.device": "cpu"}),
+    ({"zero": 3, "offload": "full"}, {"zero_optimization.offload_param.device": "cpu"}),
+    ({"precision": "bf16"}, {"bf16.enabled": True, "data_types.grad_accum_dtype": "bf16"}),
+    ({"precision": "bf16", "fp32_gradients": True}, {"data_types.grad_accum_dtype": "fp32"}),
+    ({"precision": "fp16"}, {"fp16.enabled": True, "fp16.initial_scale_power": 16, "fp16.loss_scale": 0}),
+    ({"engine": "deepspeed-3d", "pp": 2}, {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), SAID, ids=str)
+def test_the_json_says_what_the_plan_says(changes, said):
+    """DeepSpeed's configuration page; stage 3's buckets are those of Hugging Face's Trainer: h^2, 0.9 h^2, 10 h."""
+    values = flat(deepspeed_config(plan(**changes), compiler=True))
+    assert {name: values.get(name) for name in said} == said
+
+
+@pytest.mark.parametrize("changes", [changes for changes, _ in SAID], ids=str)
+def test_what_was_written_is_read_back(changes):
+    made = plan(**changes)
+    values, t = deepspeed_config(made, compiler=False), made.topology
+    assert contradictions(values, made) == []
+    assert read_topology(values, tp=t.tp, pp=t.pp, dp=t.dp) == t
+
+
+def test_without_a_compiler_no_optimizer_asks_for_one():
+    with_one, without = (deepspeed_config(plan(offload="optimizer"), compiler=c) for c in (True, False))
+    assert "torch_adam" not in with_one["optimizer"]["params"] and "zero_force_ds_cpu_optimizer" not in with_one
+    assert without["optimizer"]["params"]["torch_adam"] is True and without["zero_force_ds_cpu_optimizer"] is False
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("buckets", ["layer", "library"])
+def test_the_planner_counts_the_buckets_that_the_engine_asks_for(zero, buckets):
+    """Three of 16-bit values: one to reduce, doubled to overlap, and one to gather; DeepSpeed's own hold 5e8."""
+    made = plan(zero=zero, buckets=buckets, precision="bf16")
+    asked = deepspeed_config(made, compiler=True)[Z].get("reduce_bucket_size", 500_000_000)
+    held = [memory_per_stage(made.shape, t, made.cluster)[0].buffers for t in (made.topology, Topology())]
+    assert held[0] - held[1] == 3 * 2 * asked
+
+
+def test_a_bucket_never_passes_deepspeeds_own_size():
+    wide = replace(plan(), shape=replace(SMALL, hidden_size=8192))
+    assert deepspeed_config(wide, compiler=True)["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+
+
+WRONG = [
+    ({"train_batch_size": 8}, {}, ["train_batch_size=8: the plan has 16"]),
+    (
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+        {},
+        [
+            "train_batch_size=16: must be train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp = 2 x 2",
+            "gradient_accumulation_steps=2: the plan has 4",
+        ],
+    ),
+    ({Z: {"stage": 2}}, {}, [f"{Z}.stage=2: the plan has 1"]),
+    ({"gradient_clipping": 0.5}, {}, ["gradient_clipping=0.5: the plan has 1.0"]),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {"precision": "bf16"}, ["bf16.enabled=True: fp16 is"]),
+    ({"optimizer": {"params": {"betas": [0.9, 0.999]}}}, {}, ["optimizer.params.betas=[0.9, 0.999]: the plan has"]),
+    ({Z: {"stage": 4}}, {}, [f"{Z}.stage=4: ZeRO stages are 0, 1, 2 and 3"]),
+    (
+        {Z: {"stage": 2}},
+        {"engine": "deepspeed-3d", "pp": 2},
+        [f"{Z}.stage=2: ZeRO 2 and 3 cannot run with a pipeline (pp=2)"],
+    ),
+    (
+        {Z: {"stage": 1, "offload_param": {"device": "cpu"}}},
+        {},
+        [f"{Z}.offload_param.device=cpu: needs ZeRO stage 3"],
+    ),
+    (
+        {Z: {"stage": 1, "overlap_com": True}},
+        {},
+        [f"{Z}.overlap_com=True: DeepSpeed has no such key; did you mean overlap_comm?"],
+    ),
+    (
+        {"gradient_cliping": 1.0},
+        {},
+        ["gradient_cliping=1.0: DeepSpeed has no such key; did you mean gradient_clipping?"],
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0}}},
+        {},
+        ["optimizer.params.weigth_decay=0: DeepSpeed"],
+    ),
+    ({"fp16": True}, {}, ["fp16=True: must be a JSON object"]),
+    (
+        {"bf16": {"enabled": "yes"}, "train_batch_size": "16"},
+        {},
+        ["bf16.enabled='yes': must be", "train_batch_size=16: must"],
+    ),
+    ({Z: {"offload_optimizer": {"device": "cpu"}}}, {}, [f"{Z}.offload_optimizer.device=cpu: needs ZeRO stage 1"]),
+]
+
+
+@pytest.mark.parametrize(("values", "changes", "lines"), WRONG, ids=str)
+def test_a_users_contradiction_is_named_in_one_line(values, changes, lines):
+    full = {Z: {"stage": 1}, "gradient_clipping": 1.0, **values}
+    found = contradictions(full, plan(**changes))
+    assert all("\n" not in line for line in found)
+    assert [wanted for wanted in lines if not any(line.startswith(wanted) for line in found)] == []
+
+
+def test_what_the_trainer_fills_in_contradicts_nothing():
+    values = {Z: {"stage": 1}, "gradient_clipping": "auto", "train_batch_size": "auto", "fp16": {"enabled": "auto"}}
+    assert contradictions(values, plan()) == []
+
+
+def test_what_a_json_leaves_out_is_deepspeeds_default():
+    assert contradictions({Z: {"stage": 1}}, plan()) == ["gradient_clipping=0.0: the plan has 1.0"]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({Z: {"stage": 3, "offload_param": {"device": "nvme"}}}, f"{Z}.offload_param.device=nvme: known: cpu, none"),
+        ({"train_batch_size": 9}, "train_batch_size=9: must be"),
+        ({"train_batch_size": "16"}, "train_batch_size=16: must be a whole number of at least 1"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled=True: fp16 is enabled too"),
+    ],
+    ids=str,
+)
+def test_a_json_that_means_no_topology_is_refused(values, line):
+    with pytest.raises(ValueError) as caught:
+        read_topology(values, dp=2)
+    assert str(caught.value).startswith(line)
+
+
+def test_the_table_of_keys_is_that_of_the_deepspeed_installed():
+    """Its own models of the blocks that it checks. Another release may add some: then the table wants a look."""
+    code = (
+        "import json; from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as Z\n"
+        "from deepspeed.runtime.zero import offload_config as o; from deepspeed.runtime import precision_config as p\n"
+        "named = {'zero_optimization': Z, 'zero_optimization.offload_param': o.DeepSpeedZeroOffloadParamConfig,"
+        "'zero_optimization.offload_optimizer': o.DeepSpeedZeroOffloadOptimizerConfig,"
+        "'fp16': p.DeepSpeedFP16Config, 'bf16': p.DeepSpeedBF16Config}\n"
+        "print(json.dumps({k: sorted(f.alias or n for n, f in m.model_fields.items()) for k, m in named.items()}))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert {block: known_keys()[block] for block in theirs} == theirs
+
+
+def test_what_is_written_for_a_plan_holds_known_keys_only():
+    assert all(unknown_keys(deepspeed_config(plan(**changes), compiler=False)) == [] for changes, _ in SAID)
+
+
+@pytest.fixture
+def door(tmp_path, capsys):
+    """The exit code and what is printed for a JSON, with a plan to hold it to or without."""
+
+    def opened(values, *more, against=None):
+        (tmp_path / "ds.json").write_text(values if isinstance(values, str) else json.dumps(values))
+        if against:
+            (tmp_path / "plan.json").write_text(json.dumps(against.to_json()))
+            more = ("--plan", str(tmp_path / "plan.json"), *more)
+        code = main(["ds-config", str(tmp_path / "ds.json"), *more])
+        out, err = capsys.readouterr()
+        return code, out or err
+
+    return opened
+
+
+def test_the_door_renders_a_plan_and_reads_its_own_rendering_back(door):
+    code, said = door(plan().to_json())
+    assert code == 0 and json.loads(said) == deepspeed_config(plan(), compiler=True)
+    assert door(said, against=plan()) == (0, "no contradiction\n")
+    assert door(said) == (
+        0,
+        "no contradiction: dp 2, mbs 2, gbs 16, zero 1, offload none, precision fp32, fp32_gradients False\n",
+    )
+
+
+def test_the_door_names_each_contradiction_and_leaves_with_1(door):
+    code, said = door({**deepspeed_config(plan(), compiler=True), "train_batch_size": 8}, "--json", against=plan())
+    assert code == 1
+    assert json.loads(said)["contradictions"][-1] == "train_batch_size=8: the plan has 16"
+    assert door({Z: {"stage": 2}}, "--pp", "2")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ("{", "trilane: file="),
+        ("[]", "trilane: file="),
+        (plan("megatron", dp=1, zero=0, gbs=2).to_json(), "trilane: engine=megatron: takes no DeepSpeed JSON"),
+    ],
+    ids=["no JSON", "no object", "no plan for DeepSpeed"],
+)
+def test_what_cannot_be_read_is_one_line_and_2(door, values, line):
+    code, said = door(values)
+    assert code == 2 and said.startswith(line) and said.count("\n") == 1

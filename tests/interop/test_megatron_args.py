@@ -1,0 +1,215 @@
+"""A plan as the original's arguments, and back; what the originals call things is in their megatron/arguments.py."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from support import small_plan
+
+from trilane.cli.app import main
+from trilane.config.batch_rampup import Ramp
+from trilane.config.cluster import cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Dropout, Optimizer, Part, Plan, Run
+from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, UNSAID, megatron_arguments, text
+from trilane.interop.megatron_parse import plan_of
+from trilane.interop.shell_args import read_arguments
+
+SHAPE = ModelShape(num_layers=8, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=50304)
+OPTIMIZER = Optimizer(lr=6e-5, min_lr=6e-6, warmup_samples=216, decay_samples=999, adam_beta2=0.95, clip_grad=0.5)
+BLENDED = Data(
+    source="blend", tokenizer="/m/gpt2", blend=(Part(source="/d/a", weight=0.7), Part(source="/d/b c", weight=3))
+)
+MACHINE = cluster("jz-a100-80g")
+
+TOPOLOGIES = [
+    (LM, {}),
+    (LM, {"tp": 2, "pp": 2, "dp": 4, "mbs": 2, "gbs": 64, "zero": 1, "sequence_parallel": True}),
+    (LM, {"pp": 4, "gbs": 16, "interleaving": 2, "precision": "bf16", "fp32_gradients": True}),
+    (LM, {"pp": 5, "dp": 2, "gbs": 16, "partition": "type:transformer|embedding"}),
+    (LM, {"tp": 8, "recompute": "full", "precision": "fp16", "fp32_gradients": True}),
+    (LM, {"tp": 4, "recompute": "selective"}),
+    (LM, {"dp": 2, "gbs": 4, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    (LM, {"pp": 3, "gbs": 3, "first_stage_layers": 2, "last_stage_layers": 4}),
+    (DEEPSPEED, {"tp": 4, "pp": 4, "dp": 2, "gbs": 32, "zero": 1, "precision": "fp16", "recompute": "full"}),
+    (DEEPSPEED, {"pp": 5, "zero": 1, "partition": "type:transformer|embedding"}),
+    (DEEPSPEED, {"pp": 2, "zero": 1, "precision": "bf16", "fp32_gradients": True}),
+    (DEEPSPEED, {"pp": 2, "dp": 2, "gbs": 8, "zero": 1, "offload": "optimizer"}),
+]
+RUNS = [
+    Run(train_iters=70, log_interval=10, seed=7, timers=True, tensorboard=True),
+    Run(train_iters=90, ramp=Ramp(start=8, increment=8, samples=100)),
+]
+
+
+def plan(flavour: str, topology: dict, **changes: object) -> Plan:
+    given = {"label": "read", "shape": SHAPE, "cluster": MACHINE, "topology": Topology(**topology)}
+    given |= {"engine": ENGINE_OF[flavour], "data": Data(source="/d/pair", tokenizer="/m/gpt2"), "optimizer": OPTIMIZER}
+    return Plan(**{**given, **changes})
+
+
+@pytest.mark.parametrize(("flavour", "topology"), TOPOLOGIES, ids=str)
+def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> None:
+    plain = plan(flavour, topology)
+    run = replace(RUNS[0], timers=flavour == LM)  # the fork of 2023 has no such choice
+    ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=BLENDED)
+    for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer()), ramped):
+        said = "torchrun --nproc_per_node 1 pretrain_gpt.py \\\n" + text(megatron_arguments(original, flavour))
+        found = plan_of(read_arguments(said), cluster=MACHINE, gpus=original.topology.gpus)
+        assert found.plan == original
+        assert (found.unknown, found.differs) == ((), ())
+
+
+def test_every_field_of_a_topology_is_in_some_argument() -> None:
+    """A field that is added later must be said, or named among those that cannot be."""
+    said = {name for _, topology in TOPOLOGIES for name in topology}
+    assert {field.name for field in fields(Topology)} - said == {"attention", "adam", "buckets"} < set(UNSAID)
+
+
+def test_the_untied_and_the_normalized_embedding_come_back_too() -> None:
+    untied = plan(LM, {}, shape=replace(SHAPE, tied_embeddings=False))
+    assert plan_of(read_arguments(text(megatron_arguments(untied))), cluster=MACHINE, gpus=1).plan == untied
+
+
+SCRIPT = """
+#!/bin/bash
+#SBATCH --nodes=48      # a comment that is none of our business
+export TP_SIZE=4
+PP_SIZE=12
+NHIDDEN=14336; NLAYERS=70
+LAUNCHER="python -m torch.distributed.run --nproc_per_node 8 --nnodes 48 --rdzv_backend c10d"
+GPT_ARGS=" \\
+    --pp-partition-method 'type:transformer|embedding' \\
+    --num-layers $NLAYERS --hidden-size ${NHIDDEN} --num-attention-heads 112 \\
+    --rampup-batch-size 192 16 9_765_625 --global-batch-size 2048 --micro-batch-size 2 \\
+    --train-samples 220_000_000 --seq-length 2048 --max-position-embeddings 2048 \\
+    --bf16 --init-method-std 0.0048 --glu-activation geglu \\
+    --checkpoint-activations --tokenizer-type PretrainedFromHF --tokenizer-name-or-path /m/tok \\
+    --pad-vocab-size-to 250880 \\
+    "
+OPTIMIZER_ARGS="--optimizer adam --adam-beta2 0.95 --lr 6.0e-5 --min-lr 6e-6 --lr-decay-style cosine \\
+    --lr-warmup-samples 183_105 --weight-decay 1e-1"
+ZERO_STAGE=0 # in bf16
+cat <<EOT > $config_json
+{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": $ZERO_STAGE}}
+EOT
+#   --universal-checkpoint \\
+export CMD="pretrain_gpt.py --tensor-model-parallel-size $TP_SIZE --pipeline-model-parallel-size $PP_SIZE \\
+    $GPT_ARGS $OPTIMIZER_ARGS --deepspeed --deepspeed_config ${config_json} --zero-stage ${ZERO_STAGE} \\
+    --save $CHECKPOINTS"
+srun bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee -a main_log.txt
+"""
+
+
+def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() -> None:
+    """Written after the form of BLOOM's script, with its sizes: 384 GPUs, TP 4, PP 12, DP 8."""
+    found = plan_of(read_arguments(SCRIPT), cluster=replace(MACHINE, max_nodes=100))
+    t, s = found.plan.topology, found.plan.shape
+    assert (t.tp, t.pp, t.dp, t.mbs, t.gbs, t.zero, t.recompute) == (4, 12, 8, 2, 2048, 1, "full")
+    assert (t.partition, t.precision, t.fp32_gradients) == ("type:transformer|embedding", "bf16", True)
+    assert (s.num_layers, s.hidden_size, s.vocab_size) == (70, 14336, 250880)
+    assert found.plan.run.ramp == Ramp(start=192, increment=16, samples=9_765_625)
+    assert found.plan.optimizer.warmup_samples == 183_105
+    assert found.plan.dropout == Dropout(hidden=0.1, attention=0.1), "what both programs take where nothing is said"
+    assert found.unknown == ("glu_activation",)
+    assert found.differs == (
+        "init_method_std=0.0048: a plan has 0.02",
+        "data_path=missing: the plan has stdlib",
+    )
+
+
+def test_lines_end_arguments_and_quotes_hold_lines() -> None:
+    script = """
+MBS=2 # a comment
+GBS=$(( $MBS*4 * 16 ))
+DATA="
+  --data-path
+     0.5 /a
+     0.5 /b
+  --seed 7"
+python pretrain_gpt.py $DATA --global-batch-size $GBS --lr 1e-4
+srun hostname
+"""
+    found = read_arguments(script)
+    assert found == {
+        "data_path": ["0.5", "/a", "0.5", "/b"],
+        "seed": ["7"],
+        "global_batch_size": ["128"],
+        "lr": ["1e-4"],
+    }
+
+
+def test_iterations_become_samples() -> None:
+    said = text(megatron_arguments(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
+    said = said.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
+        "--lr-decay-samples 999", "--lr-decay-iters 50"
+    )
+    found = plan_of(read_arguments(said), cluster=MACHINE, gpus=1).plan
+    assert (found.run.train_iters, found.optimizer.warmup_samples, found.optimizer.decay_samples) == (50, 12, 0)
+
+
+def test_a_trace_of_bash_is_read_too() -> None:
+    """And a warm-up that is a share of the decay: 0.01 of 800 iterations of 4."""
+    said = text(megatron_arguments(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
+    said = said.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
+    said = said.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
+    trace = (
+        f"+ GPT_ARGS='   {said}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {said}'\n+ CMD=' pretrain_gpt.py {said} '\n"
+    )
+    found = plan_of(read_arguments(trace), cluster=MACHINE, gpus=1)
+    assert (found.plan.optimizer.decay_samples, found.plan.optimizer.warmup_samples) == (3200, 32)
+    assert (found.plan.topology.gbs, found.unknown) == (4, ())
+
+
+GOOD = text(megatron_arguments(plan(LM, {"tp": 2, "pp": 2})))
+BAD = [
+    (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; give it"),
+    (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE, gpus=6), "gpus=6: must be a multiple of tp x pp = 2 x 2"),
+    (
+        lambda: plan_of(read_arguments(GOOD.replace("--lr 6e-05", "--lr fast")), cluster=MACHINE, gpus=4),
+        "--lr=fast: must be a number",
+    ),
+    (
+        lambda: plan_of(read_arguments(GOOD.replace("--seq-length 128", "")), cluster=MACHINE, gpus=4),
+        "--seq-length=missing: needs one value",
+    ),
+    (
+        lambda: plan_of(read_arguments(GOOD.replace("--num-layers 8", "--num-layers 7")), cluster=MACHINE, gpus=4),
+        "pp=2: pp x interleaving = 2 must divide the 7 layers",
+    ),
+    (lambda: read_arguments("--data-path 'open"), "arguments: not a command line (No closing quotation)"),
+    (lambda: megatron_arguments(plan(LM, {}), "megatron"), None),
+    (
+        lambda: megatron_arguments(plan(DEEPSPEED, {"zero": 1}, data=Data()), DEEPSPEED),
+        "data.tokenizer=bytes: Megatron-DeepSpeed has no tokenizer of bytes; name a folder with a Hugging Face "
+        "tokenizer",
+    ),
+    (
+        lambda: megatron_arguments(plan(DEEPSPEED, {"tp": 2, "zero": 1, "sequence_parallel": True}), DEEPSPEED),
+        "sequence_parallel=True: Megatron-DeepSpeed has none",
+    ),
+    (lambda: megatron_arguments(plan(LM, {}), LM, ["a", "b"]), "prefixes=2: the plan has 1 sources"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_what_cannot_be_said_or_read_is_one_line(make, message: str | None) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+    assert message is None or str(caught.value) == message
+
+
+def test_the_door_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}))
+    assert main(["megatron-args", str(path), "--prepare"]) == 0
+    said = capsys.readouterr().out
+    assert f"--data-path {tmp_path}/mock-" in said and "--tokenizer-type NullTokenizer" in said
+    (tmp_path / "job.sh").write_text("srun pretrain_gpt.py --moe 2 " + said)
+    assert main(["megatron-args", "--read", str(tmp_path / "job.sh"), "--cluster", "jz-a100-80g", "--gpus", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
+    assert err.splitlines()[0] == "trilane: moe: unknown, not in the plan"

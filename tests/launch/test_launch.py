@@ -1,0 +1,285 @@
+"""A run on this machine ends in one of four ways, says which and why, and leaves nobody behind."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from plans import run_folder, small_plan, steps
+from support import heed_ctrl_c
+
+from trilane.cli.app import main
+from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.launch.local import environment, run_local
+from trilane.launch.local import run_folder as launched_in
+from trilane.utils.progress import progress
+from trilane.workspace.status import RunStatus, culprit, judge, read_status, write_status
+
+ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")
+MEMORY = re.compile(r"\[Rank (\d)\] \(after [14] iterations\) memory \(MB\) \| allocated: [\d.]+ \| max allocated: .*")
+FOREVER = 100_000
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def folder(data: Path, tmp_path: Path) -> Path:
+    """A run of two stages and two replicas that would take for ever."""
+    return run_folder(small_plan(data, iters=FOREVER, source="mock", pp=2, dp=2), tmp_path / "run")
+
+
+@pytest.fixture
+def launched(folder: Path) -> Iterator[subprocess.Popen]:
+    """The launcher of that run, as a command, once its training is under way."""
+    command = [sys.executable, "-m", "trilane", "launch", str(folder / "plan.json")]
+    process = subprocess.Popen(
+        command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    )
+    wait(lambda: (folder / "steps.jsonl").exists() and len(steps(folder)) > 2, 60, "training")
+    family = psutil.Process(process.pid).children(recursive=True)
+    yield process
+    for left in [process, *family]:  # a test that fails must not leave a training behind either
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.kill()
+    process.communicate()
+
+
+def wait(done: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"no {what} after {seconds} s"
+        time.sleep(0.05)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def worker(processes: list[psutil.Process], rank: int) -> psutil.Process:
+    """The process of that rank; torchrun has no RANK."""
+    return next(p for p in processes if p.environ().get("RANK") == str(rank))
+
+
+@pytest.mark.slow
+def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_status(data: Path, tmp_path: Path) -> None:
+    folder = run_folder(small_plan(data, iters=4, source="mock", tp=2, pp=2), tmp_path / "run")
+    outcome = run_local(folder)
+    said = (folder / "run.log").read_text().splitlines()
+    assert (outcome.status, outcome.rank, outcome.exit_code) == ("completed", 3, 0)
+    assert outcome == read_status(folder)
+    assert sorted(found[1] for line in said if (found := MEMORY.fullmatch(line))) == [*"00112233"]
+    assert [line for line in said if ITERATION.fullmatch(line)][-1].strip() in outcome.evidence
+    assert not [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)]
+    assert [s["iteration"] for s in steps(folder)] == [1, 2, 3, 4]
+    stamp = json.loads((folder / "env.json").read_text())
+    assert stamp["versions"]["megatron-core"] == "0.16.1"
+    assert (stamp["world_size"], stamp["backend"], stamp["devices"]) == (4, "gloo", ["cpu"])
+    assert not list(folder.glob(".*"))
+
+
+DEEPSPEED = {
+    "deepspeed-zero": {"dp": 2, "zero": 3, "offload": "full"},
+    "deepspeed-3d": {"tp": 2, "pp": 2, "zero": 1, "precision": "bf16", "fp32_gradients": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEEPSPEED)
+def test_deepspeed_builds_nothing_says_nothing_and_leaves_its_json(
+    engine: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would compile goes to TORCH_EXTENSIONS_DIR, 20 s and more each."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    plan = small_plan(data, iters=4, source="mock", engine=engine, **DEEPSPEED[engine])
+    folder = run_folder(plan, tmp_path / "run")
+    outcome = run_local(folder)
+    said = (folder / "run.log").read_text().splitlines()
+    assert outcome.status == "completed", outcome.evidence
+    assert not [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)]
+    assert not (tmp_path / "built").exists()
+    assert json.loads((folder / "ds_config.json").read_text()) == deepspeed_config(plan, compiler=False)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all_within_30_s_and_is_named(folder: Path, launched: subprocess.Popen) -> None:
+    family = psutil.Process(launched.pid).children(recursive=True)
+    worker(family, 2).kill()
+    begin = time.monotonic()
+    out, _ = launched.communicate(timeout=30)
+    assert time.monotonic() - begin < 30
+    outcome = read_status(folder)
+    assert (outcome.status, outcome.rank, launched.returncode) == ("crashed", 2, 1)
+    assert outcome.evidence.startswith("rank 2: killed by SIGKILL after: [Rank 2] (after 1 iterations) memory")
+    assert outcome.evidence in out
+    assert gone(family)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_and_leaves_a_folder_that_can_be_read(folder: Path, launched: subprocess.Popen) -> None:
+    family = psutil.Process(launched.pid).children(recursive=True)
+    assert len(family) >= 5
+    launched.send_signal(signal.SIGINT)
+    _, err = launched.communicate(timeout=30)
+    assert (launched.returncode, err) == (130, "trilane: interrupted; what was written so far stays readable\n")
+    assert read_status(folder).status == "cancelled"
+    assert [s["iteration"] for s in steps(folder)] == list(range(1, len(steps(folder)) + 1))
+    assert (folder / "run.log").read_text().endswith("|\n")
+    wait(lambda: gone(family), 5, "end of all processes")
+
+
+@pytest.mark.slow
+def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen) -> None:
+    """SIGKILL cannot be caught: the kernel ends torchrun with the launcher, and the workers with torchrun."""
+    family = psutil.Process(launched.pid).children(recursive=True)
+    launched.kill()
+    wait(lambda: gone(family), 5, "end of all processes")
+
+
+@pytest.mark.slow
+def test_a_run_beyond_its_time_is_ended_and_says_so(folder: Path) -> None:
+    outcome = run_local(folder, timeout_s=3)
+    assert (outcome.status, outcome.evidence) == ("timeout", "longer than 3 s")
+    wait(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info["cmdline"])], 5, "end")
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port={port}: cannot be used here"):
+            run_local(folder, port=port)
+    assert [path.name for path in folder.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("left", ["run.log", "steps.jsonl", "status.json"])
+def test_a_folder_that_holds_a_run_is_never_written_to(folder: Path, left: str) -> None:
+    (folder / left).write_text("precious")
+    with pytest.raises(ValueError, match=r"run folder=.*: holds a run already"):
+        run_local(folder)
+    assert (folder / left).read_text() == "precious"
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_bad_corpus_is_refused_before_anything_starts(data: Path, tmp_path: Path) -> None:
+    folder = run_folder(small_plan(data, source=str(tmp_path / "nowhere")), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^data.source=.*nowhere: no such file or folder"):
+        run_local(folder)
+    assert [path.name for path in folder.iterdir()] == ["plan.json"]
+
+
+def test_a_bad_plan_is_one_line_and_exit_code_2(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["topology"]["tp"] = 3
+    (folder / "plan.json").write_text(json.dumps(plan))
+    assert main(["launch", str(folder / "plan.json")]) == 2
+    assert capsys.readouterr().err == "trilane: tp=3: must divide num_attention_heads=4\n"
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "world size=2: must be tp x pp x dp = 1 x 2 x 2 = 4\n"), ("1", "")])
+def test_a_world_unlike_the_plan_is_refused_once_by_rank_0(folder: Path, rank: str, said: str) -> None:
+    env = {**environment(8), "RANK": rank, "WORLD_SIZE": "2"}
+    env.pop("TRILANE_PARENT_PID")
+    command = [sys.executable, "-m", "trilane.engine", str(folder / "plan.json")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (2, said, "")
+
+
+def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
+    """A run folder with these failures: rank, exit code and last words, in the order in which they were spoken."""
+    (folder / "ranks").mkdir(parents=True)
+    for second, (rank, _, words) in enumerate(ranks):
+        log = folder / "ranks" / f"{rank}.log"
+        log.write_text(f"Traceback ...\n{words}\n\n")
+        os.utime(log, (1000 + second, 1000 + second))
+    failures = [{"rank": rank, "pid": 1, "exitcode": code} for rank, code, _ in sorted(ranks)]
+    (folder / "ranks" / "failures.json").write_text(json.dumps(failures))
+    return folder
+
+
+def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (2, 1, "OSError: disk"), (0, 1, "Connection closed by peer"))
+    assert judge(folder, 4, 1, 5.0).evidence == "rank 2: OSError: disk"
+
+
+def test_who_was_killed_is_blamed_even_when_others_spoke_before_he_was_found(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (0, 1, "Connection closed by peer"), (3, -9, "iteration 7"))
+    assert culprit(folder) == (3, "killed by SIGKILL after: ")
+
+
+def test_who_aborted_or_was_ended_because_a_peer_was_gone_is_a_follower(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called"))
+    assert culprit(folder)[0] == 1
+
+
+@pytest.mark.slow
+def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path) -> None:
+    """Rank 0 alone says it; the empty logs of the others are older and must not be taken for the first to fail."""
+    plan = small_plan(data, source="mock", dp=2)
+    folder = run_folder(replace(plan, run=replace(plan.run, load="/nowhere")), tmp_path / "run")
+    outcome = run_local(folder)
+    line = "rank 0: run.load=/nowhere: holds no complete checkpoint"
+    assert (outcome.status, outcome.evidence) == ("crashed", line)
+    assert (folder / "run.log").read_text() == line.removeprefix("rank 0: ") + "\n"
+
+
+def test_a_plan_of_any_name_runs_in_a_folder_called_like_it(data: Path, tmp_path: Path) -> None:
+    """A plan that a search printed, saved as best.json, is a plan; what stands in its way is never overwritten."""
+    best = tmp_path / "best.json"
+    best.write_text(json.dumps({**small_plan(data).to_json(), "prediction": {"sec_per_it": 1.0}}))
+    folder = launched_in(best)
+    assert folder == tmp_path / "best" and (folder / "plan.json").read_bytes() == best.read_bytes()
+    with pytest.raises(ValueError, match=r"^plan=.*best\.json: would run in .*best, which exists"):
+        launched_in(best)
+    with pytest.raises(ValueError, match=r"^plan=.*: no such file$"):
+        launched_in(tmp_path / "other.json")
+
+
+def test_a_process_that_imported_ipykernel_is_not_taken_for_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """papermill's client and the tests import it: a bar that nobody can draw must not end a run."""
+    monkeypatch.delenv("TRILANE_BATCH", raising=False)
+    importlib.import_module("ipykernel.kernelapp")
+    with progress("x", 10) as show:
+        show({"iteration": 1, "lm_loss": 3.0, "sec_per_it": 0.1})
+
+
+def test_the_launcher_imports_no_torch() -> None:
+    code = "import sys, trilane.launch.local; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env=environment(1), check=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "evidence"),
+    [
+        (
+            " [..] iteration 4/ 4 | number of nan iterations:   0 |",
+            "rank 0: [..] iteration 4/ 4 | number of nan iterations:   0 |",
+        ),
+        ("trilane: goes on after iteration 4 of iter_0000004", "iteration 4 of 4"),
+    ],
+)
+def test_a_run_with_nothing_left_to_train_is_completed_by_the_engines_word(
+    said: str, evidence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks/0.log").write_text(said + "\ntrilane: saved checkpoints/iter_0000004 (2.9 MB in 0.02 s)\n")
+    write_status(
+        tmp_path, RunStatus(status="completed", evidence="iteration 4 of 4", rank=None, exit_code=0, seconds=1.0)
+    )
+    assert judge(tmp_path, 1, 0, 2.0).evidence == evidence

@@ -1,0 +1,81 @@
+"""A run that is asked to end saves first, says so, and goes on later in the same folder."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from plans import run_folder, small_plan, steps
+
+from trilane.launch.local import environment, run_local
+from trilane.logs.run import read_run_folder
+from trilane.workspace.status import read_status
+
+pytestmark = pytest.mark.slow
+LONG = 2000
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def folder(data: Path, tmp_path: Path) -> Path:
+    return run_folder(small_plan(data, iters=LONG, source="mock", tp=2), tmp_path / "run")
+
+
+def launch(folder: Path, *more: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "trilane", "launch", str(folder / "plan.json"), *more]
+    return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait(done: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"no {what} after {seconds} s"
+        time.sleep(0.02)
+
+
+def trained(folder: Path) -> int:
+    return len(steps(folder)) if (folder / "steps.jsonl").exists() else 0
+
+
+def saved(folder: Path) -> list[int]:
+    return [int(path.name[5:]) for path in sorted((folder / "checkpoints").glob("iter_*"))]
+
+
+def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(folder: Path) -> None:
+    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped"."""
+    process = launch(folder)
+    wait(lambda: trained(folder) > 2, "training")
+    before = trained(folder)
+    process.send_signal(signal.SIGUSR1)
+    wait(lambda: bool(saved(folder)), "checkpoint", 60)
+    [first] = saved(folder)
+    wait(lambda: trained(folder) > first + 2, "further training")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    last = trained(folder)
+    status = read_status(folder)
+    assert (process.returncode, status.status, saved(folder)) == (3, "stopped", [first, last])
+    assert status.evidence == f"stopped at iteration {last} by SIGTERM, saved checkpoints/iter_{last:07d}"
+    assert status.evidence in out and before <= first <= before + 5, "the signal passes through two processes"
+
+    process = launch(folder, "--resume")
+    wait(lambda: trained(folder) > last + 2, "training again")
+    (folder / "stop").touch()
+    process.communicate(timeout=120)
+    assert read_status(folder).evidence.startswith(f"stopped at iteration {trained(folder)} by the file `stop`")
+    assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
+    log = (folder / "run.log").read_text()
+    assert f"goes on after iteration {last} of" in log and status.evidence in log
+    assert (folder / "earlier/status.json.1").exists()
+    assert list(read_run_folder(folder).iterations["iteration"]) == list(range(1, trained(folder) + 1))
+    with pytest.raises(ValueError, match="holds the file `stop`"):
+        run_local(folder, resume=True)

@@ -1,0 +1,185 @@
+"""How runs end, with the line that proves it; and what cannot be read."""
+
+import gzip
+import os
+import random
+
+import pytest
+from test_log_dialects import DIALECTS, M2021, TITAN, m2021
+
+from trilane.logs.run import STATUSES, read_log, read_runs
+
+FIVE = "".join(map(m2021, range(1, 6)))
+TEN = FIVE + "".join(map(m2021, range(6, 11)))
+OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.15 GiB\n"
+OLD_OOM = "RuntimeError: CUDA out of memory. Tried to allocate 96.00 MiB (GPU 1; 31.75 GiB total capacity)\n"
+WATCHDOG = (
+    "[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 1800000 ms\n"
+)
+NCCL = "[rank5]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited\n"
+LIMIT = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO TIME LIMIT ***\n"
+NODE = "slurmstepd: error: *** STEP 42.0 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n"
+STOPPED = "trilane: stopped at iteration 5 by SIGTERM, saved checkpoints/iter_0000005\n"
+CANCEL = "slurmstepd: error: *** JOB 42 ON r1n1 CANCELLED AT 2026-08-01T12:00:00 ***\n"
+KILLER = "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=42.0. Some of your processes may have been killed by the cgroup out-of-memory handler.\n"
+SRUN = "srun: error: r1n1: task 6: Exited with exit code 1\n"
+TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nAssertionError: heads\n'
+ELASTIC = (
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n" + "=" * 60 + "\npretrain_gpt.py FAILED\n"
+    "Root Cause (first observed failure):\n[0]:\n  time      : 2026-08-01_12:00:00\n  host      : r1n1\n"
+    "  rank      : 9 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n  error_file: <N/A>\n"
+)
+NAN_LINE = m2021(6).replace("5.000000E+00", "nan")
+
+ENDINGS = [
+    ("completed", TEN, "iteration       10/      10", None),
+    ("completed", FIVE + "[exiting program at iteration 5] datetime: 2026-08-01 12:00:00\n", "exiting program", None),
+    ("completed", DIALECTS[6][1] + "{'train_runtime': 9.0, 'train_samples_per_second': 1.0}\n", "train_runtime", None),
+    ("OOM", FIVE + OOM, "Tried to allocate 2.50 GiB", 3),
+    ("OOM", FIVE + OLD_OOM + ELASTIC, "Tried to allocate 96.00 MiB", 9),
+    ("OOM", OOM, "Tried to allocate", 3),
+    ("OOM", FIVE + KILLER + SRUN, "oom-kill", None),
+    ("OOM", FIVE + WATCHDOG + OOM + CANCEL, "CUDA out of memory", 3),
+    ("time limit", FIVE + LIMIT, "DUE TO TIME LIMIT", None),
+    ("time limit", FIVE + WATCHDOG + LIMIT, "DUE TO TIME LIMIT", None),
+    ("node failure", FIVE + NCCL + NODE, "DUE TO NODE FAILURE", None),
+    ("hang", FIVE + WATCHDOG + NCCL + SRUN, "Watchdog caught", 12),
+    ("NCCL error", FIVE + NCCL + WATCHDOG + SRUN, "NCCL error in", 5),
+    ("NaN loss", FIVE + NAN_LINE, "iteration        6/", None),
+    (
+        "cancelled",
+        FIVE + CANCEL + "Killing subprocess 12\nsrun: error: r1n1: task 0: Terminated\n",
+        "CANCELLED AT",
+        None,
+    ),
+    ("crashed", FIVE + TRACE + ELASTIC + SRUN + CANCEL, "AssertionError: heads", 9),
+    ("crashed", FIVE + ELASTIC, "ChildFailedError", 9),
+    ("crashed", FIVE + SRUN + CANCEL, "Exited with exit code 1", 6),
+    ("crashed", FIVE + "[default2]:Fatal Python error: Segmentation fault\n", "Segmentation fault", 2),
+    ("unfinished", FIVE, "iteration        5/", None),
+    ("unfinished", "ImportError: no apex, using torch's own\n" + FIVE, "iteration        5/", None),
+    ("completed", FIVE + OOM + TEN[len(FIVE) :], "iteration       10/", None),
+    ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
+    ("completed", FIVE + STOPPED + TEN[len(FIVE) :], "iteration       10/", None),
+    ("unfinished", "NCCL WARN Failed to open libibverbs.so\n" + FIVE, "iteration        5/", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "evidence", "rank"), ENDINGS, ids=[f"{i}-{e[0]}" for i, e in enumerate(ENDINGS)]
+)
+def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, evidence, rank):
+    (tmp_path / "a.log").write_text(text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    log = read_log(tmp_path / "a.log")
+    assert (log.status, log.rank) == (status, rank) and log.status in STATUSES
+    assert evidence in log.evidence and log.evidence in text
+
+
+NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 60.0 GiB for an array with shape (8053063680,)\n"
+ON_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes.\n"
+
+
+@pytest.mark.parametrize(("line", "asked"), [(OOM, 2.5 * 2**30), (NUMPY, 60 * 2**30), (ON_CPU, 64 * 2**30)])
+def test_what_memory_was_asked_for_is_known(tmp_path, line, asked):
+    (tmp_path / "a.log").write_text(line)
+    log = read_log(tmp_path / "a.log")
+    assert (log.status, log.asked_bytes, len(log.iterations)) == ("OOM", asked, 0)
+
+
+def test_a_log_that_was_written_a_moment_ago_belongs_to_a_running_job(tmp_path):
+    (tmp_path / "a.log").write_text(FIVE + m2021(6)[:50])
+    log = read_log(tmp_path / "a.log")
+    assert (log.status, len(log.iterations)) == ("running", 5)
+
+
+def test_the_status_belongs_to_its_run(tmp_path):
+    start = "using world size: 8, data-parallel-size: 8\n"
+    (tmp_path / "a.log").write_text(start + FIVE + OOM + start + FIVE + LIMIT + start + TEN)
+    assert [r.status for r in read_runs(tmp_path / "a.log")] == ["OOM", "time limit", "completed"]
+
+
+JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"
+TITANS = ["".join(TITAN.format(i=i, loss=5) for i in part) for part in (range(1, 10), range(10, 20))]
+MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (TITANS[0] + LIMIT + JOB + TITANS[1] + "Training completed\n", [("time limit", 9), ("completed", 10)]),
+        (TITANS[0] + OOM + JOB + TITANS[1], [("OOM", 9), ("unfinished", 10)]),
+        (FIVE + LIMIT + MANY, [("time limit", 5), ("completed", 40)]),
+        (FIVE + NODE + MANY + LIMIT, [("node failure", 5), ("time limit", 40)]),
+        (FIVE + LIMIT + m2021(6) + m2021(7) + CANCEL, [("time limit", 7)]),
+        (
+            FIVE + LIMIT + m2021(6) + LIMIT + m2021(7) + MANY[len(m2021(6)) * 2 :],
+            [("time limit", 6), ("completed", 39)],
+        ),
+        (FIVE + LIMIT + m2021(6) + "using world size: 8\n" + m2021(7), [("time limit", 6), ("unfinished", 1)]),
+    ],
+)
+def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_unless_it_only_came_late(tmp_path, text, told):
+    (tmp_path / "a.log").write_text(text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    runs = read_runs(tmp_path / "a.log")
+    assert [(r.status, len(r.iterations)) for r in runs] == told
+    steps = [i for r in runs for i in r.iterations["iteration"]]
+    assert steps == sorted(set(steps)), "nothing is lost or told twice"
+
+
+BAD = [
+    ("missing.log", None, "no such file"),
+    ("empty.log", b"", "is empty"),
+    ("empty.log.gz", gzip.compress(b""), "is empty"),
+    ("broken.log.gz", gzip.compress(FIVE.encode() * 50)[:80] + b"\0" * 300, "a damaged gzip file"),
+    ("zeros.log", bytes(5000), "is a binary file"),
+    ("binary.log", random.Random(1).randbytes(20000), "is a binary file"),
+    (
+        "prose.log",
+        b"step 1 of my recipe | iteration of soup\n" * 1000,
+        "holds no iteration line; dialects tried: megatron-lm, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
+def test_a_file_that_is_no_log_is_one_clear_line(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^log=.*{name}: {message}") as caught:
+        read_log(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+HARD = [
+    ("gzip", gzip.compress(TEN.encode())),
+    ("gzip, still written", gzip.compress(TEN.encode() + random.Random(1).randbytes(9000).hex().encode())[:-900]),
+    ("no UTF-8", b"caf\xe9 \xff\xfe\n" + TEN.encode()),
+    ("zero bytes in front", bytes(3000) + TEN.encode()),
+    ("Windows line ends", TEN.replace("\n", "\r\n").encode()),
+    ("a progress bar over itself", b"10%\r20%\r" + TEN.encode().replace(b"\n", b"\r100%\n")),
+    ("escape codes", TEN.replace(" | ", "\x1b[0m | \x1b[32m").encode()),
+    ("a line of 10 MB", b"x" * 10_000_000 + b"\n" + TEN.encode()),
+    ("10 MB of brackets and bars in front", b"{'|[ " * 2_000_000 + TEN.encode()),
+    ("4000 blank lines", b"\n" * 4000 + TEN.encode()),
+    ("lines of blanks", b"".join(w + b" " * 2500 + b"\n" for w in (b"", b"time (ms) | ", b"|")) + TEN.encode()),
+    ("no line end at all", TEN.encode().replace(b"\n", b"")),
+]
+
+
+@pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
+def test_a_hard_file_is_read_all_the_same(tmp_path, kind, content):
+    (tmp_path / "a.log").write_bytes(content)
+    log = read_log(tmp_path / "a.log")
+    assert list(log.iterations["iteration"]) == list(range(1, 11))
+    assert set(log.iterations["lm_loss"]) == {5.0} and set(log.iterations["sec_per_it"]) == {2.0}
+
+
+@pytest.mark.parametrize("block", [64, 1000, 4096])
+def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("trilane.logs.stream.BLOCK", block)
+    text = "".join(M2021.format(i=i, n=90, c=i, ms=i, loss=i, k=0, b=4) + f"noise {i}\n" for i in range(1, 91))
+    (tmp_path / "a.log").write_text(text + TITAN.format(i=95, loss=2))
+    first, second = read_runs(tmp_path / "a.log")
+    assert list(first.iterations["lm_loss"]) == list(range(1, 91)) and len(second.iterations) == 1

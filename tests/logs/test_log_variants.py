@@ -1,0 +1,168 @@
+"""Lines as other versions of the trainers print them: the forms vary, the meaning does not."""
+
+import gzip
+import os
+
+import pytest
+from test_log_endings import FIVE
+
+from trilane.logs.run import read_log
+
+TAIL = "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+DS = "[2026-01-01 10:{m:02d}:00,000] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=4, lr=[4.9e-05, 4.9e-05], mom=[(0.9, 0.95)]\n"
+TITAN = "[rank{r}]:[titan] 2026-05-18 16:08:{s:02d},958 - root - INFO - step: {i:2d}  loss:  2.5000  grad_norm:  0.5348  memory:  9.50GiB(64.99%)  tps: 7,08{r}  tflops: 0.50  mfu: {mfu}\n"
+MEGATRON_2019 = " iteration      200/  320000 | elapsed time per iteration (ms): 571.5 | learning rate 9.900E-05 | lm loss 6.125000E+00 | loss scale 32768.0 |\n"
+VARIANTS = [
+    (
+        "no colons",
+        MEGATRON_2019,
+        {"sec_per_it": 0.5715, "lm_loss": 6.125, "learning_rate": 9.9e-5, "loss_scale": 32768},
+    ),
+    (
+        "now and on average",
+        " [2025-09-01 10:00:00] iteration       10/      50 | consumed samples:          320 | elapsed time per iteration (ms): 5012.5/5100.2 | hip mem usage/free/total/usage_ratio: 120.33GB/71.65GB/191.98GB/62.68% | throughput per GPU (TFLOP/s/GPU): 512.5/505.1 | tokens per GPU (tokens/s/GPU): 9000.5/8900.2 | lm loss: 8.5E+00 | "
+        + TAIL,
+        {"sec_per_it": 5.0125, "flops_per_s_per_gpu": 512.5e12, "tokens_per_gpu_per_second": 9000.5},
+    ),
+    (
+        "without an end",
+        " iteration       10/infinity | consumed samples:          320 | elapsed time per iteration (ms): 5000.0 | lm loss: 8.5E+00 | "
+        + TAIL,
+        {"iteration": 10, "sec_per_it": 5.0, "lm_loss": 8.5},
+    ),
+    (
+        "another order, more fields",
+        " [2026-01-01 10:00:00.000000] iteration       10/      50 | skipped samples:            0 | lm loss: 8.5E+00 | mtp_1 loss: 8.1E+00 | energy per GPU (J/iter/GPU): 3000.1 | grad norm: 1.5 | params norm: 12.5 | num zeros: 3.0 | elapsed time per iteration (ms): 5000.0 | "
+        + TAIL,
+        {"sec_per_it": 5.0, "lm_loss": 8.5, "mtp_1_loss": 8.1, "params_norm": 12.5, "num_zeros": 3.0, "grad_norm": 1.5},
+    ),
+    (
+        "every rank prints",
+        "".join(TITAN.format(r=r, s=10 + i, i=i, mfu="N/A") for i in (7, 8) for r in (0, 1)),
+        {"iteration": 8, "sec_per_it": 1.0, "lm_loss": 2.5, "max_reserved": 9.5 * 2**30},
+    ),
+    (
+        "every tenth step",
+        "".join(TITAN.format(r=0, s=10 + i, i=i, mfu="1.5%") for i in (10, 20, 30)),
+        {"iteration": 30, "sec_per_it": 1.0, "mfu": 0.015},
+    ),
+    ("a clock for DeepSpeed", DS.format(m=0, i=10) + DS.format(m=5, i=20), {"iteration": 20, "sec_per_it": 30.0}),
+    (
+        "of 2021",
+        "[2021-05-01 10:00:00,000] [INFO] [timer.py:154:stop] 0/100, SamplesPerSec=12.5\n",
+        {"iteration": 100, "samples_per_second": 12.5},
+    ),
+    (
+        "a bar that writes over itself",
+        "\r  4%|▎ | 1294/36234 [11:25<5:08:51,  1.89it/s]\r  4%|▎ | 1295/36234 [11:25<5:08:37,  1.89it/s]\r    \r{'loss': 1.125, 'epoch': 0.21}\n"
+        "\r  4%|▎ | 1297/36234 [11:26<5:13:42,  1.86it/s]\r  4%|▎ | 1299/36234 [11:27<5:13:42,  1.86it/s]\r{'loss': 1.25, 'epoch': 0.22}\n",
+        {"iteration": 1299, "lm_loss": 1.25, "sec_per_it": 0.5},
+    ),
+    (
+        "an epoch of many steps, on two nodes",
+        "".join(
+            2 * f"{{'loss': {loss}, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.01}}\n"
+            for loss in (1.5, 1.25, 1.0)
+        ),
+        {"iteration": 3, "lm_loss": 1.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), VARIANTS, ids=[kind for kind, *_ in VARIANTS])
+@pytest.mark.parametrize("prefix", ["", "noise\n" * 40])
+def test_another_version_means_the_same(tmp_path, kind, text, expected, prefix):
+    (tmp_path / "a.log").write_text(prefix + text)
+    row = read_log(tmp_path / "a.log").iterations.iloc[-1]
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+HF_DICT = "{{'loss': {loss}, 'grad_norm': tensor(1.25, device='cuda:0'), 'learning_rate': 4.9e-05, 'epoch': 0.1}}\n"
+HF_BAR = " {i}%|##        | {i}/{n} [00:{s:02d}<05:00,  5.00it/s]\n"
+
+
+@pytest.mark.parametrize("blank", ["", "          \n", "\n\n"])
+@pytest.mark.parametrize(("before", "late"), [(True, 0), (True, 1), (False, 0)])
+def test_a_bar_on_a_line_of_its_own_tells_the_step_of_the_dict_beside_it(tmp_path, blank, before, late):
+    text = "Map: 100%|##| 1000/1000 [00:01<00:00, 900.00it/s]\n"
+    for i in (10, 20, 30):
+        bar, behind = (HF_BAR.format(i=i + more, n=200, s=i // 5) for more in (0, late))
+        text += (bar if before else "") + blank + HF_DICT.format(loss=4 - i / 100) + blank + behind
+        text += HF_BAR.format(i=3, n=7, s=1)  # an evaluation's
+    (tmp_path / "a.log").write_text(text + HF_DICT.format(loss=3.5) + "done\n")
+    table = read_log(tmp_path / "a.log").iterations
+    assert table["iteration"].tolist() == [10, 20, 30, 31] and table["lm_loss"].tolist() == [3.9, 3.8, 3.7, 3.5]
+    assert table["sec_per_it"].tolist()[1:3] == [0.2, 0.2] and set(table["grad_norm"]) == {1.25}
+
+
+def test_seconds_that_were_read_off_the_clock_are_said_to_be(tmp_path):
+    (tmp_path / "a.log").write_text(DS.format(m=0, i=10) + DS.format(m=5, i=20))
+    assert "time stamps" in read_log(tmp_path / "a.log").notes[0]
+    (tmp_path / "a.log").write_text(FIVE + DS.format(m=0, i=10) + DS.format(m=5, i=20))
+    assert read_log(tmp_path / "a.log").notes == (), "Megatron says its seconds itself"
+
+
+ENDINGS = [
+    ("OOM", "[gpu187:1]:torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB (GPU 1; 79.35 GiB total capacity)\n"),
+    ("OOM", "[rank5]: torch.OutOfMemoryError: HIP out of memory. Tried to allocate 512.00 MiB.\n"),
+    ("OOM", "node1:392:494 [2] enqueue.cc:43 NCCL WARN Cuda failure 2 'out of memory'\n"),
+    ("OOM", "slurmstepd: error: Detected 3 oom_kill events in StepId=42.0. Some of the step tasks have been OOM Killed.\n"),
+    ("hang", "[rank12]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 12] Timeout at NCCL work: 1234\n[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1234)\n"),
+    ("NCCL error", "7: RuntimeError: NCCL communicator was aborted on rank 7.  Original reason for failure was: NCCL error: unhandled system error\n"),
+    ("node failure", "srun: error: Node failure on r6i5n1\nsrun: Job step aborted: Waiting up to 62 seconds for job step to finish.\n"),
+    ("crashed", "srun: error: r6i5n1: tasks 8-15: Killed\nsrun: error: Timed out waiting for job step to complete\n"),
+    ("crashed", "slurmstepd: error: *** STEP 99.0 ON r6i5n1 CANCELLED AT 2025-05-23T08:46:02 DUE TO TASK FAILURE ***\n"),
+    ("time limit", "slurmstepd: error: *** STEP 9.0 ON r1 CANCELLED AT 2025-05-23T08:46:02 DUE TO TIME LIMIT ***\nsrun: error: Timed out waiting for job step to complete\n"),
+    ("cancelled", "KeyboardInterrupt\nTraceback (most recent call last):\nNameError: free variable 'kill_cmd' referenced before assignment\n"),
+    ("crashed", "ValueError: bad batch\nKeyboardInterrupt\n"),
+    ("NaN loss", "{'loss': 2.5, 'grad_norm': 1.0, 'epoch': 0.1}\n{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.2}\n"),
+    ("completed", "[exiting program after 1190.0 minutes] datetime: 2022-03-01 10:00:00 \n"),
+    ("OOM", "RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58\n"),
+    ("OOM", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\n"),
+    ("OOM", "MemoryError\n"),
+    ("OOM", "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1234kB\n"),
+    ("hang", "[rank12]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 12] Heartbeat monitor timed out! Process will be terminated after dumping debug info.\n"),
+    ("hang", "[rank12]:[F ProcessGroupNCCL.cpp:1169] [PG 0 Rank 12] ProcessGroupNCCL's watchdog got stuck for 600 seconds without making progress\n"),
+    ("hang", "[rank2]:[E1120 ProcessGroupNCCL.cpp] Received a dump signal due to a collective timeout from  rank 5 and we will try our best to dump\n"),
+    ("node failure", "srun: error: Aborting, io error and missing step on node 3\n"),
+    ("crashed", "srun: error: node3: task 24: Terminated\n"),
+    ("crashed", "[2023-01-01 00:00:00,000] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 123\n"),
+    ("crashed", "[2023-01-01 00:00:00,000] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = -9\n"),
+    ("crashed", "pdsh@login: node3: ssh exited with exit code 1\n"),
+    ("crashed", "[rank1]:   + Exception Group Traceback (most recent call last):\n[rank1]:   | ValueError: bad\n"),
+    ("crashed", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\ntorch._dynamo.exc.Unsupported: call_function\n"),
+    ("crashed", "[rank3]: Traceback (most recent call last):\n[rank3]:   File \"a.py\", line 1, in <module>\n[rank3]: StopIteration\n"),
+    ("unfinished", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\nnow another way:\nDone: saved\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "text"), ENDINGS, ids=[f"{i}-{s}" for i, (s, _) in enumerate(ENDINGS)])
+def test_ends_are_told_by_what_others_print(tmp_path, status, text):
+    (tmp_path / "a.log").write_text(("" if "'loss'" in text else FIVE) + text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    assert read_log(tmp_path / "a.log").status == status
+
+
+def test_a_form_that_said_nothing_is_heard_when_other_digits_make_it_speak(tmp_path, monkeypatch):
+    """Forms of dull lines are remembered from block to block; `0 oom_kill events` and `step=0` say nothing, others do."""
+    monkeypatch.setattr("trilane.logs.stream.BLOCK", 500)
+    killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
+    (tmp_path / "a.log").write_text(killed.format(0) * 30 + FIVE + killed.format(0) * 30 + killed.format(1))
+    assert read_log(tmp_path / "a.log").status == "OOM"
+    (tmp_path / "a.log").write_text(DS.format(m=0, i=0) * 30 + DS.format(m=5, i=9))
+    assert list(read_log(tmp_path / "a.log").iterations["iteration"]) == [9]
+
+
+def test_a_dump_that_every_rank_prints_is_read_anew_in_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("trilane.logs.stream.BLOCK", 500)
+    start = "using world size: 8, data-parallel-size: 8\n"
+    dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
+    (tmp_path / "a.log").write_text((start + dump * 20 + FIVE) * 2)
+    log = read_log(tmp_path / "a.log")
+    assert (log.arguments["hidden_size"], log.arguments["a_name_that_is_long"]) == (64, 7)
+
+
+def test_many_copies_in_one_gzip_file_are_read_as_one_stream(tmp_path):
+    parts = [gzip.compress(line.encode() + b"\n") for line in FIVE.splitlines()]
+    (tmp_path / "a.log").write_bytes(b"".join(parts))
+    assert len(read_log(tmp_path / "a.log").iterations) == 5

@@ -1,0 +1,106 @@
+"""Reading logs: every iteration line once, in seconds and bytes; and the numbers made of them."""
+
+import json
+import os
+
+import pandas as pd
+import pytest
+from support import small_plan
+
+from trilane.analysis.measure import measure, table
+from trilane.logs.run import read_log, read_run_folder
+
+LINE = (
+    " [2026-08-01 12:00:00.000000] iteration {i:8d}/{n:8d} | consumed samples: {s:12d} | elapsed time per iteration (ms): "
+    "{ms:.1f} | throughput per GPU (TFLOP/s/GPU): 1.5 | learning rate: 1.000000E-04 | global batch size:     4 | "
+    "lm loss: {loss:.6E} | loss scale: 1.0 | grad norm: 2.500 | number of skipped iterations:   0 | "
+    "number of nan iterations:   0 |\n"
+)
+MEMORY = "[Rank {r}] (after 1 iterations) memory (MB) | allocated: 100.0 | max allocated: {mb:.1f} | reserved: 1.0 | max reserved: 2.0\n"
+
+
+def log_text(iterations=10, total=10):
+    memory = MEMORY.format(r=0, mb=400) + MEMORY.format(r=1, mb=512)
+    lines = [
+        LINE.format(i=i, n=total, s=4 * i, ms=1000 if i == 1 else 200 + i, loss=6 - i / 10)
+        for i in range(1, iterations + 1)
+    ]
+    return "some other line\n" + lines[0] + memory + "".join(lines[1:])
+
+
+def test_the_iteration_line_of_megatron_is_read_in_seconds_and_flops(tmp_path):
+    (tmp_path / "run.log").write_text(log_text())
+    log = read_log(tmp_path / "run.log")
+    first = log.iterations.iloc[0]
+    assert len(log.iterations) == 10
+    assert (first.iteration, first.consumed_samples, first.sec_per_it, first.lm_loss) == (1, 4, 1.0, 5.9)
+    assert first.flops_per_s_per_gpu == 1.5e12
+    assert list(log.memory["max_allocated"]) == [400 * 2**20, 512 * 2**20]
+    assert log.status == "completed" and "iteration       10/" in log.evidence
+
+
+def test_seconds_and_milliseconds_come_out_alike(tmp_path):
+    """The 2022 fork of Megatron prints seconds: a line of the BigScience chronicles' prequel, 02-17."""
+    (tmp_path / "a.log").write_text(
+        " iteration        2/   95367 | consumed samples:         4096 | consumed tokens:      8388608 | elapsed time per "
+        "iteration (s): 769.99 | learning rate: 3.787E-06 | global batch size:  2048 | lm loss: 6.384045E+01 | loss scale: "
+        "4096.0 | grad norm: 15906.210 | num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   "
+        "0 | samples per second: 2.660 | TFLOPs: 108.47 |\n"
+    )
+    row = read_log(tmp_path / "a.log").iterations.iloc[0]
+    assert (row.sec_per_it, row.lm_loss, row.loss_scale) == (769.99, 63.84045, 4096.0)
+
+
+def test_a_run_that_stopped_early_is_unfinished_and_says_by_which_line(tmp_path):
+    (tmp_path / "run.log").write_text(log_text(iterations=7) + " [2026-08-01 12:00:00.0] iteration    ")
+    assert read_log(tmp_path / "run.log").status == "running", "somebody wrote to it a moment ago"
+    os.utime(tmp_path / "run.log", (0, 0))
+    log = read_log(tmp_path / "run.log")
+    assert (log.status, len(log.iterations)) == ("unfinished", 7)
+    assert "iteration        7/" in log.evidence
+
+
+def test_the_launchers_verdict_comes_before_the_text(tmp_path):
+    (tmp_path / "run.log").write_text(log_text())
+    (tmp_path / "status.json").write_text(json.dumps({"status": "crashed", "evidence": "rank 1: killed"}))
+    log = read_run_folder(tmp_path)
+    assert (log.status, log.evidence) == ("crashed", "rank 1: killed")
+
+
+def test_a_run_that_never_took_a_step_is_empty_not_an_error(tmp_path):
+    log = read_run_folder(tmp_path)
+    assert (len(log.iterations), log.status) == (0, "unfinished")
+
+
+def test_an_iteration_that_a_resumed_run_trained_again_counts_once(tmp_path):
+    """Killed after iteration 7, the run went on from a checkpoint of iteration 4; what was trained last stands."""
+    again = "".join(LINE.format(i=i, n=10, s=4 * i, ms=100, loss=3 - i / 10) for i in range(5, 11))
+    (tmp_path / "run.log").write_text(log_text(iterations=7) + "trilane: goes on after iteration 4\n" + again)
+    rows = read_run_folder(tmp_path).iterations
+    assert list(rows["iteration"]) == list(range(1, 11))
+    assert list(rows["lm_loss"]) == pytest.approx([5.9, 5.8, 5.7, 5.6, 2.5, 2.4, 2.3, 2.2, 2.1, 2.0])
+
+
+def test_a_run_becomes_one_row_of_the_table(tmp_path):
+    plan = small_plan(dp=2, train_iters=10)
+    (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
+    (tmp_path / "run.log").write_text(log_text())
+    m = measure(tmp_path, warm_up=4)
+    assert m.sec_per_it == pytest.approx(0.2075)
+    assert m.tokens_per_s == pytest.approx(4 * 32 / 0.2075)
+    assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 0.2075 / 2)
+    assert m.memory_bytes == 512 * 2**20
+    row = table([m]).iloc[0]
+    assert (row["GPUs"], row["DP"], row["Loss"], row["Notes"]) == (2, 2, "5.90 → 5.00", "completed")
+
+
+def test_a_run_without_a_step_has_no_measurement(tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
+    with pytest.raises(ValueError, match=r"^run=.*: left no iteration: unfinished: "):
+        measure(tmp_path)
+
+
+def test_whole_numbers_stay_whole(tmp_path):
+    (tmp_path / "run.log").write_text(log_text())
+    iterations = read_log(tmp_path / "run.log").iterations
+    assert pd.api.types.is_integer_dtype(iterations["consumed_samples"])

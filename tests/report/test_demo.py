@@ -1,0 +1,126 @@
+"""The demo study, as `make run` runs it: plan, train, read the own log, report; and Ctrl-C in its middle."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from support import heed_ctrl_c, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "trilane", "run", *arguments]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a demo study, run once with its defaults."""
+    outputs = tmp_path_factory.mktemp("outputs")
+    done = subprocess.run(
+        command("all", "--study", "demo"),
+        env={**os.environ, "TRILANE_OUTPUTS": str(outputs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == str(outputs / "demo/index.html")
+    assert "50/50, loss" in done.stderr, "progress shows on the terminal"
+    return outputs / "demo"
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["lm_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
+def test_the_best_three_and_a_control_really_train_for_50_iterations(demo):
+    runs = sorted((demo / "runs").iterdir())
+    assert len(runs) == 4
+    for run in runs:
+        assert json.loads((run / "status.json").read_text())["status"] == "completed"
+        assert len(losses(run)) == 50
+        assert {"plan.json", "job.sbatch", "run.log", "env.json"} <= {p.name for p in run.iterdir()}
+    topologies = [json.loads((run / "plan.json").read_text())["topology"] for run in runs]
+    assert any(t["tp"] > 1 and t["pp"] > 1 for t in topologies)
+
+
+def test_the_loss_falls_by_one_and_a_half_nats_and_is_the_same_on_every_topology(demo):
+    curves = [losses(run) for run in sorted((demo / "runs").iterdir())]
+    assert all(curve[0] - curve[-1] >= 1.5 for curve in curves)
+    assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
+
+
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(demo):
+    text = (demo / "03_launch.html").read_text()
+    assert re.search(r"is refused: \w+=\d+: ", text)
+
+
+def test_calibration_brings_the_predictions_nearer_to_the_measured_times(demo):
+    assert json.loads((demo / "calibration.json").read_text())["rows"] == 4
+    assert len(pd.read_csv(demo / "measured.csv")) == 4
+    table = pd.read_csv(demo / "predicted.csv")
+    before, after = (np.log(table[f"{name} / measured"]).abs().mean() for name in ("predicted", "recalibrated"))
+    assert after <= before + 0.02, "the fit is held by a prior, so it may trade a hair"
+
+
+def test_the_report_is_whole_and_loads_nothing_from_elsewhere(demo):
+    index = (demo / "index.html").read_text()
+    for name in ("01_sizing", "02_topology", "03_launch", "04_analyze"):
+        assert f'href="{name}.html"' in index
+        html = (demo / f"{name}.html").read_text()
+        assert "data:image/png;base64" in html or name == "03_launch"
+        assert not re.search(r'(src|href)="https?://', html)
+    assert set(re.findall(r'class="text status-(\w+)"', index)) == {"completed"}
+
+
+def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo):
+    env = {**os.environ, "TRILANE_OUTPUTS": str(demo.parent)}
+    refused = subprocess.run(command("all"), env=env, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.strip().endswith("exists; resume it, or name another")
+    before = {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")}
+    resumed = subprocess.run(command("all", "--resume"), env=env, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0
+    assert resumed.stderr.count("done before, kept") == 4
+    assert {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")} == before
+
+
+def test_launching_again_keeps_the_runs_that_are_complete(demo):
+    env = {**os.environ, "TRILANE_OUTPUTS": str(demo.parent)}
+    before = sorted(path.name for path in (demo / "runs").iterdir())
+    again = subprocess.run(command("03_launch", "--resume"), env=env, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert sorted(path.name for path in (demo / "runs").iterdir()) == before
+    assert (demo / "earlier/03_launch.ipynb.1").exists(), "the first executed copy is kept"
+
+
+def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_path):
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    (outputs / "local.json").write_text((demo.parent / "local.json").read_text())
+    env = {**os.environ, "TRILANE_OUTPUTS": str(outputs)}
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
+    with subprocess.Popen(command("all", "--study", "demo"), env=env, **pipes) as child:
+        steps = outputs / "demo/runs"
+        wait_until(lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")), 120, "no step was taken")
+        family = psutil.Process(child.pid).children(recursive=True)
+        child.send_signal(signal.SIGINT)
+        said = child.communicate(timeout=60)[1]
+    assert child.returncode == 130
+    assert "trilane: interrupted" in said and "Traceback" not in said
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, alive
+    run = next(steps.glob("*/steps.jsonl")).parent
+    from trilane.logs.run import read_run_folder
+
+    log = read_run_folder(run)
+    assert len(log.iterations) >= 1 and log.status in ("cancelled", "unfinished")

@@ -1,0 +1,40 @@
+"""The notebook of a hang tells the same as the door, for a study that hung and for one that did not."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from plants import PLANTS, write
+
+from trilane.diagnose.hang.example import CULPRITS, write_example
+from trilane.diagnose.hang.verdict import diagnose
+from trilane.diagnose.restart.example import NORM, WORD
+from trilane.report import notebook
+from trilane.report.plots.hang import hang_grid
+from trilane.workspace.study import Study
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folder_of_dumps(
+    outputs: Path, tmp_path: Path
+) -> None:
+    notebook.run("05_diagnose", Study.create("calm"))
+    said = json.loads((outputs / "calm" / "hang.json").read_text())
+    assert said["suspects"] == list(CULPRITS)
+    told = (outputs / "calm" / "05_diagnose.html").read_text()
+    assert "Nothing hangs in this study" in told and "No run of this study was restarted" in told
+    found = json.loads((outputs / "calm" / "restart.json").read_text())["findings"]
+    assert {(f["kind"], f["tensor"]) for f in found} >= {("reset", NORM), ("decay", NORM), ("tied", WORD)}
+    scene = PLANTS["a rank in the data loader"](Random(3))
+    write(tmp_path / "dumps", scene)
+    notebook.run("05_diagnose", Study.create("hung"), dumps=str(tmp_path / "dumps"))
+    assert json.loads((outputs / "hung" / "hang.json").read_text())["suspects"] == sorted(scene.guilty)
+
+
+def test_the_example_is_written_once_and_its_grid_frames_the_suspects(tmp_path: Path) -> None:
+    folder = write_example(tmp_path / "example")
+    assert write_example(folder) == folder and len(list(folder.glob("rank_*"))) == 320
+    figure = hang_grid(diagnose(folder))
+    frames = [p for p in figure.axes[0].patches if not p.get_fill()]
+    assert len(frames) == len(CULPRITS) and len(figure.axes[0].patches) == 322

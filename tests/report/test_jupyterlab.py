@@ -1,0 +1,96 @@
+"""A person in JupyterLab: each notebook runs top to bottom with its default parameters, in a real browser."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import BROWSER, REPOSITORY, wait_until
+
+from trilane.report.notebook import DEMO
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not BROWSER.exists() and not os.environ.get("CI"),
+        reason=f"{BROWSER} is not installed (Debian: apt install chromium)",
+    ),
+]
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of a JupyterLab on loopback over a copy of the notebooks, and that copy's folder."""
+    base = tmp_path_factory.mktemp("lab")
+    folder = base / "notebooks"
+    shutil.copytree(REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns(".*", "kernel-ipc*"))
+    log = base / "lab.log"
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
+    command += ["--LabApp.expose_app_in_browser=True", f"--notebook-dir={folder}", "--IdentityProvider.token=test"]
+    environment = {
+        **os.environ,
+        "TRILANE_OUTPUTS": str(base / "outputs"),
+        "JUPYTER_CONFIG_DIR": str(base / "config"),
+        "JUPYTERLAB_SETTINGS_DIR": str(base / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(base / "workspaces"),
+    }
+    environment.pop("TRILANE_BATCH", None)
+    with log.open("w") as stream:
+        server = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=base)
+    try:
+        address = r"(http://127\.0\.0\.1:\d+)/lab\?token"
+        wait_until(lambda: re.search(address, log.read_text()) is not None, 60, f"no JupyterLab: {log}")
+        found = re.search(address, log.read_text())
+        assert found
+        yield found[1], folder
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def page(lab: tuple[str, Path]) -> Iterator[Any]:
+    """A page of a headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=str(BROWSER), args=OPTIONS)
+        try:
+            yield browser.new_page(viewport={"width": 1400, "height": 1000})
+        finally:
+            browser.close()
+
+
+def code_cells(page: Any) -> list[dict[str, Any]]:
+    """The code cells of the notebook in front, as JupyterLab holds them now."""
+    cells = page.evaluate("window.jupyterapp.shell.currentWidget.content.model.toJSON().cells")
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", [*DEMO, "05_diagnose", "06_backtest", "07_calendar", "08_decision"])
+def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
+    """Run > Run All Cells, as a person would; every cell gets its number and none an error."""
+    address, folder = lab
+    page.goto(f"{address}/lab/tree/{name}.ipynb?token=test&reset")
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
+    page.wait_for_function(f"{kernel}?.status === 'idle' && {kernel}?.connectionStatus === 'connected'")
+    page.click("text=Run >> nth=0")
+    page.click("text=Run All Cells >> nth=0")
+
+    def done() -> bool:
+        cells = code_cells(page)
+        errors = [out for cell in cells for out in cell["outputs"] if out["output_type"] == "error"]
+        assert not errors, f"{name}: {errors[0]['ename']}: {errors[0]['evalue']}"
+        return all(cell["execution_count"] for cell in cells)
+
+    wait_until(done, 400, f"{name} did not run to its end")
+    page.screenshot(path=folder.parent / f"{name}.png")
+    figures = [out for cell in code_cells(page) for out in cell["outputs"] if "image/png" in out.get("data", {})]
+    assert figures or name == "03_launch"

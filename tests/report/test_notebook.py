@@ -1,0 +1,200 @@
+"""The checked door to the notebooks: parameters, failures that name the cell, resume, reports."""
+
+import signal
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+import nbformat
+import pytest
+from support import heed_ctrl_c
+
+from trilane.cli.app import DOORS
+from trilane.report import notebook
+from trilane.report.html import write_index
+from trilane.workspace.study import Study
+
+PARAMETERS = """\
+study: str = "demo"  # folder
+tp: int = 2  # size
+rate: float = 1.0  # speed
+where: str = ""  # a path
+on: bool = True  # flag"""
+STORY = [
+    ("markdown", "# Does it add up?\n\nA test.", []),
+    ("code", PARAMETERS, ["parameters"]),
+    ("markdown", "## The sum", []),
+    (
+        "code",
+        "from trilane.config.parallelism import Topology\nprint('tp is', Topology(tp=tp, gbs=tp).tp, rate, on)",
+        [],
+    ),
+    ("code", "assert tp != 13, 'unlucky'", []),
+    ("code", "import os, signal, time\nif tp == 14: os.write(2, b'no memory'); os._exit(1)", []),
+    ("code", "if tp == 15: os.kill(os.getppid(), signal.SIGINT); time.sleep(60)", []),
+]
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A little notebook of its own, in a folder of its own."""
+    kernel = {"name": "python3", "language": "python", "display_name": "Python 3"}
+    made = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
+    for kind, source, tags in STORY:
+        cell = getattr(nbformat.v4, f"new_{kind}_cell")(source)
+        cell.metadata["tags"] = tags
+        made.cells.append(cell)
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    nbformat.write(made, folder / "07_story.ipynb")
+    monkeypatch.setattr(notebook, "NOTEBOOKS", folder)
+    return "07_story"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"tpp": "2"}, "parameter=tpp: did you mean tp? known: on, rate, study, tp, where"),
+        ({"tp": "two"}, "tp=two: must be of type int"),
+        ({"tp": "2.5"}, "tp=2.5: must be of type int"),
+        ({"tp": "True"}, "tp=True: must be of type int"),
+        ({"tp": "__import__('os')"}, "tp=__import__('os'): must be of type int"),
+        ({"rate": "fast"}, "rate=fast: must be of type float"),
+        ({"on": "maybe"}, "on=maybe: must be of type bool"),
+        ({"tp": 2.5}, "tp=2.5: must be of type int"),
+    ],
+)
+def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(story, outputs, given, message):
+    with pytest.raises(ValueError) as caught:
+        notebook.run_all(Study("s"), given, [story])
+    assert str(caught.value) == message
+    assert not outputs.exists()
+
+
+def test_text_becomes_the_declared_type(story):
+    assert notebook.distribute([story], {"tp": "4", "rate": "3", "on": "false"}) == {
+        story: {"tp": 4, "rate": 3.0, "on": False}
+    }
+
+
+def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, tmp_path, monkeypatch):
+    here = tmp_path / "odd [place]"
+    (here / "logs").mkdir(parents=True)
+    for name in ("logs/a.out", "plan.json", "megatron", "v1.0", "both.json"):
+        (here / name).touch()
+    (notebook.NOTEBOOKS / "both.json").touch()
+    monkeypatch.chdir(here)
+
+    def given(text, field="where"):
+        return notebook.distribute([story], {field: text})[story][field]
+
+    assert [given(text) for text in ("plan.json", "./logs/a.out")] == [f"{here}/plan.json", f"{here}/logs/a.out"]
+    assert given("logs/*.out") == str(here).replace("[", "[[]") + "/logs/*.out" and glob(given("logs/*.out"))
+    for text in ("megatron", "jz-a100-80g", "both.json", "nowhere.json", "logs/*.err", "", "/tmp/x.json", "far. " * 99):
+        assert given(text) == text
+    assert given("v1.0", "study") == "v1.0"
+
+
+def test_an_unknown_notebook_names_the_nearest(story):
+    with pytest.raises(ValueError, match=r"^notebook=07_stori: did you mean 07_story\?"):
+        notebook.parameters("07_stori")
+
+
+def test_a_run_leaves_the_executed_copy_its_html_and_the_index(story, outputs):
+    study = Study.create("s")
+    html = notebook.run(story, study, tp="4").read_text()
+    assert "tp is 4 1.0 True" in html and "Does it add up?" in html
+    assert "<details" in html, "the code is folded away"
+    assert "https://cdn" not in html and "<script src" not in html, "nothing is loaded from elsewhere"
+    index = (study.folder / "index.html").read_text()
+    assert 'href="07_story.html"' in index and "Does it add up?" in index and "completed" in index
+
+
+@pytest.mark.parametrize(
+    ("tp", "is_input", "reason"), [("0", True, "tp=0: must be a whole number of at least 1"), ("13", False, "unlucky")]
+)
+def test_a_notebook_that_fails_leaves_its_traceback_and_names_the_cell(story, outputs, tp, is_input, reason):
+    study = Study.create("s")
+    with pytest.raises(notebook.NotebookError) as caught:
+        notebook.run(story, study, tp=tp)
+    assert str(caught.value) == f"07_story, cell {4 if is_input else 5} (The sum): {reason}"
+    assert caught.value.is_input is is_input
+    assert "Traceback" in (study.folder / "07_story.ipynb").read_text()
+    assert "failed" in (study.folder / "index.html").read_text()
+
+
+def test_a_kernel_that_dies_is_named_with_its_last_words_and_is_not_done(story, outputs):
+    study = Study.create("s")
+    with pytest.raises(notebook.NotebookError, match=r"^07_story, cell 6 \(The sum\): Kernel died; no memory$"):
+        notebook.run(story, study, tp="14")
+    assert not notebook.is_done(story, study, {"tp": 14})
+    assert "failed" in (study.folder / "index.html").read_text()
+
+
+def test_an_interrupted_notebook_is_not_done(story, outputs):
+    study, before = Study.create("s"), signal.getsignal(signal.SIGINT)
+    heed_ctrl_c()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            notebook.run(story, study, tp="15")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not notebook.is_done(story, study, {"tp": 15})
+    assert "failed" in (study.folder / "index.html").read_text()
+
+
+def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):
+    study = Study.create("s")
+    notebook.run_all(study, {"tp": "4"}, [story])
+    before = (study.folder / "07_story.ipynb").stat().st_mtime_ns
+    notebook.run_all(study, {"tp": "4"}, [story])
+    assert "done before, kept" in capfd.readouterr().err
+    assert (study.folder / "07_story.ipynb").stat().st_mtime_ns == before
+    notebook.run_all(study, {"tp": "8"}, [story])
+    assert (study.folder / "07_story.ipynb").stat().st_mtime_ns > before
+    assert "tp is 4" in (study.folder / "earlier/07_story.ipynb.1").read_text(), "the earlier copy is kept"
+
+
+def test_hostile_text_in_a_study_is_shown_not_run(outputs):
+    study = Study.create("s")
+    run = study.folder / "runs/x"
+    run.mkdir(parents=True)
+    (run / "plan.json").write_text("{}")
+    (run / "status.json").write_text('{"status": "crashed", "evidence": "<script>alert(1)</script>"}')
+    assert "<script>" not in write_index(study).read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serch"], "door=serch: did you mean search?"),
+        (["parse", "a.log", "--jsn"], "option=--jsn: did you mean --json? known: --csv, --help, --json"),
+        (["chain", "--json", "status", "s"], "option=--json: does not stand where it can be understood"),
+        (["launch", "a", "b"], "argument=b: is one too many"),
+        (["run", "all", "-p", "gsb", "8"], "parameter=gsb: did you mean gbs?"),
+        (["run", "02_topolgy"], "notebook=02_topolgy: did you mean 02_topology?"),
+        (["run", "all", "--study", "a b"], "study='a b': must be a plain folder name"),
+        (["run", "02_topology", "--study", "new"], "has no sizing.json yet; run 01_sizing first"),
+        (["run", "all", "--resume", "--fresh"], "resume=True: contradicts --fresh"),
+        (["launch", "nowhere/plan.json"], "plan="),
+        (["launch"], "the following arguments are required: plan"),
+        (["search", "--shape", "6,64,4,32,384", "--cluster", "h200", "--gpus", "x", "--gbs", "8"], "--gpus"),
+        (
+            ["search", "--shape", "6,64,4,32,384", "--cluster", "h200", "--gpus", "4", "--gbs", "8", "--tp", "3"],
+            "tp=3: no tp x pp x dp with the pinned sizes makes gpus=4",
+        ),
+    ],
+)
+def test_the_doors_refuse_bad_input_with_one_line_and_exit_code_2(outputs, arguments, message):
+    done = subprocess.run([sys.executable, "-m", "trilane", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("trilane: ")]
+    assert len(lines) == 1 and message in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_door_all_are_listed():
+    done = subprocess.run([sys.executable, "-m", "trilane"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert {name for name, *_ in DOORS} <= set(done.stderr.split())

@@ -1,0 +1,192 @@
+"""Sizing: every size and memory line that the documents print, and the way back from a size to shapes."""
+
+import json
+
+import pytest
+
+from trilane.cli.app import main
+from trilane.config.cluster import cluster
+from trilane.config.model import padded_vocab_size, parse_shape
+from trilane.config.parallelism import Topology
+from trilane.costmodel import calibration
+from trilane.search.published import planned_models, published_models, size_line, state_lines
+from trilane.search.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
+from trilane.search.sizing import SizeRequest, propose
+
+A100 = cluster("jz-a100-80g")
+K = calibration.default(A100)
+DOOR = ["--params", "200e9", "--vocab", "250880", "--gpus", "384", "--cluster", "jz-a100-80g"]
+
+
+@pytest.mark.parametrize("model", published_models(), ids=lambda m: f"{m.shape.num_layers}x{m.shape.hidden_size}")
+def test_every_published_size_comes_out_as_printed(model):
+    """Prequel, 'Size' (104B to 530B; 145B prints as 146B), 'Possible 200B models', and the headings of its tables."""
+    assert round(model.shape.parameters / 1e9) == model.printed_b
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocab", "line"),
+    [
+        (80, 12288, 50257, "Model size: 146B, ratio=153"),
+        (96, 16384, 50257, "Model size: 310B, ratio=170"),
+        (105, 20480, 50257, "Model size: 530B, ratio=195"),  # the document repeats the line of 310B here
+        (80, 14336, 150257, "Model size: 199B, ratio=179"),
+        (96, 13312, 150257, "Model size: 206B, ratio=138"),
+    ],
+)
+def test_the_size_lines_are_those_of_the_prequel(layers, hidden, vocab, line):
+    assert size_line(parse_shape(f"{layers},{hidden},64,2048,{vocab}")) == line
+
+
+@pytest.mark.parametrize(
+    ("hidden", "vocab", "emb", "blk"),
+    [
+        (12288, 50257, ("617.56M", 11116.04, "77.19M", 1389.51), ("1812.10M", 32617.78, "226.51M", 4077.22)),
+        (16384, 50257, ("823.41M", 14821.39, "102.93M", 1852.67), ("3221.44M", 57985.89, "402.68M", 7248.24)),
+        (20480, 50257, ("1029.26M", 18526.74, "128.66M", 2315.84), ("5033.43M", 90601.76, "629.18M", 11325.22)),
+        (14336, 150257, ("2154.08M", 38773.52, "269.26M", 4846.69), ("2466.44M", 44395.87, "308.30M", 5549.48)),
+        (13312, 150257, ("2000.22M", 36003.98, "250.03M", 4500.50), ("2126.69M", 38280.33, "265.84M", 4785.04)),
+    ],
+)
+def test_embedding_and_block_lines_are_those_of_the_prequel_in_the_right_unit(hidden, vocab, emb, blk):
+    """Prequel, 'Existing models': "emb size: 617.56M/11116.04GB, per gpu 77.19M/1389.51GB" (its GB are MB)."""
+    lines = state_lines(parse_shape(f"1,{hidden},64,2048,{vocab}"), tp=8)
+    for line, (whole, whole_mb, each, each_mb) in zip(lines, (emb, blk), strict=True):
+        assert line[4:] == f"size: {whole}/{whole_mb / 1e3:.2f}GB, per gpu {each}/{each_mb / 1e3:.2f}GB"
+
+
+def test_a_gpu_of_104b_holds_953_million_parameters_with_the_embedding_and_807_without():
+    """Prequel, '104B topology / memory usage': TP 4, PP 32, vocabulary 50257."""
+    model = next(m for m in planned_models() if m.origin == "bs 104B")
+    assert model.parameters_per_gpu == (953_180_700, 807_435_400)
+
+
+def test_a_head_size_that_is_no_multiple_of_eight_and_a_lost_softmax_are_named():
+    """Prequel, 'NHEADs comparison': 128 heads of 13824 (108 channels); (HEADS/TP)*MBS % 4 = 0."""
+    t = Topology(tp=8, pp=6, dp=8, mbs=4, gbs=2048, precision="fp16", recompute="full", attention="scores")
+    assert any(
+        note.startswith("head_dim=108") for note in broken_rules(parse_shape("78,13824,128,2048,250880"), t, A100)
+    )
+    assert softmax_note(parse_shape("72,14336,64,2048,250880"), t) == ""
+    one = Topology(tp=8, pp=6, dp=8, mbs=1, gbs=2048, attention="scores")
+    assert softmax_note(parse_shape("72,14336,56,2048,250880"), one).startswith("num_attention_heads=56")
+    assert softmax_note(parse_shape("72,14336,64,8192,250880"), t).startswith("seq_length=8192")
+    note = "tp=8: must divide num_attention_heads=108"
+    assert broken_rules(parse_shape("78,13824,108,2048,250880"), t, A100)[0] == note
+
+
+def test_tiles_waves_and_a_large_embedding_are_named():
+    t = Topology(tp=8, pp=10, dp=4, mbs=1, gbs=2048, precision="fp16", recompute="full")
+    notes = broken_rules(parse_shape("80,14400,96,2048,250880"), t, A100)
+    assert any(note.startswith("hidden_size=14400") for note in notes), "14400 / 8 is no multiple of 128"
+    assert any(note.startswith("partition=uniform") for note in notes), "250k rows are 1.4 layers"
+
+
+def test_waves_that_fill_all_multiprocessors_lose_nothing():
+    """NVIDIA, wave quantization: 27648 wide on TP 1 is 108 x 256, so 8 x 108 tiles of 256 x 128 for 1024 tokens."""
+    whole = parse_shape("2,27648,216,1024,384")
+    assert wave_loss(whole, Topology(gbs=1), A100) == pytest.approx(0, abs=1e-12)
+    assert wave_loss(parse_shape("2,1024,8,256,384"), Topology(gbs=1), A100) > 0.5
+
+
+def test_heads_are_multiples_of_eight_channels_nearest_to_128_first():
+    assert usable_heads(14336, 8)[0] == 112
+    assert all((13824 // a) % 8 == 0 and a % 8 == 0 and 64 <= 13824 // a <= 256 for a in usable_heads(13824, 8))
+
+
+def test_shapes_of_a_target_lie_within_the_tolerance_and_the_published_ratios():
+    request = SizeRequest(parameters=200e9, vocabulary=250_680, gpus=384, cluster=A100, calibration=K)
+    shapes = request.shapes()
+    assert len(shapes) > 20
+    for shape in shapes:
+        assert abs(shape.parameters / 200e9 - 1) <= 0.03
+        assert shape.vocab_size == padded_vocab_size(250_680) == 250_752
+        assert 98 < shape.hidden_size / shape.num_layers < 256
+        assert shape.hidden_size % 128 == 0 and shape.head_dim % 8 == 0
+
+
+def test_proposals_can_run_and_are_ranked_by_days_at_the_target_size():
+    request = SizeRequest(
+        parameters=20e9, vocabulary=50_257, gpus=32, cluster=A100, calibration=K, gbs=512, tokens=20e9, tolerance=0.02
+    )
+    found = propose(request)
+    days = [p.days_at_target for p in found]
+    assert days == sorted(days) and len(found) > 3
+    best = found[0]
+    assert best.topology.gpus == 32 and best.prediction.oom_probability <= 0.5
+    assert best.gpu_hours == pytest.approx(best.days * 24 * 32)
+    flops = best.shape.flops_per_iteration(512, best.topology.recompute == "full")
+    assert best.tflops[0] * 1e12 * 32 * best.prediction.sec_per_it == pytest.approx(flops)
+
+
+def test_the_door_answers_the_question_of_the_chronicles(capsys):
+    """200B on 384 A100s: the prequel settled on 13 to 15 thousand wide, 70 to 106 layers, TP 4 or 8, PP 6 or 12."""
+    assert main(["size", *DOOR, "--attention", "scores", "--recompute", "full", "--top", "6", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    first = said["candidates"][0]
+    assert first["cost_beside_best"] == 1 and len(said["candidates"]) == 6
+    assert first["tflops_interval"][0] < first["tflops"] < first["tflops_interval"][1]
+    assert 140 < first["tflops"] < 175 and 60 < first["days"] < 110 and first["topology"]["tp"] in (4, 8)
+    assert first["gpu_hours"] == pytest.approx(first["days"] * 24 * 384)
+    assert first["head_dim"] % 8 == 0 and first["states"][0].startswith("emb size: ")
+    assert {m["line"] for m in said["published"]} >= {"Model size: 530B, ratio=195"}
+
+
+def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_ones():
+    request = SizeRequest(parameters=20e9, vocabulary=50_257, gpus=8, cluster=A100, calibration=K)
+    found = propose(request)
+    risky = [p.prediction.oom_probability > 0.05 for p in found]
+    assert any(risky) and risky == sorted(risky), "the safe ones first"
+    for p, doubted in zip(found, risky, strict=True):
+        said = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"
+        assert (said in p.notes) is doubted
+    assert found[risky.index(True)].days_at_target < found[risky.index(True) - 1].days_at_target
+
+
+def test_where_nothing_can_run_the_reason_is_said(capsys):
+    large = dict(zip(DOOR[::2], DOOR[1::2], strict=True)) | {
+        "--params": "1e12",
+        "--gpus": "8",
+        "--gbs": "64",
+        "--tolerance": "0.003",
+    }
+    words = [word for pair in large.items() for word in pair]
+    assert main(["size", *words]) == 1
+    assert "topologies are refused: memory must fit the card" in capsys.readouterr().out
+    assert main(["size", *words, "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["candidates"] == [] and said["refused"]["memory must fit the card"] > 0
+    request = SizeRequest(
+        parameters=1e12, vocabulary=50_257, gpus=7, cluster=A100, calibration=K, gbs=64, tolerance=0.003
+    )
+    with pytest.raises(
+        ValueError, match=r"^params=1e\+12: no shape can run on 7 GPUs of jz-a100-80g and a batch of 64; "
+    ):
+        propose(request)
+
+
+def test_a_small_model_is_counted_in_millions(capsys):
+    assert main(["size", "--params", "20e6", "--vocab", "50257", "--gpus", "8", "--cluster", "jz-a100-80g"]) == 0
+    assert "20.5M ratio" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--params 0", "params=0.0: must be a number above zero"),
+        ("--params nan", "params=nan: must be a number above zero"),
+        ("--params 1e18", "params=1e+18: must be at most 1e+14"),
+        ("--params 1e8", "params=1e+08: no usual width leaves room for layers beside an embedding of 250880"),
+        ("--vocab 0", "vocab=0: must be a whole number of at least 1"),
+        ("--gpus 1000", "gpus=1000: jz-a100-80g has 416"),
+        ("--cluster nowhere", "cluster=nowhere: known: a100-800gbps"),
+        ("--tokens 100", "tokens=100.0: one iteration takes gbs x seq_length = 4194304"),
+        ("--tolerance 0.9", "tolerance=0.9: must be below 0.5"),
+        ("--top 0", "top=0: must be a whole number of at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
+    options = dict(zip(DOOR[::2], DOOR[1::2], strict=True)) | dict([given.split()])
+    assert main(["size", *(word for pair in options.items() for word in pair)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

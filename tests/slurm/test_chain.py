@@ -1,0 +1,193 @@
+"""A chain's links: document 004's schedules, the stop switch, the target, the same failure again and again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REQUEST, SITE, plan
+from support import small_plan
+
+from trilane.cli.app import main
+from trilane.config.batch_rampup import Ramp
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan, Run, read_plan
+from trilane.slurm import attempt, chain, client, jobs, ledger
+from trilane.workspace.checkpoints import name_of
+from trilane.workspace.status import read_status
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def gpt_1b3(gbs: int, **topology: int) -> Plan:
+    """Document 004's 1.3B on V100 nodes of four, its batch growing from 32 by 32."""
+    run = Run(train_iters=4000, ramp=Ramp(start=32, increment=32, samples=64_000), save_interval=100)
+    t = Topology(**{"mbs": 1, "dp": 1, "gbs": gbs, **topology}, precision="fp16")
+    shape = parse_shape("24,2048,16,2048,50304")
+    return Plan(label="1b3", shape=shape, cluster=cluster("jz-v100-32g"), topology=t, run=run)
+
+
+def test_document_004s_schedule_of_nodes_and_batch_sizes_becomes_links(tmp_path: Path) -> None:
+    """8, 16 and 32 nodes of four GPUs for batches of 32, 64 and 128; 96, which a ramp passes, goes back to 8."""
+    made = chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,96:8:1,128:32:1"), tmp_path)
+    assert [(p.topology.gpus, p.topology.dp, p.topology.mbs) for p in made] == [(n, n, 1) for n in (32, 64, 32, 128)]
+    spans = [(p.run.start_iteration, p.run.goal) for p in made]
+    assert spans[0][0] == 0 and spans[-1][1] == 4000
+    assert [end for _, end in spans[:-1]] == [start for start, _ in spans[1:]]
+    for p in made:
+        sizes = {batch.gbs for batch in p.batches(p.run.start_iteration)}
+        assert not [size for size in sizes if size % (p.topology.mbs * p.topology.dp)]
+    assert [p.run.load for p in made] == ["", *(str(tmp_path / p.label) for p in made[:-1])]
+    assert len({p.samples for p in made}) == 1
+
+
+def test_a_batch_that_a_link_cannot_share_out_is_refused_by_its_size(tmp_path: Path) -> None:
+    """As the document prints it: 64 replicas cannot share 96 sequences."""
+    with pytest.raises(ValueError, match=r"^ramp=96: every batch size must be a multiple of mbs x dp = 1 x 64$"):
+        chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
+
+
+def test_document_004s_16_gb_schedule_raises_mbs_first_and_nodes_later(tmp_path: Path) -> None:
+    """Two GPUs a replica; 16 nodes with MBS 1, 2 and 4, then more nodes; the batches between stay at the lower step."""
+    p = gpt_1b3(512, pp=2)
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=32, increment=480, samples=64_000)))
+    made = chain.links(p, chain.parse_stages("32:16:1,512:64:4"), tmp_path)
+    assert [(q.topology.gpus // 4, q.topology.dp, q.topology.mbs) for q in made] == [(16, 32, 1), (64, 128, 4)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ("32:8", r"^stages=32:8: must be GBS:NODES:MBS"),
+        ("32:8:x", r"^stages=32:8:x: must be GBS:NODES:MBS"),
+        ("64:8:1", r"^stages=64: the first must hold the ramp's first batch$"),
+        ("128:8:1,32:8:1", r"^stages=128,32: must be in the order of the batch size$"),
+        ("32:8:1,4096:8:1", r"^stages=4096: no iteration has such a batch"),
+        ("32:0:1", r"^nodes=0: must be a whole number of at least 1$"),
+    ],
+)
+def test_bad_stages_are_one_line(stages: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        chain.links(gpt_1b3(128), chain.parse_stages(stages), tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = chain.create(tmp_path / "chain", plan("long", tmp_path / "data"), [], SITE, REQUEST)
+    return made[0]
+
+
+def at(folder: Path, iteration: int) -> None:
+    (folder / "steps.jsonl").write_text("".join(f'{{"iteration": {n + 1}}}\n' for n in range(iteration)))
+
+
+def newest(folder: Path, iteration: int) -> None:
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
+
+
+def test_a_link_with_nothing_left_to_do_ends_before_it_begins(folder: Path) -> None:
+    at(folder, 4)
+    assert attempt.begin(folder, JOB) == "stop: done: iteration 4 of 4 is reached"
+    assert not ledger.events(folder, "started")
+
+
+def test_the_stop_switch_keeps_every_later_link_from_starting(folder: Path) -> None:
+    (folder / "stop").touch()
+    assert attempt.begin(folder, JOB).startswith("stop: the stop switch is set; remove ")
+    (folder / "stop").unlink()
+    assert attempt.begin(folder, JOB) == "go: from the beginning"
+
+
+def test_the_same_early_failure_three_times_ends_the_chain_and_a_new_submission_begins_again(folder: Path) -> None:
+    for _ in range(3):
+        assert attempt.begin(folder, JOB).startswith("go: ")
+        (folder / "run.log").write_text("RuntimeError: no such disk\n")
+        assert attempt.end(folder, 1, JOB).status == "crashed"
+    said = "stop: 3 attempts did not get beyond iteration 0: crashed: RuntimeError: no such disk"
+    assert attempt.begin(folder, JOB) == said
+    ledger.note(folder, "submitted", "8", site="test", script="")
+    assert attempt.begin(folder, JOB) == "go: from the beginning"
+
+
+def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_nothing_is_lost(folder: Path) -> None:
+    for number in (1, 2):
+        attempt.begin(folder, JOB)
+        at(folder, number)
+        (folder / "run.log").write_text(f"RuntimeError: {number}\n")
+        attempt.end(folder, 1, JOB)
+    attempt.begin(folder, JOB)
+    kept = [(folder / f"attempts/{n}/run.log").read_text() for n in (1, 2)]
+    assert kept == ["RuntimeError: 1\n", "RuntimeError: 2\n"]
+    assert read_status(folder / "attempts/2").evidence == "RuntimeError: 2"
+    assert not (folder / "run.log").exists() and not (folder / "status.json").exists()
+
+
+def test_an_attempt_goes_on_in_its_log_where_a_checkpoint_is_and_only_its_own_end_counts(folder: Path) -> None:
+    attempt.begin(folder, JOB)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints/latest").write_text("iter_0000002\n")
+    (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")
+    assert attempt.end(folder, 1, JOB).status == "OOM"
+    assert attempt.begin(folder, JOB) == "go: from iter_0000002"
+    with (folder / "run.log").open("a") as log:
+        log.write("START b\nValueError: gbs\n")
+    assert attempt.end(folder, 1, JOB).evidence == "ValueError: gbs"
+
+
+def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
+    p = small_plan("ramp", train_iters=12, gbs=24)
+    p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
+    one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
+    before = "stop: ramp-1-n1, which comes before, is at iteration"
+    assert attempt.begin(two, JOB) == f"{before} 0 of 6; it has no checkpoint"
+    at(one, 6)
+    newest(one, 4)
+    assert attempt.begin(two, JOB) == f"{before} 6 of 6; its newest checkpoint is iter_0000004"
+    newest(one, 6)
+    assert attempt.begin(two, JOB) == "go: from the beginning"
+
+
+def test_a_last_save_that_was_cut_off_leaves_something_to_do(folder: Path) -> None:
+    p = read_plan(folder / "plan.json")
+    (folder / "plan.json").write_text(json.dumps(replace(p, run=replace(p.run, save_interval=2)).to_json()))
+    at(folder, 4)
+    newest(folder, 2)
+    assert attempt.begin(folder, JOB) == "go: from iter_0000002"
+    newest(folder, 4)
+    assert attempt.begin(folder, JOB) == "stop: done: iteration 4 of 4 is reached"
+
+
+def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt.begin(folder, {"SLURM_JOB_ID": "6"})
+    known = {"6": client.JobState(id="6", state="RUNNING")}
+    monkeypatch.setattr(client, "states", lambda ids: {job: known[job] for job in ids})
+    assert attempt.begin(folder, JOB) == "stop: job 6 trains here"
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "6"}).startswith("go: "), "the same job, requeued"
+    known["6"] = client.JobState(id="6", state="NODE_FAIL")
+    assert attempt.begin(folder, JOB).startswith("go: ")
+
+
+def test_the_door_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(gpt_1b3(128).to_json()))
+    door = ["chain", "create", str(tmp_path / "plan.json"), str(tmp_path / "c"), "--site", "jean-zay-v100-32g"]
+    assert main([*door, "--account", "xyz@v100", "--stages", "32:8:1,64:8:2,96:8:1,128:32:1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["links"]
+    assert [row["gpus"] for row in found] == [32, 32, 32, 128]
+    assert all(row["gpu_hours"] == pytest.approx(row["hours"] * row["gpus"]) for row in found)
+    assert main([*door, "--account", "xyz@v100"]) == 0  # another chain in the same folder, with its own run folder
+    assert main(["chain", "status", str(tmp_path / "c"), "--json"]) == 0
+    assert [j["verdict"] for j in json.loads(capsys.readouterr().out.split("\n", 1)[1])["jobs"]] == ["not submitted"]
+    assert main([*door, "--account", "xyz@v100"]) == 2
+    assert "exists; take a new one" in capsys.readouterr().err
+
+
+def test_a_run_here_is_submitted_by_the_same_call(folder: Path) -> None:
+    """At site `local` (the launcher itself is tested elsewhere): refused where more than one node is needed."""
+    from trilane.slurm.sites import site
+
+    with pytest.raises(ValueError, match=r"^tp x pp x dp=4: one machine starts at most the 2 processes"):
+        jobs.submit(folder, site("local"), REQUEST)

@@ -1,0 +1,334 @@
+"""The guard refuses what would be paid for in GPU hours: each rule, with its remedy."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trilane.cli.app import main
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Plan, Run
+from trilane.slurm import client
+from trilane.slurm.preflight import check, resources, storage
+from trilane.slurm.preflight.finding import REFUSAL, WARNING, JobCheck
+from trilane.slurm.request import JobRequest, seconds_of
+from trilane.slurm.script import SCRIPT, render
+from trilane.slurm.sites import site
+
+A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder that counts as shared, on a machine without SLURM, with a venv whose torch fits an A100."""
+    monkeypatch.setattr(client, "is_here", lambda: False)
+    monkeypatch.setattr(storage, "left", lambda _: (1e15, 1e9))
+    torch(tmp_path, "2.13.0+cu130", "13.0")
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def torch(tmp_path: Path, version: str, cuda: str | None) -> None:
+    place = tmp_path / "venv/lib/python3.11/site-packages/torch"
+    place.mkdir(parents=True, exist_ok=True)
+    cuda_line = f"cuda: Optional[str] = {cuda!r}\n"
+    (place / "version.py").write_text(f"__version__ = '{version}'\n{cuda_line}hip: Optional[str] = None\n")
+
+
+def plan(place: str = "jz-a100-80g", **changes: Any) -> Plan:
+    """1.3B on two nodes of eight A100, 4,000 iterations, a checkpoint every 500."""
+    topology = {"tp": 2, "pp": 2, "dp": 4, "mbs": 4, "gbs": 512, "precision": "bf16", "recompute": "full"}
+    topology |= changes.pop("topology", {})
+    run = Run(train_iters=changes.pop("train_iters", 4_000), **{"save_interval": 500, **changes.pop("run", {})})
+    shape = parse_shape(changes.pop("shape", "24,2048,16,2048,50304"))
+    data = Data(**{"source": "stdlib", "folder": "/shared/data", **changes.pop("data", {})})
+    return Plan(
+        label="gpt", shape=shape, cluster=cluster(place), topology=Topology(**topology), data=data, run=run, **changes
+    )
+
+
+def findings(folder: Path, p: Plan, where=A100, script: Callable[[str], str] | None = None, allow=(), **wishes):
+    venv = str(folder.parent / "venv")
+    request = JobRequest(
+        **{"account": f"xyz{where.account_ending}", "time_limit": "20:00:00", "environment": venv} | wishes
+    )
+    where = replace(where, local=())
+    if script:
+        (folder / SCRIPT).write_text(script(render("train", p, where, request)))
+    return check.check(p, where, request, folder, allow)
+
+
+def test_a_good_plan_is_only_told_that_slurm_was_not_asked(folder: Path) -> None:
+    assert [(f.level, f.rule) for f in findings(folder, plan())] == [(WARNING, "sbatch")]
+
+
+V100_PLAN = {"place": "jz-v100-32g", "topology": {"precision": "fp16"}, "train_iters": 100}
+REFUSED = {
+    "cluster": (plan(), V100, "planned for 8 x A100-80GB a node, but jean-zay-v100-32g has 4 x V100-32GB", {}),
+    "precision": (plan(), V100, "V100-32GB has no bf16", {}),
+    "tp": (
+        plan(**V100_PLAN | {"topology": {"precision": "fp16", "tp": 8, "pp": 1, "dp": 2}}),
+        V100,
+        "tensor-parallel groups of 8 do not fit into nodes of 4 GPUs",
+        {},
+    ),
+    "wheel": (
+        plan(**V100_PLAN),
+        V100,
+        "torch 2.13.0+cu130 is built for CUDA 13.0: no kernels for V100-32GB (sm_70)",
+        {},
+    ),
+    "qos time": (plan(), A100, "20 h, qos_gpu_a100-dev allows 2 h", {"qos": "qos_gpu_a100-dev"}),
+    "qos gpus": (
+        plan(**V100_PLAN | {"topology": {"precision": "fp16", "dp": 8}}),
+        V100,
+        "32 GPUs, qos_gpu-t4 allows 16",
+        {"qos": "qos_gpu-t4", "time_limit": "99:00:00"},
+    ),
+    "account": (plan(), A100, "account xyz@v100 does not end with @a100", {"account": "xyz@v100"}),
+    "memory": (plan(shape="96,12288,96,2048,50304"), A100, "probability of running out 100%", {}),
+    "host memory": (
+        plan(
+            shape="72,14336,64,2048,50304",
+            engine="deepspeed-zero",
+            topology={"tp": 2, "pp": 1, "dp": 8, "zero": 1, "offload": "optimizer", "mbs": 1},
+        ),
+        A100,
+        "the offload takes",
+        {},
+    ),
+    "checkpoints": (
+        plan(run={"save_interval": 0}, shape="72,14336,64,2048,50304"),
+        A100,
+        "and no checkpoint is saved before",
+        {"signal_s": 0},
+    ),
+    "time": (plan(run={"exit_duration_minutes": 1205.0}), A100, "is beyond the limit of 1200 minutes", {}),
+    "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file, folder or", {}),
+    "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is no folder here", {}),
+    "partition": (plan(), A100, "did you mean gpu_p5", {"partition": "gpu_p4"}),
+    "qos": (plan(), A100, "did you mean qos_gpu_a100-t3", {"qos": "qos_gpu_a100-t2"}),
+    "label": (replace(plan(), label="$(id)"), A100, "must hold only letters", {}),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
+    p, where, says, wishes = REFUSED[rule]
+    found = next(f for f in findings(folder, p, where, **wishes) if f.rule == rule)
+    assert found.level == REFUSAL and says in found.says and len(found.remedy) > 5
+
+
+EDITED = {
+    "kill-on-bad-exit": (lambda s: s.replace("--kill-on-bad-exit=1 ", ""), "the others wait until the time limit"),
+    "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run would be COMPLETED"),
+    "signal": (
+        lambda s: s.replace("trilane.engine.torchrun", "torch.distributed.run"),
+        "SIGUSR1 before the limit may reach the launcher alone",
+    ),
+    "script": (lambda s: s.replace("--nodes=2", "--nodes=3"), "--nodes=3, the plan's 16 GPUs need 2"),
+    "internet": (lambda s: s + "pip install flash-attn\n", "the script says: pip install"),
+    "bash": (lambda s: s + "if true; then\n", "syntax error"),
+}
+
+
+@pytest.mark.parametrize("rule", EDITED)
+def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None:
+    edit, says = EDITED[rule]
+    found = next(f for f in findings(folder, plan(), script=edit) if f.rule == rule)
+    assert found.level == REFUSAL and says in found.says
+
+
+@pytest.mark.parametrize(
+    ("rule", "edit"),
+    [
+        ("port", lambda s: s.replace("MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))", "MASTER_PORT=29500")),
+        ("error file", lambda s: s.replace("-$SLURM_NODEID.json", ".json")),
+        ("internet", lambda s: s.replace("HF_HUB_OFFLINE=1 ", "")),
+        ("script", lambda s: s.replace("slurm-%j.out", "slurm-%A_%a.out")),
+    ],
+)
+def test_what_is_only_likely_to_go_wrong_is_a_warning(rule: str, edit: Callable[[str], str], folder: Path) -> None:
+    assert next(f.level for f in findings(folder, plan(), script=edit) if f.rule == rule) == WARNING
+
+
+def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda s: s.replace("xyz@a100", "abc@a100"))
+    wanted = "--account xyz@a100 is asked for, job.sbatch says abc@a100"
+    assert wanted in [f.says for f in found if f.rule == "script" and f.level == REFUSAL]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("--time=20:00:00", "--time=1200", ""),
+        ("--time=20:00:00", "--time 20:00:00", ""),
+        ("--time=20:00:00", "-t 0-20", ""),
+        ("--time=20:00:00", "--time=1200:00  # twenty hours", ""),
+        ("--time=20:00:00", "-t100:00:00", "--time 20:00:00 is asked for, job.sbatch says 100:00:00"),
+        ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time as sbatch takes it"),
+        ("--account=xyz@a100", "-A xyz@a100", ""),
+        ("--account=xyz@a100", "-A abc@a100", "--account xyz@a100 is asked for, job.sbatch says abc@a100"),
+        ("--gres=gpu:8", "--gres=gpu:a100:8", ""),
+        ("--gres=gpu:8", "--gpus-per-node=a100:8", ""),
+        ("--gres=gpu:8", "--gpus-per-node=4", "--gpus-per-node=4, the plan's 16 GPUs need 8"),
+        ("--gres=gpu:8", "--gres=gpu:a100:4", "--gres=gpu:a100:4, the plan's 16 GPUs need gpu:8"),
+        ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
+        ("--nodes=2", "--nodes=2-2 # two", ""),
+        ("--nodes=2", "-N 2 # and not --nodes=3", ""),
+        ("--nodes=2", "-N 3", "--nodes=3, the plan's 16 GPUs need 2"),
+        ("--nodes=2", "--nodes=2 --comment='two", "#SBATCH --nodes=2 --comment='two: cannot be read: No closing"),
+        ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
+    ],
+)
+def test_directives_are_read_as_sbatch_reads_them(old: str, new: str, says: str, folder: Path) -> None:
+    """man sbatch: one-letter names, the value behind a space, five forms of a time; no options after a command."""
+    found = check.refused(findings(folder, plan(), script=lambda s: s.replace(old, new, 1)))
+    assert any(says in f.says for f in found) if says else not found
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:02:03", 3723), ("1-2", 93600), ("1-2:3", 93780), ("1-02:03:04", 93784)],
+)
+def test_a_time_means_what_it_means_to_sbatch(time_limit: str, seconds: int) -> None:
+    assert seconds_of(time_limit) == seconds
+
+
+def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path, monkeypatch) -> None:
+    """A sweep's array has one script for many run folders; SLURM's own limit of its indices is asked."""
+    text = render("sweep", plan(), A100, JobRequest(account="xyz@a100"), array="1,2,1001")
+    script = folder.parent / "sweep-2x8.sbatch"
+    script.write_text(text.replace("set -euo pipefail", "set -eu").replace("@a100", "@v100"))
+    monkeypatch.setattr(client, "is_here", lambda: True)
+    monkeypatch.setattr(client, "call", lambda command: "SlurmctldHost = x\nMaxArraySize            = 1001\n")
+    monkeypatch.setattr(client, "test_only", lambda script: "")
+    where = replace(A100, local=())
+    found = {f.rule: f for f in check.check(plan(), where, JobRequest(account="xyz@a100"), folder, script=script)}
+    assert found["pipefail"].level == REFUSAL and found["account"].says.startswith("account xyz@v100 does not end")
+    assert found["array"].says == "--array goes up to 1001, SLURM here takes 1000 (MaxArraySize=1001)"
+    assert (
+        "sweep-2x8.sbatch says xyz@v100" in found["script"].says and "create the sweep anew" in found["script"].remedy
+    )
+    script.unlink()
+    (missing,) = check.check(plan(), where, JobRequest(), folder, script=script)
+    assert missing.says.endswith("sweep-2x8.sbatch: no such file")
+
+
+def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda s: s.replace("--nproc-per-node=8", "--nproc-per-node=4"))
+    assert "4 processes a node, the plan's 16 GPUs need 8" in [f.says for f in found]
+
+
+def test_no_room_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are kept and one is being written, 12 bytes a parameter each."""
+    monkeypatch.setattr(storage, "left", lambda _: (30e9, 1e9))
+    found = next(f for f in findings(folder, plan()) if f.rule == "disk")
+    assert (found.level, found.says[:32]) == (REFUSAL, "checkpoints take up to 47.4 GB, ")
+    monkeypatch.setattr(storage, "left", lambda _: (60e9, 1e9))
+    assert next(f for f in findings(folder, plan()) if f.rule == "disk").level == WARNING
+
+
+def test_no_inodes_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 ranks write two files each, in each of three checkpoints."""
+    monkeypatch.setattr(storage, "left", lambda _: (1e15, 100))
+    assert "checkpoints take 105 files" in next(f.says for f in findings(folder, plan()) if f.rule == "inodes")
+
+
+def test_a_folder_that_only_one_node_sees_is_refused_for_two(folder: Path) -> None:
+    where = replace(A100, local=(str(folder.parent),))
+    found = check.check(plan(), where, JobRequest(account="xyz@a100", time_limit="20:00:00"), folder)
+    assert [f.level for f in found if f.rule == "shared"] == [REFUSAL]
+
+
+def test_a_run_folder_that_holds_a_completed_run_is_refused(folder: Path) -> None:
+    (folder / "status.json").write_text('{"status": "completed"}')
+    assert (REFUSAL, "run folder") in [(f.level, f.rule) for f in findings(folder, plan())]
+
+
+def test_an_allowed_rule_only_warns_and_the_others_still_refuse(folder: Path) -> None:
+    found = findings(folder, plan(), account="xyz@v100", allow=["account"])
+    assert not check.refused(found) and "account" in [f.rule for f in found]
+    assert check.refused(findings(folder, plan(), account="xyz@v100", allow=["disk"]))
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "level"),
+    [
+        ("2.13.0+cu126", "12.6", None),
+        ("2.13.0+cu128", "12.8", REFUSAL),
+        ("2.10.0+cu128", "12.8", WARNING),
+        ("2.9.0+cu130", "13.0", REFUSAL),
+        ("2.13.0+cpu", None, REFUSAL),
+    ],
+)
+def test_which_wheel_holds_sm_70(version: str, cuda: str | None, level: str | None, folder: Path) -> None:
+    """From 2.11 on only the CUDA 12.6 builds do."""
+    torch(folder.parent, version, cuda)
+    found = [f.level for f in findings(folder, plan(**V100_PLAN), V100) if f.rule == "wheel"]
+    assert found == ([level] if level else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "says"),
+    [
+        ({"gbs": 500}, "gbs", "must be a multiple of mbs x dp = 4 x 4"),
+        ({"dp": 5, "gbs": 500}, "tp x pp x dp", "must fill whole nodes of 8 GPUs"),
+        ({"tp": 3, "dp": 4}, "tp", "must divide num_attention_heads=16"),
+        ({"pp": 5}, "pp", "must divide the 24 layers"),
+    ],
+)
+def test_the_door_says_what_is_wrong_with_a_plan_that_is_none(
+    change: dict, rule: str, says: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    values = plan().to_json()
+    values["topology"] |= change
+    (folder / "plan.json").write_text(json.dumps(values))
+    door = ["guard", str(folder / "plan.json"), "--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
+    assert main(door) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [set(f) for f in found] == [{"level", "rule", "says", "remedy"}]
+    assert (found[0]["level"], found[0]["rule"]) == (REFUSAL, rule) and says in found[0]["says"]
+
+
+def test_every_step_of_a_ramp_is_counted(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """From 32 by 24 to 512 with 16 sequences at once: 56 and 104 are no multiples."""
+    values = plan().to_json()
+    values["run"]["ramp"] = {"start": 32, "increment": 24, "samples": 10_000}
+    (folder / "plan.json").write_text(json.dumps(values))
+    assert main(["guard", str(folder / "plan.json"), "--site", "jean-zay-a100", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"][0]
+    assert (
+        found["rule"] == "ramp" and "56, 104" in found["says"] and "mbs x dp divides at every step" in found["remedy"]
+    )
+
+
+def test_the_door_prints_lines_a_person_reads_and_a_missing_plan_is_bad_input(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (folder / "plan.json").write_text(json.dumps(plan().to_json()))
+    venv = str(folder.parent / "venv")
+    door = ["guard", str(folder / "plan.json"), "--site", "jean-zay-a100", "--environment", venv]
+    assert main([*door, "--account", "xyz@v100"]) == 1
+    said = capsys.readouterr().out
+    assert "refusal [account] account xyz@v100 does not end with @a100\n        --account PROJECT@a100\n" in said
+    assert main(["guard", str(folder / "none.json"), "--site", "jean-zay-a100"]) == 2
+    assert capsys.readouterr().err.endswith("none.json: no such file\n")
+
+
+def test_the_whole_fp32_gradients_of_megatrons_distributed_optimizer_are_counted(folder: Path) -> None:
+    """176B on 384 GPUs, 4.01e9 parameters on the first stage: 6 + 12/8 bytes each instead of 4 + 17.4/8."""
+    topology = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "gbs": 2048, "zero": 1, "partition": "type:transformer|embedding"}
+    p = plan(shape="70,14336,112,2048,250880", topology=topology)
+    request = JobRequest(account="xyz@a100", time_limit="20:00:00")
+    needs = {
+        engine: resources.needed_bytes(JobCheck(replace(p, engine=engine), A100, request, folder, ""))
+        for engine in ("megatron", "deepspeed-3d")
+    }
+    assert needs["megatron"] - needs["deepspeed-3d"] == pytest.approx(4.0119e9 * (2 - 5.4 / 8), rel=1e-3)
+    assert needs["deepspeed-3d"] == JobCheck(p, A100, request, folder, "").prediction.memory_bytes

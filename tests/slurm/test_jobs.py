@@ -1,0 +1,300 @@
+"""What SLURM's commands answer on a bad day: each is a small script here that says what the real one says."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import REQUEST, SITE, one, plan, run_folder
+
+from trilane.cli.app import main
+from trilane.config.plan import read_plan
+from trilane.engine.data import corpus
+from trilane.report import notebook
+from trilane.slurm import client, job_status, jobs, ledger, monitor, sweep
+from trilane.slurm.preflight import check, finding
+from trilane.slurm.request import JobRequest
+from trilane.slurm.script import render
+from trilane.utils.validation import to_mapping
+from trilane.workspace.status import RunStatus, write_status
+from trilane.workspace.study import Study
+
+AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+class Commands:
+    """SLURM's commands as scripts of one's own; `calls` is what was asked of them."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.log = place, place / "calls"
+        for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun"):
+            self.say(name, "true")
+
+    def say(self, command: str, does: str) -> None:
+        path = self.place / command
+        path.write_text(f'#!/bin/bash\necho "{command} $*" >>{self.log}\n{does}\n')
+        path.chmod(0o755)
+
+    def calls(self, command: str) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line for line in lines if line.startswith(f"{command} ")]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(client, "DELAYS_S", (0.01,))
+    monkeypatch.setattr(client.getpass, "getuser", lambda: "me")
+    return Commands(tmp_path / "bin")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder with one job, 77."""
+    made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
+    ledger.note(made, "submitted", "77", site="test", script="")
+    return made
+
+
+def accounted(commands: Commands, **states: str) -> None:
+    """Those jobs have gone from squeue, and sacct knows them."""
+    commands.say("sacct", "\n".join(f"echo '{job[1:]}|{state}|1:00|2:00|n1'" for job, state in states.items()))
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"])
+def test_a_job_that_will_not_run_any_more_has_ended(state: str, commands: Commands, folder: Path) -> None:
+    accounted(commands, j77=state)
+    assert one(folder).verdict not in ("waiting", "running") and one(folder).has_failed
+    if state == "PREEMPTED":
+        assert (one(folder).verdict, one(folder).evidence) == ("cancelled", "SLURM: PREEMPTED")
+
+
+def test_a_cancellation_leaves_out_what_squeue_forgot_and_refuses_what_is_somebody_elses(
+    commands: Commands, folder: Path
+) -> None:
+    accounted(commands, j77="RUNNING", j78="RUNNING")
+    ledger.note(folder, "submitted", "78", site="test", script="")
+    forgot = "[[ $* != *77* ]] || { echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }"
+    commands.say("squeue", f"[[ $* == *%u* ]] || exit 0\n{forgot}\necho '78|78|me'")
+    assert jobs.cancel([folder]) == ["78"] and commands.calls("scancel") == ["scancel 78"]
+    commands.say("squeue", "[[ $* != *%u* ]] || printf '78|78|me\\n77|77|you\\n'")
+    with pytest.raises(ValueError, match=r"^job=77: is of user you, not yours$"):
+        jobs.cancel([folder])
+    assert len(commands.calls("scancel")) == 1
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "REQUEUE_HOLD", "RESIZING"])
+def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: Commands, folder: Path) -> None:
+    commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1'")
+    with pytest.raises(ValueError, match=r"has job 77 already; cancel it first$"):
+        jobs.submit(folder, SITE, REQUEST)
+    assert jobs.going(folder) == ["77"] and not commands.calls("sbatch")
+
+
+def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed(
+    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """77 trained and was stopped; 78 found no environment; 79, which waited for it, was cancelled."""
+    ledger.note(folder, "started", "77", nodes="", iteration=0, restarts=0)
+    (folder / "run.log").write_text("RuntimeError: of the first job\n")
+    stopped = RunStatus(status="stopped", evidence="saved at iteration 20", rank=None, exit_code=0, seconds=1.0)
+    write_status(folder, stopped)
+    ledger.note(folder, "ended", "77", status="stopped", evidence="x")
+    for job in ("78", "79"):
+        ledger.note(folder, "submitted", job, site="test", script="")
+    line = "line 23: /nowhere/bin/activate: No such file or directory"
+    (folder / "slurm-78.out").write_text(f"{line}\n\n")
+    accounted(commands, j77="COMPLETED", j78="FAILED", j79="CANCELLED")
+    found = one(folder)
+    assert (found.id, found.verdict, found.evidence) == ("78", "crashed", f"slurm-78.out: {line}")
+    assert main(["tail", str(folder), "--lines", "2"]) == 0
+    assert capsys.readouterr().out == f"{line}\n\n"
+    ledger.note(folder, "started", "79", nodes="", iteration=0, restarts=0)
+    accounted(commands, j77="COMPLETED", j78="FAILED", j79="COMPLETED")
+    ledger.note(folder, "ended", "79", status="stopped", evidence="x")
+    (folder / "slurm-79.out").write_text("go: from the beginning\n")
+    assert (one(folder).id, one(folder).evidence) == ("79", "saved at iteration 20")
+    assert job_status.logs(folder) == ["RuntimeError: of the first job"]
+
+
+def test_a_run_of_an_array_is_shown_with_what_its_script_printed(commands: Commands, tmp_path: Path) -> None:
+    (made,) = sweep.create(tmp_path / "sweep", [plan("a", tmp_path / "d", nodes=1).to_json()], SITE, REQUEST)
+    ledger.note(made, "submitted", "6_1", site="test", script="")
+    (tmp_path / "sweep/slurm-6_1.out").write_text("no module named megatron\n")
+    accounted(commands, j6_1="FAILED")
+    assert one(made).evidence == "slurm-6_1.out: no module named megatron"
+    assert job_status.logs(made) == ["no module named megatron"]
+
+
+def test_the_guard_looks_at_a_sweeps_own_script_before_a_submission_and_a_second_one(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "check", lambda *a: [finding.refuse("x", str(a[5]), "y")])
+    (made,) = sweep.create(tmp_path / "sweep", [plan("a", tmp_path / "d", nodes=1).to_json()], SITE, REQUEST)
+    ledger.note(made, "submitted", "6_1", site="test", script="")
+    accounted(commands, j6_1="FAILED")
+    for what in ("submit", "rerun"):
+        assert main(["sweep", what, str(tmp_path / "sweep"), "--site", "generic"]) == 1
+        assert f"{tmp_path}/sweep/sweep-1x2.sbatch" in capsys.readouterr().out
+    assert not commands.calls("sbatch")
+
+
+def test_a_step_is_attached_to_a_run_of_an_array_by_its_own_number(commands: Commands, folder: Path) -> None:
+    """`srun --jobid=6_1` says "Invalid numeric value"."""
+    commands.say("squeue", "case $* in *%A*) echo 8;; *%u*) echo '6_1|6|me';; *) echo '6_1|RUNNING|None|1|2|n1';; esac")
+    commands.say("srun", "echo slurm 22.05.8")
+    commands.say("scontrol", "echo n1")
+    assert monitor.attach("6_1", "stacks")[1] == "--jobid=8"
+    assert client.raw_id("77") == "77"
+
+
+def test_capture_names_the_number_that_srun_takes(commands: Commands, folder: Path, capsys) -> None:
+    commands.say("squeue", "echo 8")
+    assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 0
+    assert capsys.readouterr().out.startswith("srun --jobid=8 ")
+    commands.say("squeue", "true")
+    assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 2
+    assert capsys.readouterr().err == "trilane: job=6_1: does not run any more\n"
+
+
+def test_a_node_that_is_excluded_joins_those_that_the_job_avoids_already(commands: Commands) -> None:
+    shown = "echo '   ReqNodeList=(null) ExcNodeList=n[1-2]'"
+    commands.say("scontrol", f"case $* in 'show job'*) {shown};; *hostnames*) printf 'n1\\nn2\\n';; esac")
+    client.exclude("77", ["n2", "n5"])
+    assert commands.calls("scontrol")[-1] == "scontrol update JobId=77 ExcNodeList=n1,n2,n5"
+    commands.say("scontrol", "echo '   ReqNodeList=(null) ExcNodeList=(null)'")
+    client.exclude("77", ["n5"])
+    assert commands.calls("scontrol")[-1] == "scontrol update JobId=77 ExcNodeList=n5"
+
+
+def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
+    commands: Commands, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    commands.say("squeue", AWAY)
+    lines = monitor.watch([folder], every_s=0.01, seconds=60)
+    assert next(lines).startswith("SLURM does not answer, asked again every 0.01 s: slurm=squeue: the controller")
+    commands.say("squeue", "true")
+    accounted(commands, j77="TIMEOUT")
+    assert list(lines) == ["SLURM answers again", "one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT"]
+    commands.say("squeue", AWAY)
+    assert main(["watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
+    assert capsys.readouterr().out.count("SLURM does not answer") == 1
+
+
+def test_the_watching_job_submits_itself_again_once_slurm_is_back(commands: Commands, folder: Path) -> None:
+    text = render("monitor", read_plan(folder / "plan.json"), SITE, REQUEST)
+    commands.say("python", "exit 75")
+    commands.say("sleep", "true")
+    commands.say("sbatch", "(($(grep -c ^sbatch ${0%/*}/calls) > 1))")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", text[text.index("code=0") :]], check=True)
+    assert commands.calls("sbatch") == ["sbatch monitor.sbatch"] * 2
+    commands.say("python", "exit 1")
+    subprocess.run(["bash", "-euo", "pipefail", "-c", text[text.index("code=0") :]], check=True)
+    assert len(commands.calls("sbatch")) == 2
+
+
+def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:
+    commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
+    commands.say("squeue", AWAY)
+    with pytest.raises(client.SlurmAway) as found:
+        client.submit(folder / "job.sbatch")
+    token = re.search(r"--comment=(\S+)", commands.calls("sbatch")[0])
+    said = "the job may have been taken: look with: squeue -u $USER -t all -o '%i %k' | grep "
+    assert token and str(found.value).endswith(said + token[1]) and "nothing was changed" not in str(found.value)
+    commands.say("squeue", """sed -n 's/.*--comment=\\([^ ]*\\).*/78|\\1/p' "${0%/*}/calls" | tail -n 1""")
+    assert client.submit(folder / "job.sbatch") == "78"
+
+
+def test_a_test_submission_is_tried_again_and_never_a_traceback(
+    commands: Commands, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.2)
+    commands.say("sbatch", "exec sleep 5")
+    with pytest.raises(client.SlurmAway, match=r"^slurm=sbatch: the controller cannot be reached"):
+        client.test_only(folder / "job.sbatch")
+    assert len(commands.calls("sbatch")) == 2
+
+
+def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(commands: Commands, folder: Path) -> None:
+    hours = "Your project xyz has used up its hours, see https://example.org/hours"
+    commands.say("sbatch", f"printf 'sbatch: error: {hours}\\nsbatch: error: Unspecified error\\n' >&2; exit 1")
+    with pytest.raises(client.SlurmError, match=rf"^slurm=sbatch: {hours}; Unspecified error$"):
+        client.submit(folder / "job.sbatch")
+    commands.say("sbatch", "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'")
+    assert client.submit(folder / "job.sbatch") == "4711"
+    commands.say("sbatch", "echo Welcome")
+    with pytest.raises(client.SlurmError, match=r"^slurm=sbatch: said 'Welcome', which is no job's number; look with"):
+        client.submit(folder / "job.sbatch")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_the_ledger_is_written_and_the_corpus_made(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre mounted without -o flock."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    ledger.note(tmp_path, "submitted", "1")
+    with corpus.locked(tmp_path / "lock"):
+        assert ledger.job_ids(tmp_path) == ["1"]
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        ledger.note(tmp_path, "submitted", "2")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("~/env", "/home/me/env"), ("venv", "{here}/venv"), ("../venv", "{up}/venv"), ("conda:x", "conda:x"), ("", "")],
+)
+def test_an_environment_is_a_whole_path(
+    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    assert JobRequest(environment=given).environment == meant.format(here=tmp_path, up=tmp_path.parent)
+
+
+def test_two_jobs_of_a_user_on_a_node_are_told_apart() -> None:
+    """Ranks of another job have another SLURM_JOB_ID in /proc/PID/environ."""
+    ours, other = f"9{os.getpid()}", f"8{os.getpid()}"
+    command = [sys.executable, "-c", "import time; time.sleep(300)", "trilane.engine plan.json"]
+    ranks = [subprocess.Popen(command, env={"RANK": r, "SLURM_JOB_ID": j}) for r, j in (("0", ours), ("1", other))]
+    try:
+        env = {**os.environ, "SLURM_JOB_ID": ours}
+        done = subprocess.run(["bash", "-c", monitor.WHAT["processes"]], env=env, capture_output=True, text=True)
+        assert re.findall(r"rank (\d+) pid (\d+)", done.stdout) == [("0", str(ranks[0].pid))]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.slow
+def test_the_launch_notebook_executed_again_submits_nothing_twice(
+    commands: Commands, outputs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "test.json").write_text(json.dumps(to_mapping(SITE)))
+    commands.say("sbatch", "echo $((70 + $(grep -c comment= ${0%/*}/calls)))")
+    commands.say("squeue", "printf '71|PENDING|Priority|0:00|2:00|\\n72|PENDING|Priority|0:00|2:00|\\n'")
+    given = {"site": str(tmp_path / "test.json"), "submit": True, "account": "xyz@a100", "corpus": "mock"}
+    study = Study.create("s")
+    small = {"runs": 2, "control": False, "train_iters": 4}
+    notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
+    for state in ("PENDING", "RUNNING"):
+        commands.say("squeue", f"printf '71|{state}||0:00|2:00|\\n72|PENDING|Priority|0:00|2:00|\\n'")
+        if state == "RUNNING":
+            (study.run_folders()[0] / "run.log").write_text("START\n")
+        notebook.run("03_launch", study, **given, **small)
+        page = (study.folder / "03_launch.html").read_text()
+        assert page.count("has job 71 already") == page.count("has job 72 already") == 1
+    assert len(study.run_folders()) == 2
+    assert len([call for call in commands.calls("sbatch") if "--comment=" in call]) == 2

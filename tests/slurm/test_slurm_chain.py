@@ -1,0 +1,182 @@
+"""Long runs on a real SLURM: a signal, a dead node, links on 2, 4 and 2 nodes; the losses are those of one run."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
+from support import wait_until
+
+from trilane.cli.app import main
+from trilane.config.batch_rampup import Ramp
+from trilane.config.plan import Plan
+from trilane.launch import local
+from trilane.slurm import chain, client, jobs, ledger, monitor
+from trilane.workspace import run_folder as attempt
+from trilane.workspace.checkpoints import FOLDER, latest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+LONG = 300  # iterations: so many seconds of training that a test can act in the middle of it
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    yield from started()
+
+
+def alone(p: Plan, root: Path) -> list[float]:
+    """The losses of the same run on one process of this machine, from beginning to end without a break."""
+    one_process = replace(p, label="alone", topology=replace(p.topology, dp=1))
+    folder = run_folder(root, one_process)
+    assert local.run_local(folder, watched=False).status == "completed"
+    return losses(folder)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the long run, never interrupted."""
+    root = tmp_path_factory.mktemp("unbroken")
+    return alone(plan("long", root / "data", nodes=1, iters=LONG, gbs=8), root)
+
+
+def fallen_by_itself(folder: Path) -> str:
+    return f"{one(folder)}\n{says(folder)}"
+
+
+def test_sigusr1_saves_and_the_next_link_goes_on_with_the_same_losses(
+    cluster: Cluster, unbroken: list[float], tmp_path: Path
+) -> None:
+    """The signal that SLURM sends some minutes before the limit; then the job is ended, as it is at the limit."""
+    p = plan("long", tmp_path / "data", nodes=1, iters=LONG, gbs=8)
+    (folder,) = chain.create(tmp_path / "chain", p, [], SITE, REQUEST)
+    first, second = chain.submit(tmp_path / "chain", SITE, times=2)
+    wait_until(lambda: attempt.iteration(folder) >= 5, PATIENCE_S, fallen_by_itself(folder))
+    assert one(folder).waiting == 1 and client.states([second])[second].reason == "Dependency"
+    client.send(first, "USR1")
+    wait_until(lambda: latest(folder / FOLDER) is not None, 60, "checkpoint")
+    saved = int(latest(folder / FOLDER).name.removeprefix("iter_"))
+    wait_until(lambda: attempt.iteration(folder) > saved, 60, "iteration after the signal: torchrun died of it")
+    client.cancel([first])
+    wait_until(lambda: one(folder).id == second, PATIENCE_S, "second link")
+    found = ended(folder)
+    assert (found.id, found.verdict, found.iteration) == (second, "completed", LONG), says(folder)
+    begun = ledger.events(folder, "started")
+    assert [e["id"] for e in begun] == [first, second] and begun[1]["iteration"] >= saved >= 5
+    assert losses(folder) == pytest.approx(unbroken, abs=1e-5)
+
+
+def test_a_dead_node_brings_the_job_back_elsewhere_and_it_finishes(
+    cluster: Cluster, unbroken: list[float], tmp_path: Path
+) -> None:
+    """The node is killed with all on it; srun fails before SLURM holds the node for dead, as it mostly does."""
+    p = plan("long", tmp_path / "data", nodes=2, iters=LONG, gbs=8, save_interval=20)
+    folder = run_folder(tmp_path, p)
+    script = folder / "job.sbatch"
+    script.write_text(script.read_text().replace("--wait=60", "--wait=5"))
+    job = jobs.submit(folder, SITE, REQUEST)
+    wait_until(lambda: latest(folder / FOLDER) is not None, PATIENCE_S, f"checkpoint: {says(folder)}")
+    before = client.hostnames(one(folder).nodes)
+    cluster.do("kill-node", before[1])
+    try:
+        wait_until(lambda: ledger.events(folder, "ended") or None, PATIENCE_S, says(folder))
+        assert client.down_nodes() == {}, "SLURM knew it before us: nothing is tested"
+        wait_until(lambda: one(folder).state == "PENDING", PATIENCE_S, says(folder))
+        client.call(["scontrol", "update", f"NodeName={before[1]}", "State=DOWN", "Reason=the wait is over"])
+        found = ended(folder)
+        assert (found.id, found.verdict, found.iteration) == (job, "completed", LONG), says(folder)
+        assert before[1] not in client.hostnames(found.nodes)
+        assert [e["restarts"] for e in ledger.events(folder, "started")] == [0, 1]
+        assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [[before[1]]]
+        assert losses(folder) == pytest.approx(unbroken, abs=1e-5)
+    finally:
+        cluster.do("start-node", before[1])
+        client.call(["scontrol", "update", f"NodeName={before[1]}", "State=RESUME"])
+        wait_until(lambda: not client.down_nodes(), 60, "the node's return")
+
+
+def test_three_links_on_2_4_and_2_nodes_follow_the_ramp_with_the_losses_of_one_run(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """4, 8 and 4 replicas for batches of 8, 16 and 24."""
+    p = plan("ramp", tmp_path / "data", nodes=1, iters=9, mbs=1, gbs=24, dp=1)
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=72)))
+    site = tmp_path / "test.json"
+    site.write_text(json.dumps({"name": "test", "partition": "gpu_p5", "local": ["/dev/shm"]}))
+    (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
+    folder = str(tmp_path / "chain")
+    door = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
+    stages = ["--stages", "8:2:1,16:4:1,24:2:1"]
+    assert main(["chain", "create", str(tmp_path / "plan.json"), folder, *door, *stages]) == 0
+    capsys.readouterr()
+    assert main(["chain", "submit", folder, *door]) == 0
+    ids = json.loads(capsys.readouterr().out)["submitted"]
+    paths = chain.stages_of(Path(folder))
+    found = [ended(path) for path in paths]
+    assert [(j.id, j.verdict) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
+    assert [len(client.hostnames(j.nodes)) for j in found] == [2, 4, 2]
+    joined = [loss for path in paths for loss in losses(path)]
+    assert len(joined) == 9 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
+    assert chain.submit(Path(folder), SITE) == []
+
+
+@pytest.fixture
+def hanging(cluster: Cluster, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A running job of two nodes whose four ranks do nothing, as in a hang; their command lines are the engine's."""
+    folder = run_folder(tmp_path, plan("hanging", tmp_path / "data"))
+    script = (folder / "job.sbatch").read_text()
+    head, _, _ = script.partition("\nsrun ")
+    ranks = 'for local in 0 1; do RANK=$((2 * SLURM_NODEID + local)) python -c "import time\ndef stuck():\n'
+    ranks += '    time.sleep(600)\nstuck()" trilane.engine plan.json & done; wait'
+    (folder / "job.sbatch").write_text(f"{head}\nsrun --kill-on-bad-exit=1 bash -c 'trap \"\" USR1\n{ranks}'\n")
+    job = jobs.submit(folder, SITE, REQUEST)
+    wait_until(lambda: "START" in says(folder), 120, f"start: {fallen_by_itself(folder)}")
+    yield folder, job
+    jobs.cancel([folder])
+    ended(folder)
+
+
+def test_a_step_attached_to_a_running_job_sees_every_rank_on_every_node(
+    hanging: tuple[Path, str], cluster: Cluster, capsys: pytest.CaptureFixture
+) -> None:
+    """Document 003's step: where all ranks hang, while the job that hangs keeps all its resources."""
+    folder, job = hanging
+    said = ""
+
+    def all_stuck() -> bool:
+        nonlocal said
+        said = cluster.do("run", *monitor.attach(job, "stacks"))
+        return said.count(" rank ") >= 4 and said.count("stuck") >= 4
+
+    wait_until(all_stuck, 120, "stacks")
+    hosts = client.hostnames(one(folder).nodes)
+    assert [f"== {hosts[r // 2]} rank {r} pid" in said for r in range(4)] == [True] * 4 and said.count("== ") == 4
+    assert cluster.do("run", *monitor.attach(job, "memory")).count("== ") == 2
+    assert main(["attach", job, "hostfile", "--slots", "2"]) == 0
+    assert capsys.readouterr().out == f"{hosts[0]} slots=2\n{hosts[1]} slots=2\n"
+    assert one(folder).state == "RUNNING"
+
+
+def test_the_watcher_says_that_a_job_stalls_and_that_it_died(hanging: tuple[Path, str]) -> None:
+    folder, job = hanging
+    lines = list(monitor.watch([folder], every_s=0.5, seconds=3, stall_s=1.0))
+    assert lines[0].startswith(f"hanging: job {job} RUNNING jz-a100-[")
+    assert len(lines) == 2 and lines[1].startswith("hanging: STALLED: no iteration for ")
+    client.cancel([job])
+    wait_until(lambda: one(folder).state == "CANCELLED", 60, "cancelled")
+    said = list(monitor.watch([folder], every_s=0.5, seconds=60))
+    assert said == [f"hanging: job {job} CANCELLED {one(folder).nodes}: DIED: cancelled SLURM: CANCELLED"]
+
+
+def test_a_time_limit_is_a_verdict(cluster: Cluster, tmp_path: Path) -> None:
+    """A job over its limit ends as TIMEOUT; SLURM looks every 30 s or so."""
+    folder = run_folder(tmp_path, plan("slow", tmp_path / "data", nodes=1))
+    script = (folder / "job.sbatch").read_text()
+    (folder / "job.sbatch").write_text(
+        script[: script.index("set -euo")] + "srun bash -c 'trap \"\" USR1; sleep 300'\n"
+    )
+    job = client.submit(folder / "job.sbatch", "--time=00:01:00")
+    jobs.note(folder, job, "test", folder / "job.sbatch")
+    found = ended(folder)
+    assert (found.state, found.verdict) == ("TIMEOUT", "time limit")

@@ -1,0 +1,84 @@
+"""A rehearsal on 52 nodes of a real SLURM, 48 and 4 spare: the training is a sleep, everything else is real."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says, started
+from support import wait_until
+
+from trilane.config.cluster import cluster as nodes_of
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan, Run
+from trilane.slurm import chain, client, jobs, ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+JOBS = 200
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    yield from started("jz-a100=52 jz-v32=1 jz-v16=1 jz-h100=1")
+
+
+def bloom(label: str) -> Plan:
+    """176B on 384 A100: 48 nodes of eight."""
+    t = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, precision="bf16", partition="type:transformer|embedding")
+    shape = parse_shape("70,14336,112,2048,250880")
+    run = Run(train_iters=100, save_interval=10)
+    return Plan(label=label, shape=shape, cluster=nodes_of("jz-a100-80g"), topology=t, run=run)
+
+
+def rehearse(folder: Path, seconds: int) -> None:
+    """Put a sleep in place of the training: its last iteration and checkpoint are noted at its end."""
+    script = (folder / "job.sbatch").read_text()
+    head, _, rest = script.partition("# the corpus is tokenized")
+    end = rest[rest.index('echo "END ') :]
+    sleep = f"code=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c 'trap \"\" USR1; sleep {seconds}' || code=$?\n"
+    done = "[[ $code -ne 0 ]] || { mkdir checkpoints; echo iter_0000100 >checkpoints/latest; }\n"
+    done += "[[ $code -ne 0 ]] || echo '{\"iteration\": 100}' >>steps.jsonl\n"
+    (folder / "job.sbatch").write_text(head + sleep + done + end)
+
+
+def test_a_chain_on_48_nodes_loses_one_and_goes_on_with_a_spare(cluster: Cluster, tmp_path: Path) -> None:
+    (folder,) = chain.create(tmp_path / "chain", bloom("bloom"), [], SITE, REQUEST)
+    rehearse(folder, 20)
+    first, second = chain.submit(tmp_path / "chain", SITE, times=2)
+    wait_until(lambda: one(folder).state == "RUNNING" and "go: " in says(folder), PATIENCE_S, "running")
+    before = client.hostnames(one(folder).nodes)
+    assert len(before) == 48
+    dead = before[17]
+    cluster.do("kill-node", dead)
+    client.call(["scontrol", "update", f"NodeName={dead}", "State=DOWN", "Reason=killed"])
+    found = ended(folder)
+    assert (found.id, found.verdict) == (first, "completed"), says(folder)
+    now = client.hostnames(found.nodes)
+    assert len(now) == 48 and dead not in now and set(now) - set(before) <= {f"jz-a100-{n}" for n in range(1, 53)}
+    assert dead in ledger.events(folder, "node failure")[0]["nodes"]
+    assert client.states([second])[second].state in ("CANCELLED", "COMPLETED")  # nothing was left to do
+
+
+def test_the_status_of_200_jobs_takes_one_call_of_slurm(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = []
+    for number in range(JOBS):
+        folder = tmp_path / f"run-{number:03d}"
+        folder.mkdir()
+        for name, text in jobs.files(bloom(folder.name), SITE, REQUEST).items():
+            (folder / name).write_text(text)
+        ledger.note(folder, "submitted", client.submit(folder / "job.sbatch", "--hold"), site="test", script="")
+        folders.append(folder)
+    asked = []
+    call = client.call
+    monkeypatch.setattr(client, "call", lambda command, **more: (asked.append(command[0]), call(command, **more))[1])
+    begin = time.monotonic()
+    found = jobs.status(folders)
+    seconds = time.monotonic() - begin
+    print(f"status of {JOBS} jobs: {seconds:.2f} s")
+    assert asked == ["squeue"] and len(found) == JOBS
+    assert {(j.state, j.reason, j.verdict) for j in found} == {("PENDING", "JobHeldUser", "waiting")}
+    monkeypatch.undo()
+    assert len(jobs.cancel(folders)) == JOBS

@@ -1,0 +1,78 @@
+"""The packages stand in one order, and each import points down it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+LIB = REPOSITORY / "lib/trilane"
+ORDER = (
+    "utils",
+    "config",
+    "workspace",
+    "logs",
+    "documents",
+    "costmodel",
+    "interop",
+    "search",
+    "diagnose",
+    "engine",
+    "launch",
+    "analysis",
+    "forecast",
+    "slurm",
+    "experiments",
+    "report",
+    "cli",
+)
+
+
+def modules() -> list[Path]:
+    return [p for p in sorted(LIB.rglob("*.py")) if p.parent != LIB]
+
+
+def package(path: Path) -> str:
+    return path.relative_to(LIB).parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that the file imports, also inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def test_nothing_but_packages_lies_at_the_top():
+    top = {p.name for p in LIB.iterdir() if p.name != "__pycache__"}
+    assert top == {"__init__.py", "__main__.py", "py.typed", "data", *ORDER}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(LIB)))
+def test_a_module_imports_only_its_own_package_or_lower_ones(path):
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "trilane" and len(parts) > 1 and parts[1] in ORDER:
+            assert ORDER.index(parts[1]) <= ORDER.index(package(path)), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_package_says_what_is_inside_in_one_to_three_sentences(name):
+    text = ast.get_docstring(ast.parse((LIB / name / "__init__.py").read_text())) or ""
+    assert 1 <= text.count(".") - text.count("e.g.") <= 8 and len(text) < 600
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(LIB)))
+def test_only_the_engine_imports_torch_and_its_friends(path):
+    roots = {name.split(".")[0] for name in imports(path)}
+    if package(path) != "engine":
+        assert not roots & {"torch", "deepspeed", "megatron", "transformers"}
+        assert not any(name.startswith("trilane.engine") for name in imports(path))
+
+
+def test_the_library_never_imports_a_notebook():
+    assert not any("notebooks" in name for path in modules() for name in imports(path))

@@ -1,0 +1,100 @@
+"""A folder of checkpoints: only what is complete counts, and what is damaged is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trilane.config.model import ModelShape
+from trilane.config.plan import Run
+from trilane.workspace import checkpoints
+
+
+def made(folder: Path, iteration: int) -> Path:
+    """A complete checkpoint that `latest` names."""
+    aside = folder / f".{checkpoints.name_of(iteration)}.x"
+    aside.mkdir(parents=True)
+    (aside / "a").write_bytes(b"tensor")
+    files = {"a": [6, checkpoints.digest(aside / "a")]}
+    checkpoints.write_manifest(aside, {"files": files})
+    checkpoints.publish(aside, folder / checkpoints.name_of(iteration))
+    return folder / checkpoints.name_of(iteration)
+
+
+def test_a_checkpoint_takes_twelve_bytes_a_parameter() -> None:
+    """fp32 weight and two moments of Adam; GPT-2 XL has 1.5577e9 parameters (with 50304 rows of vocabulary)."""
+    shape = ModelShape(num_layers=48, hidden_size=1600, num_attention_heads=25, seq_length=1024, vocab_size=50304)
+    assert checkpoints.checkpoint_bytes(shape) == 12 * shape.parameters == pytest.approx(18.7e9, rel=1e-2)
+
+
+def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        made(tmp_path, iteration)
+    checkpoints.keep_last(tmp_path, 0)
+    assert len(checkpoints.complete(tmp_path)) == 3
+    checkpoints.write_durably(tmp_path / "latest", "iter_0000010\n")
+    checkpoints.keep_last(tmp_path, 1)
+    assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_0000010", "iter_0000030"]
+    assert checkpoints.latest(tmp_path) == tmp_path / "iter_0000010"
+    assert not checkpoints.leftovers(tmp_path)
+
+
+def test_what_a_killed_save_leaves_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / ".iter_0000040.x").mkdir()
+    (tmp_path / ".latest.7").touch()
+    assert checkpoints.complete(tmp_path) == [] and checkpoints.latest(tmp_path) is None
+    assert len(checkpoints.leftovers(tmp_path)) == 2
+
+
+def test_a_checkpoint_is_its_own_folder_of_one(tmp_path: Path) -> None:
+    path = made(tmp_path, 10)
+    assert checkpoints.complete(path) == [path]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: path.write_bytes(b"tensoR"), "a is damaged (its checksum is another)"),
+        (lambda path: path.write_bytes(b"tens"), "a has 4 bytes, 6 were written"),
+        (lambda path: path.unlink(), "a is missing"),
+    ],
+)
+def test_a_damaged_file_is_found(change, said: str, tmp_path: Path) -> None:
+    path = made(tmp_path, 10)
+    [(name, (size, checksum))] = checkpoints.read_manifest(path)["files"].items()
+    assert checkpoints.fault(path, name, size, checksum) is None
+    change(path / "a")
+    assert checkpoints.fault(path, name, size, checksum) == said
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[]", '{"blake2b": "0", "content": {}}', "truncated"])
+def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
+    path = made(tmp_path, 10) / "manifest.json"
+    path.write_text(path.read_text()[:50] if damage == "truncated" else damage)
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        checkpoints.read_manifest(path.parent)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"manifest\.json is missing"):
+        checkpoints.read_manifest(path.parent)
+
+
+def test_a_replaced_checkpoint_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The iteration is trained a second time after an older checkpoint had to be used."""
+    (made(tmp_path, 10) / "a").write_bytes(b"damaged")
+    path = made(tmp_path, 10)
+    assert (path / "a").read_bytes() == b"tensor" and not checkpoints.leftovers(tmp_path)
+    assert json.loads((path / "manifest.json").read_text())["content"]["files"]["a"][0] == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("save_interval", -1),
+        ("keep_last", -1),
+        ("exit_duration_minutes", -0.5),
+        ("exit_duration_minutes", float("inf")),
+    ],
+)
+def test_what_cannot_be_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field}="):
+        Run(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""Studies: never overwritten, always stamped, and a run folder is used once."""
+
+import json
+
+import pytest
+from support import small_plan
+
+from trilane.workspace.run_folder import write_text
+from trilane.workspace.study import Study
+
+
+def test_a_study_that_exists_is_refused_unless_resumed(outputs):
+    Study.create("s")
+    with pytest.raises(ValueError, match=r"^study=s: .* exists; resume it, or name another$"):
+        Study.create("s")
+    assert Study.create("s", resume=True).name == "s"
+    assert Study.create("s", fresh=True).name == "s-2"
+    assert Study.create("s", fresh=True).name == "s-3"
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "-x", "a b", "x" * 90, "a\n", "$(id)"])
+def test_a_study_name_is_a_plain_folder_name(outputs, name):
+    with pytest.raises(ValueError, match="must be a plain folder name"):
+        Study(name)
+
+
+def test_a_result_is_stamped_and_its_earlier_version_is_kept(outputs):
+    study = Study.create("s")
+    study.save("a.json", {"value": 1}, "01")
+    first = (study.folder / "a.json").read_text()
+    study.save("a.json", {"value": 1}, "01")
+    assert (study.folder / "a.json").read_text() == first
+    study.save("a.json", {"value": 2}, "01")
+    assert study.load("a.json", "01")["value"] == 2
+    assert study.values("a.json", "01") == {"value": 2}
+    assert (study.folder / "earlier/a.json.1").read_text() == first
+    assert set(study.load("a.json", "01")["made_by"]) >= {"notebook", "revision", "trilane", "host", "time"}
+
+
+def test_a_missing_result_names_the_notebook_to_run_first(outputs):
+    with pytest.raises(ValueError, match=r"^study=s: has no plans.json yet; run 02_topology first$"):
+        Study.create("s").load("plans.json", "02_topology")
+
+
+def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_again(outputs):
+    study, plan = Study.create("s"), small_plan()
+    files = {"plan.json": json.dumps(plan.to_json())}
+    first, done = study.run_folder(plan, files)
+    assert (first.name, done) == ("small", False)
+    assert study.run_folder(plan, files) == (first, False), "nothing was started there yet"
+    write_text(first / "run.log", "half a run")
+    second, done = study.run_folder(plan, files)
+    assert (second.name, done) == ("small-2", False)
+    write_text(first / "status.json", json.dumps({"status": "completed"}))
+    assert study.run_folder(plan, files) == (first, True)
+    longer = small_plan(train_iters=9)
+    assert study.run_folder(longer, files)[0].name == "small-3"
+
+
+def test_a_file_is_written_whole_or_not_at_all(outputs, monkeypatch):
+    path = write_text(outputs / "a.txt", "old")
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
