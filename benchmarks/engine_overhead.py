@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace, folder: Path) -> Plan:
 
 def run(path: Path) -> dict[str, Any]:
     """Train the plan with the engine's own entry point, a bare iteration in each of the engine's."""
-    from trilane.engine.dist.cpu import enable_cpu
+    from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
     from trilane.engine import __main__ as entry

@@ -1,3 +1,37 @@
-"""trilane: plan, run, read and recalibrate large GPT pre-training; TP x PP x DP are its three lanes."""
+"""trilane plans, starts and reads the pre-training of large GPTs on SLURM clusters; TP x PP x DP are its three lanes.
+
+Everything that a notebook needs is imported from here; a name is loaded when it is first used.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Each public name and the module that defines it.
+_MODULES = {
+    "config.cluster": ("Cluster",),
+    "config.model": ("ModelShape",),
+    "config.parallelism": ("Topology",),
+    "config.plan": ("Plan", "read_plan"),
+    "costmodel.backtest": ("backtest",),
+    "costmodel.calibration": ("Calibration",),
+    "costmodel.predict": ("Prediction", "predict"),
+    "workspace.study": ("Study", "load_cluster"),
+    "utils.tables": ("show",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    """The public name `name`, imported from its module at first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'trilane' has no attribute {name!r}")
+    value = getattr(import_module(f"trilane.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan, plan_from_json
-from trilane.engine.dist.cpu import enable_cpu
+from trilane.engine.distributed.cpu import enable_cpu
 
 
 def counts(plan: Plan) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from trilane.config.plan import Plan, read_plan
-from trilane.engine.dist.cpu import enable_cpu
+from trilane.engine.distributed.cpu import enable_cpu
 
 
 def fingerprint(mask: torch.Tensor) -> str:
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     enable_cpu()
     from megatron.core import parallel_state
 
-    from trilane.engine.dist.world import join
+    from trilane.engine.distributed.world import join
 
     plan = read_plan(sys.argv[1])
     join(plan)

@@ -55,8 +55,8 @@ def ask(plan: Plan, code: str, tmp_path: Path) -> str:
     """
     folder = run_folder(plan, tmp_path / "ask")
     start = (
-        "import os, sys; from trilane.engine.dist.cpu import enable_cpu; enable_cpu();"
-        "from trilane.engine.dist import world as w; from trilane.config.plan import read_plan;"
+        "import os, sys; from trilane.engine.distributed.cpu import enable_cpu; enable_cpu();"
+        "from trilane.engine.distributed import world as w; from trilane.config.plan import read_plan;"
         "plan = read_plan(sys.argv[1]); w.alone(os.environ); world = w.join(plan)\n"
     )
     leave = "\nsys.stdout.flush(); os._exit(0)"

@@ -41,7 +41,7 @@ def weights(checkpoint: Path) -> dict:
 LOSS = """
 import sys, torch
 from transformers import GPT2LMHeadModel
-from trilane.engine.dist.cpu import enable_cpu; enable_cpu()
+from trilane.engine.distributed.cpu import enable_cpu; enable_cpu()
 import os
 from trilane.engine import world as places
 from trilane.engine.data.loader import Feed

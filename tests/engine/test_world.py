@@ -22,13 +22,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is
 )
 def test_the_master_is_the_first_host_of_slurms_list(nodelist: str, first: str) -> None:
     """As `scontrol show hostnames` expands it."""
-    from trilane.engine.dist.world import first_host
+    from trilane.engine.distributed.world import first_host
 
     assert first_host(nodelist) == first
 
 
 def test_srun_alone_is_enough_to_find_one_another() -> None:
-    from trilane.engine.dist.world import from_slurm
+    from trilane.engine.distributed.world import from_slurm
 
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"}
     env = slurm | {"SLURM_NODELIST": "gpu[3-4]", "SLURM_JOB_ID": "123456"}
@@ -43,7 +43,7 @@ def test_srun_alone_is_enough_to_find_one_another() -> None:
 )
 def test_the_tasks_of_this_node_are_read_from_the_step(said: str, node: str, tasks: str) -> None:
     """`srun -N2 -n16` sets no SLURM_NTASKS_PER_NODE; srun's page has the form of the list."""
-    from trilane.engine.dist.world import from_slurm
+    from trilane.engine.distributed.world import from_slurm
 
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "5", "SLURM_LOCALID": "1", "SLURM_NODELIST": "n", "SLURM_JOB_ID": "1"}
     env = slurm | {"SLURM_STEP_TASKS_PER_NODE": said, "SLURM_NODEID": node}
@@ -68,7 +68,7 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(
     env: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten cores in sight, four processes on the node."""
-    from trilane.engine.dist import world
+    from trilane.engine.distributed import world
 
     for name in ("OMP_NUM_THREADS", "SLURM_CPUS_ON_NODE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -79,7 +79,7 @@ def test_a_process_takes_the_threads_it_was_given_or_its_share(
 
 
 def test_torchruns_word_counts_more_than_slurms() -> None:
-    from trilane.engine.dist.world import from_slurm
+    from trilane.engine.distributed.world import from_slurm
 
     env = {"RANK": "0", "SLURM_PROCID": "5"}
     from_slurm(env)
@@ -113,7 +113,7 @@ def test_a_card_says_by_its_capability_what_it_can(
     """A V100 has 7.0, an A100 8.0, an H100 9.0 (NVIDIA's table of CUDA GPUs); torch says yes to bf16 on all three."""
     import torch
 
-    from trilane.engine.dist.world import own_device
+    from trilane.engine.distributed.world import own_device
 
     pretended = {"is_available": True, "device_count": 1, "get_device_capability": capability, "set_device": None}
     for name, value in pretended.items():
@@ -147,7 +147,7 @@ def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
     """The others would wait half an hour for a rank that came with gloo."""
     import torch
 
-    from trilane.engine.dist import world
+    from trilane.engine.distributed import world
 
     file = tmp_path / "nvidia0"
     file.touch() if there else None

@@ -47,10 +47,10 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
     plan = read_plan(path)
     one_queue(plan, os.environ)
-    from trilane.engine.dist.cpu import enable_cpu
+    from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine.dist import world as places
+    from trilane.engine.distributed import world as places
     from trilane.engine.monitor import heartbeat
 
     places.from_slurm(os.environ)

@@ -9,7 +9,7 @@ import torch
 
 from trilane.config.engines import ENGINES
 from trilane.config.plan import Plan
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.model.parameters import States
 
 

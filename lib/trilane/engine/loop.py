@@ -12,7 +12,7 @@ from trilane.engine.checkpoint.load import find, load
 from trilane.engine.checkpoint.save import save
 from trilane.engine.checkpoint.stamp import write_json
 from trilane.engine.data.loader import Feed
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import build
 from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.monitor import heartbeat

@@ -9,7 +9,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import prepare_all
 from trilane.engine.data.loader import build_dataset
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.model.init import EMBEDDING_NORM, initial_tensor, whole_sizes
 

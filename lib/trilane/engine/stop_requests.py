@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Run
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.signals import Signals
 from trilane.workspace.resume import SAVE, STOP
 

@@ -36,7 +36,7 @@ def work(size: int, folder: str) -> int:
 
         return main([f"{folder}/plan.json"])
     die_with_parent()
-    from trilane.engine.dist.cpu import enable_cpu
+    from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
     import torch
@@ -90,7 +90,7 @@ def machine() -> dict[str, object]:
 
 def load() -> None:
     """Import what workers need."""
-    from trilane.engine.dist.cpu import enable_cpu
+    from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
     import trilane.engine.backends.deepspeed_3d

@@ -9,7 +9,7 @@ import jinja2
 import nbformat
 from nbconvert import HTMLExporter
 
-from trilane.report.tables import short
+from trilane.utils.tables import short
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.study import Study, stamp
 

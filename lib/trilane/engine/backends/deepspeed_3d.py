@@ -26,7 +26,7 @@ from trilane.engine.backends.deepspeed_common import (
 from trilane.engine.backends.deepspeed_states import DeepSpeedStates
 from trilane.engine.backends.sequence_parallel import sum_shared_gradients
 from trilane.engine.backends.weight_decay_audit import deepspeed_audit
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
 from trilane.engine.model import pipeline_layers
 from trilane.engine.model.gpt import config, fill_parameters

@@ -40,7 +40,7 @@ from trilane.engine.backends.deepspeed_common import (
 from trilane.engine.backends.deepspeed_states import DeepSpeedStates
 from trilane.engine.backends.weight_decay_audit import deepspeed_audit
 from trilane.engine.checkpoint.gpt2_names import canonical_name, canonical_tensor, gpt2_tensor
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
 from trilane.engine.model.init import initial_tensor, whole_sizes
 from trilane.engine.model.parameters import Piece

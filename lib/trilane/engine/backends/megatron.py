@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.plan import Plan
 from trilane.engine.backends.megatron_states import MegatronStates
 from trilane.engine.backends.weight_decay_audit import decay_audit
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
 from trilane.engine.model.gpt import DTYPES, build_chunks, canonical_parameters, config
 from trilane.engine.model.rng import seed_streams

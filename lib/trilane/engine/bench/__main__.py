@@ -54,7 +54,7 @@ def _alone(out: str, name: str) -> None:
     cards = torch.cuda.device_count()
     if cards == 0:
         from trilane.engine.bench import single_process as alone
-        from trilane.engine.dist.world import own_device
+        from trilane.engine.distributed.world import own_device
 
         own_device("fp32")  # refuses where there is a card that torch cannot use
         return _write(path, alone.measure(name or LOCAL))
@@ -68,11 +68,11 @@ def _alone(out: str, name: str) -> None:
 def _together(out: str, name: str) -> None:
     import torch
 
-    from trilane.engine.dist import world as places
+    from trilane.engine.distributed import world as places
 
     places.from_slurm(os.environ)
     from trilane.engine.bench import multi_rank as together
-    from trilane.engine.dist import gather as agree
+    from trilane.engine.distributed import gather as agree
 
     context = together.context_bytes()
     world = places.enter("fp32")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.engine.bench.device_rates import once_s
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 
 LARGE_CALLS, SMALL_CALLS = 40, 200
 

@@ -10,8 +10,8 @@ from trilane.config.cluster import Cluster
 from trilane.engine.bench import device_rates
 from trilane.engine.bench.collectives import Link, links
 from trilane.engine.bench.report import Found, MachineMeasurement, as_cluster
-from trilane.engine.dist.gather import gathered
-from trilane.engine.dist.world import World, core_numbers, own_device
+from trilane.engine.distributed.gather import gathered
+from trilane.engine.distributed.world import World, core_numbers, own_device
 from trilane.utils.validation import require
 
 SLOW = 0.9  # of the median: what a rank must reach to go unmentioned

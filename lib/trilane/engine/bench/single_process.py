@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trilane.config.cluster import Cluster, Gpu
 from trilane.engine.bench import device_rates
 from trilane.engine.bench.collectives import LARGE_CALLS, SMALL_CALLS, large_bytes, median_s
-from trilane.engine.dist.world import alone, cores
+from trilane.engine.distributed.world import alone, cores
 from trilane.engine.monitor.report import resident_bytes
 
 PROCESSES = 8  # allowed side by side here; they share the cores
@@ -105,7 +105,7 @@ def _answer(child: "subprocess.Popen[str]") -> list[float]:
 
 def context_bytes() -> float:
     """What this process holds once torch and megatron-core are imported."""
-    from trilane.engine.dist.cpu import enable_cpu
+    from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
 

@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.identity import layout
 from trilane.engine.data.loader import Feed
-from trilane.engine.dist.gather import told
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.gather import told
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Engine
 from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.model import rng

@@ -10,8 +10,8 @@ from typing import Any
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.identity import layout, require_same
 from trilane.engine.checkpoint.slices import assemble
-from trilane.engine.dist.gather import gathered, told
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.gather import gathered, told
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.engine.model.rng import seed_streams

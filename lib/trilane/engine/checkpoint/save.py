@@ -17,8 +17,8 @@ from trilane.config.plan import Plan
 from trilane.engine.checkpoint.fingerprints import Marks, fingerprint
 from trilane.engine.checkpoint.identity import identity, layout
 from trilane.engine.checkpoint.slices import SliceFile, said
-from trilane.engine.dist.gather import gathered, told
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.gather import gathered, told
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.workspace import checkpoints

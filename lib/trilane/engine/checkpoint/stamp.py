@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trilane.engine.dist.world import World, cores
+from trilane.engine.distributed.world import World, cores
 from trilane.utils.files import replace_text
 
 

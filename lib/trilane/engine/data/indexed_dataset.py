@@ -26,7 +26,7 @@ def write_pair(documents: Iterable[np.ndarray], prefix: str, vocabulary: int) ->
     """Write one document per array of token ids; 16-bit where `vocabulary` allows, as Megatron's preprocessing does."""
     import torch
 
-    from trilane.engine.dist.cpu import enable_cpu
+    from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

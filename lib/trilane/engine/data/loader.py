@@ -18,7 +18,7 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import locked, prepare_all
 from trilane.engine.data.tokenizer import tokenizer
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch
 from trilane.utils.validation import require
 

@@ -16,7 +16,7 @@ import torch
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
-from trilane.engine.dist.world import World
+from trilane.engine.distributed.world import World
 from trilane.engine.interface import Step
 from trilane.engine.monitor.timers import Spread, Timers, lines
 from trilane.workspace import phase_times

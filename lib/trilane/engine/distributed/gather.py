@@ -1,10 +1,11 @@
 """Agreement: what one rank finds out, all ranks know; what each found, all can compare."""
 
 from collections.abc import Callable
-from trilane.engine.dist.world import World
 from typing import TypeVar
+
 import torch.distributed as dist
 
+from trilane.engine.distributed.world import World
 
 T = TypeVar("T")
 

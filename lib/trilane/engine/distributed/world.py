@@ -1,18 +1,19 @@
 """World: which process this is among how many, on which device; from torchrun's or SLURM's environment."""
 
+import os
+import socket
+import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from trilane.config.plan import Plan
-from trilane.engine.errors import HostLacks
-from trilane.utils.validation import require
-import os
-import socket
-import time
+
 import torch
 import torch.distributed as dist
 
+from trilane.config.plan import Plan
+from trilane.engine.errors import HostLacks
+from trilane.utils.validation import require
 
 # Longer than the slowest thing that one rank does while the others wait: preparing a corpus on a shared disk.
 TIMEOUT = timedelta(minutes=30)

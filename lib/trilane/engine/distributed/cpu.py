@@ -1,13 +1,13 @@
 """megatron-core has 'cuda' written into it; here is what lets it run without a GPU. With one, nothing happens."""
 
-from collections.abc import Callable
-from typing import Any
 import functools
 import logging
 import os
-import torch
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import torch
 
 # megatron-core says this in four modules. We use torch's own optimizer and norm on purpose, so it is no news to anyone;
 # nor is the attention that selective recomputation repeats Transformer Engine's.

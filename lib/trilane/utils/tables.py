@@ -1,13 +1,40 @@
-"""Tables that a person reads: no index, text to the left, numbers to the right."""
+"""Tables and sentences that a notebook shows: results have `to_frame()`, and show themselves."""
 
+import html
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
     from pandas.io.formats.style import Styler
 
 
 LONG = 44  # characters: a longer text may wrap
+
+
+class Table:
+    """A result that a notebook shows as a table; who inherits says in `to_frame()` what the columns are."""
+
+    def to_frame(self) -> "pd.DataFrame":
+        """The table as a DataFrame: a row a thing, columns named as a person reads them."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return show(self.to_frame()).to_html()
+
+
+class Text(str):
+    """Markdown that a notebook shows as text. What comes from a file is put in with `literal`."""
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def literal(text: object) -> str:
+    """A text from outside (a log, a dump, a file name) as Markdown in which nothing is markup."""
+    escaped = html.escape(" ".join(str(text).split()))
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", escaped)
 
 
 def show(columns: Any, digits: int = 3) -> "Styler":
@@ -25,7 +52,7 @@ def show(columns: Any, digits: int = 3) -> "Styler":
     left = {name: [{"selector": "th", "props": [("text-align", "left")]}] for name in text}
     return (
         frame.style.hide(axis="index")
-        .format({name: f"{{:,.{d}f}}" for name, d in needed.items()}, na_rep="")
+        .format({name: f"{{:,.{d}f}}" for name, d in needed.items()}, na_rep="", escape="html")
         .set_properties(subset=text, **{"text-align": "left"})
         .set_properties(subset=long, **{"white-space": "normal", "min-width": "18rem"})
         .set_table_styles(left)
