@@ -13,9 +13,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
-from trilane.forecast.capacity import Capacity, CapacityStep
-from trilane.forecast.forecast import forecast
-from trilane.forecast.request import ForecastRequest
+from trilane.forecasting.capacity import Capacity, CapacityStep
+from trilane.forecasting.forecast import forecast
+from trilane.forecasting.request import ForecastRequest
 
 TOPOLOGY = Topology(
     tp=4,

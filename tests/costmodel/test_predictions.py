@@ -8,8 +8,8 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import predict
-from trilane.search.published import planned_models
-from trilane.search.sizing import largest_within, training_seconds
+from trilane.planning.published import planned_models
+from trilane.planning.sizing import largest_within, training_seconds
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")

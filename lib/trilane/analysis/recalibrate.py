@@ -16,8 +16,8 @@ from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import cells_of
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.uncertainty import Posterior, posterior
-from trilane.search.search import search_space
-from trilane.search.space import space_around
+from trilane.planning.search import search_space
+from trilane.planning.space import space_around
 from trilane.workspace.study import Study
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import Any
 from trilane.config.batch_rampup import parse_ramp
 from trilane.config.plan import read_plan
 from trilane.costmodel.calibration import default, load
-from trilane.forecast.capacity import constant, parse_day, read_capacity, today
-from trilane.forecast.energy import Price, energy_words
-from trilane.forecast.failures import FailureModel
-from trilane.forecast.forecast import forecast
-from trilane.forecast.record import to_json
-from trilane.forecast.request import ForecastRequest, with_pins
-from trilane.forecast.throughput import SOONEST
+from trilane.forecasting.capacity import constant, parse_day, read_capacity, today
+from trilane.forecasting.energy import Price, energy_words
+from trilane.forecasting.failures import FailureModel
+from trilane.forecasting.forecast import forecast
+from trilane.forecasting.record import to_json
+from trilane.forecasting.request import ForecastRequest, with_pins
+from trilane.forecasting.throughput import SOONEST
 from trilane.utils.validation import from_mapping, read_json, require
 
 WORTH = {"days": SOONEST, "gpu_hours": 0.0}

@@ -7,9 +7,9 @@ from typing import Any
 from trilane.config import cluster as hardware
 from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE, usual_precision
 from trilane.costmodel.calibration import Calibration, default, load
-from trilane.search.plans import plan_of, read_shape
-from trilane.search.search import OBJECTIVES, SearchResult, search_space
-from trilane.search.space import Space
+from trilane.planning.plans import plan_of, read_shape
+from trilane.planning.search import OBJECTIVES, SearchResult, search_space
+from trilane.planning.space import Space
 from trilane.utils.validation import require
 
 PINS = ("tp", "pp", "dp", "mbs", "interleaving")

@@ -8,8 +8,8 @@ from typing import Any
 from trilane.config import cluster as hardware
 from trilane.config.parallelism import ATTENTIONS, PARTITIONS, RECOMPUTE, usual_precision
 from trilane.costmodel.calibration import default, load
-from trilane.search.published import PlannedModel, published_models, size_line
-from trilane.search.sizing import Proposal, SizeRequest, candidate_json, survey, why_none
+from trilane.planning.published import PlannedModel, published_models, size_line
+from trilane.planning.sizing import Proposal, SizeRequest, candidate_json, survey, why_none
 from trilane.utils.validation import require
 
 

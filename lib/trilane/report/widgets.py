@@ -8,7 +8,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import RECOMPUTE, Topology, invalid_reason
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
-from trilane.search.space import divisors
+from trilane.planning.space import divisors
 
 
 def sentence(shape: ModelShape, cluster: Cluster, calibration: Calibration, **choices: Any) -> str:

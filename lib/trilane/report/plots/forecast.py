@@ -9,7 +9,7 @@ from matplotlib import dates
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trilane.forecast.forecast import QUANTILES, Forecast
+from trilane.forecasting.forecast import QUANTILES, Forecast
 from trilane.report.plots.style import COLORS, STYLE, figure
 
 LIMIT = "#b3261e"

@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trilane.planning.sizing import Proposal
 from trilane.report.plots.style import COLORS, figure
-from trilane.search.sizing import Proposal
 
 NAMED = 5  # proposals that are named, the best first
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
-from trilane.search.search import Candidate
+from trilane.planning.search import Candidate
 
 STYLE: Any = {
     "figure.dpi": 110,

@@ -8,7 +8,7 @@ from pathlib import Path
 from trilane.config import cluster
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import megatron_extra_bytes, oom_probability
-from trilane.search.search import OOM_LIMIT
+from trilane.planning.search import OOM_LIMIT
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.request import seconds_of
 from trilane.workspace.checkpoints import checkpoint_bytes

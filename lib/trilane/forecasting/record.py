@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from trilane.forecast.energy import Price, energy_kwh
-from trilane.forecast.failures import SOURCES
-from trilane.forecast.forecast import QUANTILES, Bar, Forecast
-from trilane.forecast.request import ForecastRequest
-from trilane.forecast.throughput import first_full_gbs
+from trilane.forecasting.energy import Price, energy_kwh
+from trilane.forecasting.failures import SOURCES
+from trilane.forecasting.forecast import QUANTILES, Bar, Forecast
+from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.throughput import first_full_gbs
 
 MEANING = {
     "p_deadline": "probability of MISSING the deadline (ending after that day); null without --deadline",

@@ -10,8 +10,8 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
-from trilane.forecast.schedule import Benchmark, ScheduledTopology, benchmark_choices, fastest, optimize, phases_of
-from trilane.forecast.throughput import choices, first_full_gbs, schedule_on
+from trilane.forecasting.schedule import Benchmark, ScheduledTopology, benchmark_choices, fastest, optimize, phases_of
+from trilane.forecasting.throughput import choices, first_full_gbs, schedule_on
 
 # Document 004, '32GB node', GBS 512 on 2 nodes of 4: tp, pp, dp, mbs, seconds; the second half without recomputation
 ON_32GB = [(1, 1, 8, 1, 29), (1, 1, 8, 2, 29), (1, 1, 8, 4, 28), (1, 1, 8, 8, 28), (1, 2, 4, 1, 30), (1, 2, 4, 2, 29)]

@@ -8,12 +8,12 @@ from itertools import pairwise
 import numpy as np
 
 from trilane.config.batch_rampup import Phase
-from trilane.forecast.capacity import CapacityWindow
-from trilane.forecast.failures import QUEUE
-from trilane.forecast.request import CHUNKS, Z90, ForecastRequest
-from trilane.forecast.schedule import Schedule, ScheduledTopology
-from trilane.forecast.simulation import Doubt, Outcomes, Stretch, simulate
-from trilane.forecast.throughput import SOONEST, schedule_on
+from trilane.forecasting.capacity import CapacityWindow
+from trilane.forecasting.failures import QUEUE
+from trilane.forecasting.request import CHUNKS, Z90, ForecastRequest
+from trilane.forecasting.schedule import Schedule, ScheduledTopology
+from trilane.forecasting.simulation import Doubt, Outcomes, Stretch, simulate
+from trilane.forecasting.throughput import SOONEST, schedule_on
 from trilane.utils.validation import require
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

@@ -15,9 +15,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import plan_from_json
 from trilane.costmodel import calibration
-from trilane.search.search import search, search_space
-from trilane.search.space import Space
-from trilane.search.what_if import largest_model, what_if
+from trilane.planning.search import search, search_space
+from trilane.planning.space import Space
+from trilane.planning.what_if import largest_model, what_if
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)

@@ -20,7 +20,7 @@ from trilane.costmodel.iteration import assemble
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import Prediction, predict
-from trilane.search.space import (
+from trilane.planning.space import (
     MEMORY_RULE,
     SCHEDULE_RULE,
     SearchPoint,

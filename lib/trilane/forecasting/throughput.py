@@ -13,9 +13,9 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.columns import stack as stacked
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, oom_probability
-from trilane.forecast.schedule import Schedule, ScheduledTopology, optimize
-from trilane.search.search import OOM_LIMIT, search_space
-from trilane.search.space import divisors, space_around
+from trilane.forecasting.schedule import Schedule, ScheduledTopology, optimize
+from trilane.planning.search import OOM_LIMIT, search_space
+from trilane.planning.space import divisors, space_around
 from trilane.utils.validation import require
 
 MICROBATCHES = (1, 2, 4, 8)

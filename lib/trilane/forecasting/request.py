@@ -8,11 +8,11 @@ from datetime import date
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
-from trilane.forecast.capacity import Capacity
-from trilane.forecast.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
-from trilane.forecast.schedule import phases_of
-from trilane.forecast.simulation import Doubt
-from trilane.forecast.throughput import require_divisible
+from trilane.forecasting.capacity import Capacity
+from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
+from trilane.forecasting.schedule import phases_of
+from trilane.forecasting.simulation import Doubt
+from trilane.forecasting.throughput import require_divisible
 from trilane.utils.validation import require, require_integer, require_positive
 from trilane.workspace.checkpoints import checkpoint_bytes
 

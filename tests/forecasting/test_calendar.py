@@ -15,9 +15,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
-from trilane.forecast.capacity import FOREVER, Capacity, CapacityStep, CapacityWindow, capacity_of, constant
-from trilane.forecast.energy import Price, energy_kwh
-from trilane.forecast.failures import (
+from trilane.forecasting.capacity import FOREVER, Capacity, CapacityStep, CapacityWindow, capacity_of, constant
+from trilane.forecasting.energy import Price, energy_kwh
+from trilane.forecasting.failures import (
     NODE_YEAR_S,
     FailureModel,
     Interruption,
@@ -26,10 +26,10 @@ from trilane.forecast.failures import (
     wait_for_node_s,
     young_interval_s,
 )
-from trilane.forecast.forecast import forecast
-from trilane.forecast.record import to_json
-from trilane.forecast.request import ForecastRequest
-from trilane.forecast.simulation import Doubt, Stretch, simulate
+from trilane.forecasting.forecast import forecast
+from trilane.forecasting.record import to_json
+from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.simulation import Doubt, Stretch, simulate
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)

@@ -12,9 +12,9 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
 from trilane.costmodel.predict import predict
-from trilane.forecast.alternatives import other_schedules, other_topologies
-from trilane.forecast.energy import energy_words
-from trilane.forecast.forecast import Forecast
+from trilane.forecasting.alternatives import other_schedules, other_topologies
+from trilane.forecasting.energy import energy_words
+from trilane.forecasting.forecast import Forecast
 
 KINDS = ("given", "computed", "measured", "fitted", "published", "assumed", "simulated")
 

@@ -7,7 +7,7 @@ from trilane.config import cluster as hardware
 from trilane.config.engines import ENGINES, unsupported_reason
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.plan import Plan
-from trilane.search.search import Candidate
+from trilane.planning.search import Candidate
 from trilane.utils.validation import from_mapping, read_json
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from trilane.config.engines import ENGINES, unsupported_reason
 from trilane.config.plan import Run
-from trilane.forecast.forecast import bars_of, schedules_of, untroubled
-from trilane.forecast.request import ForecastRequest
-from trilane.forecast.throughput import SOONEST
-from trilane.search.search import Candidate, search_space
-from trilane.search.space import space_around
+from trilane.forecasting.forecast import bars_of, schedules_of, untroubled
+from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.throughput import SOONEST
+from trilane.planning.search import Candidate, search_space
+from trilane.planning.space import space_around
 
 SEEN = 60  # topologies that the search keeps, to find a few lanes that differ
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.costmodel.calibration import Calibration
-from trilane.search.search import Candidate, search_space
-from trilane.search.space import Space
+from trilane.planning.search import Candidate, search_space
+from trilane.planning.space import Space
 from trilane.utils.validation import require
 
 

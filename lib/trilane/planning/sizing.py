@@ -16,10 +16,10 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import Prediction, predict
-from trilane.search.published import state_lines
-from trilane.search.search import OOM_LIMIT, search_space
-from trilane.search.shape_rules import TILE, broken_rules, usable_heads
-from trilane.search.space import MEMORY_RULE, Space
+from trilane.planning.published import state_lines
+from trilane.planning.search import OOM_LIMIT, search_space
+from trilane.planning.shape_rules import TILE, broken_rules, usable_heads
+from trilane.planning.space import MEMORY_RULE, Space
 from trilane.utils.validation import require, require_integer, require_positive, to_mapping
 
 # hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;

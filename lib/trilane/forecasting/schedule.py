@@ -8,7 +8,7 @@ import numpy as np
 
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.parallelism import RECOMPUTE
-from trilane.search.space import divisors
+from trilane.planning.space import divisors
 from trilane.utils.validation import require_integer, require_positive
 
 KEPT = ("", *RECOMPUTE)  # a measured row may not say what it recomputed

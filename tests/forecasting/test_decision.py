@@ -11,9 +11,9 @@ from trilane.config.batch_rampup import parse_ramp
 from trilane.config.cluster import cluster
 from trilane.config.plan import read_plan
 from trilane.costmodel.calibration import default
-from trilane.forecast.alternatives import other_schedules, other_topologies
-from trilane.forecast.capacity import Capacity, CapacityStep, constant
-from trilane.forecast.decision import (
+from trilane.forecasting.alternatives import other_schedules, other_topologies
+from trilane.forecasting.capacity import Capacity, CapacityStep, constant
+from trilane.forecasting.decision import (
     KINDS,
     REMEDIES,
     close_ones,
@@ -24,14 +24,14 @@ from trilane.forecast.decision import (
     plain,
     record,
 )
-from trilane.forecast.failures import SOURCES, FailureModel
-from trilane.forecast.forecast import forecast
-from trilane.forecast.record import to_json
-from trilane.forecast.request import ForecastRequest
+from trilane.forecasting.failures import SOURCES, FailureModel
+from trilane.forecasting.forecast import forecast
+from trilane.forecasting.record import to_json
+from trilane.forecasting.request import ForecastRequest
+from trilane.planning.sizing import SizeRequest, propose
 from trilane.report import notebook
 from trilane.report.plots import forecast as calendar_plots
 from trilane.report.plots import sizing
-from trilane.search.sizing import SizeRequest, propose
 from trilane.workspace.study import Study
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")

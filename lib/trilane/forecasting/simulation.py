@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.forecast.capacity import CapacityWindow
-from trilane.forecast.failures import (
+from trilane.forecasting.capacity import CapacityWindow
+from trilane.forecasting.failures import (
     CHANGE,
     NODE_FAILURE,
     NODE_YEAR_S,

@@ -9,9 +9,9 @@ from trilane.config.cluster import cluster
 from trilane.config.model import padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration
-from trilane.search.published import planned_models, published_models, size_line, state_lines
-from trilane.search.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
-from trilane.search.sizing import SizeRequest, propose
+from trilane.planning.published import planned_models, published_models, size_line, state_lines
+from trilane.planning.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
+from trilane.planning.sizing import SizeRequest, propose
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)
