@@ -25,7 +25,6 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "date": lambda row: row.case.day,
 }
 
-
 ENOUGH_MEMORY_ROWS = 20  # fewer say less than the shipped constants do
 
 

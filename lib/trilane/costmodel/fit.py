@@ -15,24 +15,17 @@ from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
-
-
 CPU_DEVIATION = 0.5  # other work on the machine may take half of it: no efficiency of a GPU is known that badly
-
 
 # A prior that was itself fitted to rows is held tighter: this many rows halve the variance of its constants. Without
 # it, 8 more rows of one table took the shipped A100 constants from 1.1 to 6 % (median) elsewhere (docs/log.md).
 HELD_ROWS = 10
-
-
 MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
-
 
 # Prior deviation of each memory constant's logarithm: what DeepSpeed documents is held tighter than what is guessed
 MEMORY_DEVIATION = dict(
     optimizer=0.1, accumulated=0.3, checkpoint=0.2, working=0.5, logit=0.3, base_bytes=0.7, slack=0.7
 )
-
 
 Group = tuple[Cluster, np.ndarray, Columns]
 

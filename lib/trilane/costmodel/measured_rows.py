@@ -17,10 +17,8 @@ from trilane.utils.validation import require, require_known
 
 NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
 
-
 # '250k' in the chronicles' tables is 250,880 rows: the printed TFLOPs of two rows fit no other number (docs/planner.md)
 VOCABULARY = {250_000: 250_880}
-
 
 # One software stack, one set of constants: the names of engines (and of the sets of rows) that share one.
 STACKS = {
@@ -28,7 +26,6 @@ STACKS = {
     "megatron-lm": ("megatron-lm", "megatron-ds-3d", "V100-GPT2"),
     "deepspeed-zero": ("megatron-ds-zero", "hf-ds-zero3-offload", "V100-ZeRO3"),
 }
-
 
 # Flash attention came to training stacks in 2023, and every stack on an H100 or later has it: Dao et al. 2022,
 # arXiv:2205.14135. A row that does not say stores its scores before that.

@@ -12,16 +12,11 @@ from trilane.costmodel.fit import CPU_DEVIATION, NOISE, time_errors
 
 STEP = 1e-3  # of a constant's logarithm, for slopes
 
-
 # What the model is off by when its constants are known, as a deviation of ln(seconds), and how many rows that belief
 # weighs: tables that no constant has seen are off by 5.4 % (90 of 100 rows, docs/planner.md), which is 3.3 % of
 # deviation; half as much again, because that was one cluster in 12 days.
 MISFIT, MISFIT_ROWS = 0.05, 6
-
-
 NOISE_ROWS = 2
-
-
 WILD = 0.15  # a row that is further off counts as this much
 
 

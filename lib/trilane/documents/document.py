@@ -13,12 +13,9 @@ from trilane.logs.stream import blocks
 
 LARGEST = 1 << 22  # bytes: nobody typed more; larger files are logs
 
-
 # the line between a Markdown table's header and body; blanks of one line only, each with one place in the pattern:
 # where \s also matched line ends, the time grew with the cube of the blank lines
 RULE = re.compile(rb"^[ \t]*(?:\|[ \t]*)?:?-+:?[ \t]*\|[-:| \t\r]*$", re.M)
-
-
 PRINTED = re.compile(r"TFLOPs: (\d+\.\d+)")
 
 

@@ -9,7 +9,6 @@ from trilane.logs.table import NAN
 
 SEPARATOR = re.compile(r"^\s*(?:\|\s*)?:?-+:?\s*(\|\s*:?-+:?\s*)+(?:\|\s*)?$|^\s*\|\s*:?-+:?\s*\|\s*$")
 
-
 # 1,024.5 and 1 024.5 and 1.024,5 and 62.5 or 62,5: a mark before groups of just three digits parts thousands, but not a
 # single point, nor a comma behind a zero
 GROUPED = {
@@ -19,12 +18,8 @@ GROUPED = {
     "_": r"\d[\d_]*(?:[.,]\d*)?",
 }
 
-
 DIGITS = "|".join(f"({form})" for form in GROUPED.values())
-
-
 NUMBER = re.compile(rf"^[~≈]?\s*([-+]?)(?:{DIGITS})([eE][-+]?\d+)?\s*([A-Za-zµ][A-Za-z/.]*)?$")
-
 
 NAMES = {
     "gpus": "gpus ngpus numgpus worldsize cards",
@@ -53,12 +48,8 @@ NAMES = {
     "notes": "notes note comment comments remarks date",
 }
 
-
 KNOWN = {word: name for name, words in NAMES.items() for word in words.split()}
-
-
 UNIT = re.compile(r"[(\[]([^)\]]*)[)\]]")
-
 
 # columns that we do not know tell configurations apart, unless they are results or names
 RESULT = re.compile(
@@ -66,22 +57,11 @@ RESULT = re.compile(
     r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
 )
 
-
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
-
-
 MOST = 1e15  # of which nothing in a table is that many
-
-
 SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0}
-
-
 BILLIONS = {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3}
-
-
 GIGABYTES = {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "tb": 1e3}
-
-
 TERA = {"gflops": 1e-3, "gflop/s": 1e-3, "pflops": 1e3, "pflop/s": 1e3}
 
 

@@ -7,7 +7,6 @@ ASSIGNED = re.compile(
     r"|MICRO_BATCH_SIZE|GLOBAL_BATCH_SIZE)\s*=\s*(\d[\d_]*(?:\.\d+)?)(k?)\b(?!\s*\*)"
 )
 
-
 OURS = {
     **{"HIDDEN": "hidden", "NHIDDEN": "hidden", "HIDDEN_SIZE": "hidden", "NHIDDEN_SIZE": "hidden", "NLAYERS": "layers"},
     **{"LAYERS": "layers", "NUM_LAYERS": "layers", "NHEADS": "heads", "HEADS": "heads", "SEQ_LEN": "seq"},
@@ -16,15 +15,9 @@ OURS = {
     **{"TP_SIZE": "tp", "PP_SIZE": "pp", "DP_SIZE": "dp"},
 }
 
-
 PERL = {"gbs": "gbs", "seqlen": "seq", "ms": "size"}  # variables of the one-line programs that compute TFLOPs
-
-
 SCRIPT = re.compile(r"\$(gbs|seqlen|ms)=(\d+(?:\.\d+)?)")
-
-
 TFLOPS_SEQ = re.compile(r"\*4\*2\*(\d+)\*\$gbs")
-
 
 SENTENCES = [
     ("seq", re.compile(r"[Ss]eq(?:uence)?[ _-]?len(?:gth)? is (\d+)")),
@@ -36,10 +29,7 @@ SENTENCES = [
     ("gpus_per_node", re.compile(r"\b(\d+)[ -]gpus?(?: per)? nodes?\b")),
 ]
 
-
 LASTING = ("seq", "vocab", "gpus_per_node")  # said once, meant for the whole document
-
-
 OF_THE_MACHINE = ("nodes", "dp")  # said in front of a shape, as in `10 nodes, 1 replica`
 
 

@@ -30,7 +30,6 @@ NUMBERS = (
     "seq",
 )
 
-
 GIB = 2**30  # a table's GB is what nvidia-smi shows, which counts in powers of 1024
 
 

@@ -17,7 +17,6 @@ from trilane.utils.validation import require, require_integer, require_known
 
 AUTO = "auto"  # Hugging Face's word for 'as the trainer has it'
 
-
 # What a plan decides, by DeepSpeed's names; buckets, offload pinning and timers are free.
 DECIDED = (
     "train_batch_size",
@@ -34,7 +33,6 @@ DECIDED = (
     "bf16.enabled",
     "data_types.grad_accum_dtype",
 )
-
 
 # What DeepSpeed takes where the JSON says nothing.
 DEFAULTS: dict[str, Any] = {

@@ -12,27 +12,18 @@ from trilane.config.plan import Plan
 from trilane.utils.validation import require, require_known
 
 LM, DEEPSPEED = "megatron-lm", "megatron-deepspeed"
-
-
 ENGINE_OF = {LM: "megatron", DEEPSPEED: "deepspeed-3d"}
-
-
 INITIAL_LOSS_SCALE = "65536"  # where our engines start; theirs is 2^32, of which the first iterations are skipped
-
-
 BYTES = "256"  # ids of our tokenizer "bytes" but for the end of a document, which is the next one, as NullTokenizer has
-
 
 # Fields of a topology that neither program has an argument for: kernels, and sums that the precision decides.
 UNSAID = ("dp", "attention", "adam", "fp32_gradients", "buckets")
-
 
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
     "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
 }
-
 
 Arguments = dict[str, list[str]]  # name without dashes -> values; none for a switch
 

@@ -222,9 +222,7 @@ ONE_WAY = {
     "checkpoint_num_layers": "1",
 }
 
-
 ASSUMED = {"lr_decay_style": "linear"}  # by the programs
-
 
 # Known, and no matter of a plan: where and how often it writes, kernels, workers, the launcher's own.
 IGNORED = {
@@ -242,10 +240,7 @@ IGNORED = {
     *("rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "codecarbon_dir", "local_rank"),
 }  # fmt: skip
 
-
 FOLLOWS = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from a plan's shape, in one way
-
-
 CODERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # the tokenizers of a folder
 
 

@@ -8,28 +8,13 @@ ASSIGNED = re.compile(
     r"""(?:^|;)\s*(?:export\s+)?([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|\$\(\([^()]*\)\)|[^\s;&|]*)""", re.M | re.S
 )
 
-
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
-
-
 COMMENT = re.compile(r"^[ \t]*#.*\n?", re.M)  # also one that ends with a backslash, which continues nothing there
-
-
 HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t]*$", re.M | re.S)  # a file, written in passing
-
-
 TRACED = re.compile(r"^\++ ", re.M)  # what bash -x puts before a command
-
-
 NUMBER = re.compile(r"-[\d.]")
-
-
 PRODUCT = re.compile(r"\$\(\(\s*(\d+(?:\s*\*\s*\d+)*)\s*\)\)")  # $((16*4*2))
-
-
 DEEP = 10  # variables within variables
-
-
 END = "\0"  # of a line, among the words: what follows is no value of the line's last argument
 
 

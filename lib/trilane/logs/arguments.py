@@ -4,41 +4,17 @@ import math
 import re
 
 Value = str | int | float | bool | None
-
-
 BEGIN, END = re.compile(rb"-{6,} arguments -{6,}"), re.compile(rb"-{6,} end of arguments")
-
-
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*)$")
-
-
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
-
-
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
-
-
 NEOX_END = re.compile(rb"\.{3,}(?:updated|default)$")
-
-
 TRACE = re.compile(rb"^(?:\d+: )?(?:\++ |\s*--[a-z])")
-
-
 OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")
-
-
 WORLD = re.compile(rb"using world size: (\d+)")
-
-
 PARALLEL = re.compile(rb"((?:data|tensor|pipeline|context)?-?(?:model-)?parallel)[- ]size: (\d+)")
-
-
 VOCAB = re.compile(rb"padded vocab \(size: (\d+)\).*\(new size: (\d+)\)")
-
-
 PAIR = re.compile(r"(\w+)=([^,\s]+)")
-
-
 SECRET = re.compile(r"(^|_)(key|api_key|token|password|secret)$")
 
 

@@ -5,32 +5,18 @@ import re
 from trilane.logs.table import NAN
 
 NUMBER = rb"(\d+\.?\d*)"
-
-
 RANK = re.compile(rb"^\s*(\d+):\s*$")
-
-
 DURATION = re.compile(rb"duration: " + NUMBER + rb" sec")
-
-
 ALGORITHM = re.compile(rb"algo throughput: \d+\.?\d* bps, " + NUMBER + rb" Gbps")
-
-
 BUS = re.compile(rb"busbw: " + NUMBER + rb"\s+Gbps")
-
 
 NCCL_TEST = re.compile(
     rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"
     + rb"\s+".join([NUMBER] * 3)
 )
 
-
 NCCL_END = re.compile(rb"# Avg bus bandwidth\s*: " + NUMBER)
-
-
 SUMMARY = re.compile(rb"average bandwidth of \w+")
-
-
 BITS = 1e9 / 8
 
 

@@ -7,7 +7,6 @@ NAME = re.compile(
     rb"^\s*(?:\S+: ?)?\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|\s+[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
 )
 
-
 USE = re.compile(rb"(\d+)MiB\s*/\s*(\d+)MiB")
 
 

@@ -4,25 +4,12 @@ import re
 from dataclasses import dataclass
 
 SPEAKER = rb"(?:\[\w+ ?\d*\]:|\d+: )"  # in front of what a rank says; a group of exceptions has bars in front
-
-
 LEAD = rb"^\s*(?:" + SPEAKER + rb"\s*)?(?:\|\s*)?(?:\w+\.)*"
-
-
 EXCEPTION = LEAD + rb"\w*(?:Error|Exception)(?:Group)?(?::|\s*$)"
-
-
 NO_MEMORY = LEAD + rb"_?(?:Array)?MemoryError(?::|\s*$)"
-
-
 TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
-
-
 FRAME = re.compile(rb"^(?:" + SPEAKER + rb"(?:\s\s|\s*$)|\s|$)")  # what a traceback consists of is indented
-
-
 RAISED = re.compile(LEAD + rb"[A-Z]\w*[a-z]\w*(?::|\s*$)")  # right behind a traceback any such name is an exception
-
 
 # (level, status, pattern): a lower level is stronger; within a level the first line counts.
 #   0 the scheduler's reason         1 no memory on a GPU: what the other ranks say then only follows
@@ -69,32 +56,16 @@ PATTERNS = [
     (5, "crashed", b"srun", rb"srun: error: .*: Terminated"),
 ]
 
-
 WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
-
-
 ANY = re.compile(b"|".join(WORDS))
-
-
 COMPILED = [(l, s, frozenset(words.split()), re.compile(pattern)) for l, s, words, pattern in PATTERNS]
-
 
 # a word that ANY finds may hide another that it holds, or that goes on after it
 HELD = {word: {other for other in WORDS if other in word or word in other} for word in WORDS}
-
-
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d+)\]|\b[Rr]ank ?(\d+)\b|^\s*(\d{1,6}): |\btasks? (\d+)\b")
-
-
 ROOT = re.compile(rb"rank\s+: (\d+) \(local_rank: \d+\)")
-
-
 ASKED = re.compile(rb"(?:[Tt]ried to|Unable to) allocate (\d+\.?\d*) (?:([KMGTP])i?B|bytes)")
-
-
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
-
-
 LONGEST = 600  # characters of evidence
 
 

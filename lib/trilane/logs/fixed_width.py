@@ -14,20 +14,10 @@ import numpy as np
 from trilane.logs.megatron import Span
 
 FEWEST = 3  # lines of equal length in a block before a form is worth its set-up
-
-
 FORMS = 12  # new forms tried for one length in one block; what is left is read line by line
-
-
 LONGEST = 4096  # bytes
-
-
 DIGITS = 15  # a number of more digits is not exact in float64's integers
-
-
 POWERS = np.array([float(f"1e{k}") for k in range(23)])  # exact; numpy's 10.0 ** k need not be
-
-
 NO_NUMBERS = (b"nan", b"inf", b"-inf")
 
 

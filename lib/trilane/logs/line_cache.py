@@ -6,20 +6,10 @@ from trilane.logs.arguments import UNDOTTED
 from trilane.logs.prefilter import MAYBE, tells
 
 DIGITS = bytes.maketrans(b"123456789", b"000000000")  # a form is a line with every digit as 0
-
-
 LONGEST = 1000  # bytes: longer forms hardly come twice
-
-
 ROOM = 32 << 20  # bytes that the forms may take
-
-
 FEW = 20_000  # forms known before it can be said that hardly one comes twice
-
-
 RARE = 0.9  # of the lines have a new form
-
-
 PAUSE = 7  # blocks
 
 

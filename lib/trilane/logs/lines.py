@@ -16,16 +16,9 @@ WRAPPED = re.compile(
     rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)"
 )  # an iteration line begins, and may end in a later line
 
-
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
-
-
 MOST_PIECES = 12  # lines that one wrapped iteration line may take
-
-
 LONG = 1 << 16  # bytes: in a longer line only iterations are looked for
-
-
 OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # the rest are Megatron's relatives
 
 

@@ -8,33 +8,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+|infinity)\s*\|")
-
-
 MEMORY = re.compile(rb"(?:\[Rank (\d+)\] )?\(?after (\d+) iterations\)? memory \(MB\) \|")
-
-
 TIMERS = re.compile(rb"\btime \(ms\) \|")
-
-
 TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+\.?\d*)(?:,\s+(\d+\.?\d*)\))?\s*$")
-
 
 FIELD = re.compile(
     rb"\s*([^:|]+?)\s*(:?)\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
 
-
 PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
-
-
 LONGEST_FIELD = 200  # bytes between two bars: the time for blanks alone grows with their cube
-
-
 NEOX_RATE = re.compile(rb"samples/sec: (\d+\.?\d*) \|\s*$")
-
-
 PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
-
 
 # Megatron's words -> (column, times, over): times / over makes seconds, FLOP/s, bytes. Two numbers, because times 1e-3
 # would round where over 1e3 does not.

@@ -13,8 +13,6 @@ from trilane.logs.endings import Ending, overtaken
 from trilane.logs.table import NAN, Table
 
 LATE_S = 60.0  # seconds of iterations after the scheduler's last word that may be this run's: SLURM's KillWait is 30
-
-
 MOST_LATE = 1000  # iterations, where they say no seconds
 
 

@@ -7,13 +7,8 @@ looked up; a line that is taken by mistake only costs the time to look at it clo
 import numpy as np
 
 STEP, NUMBER, ARGUMENT, END = 1, 2, 4, 8
-
-
 MAYBE = 16  # an argument, if a dump of arguments is open
-
-
 ALL = 255
-
 
 WORDS = {
     STEP: ["iter", "(ms)"],
@@ -92,16 +87,9 @@ WORDS = {
     ],
 }
 
-
 FIRST = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}  # by the first byte of the line
-
-
 BITS = 18  # of the hash: with 16, one line in ten was taken by mistake
-
-
 SHORT = 8  # bytes: so short lines are all looked at, such as the `12:` of all_reduce_bench
-
-
 MIX = np.uint32(2654435761)  # Knuth's multiplicative hash
 
 

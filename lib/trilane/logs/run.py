@@ -25,22 +25,17 @@ if TYPE_CHECKING:
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
 
-
 STATUSES = (
     *("completed", "stopped", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
     *("cancelled", "crashed", "timeout", "unfinished"),
 )
-
 
 DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
     "trilane, all_reduce_bench, nccl-tests"
 )
 
-
 CLOCKED = "seconds per iteration are the time between lines, by their time stamps or progress bars"
-
-
 FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
 
 

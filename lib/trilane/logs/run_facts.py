@@ -13,19 +13,10 @@ LAUNCH = re.compile(
     rb"|- INFO - Starting job: "
 )
 
-
 LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py")
-
-
 HF_COUNT = rb">>  "
-
-
 MOST_OTHERS = 2000  # lines in a row that are no argument: the dump is over, though its end was not seen
-
-
 MOST_FRAMES = 500  # lines of a traceback: a deeper one is none
-
-
 MOST_HEARD = 20_000  # lines with arguments that are remembered, since every rank may print them
 
 

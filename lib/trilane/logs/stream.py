@@ -8,11 +8,7 @@ from typing import BinaryIO
 from trilane.utils.validation import require
 
 BLOCK = 1 << 21  # bytes read at once: fits a core's cache and holds some thousand lines
-
-
 LONGEST = 1 << 24  # bytes: a longer line is cut in pieces, so that a file without line ends stays bounded
-
-
 CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7f"
 
 

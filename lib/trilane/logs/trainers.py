@@ -5,22 +5,11 @@ import re
 from typing import Any
 
 NUMBER = rb"([-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf))"
-
-
 DICT = re.compile(rb"\{('[^{}]*)\}")
-
-
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
-
-
 BAR = re.compile(rb"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # tqdm's bar on the same line, with the time passed
-
-
 COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]*|Num examples) = ([\d,]+)")
-
-
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
-
 
 TITAN = re.compile(
     rb"step:\s*(\d+)\s+loss:\s*"
@@ -31,13 +20,8 @@ TITAN = re.compile(
     rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%|N/A)"
 )
 
-
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-
-
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
-
-
 OURS = {"tflops": ("flops_per_s_per_gpu", 1e12)}
 
 

@@ -5,14 +5,8 @@ import numpy as np
 from trilane.logs.table import Table
 
 FACTOR = 1000.0  # between seconds and milliseconds
-
-
 NEAR = 1.4  # how far from it a jump may be: two stretches of one run differ by some
-
-
 STRETCH = 3  # iterations before and after a jump that must agree
-
-
 LIKELY_S = (0.01, 6 * 3600.0)  # what an iteration may take: outside of it a label is not believed against the rate
 
 

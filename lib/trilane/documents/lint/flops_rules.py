@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from trilane.documents.markdown import HandRow
 
 VOCABULARY = (250_880, 50_257, 50_304, 50_688)  # padded rows tried where the text says none: BLOOM's, GPT-2's
-
-
 EXACT = 5e-4  # of a formula with all terms: printed rows agree to 3e-4
-
-
 LOOSE = 0.03  # sizes with and without embeddings differ by this much
 
 
@@ -76,10 +72,8 @@ SIZE = [
     Formula(name="size x 3 x 2 x sequence x batch", work=_size(3)),
 ]
 
-
 # where sizes were rounded or are counted otherwise than in the TFLOPs: only a gross error shows
 ROUGH = [Formula(name=f"{f.name}, roughly", work=f.work, exact=LOOSE) for f in SIZE]
-
 
 FORMULAS = [
     *SIZE,

@@ -27,7 +27,6 @@ RULES = (
     repeat_rules.outliers,
 )
 
-
 PRODUCT = re.compile(r"(?<![\w*./-])(\d+(?:\*\d+)+) ?= ?(\d+)(?![\w.*/])")
 
 

@@ -9,11 +9,7 @@ from trilane.documents.lint.flops_rules import both
 from trilane.documents.markdown import HandRow
 
 SAME = 1e-3  # as a share: a time printed as TFLOPs elsewhere, and not by accident
-
-
 FAR = 1.0  # natural logarithm: time and TFLOPs together, from those of the other rows
-
-
 FEWEST = 3  # other rows that tell what is usual
 
 

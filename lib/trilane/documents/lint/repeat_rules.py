@@ -10,17 +10,9 @@ from trilane.documents.lint.unit_rules import factor
 from trilane.documents.markdown import HandRow
 
 ANOTHER_DAY = 0.05  # by how much the time of one configuration may differ between two days
-
-
 SLOWER = 0.15  # by how much a row may miss the time that its batch predicts from another row's
-
-
 MORE = 0.05  # by how much memory may fall as the microbatch grows: readings are rounded
-
-
 FEWEST = 3  # other rows that tell what is usual
-
-
 ALONE = 1.6  # times the others' time for such work: an outlier, if no other row comes near
 
 

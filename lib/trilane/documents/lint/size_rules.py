@@ -9,11 +9,7 @@ from trilane.documents.lint.flops_rules import FORMULAS, LOOSE, Formula
 from trilane.documents.markdown import HandRow
 
 STATED = re.compile(r"Model size: (\d+(?:\.\d+)?)B")
-
-
 NEAR = 0.004  # of a size: what rounding to whole billions and the positions' parameters leave open
-
-
 SAME_MODEL = 5e-4  # two rows whose TFLOPs give sizes nearer than this are one model
 
 

@@ -9,8 +9,6 @@ from trilane.costmodel.metrics import Pair
 from trilane.report.plots.style import COLORS, figure
 
 OUTLIER = 0.09  # rows that are off by more than this are named
-
-
 ROOM = 4  # rows between two names, so that they do not write on each other
 
 
