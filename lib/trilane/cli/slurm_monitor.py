@@ -58,6 +58,6 @@ def watch(args: argparse.Namespace) -> int:
         return TIME_IS_OVER
     if args.json:
         print(json.dumps({"jobs": list(map(asdict, found))}, indent=1))
-    if any(job.verdict in ("waiting", "running") for job in found):
+    if any(job.verdict.is_active for job in found):
         return TIME_IS_OVER
     return 1 if any(job.has_failed for job in found) else 0

@@ -12,6 +12,7 @@ from trilane.logs.reader import Reader
 from trilane.logs.run import RunLog, finish
 from trilane.logs.run import read_runs as logs_of
 from trilane.logs.table import Table
+from trilane.workspace.status import Status
 
 NUMBERS = (
     "gpus",
@@ -72,7 +73,7 @@ def _row(row: HandRow, path: Path) -> RunLog:
         source=path,
         iterations=iterations.frame(),
         memory=memory.frame(("rank",)),
-        status="OOM" if row.ran_out else "hang" if row.hangs else "completed",
+        status=Status.OOM if row.ran_out else Status.HANG if row.hangs else Status.COMPLETED,
         evidence=f"line {row.line}: {endings.text(row.text.encode())}",
         dialect="table",
         arguments=_arguments(row) | {"line": row.line},

@@ -22,7 +22,7 @@ from trilane.engine.signals import Signals
 from trilane.engine.stop_requests import StopRequest, StopRequests
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.resume import cut_steps
-from trilane.workspace.status import RunStatus, write_status
+from trilane.workspace.status import RunStatus, Status, write_status
 
 
 class Training:
@@ -107,12 +107,15 @@ class Training:
         """Say whether the run is through, or what ended it and from where it can go on."""
         iterations, lacks = self._plan.run.goal, self._plan.run.saves_at_end and self._saved != name_of(self._done)
         if self._done == iterations and lacks:
-            status, evidence = "stopped", f"iteration {iterations} is reached, but not saved: {self._newest()}"
+            status, evidence = Status.STOPPED, f"iteration {iterations} is reached, but not saved: {self._newest()}"
             self._say(evidence)
         elif self._done == iterations:
-            status, evidence = "completed", f"iteration {self._done} of {iterations}"
+            status, evidence = Status.COMPLETED, f"iteration {self._done} of {iterations}"
         else:
-            status, evidence = "stopped", f"stopped at iteration {self._done} by {request.reason}, {self._newest()}"
+            status, evidence = (
+                Status.STOPPED,
+                f"stopped at iteration {self._done} by {request.reason}, {self._newest()}",
+            )
             self._say(evidence)
         if self._world.is_first:
             seconds = round(time.monotonic() - self._begin, 3)

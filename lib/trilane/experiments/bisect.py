@@ -12,20 +12,15 @@ from pathlib import Path
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.local import run_local
 from trilane.utils.validation import require, require_known
+from trilane.workspace.status import Status
 
 AXES = ("layers", "hidden", "dp", "gbs", "blocking")
-
-
-WORKS = ("completed", "stopped")
-
-
-HANGS = ("hang", "timeout")
 
 
 ITERATIONS = 5
 
 
-Runner = Callable[[Plan, bool], str]  # a plan, and whether CUDA_LAUNCH_BLOCKING=1 -> how it ended (outcome.STATUSES)
+Runner = Callable[[Plan, bool], str]  # a plan, and whether CUDA_LAUNCH_BLOCKING=1 -> how it ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +29,7 @@ class Trial:
 
     axis: str
     value: int
-    status: str
+    status: Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +95,10 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
     trials: list[Trial] = []
 
     def works(axis: str, value: int, tried: Plan, blocking: bool = False) -> bool:
-        trials.append(Trial(axis=axis, value=value, status=run(tried, blocking)))
+        trials.append(Trial(axis=axis, value=value, status=Status(run(tried, blocking))))
         rule = f"{axis} {value} ended otherwise than in a hang: cure that first"
-        require(trials[-1].status in (*WORKS, *HANGS), "status", trials[-1].status, rule)
-        return trials[-1].status in WORKS
+        require(trials[-1].status.is_clean or trials[-1].status.is_hang, "status", trials[-1].status, rule)
+        return trials[-1].status.is_clean
 
     whole = changed(plan, "gbs", plan.topology.gbs)
     require(not works("plan", 0, whole), "plan", plan.label, f"does not hang within {ITERATIONS} iterations")

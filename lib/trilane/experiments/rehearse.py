@@ -19,6 +19,7 @@ from trilane.experiments.parity_table import machine
 from trilane.launch.local import run_local
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of
+from trilane.workspace.status import Status
 
 PROCESSES = 8  # without GPUs
 
@@ -123,7 +124,7 @@ def rehearse(rehearsal: Rehearsal, folder: Path, start: Start) -> Rehearsal:
 def here(folder: Path) -> str:
     """Train on this machine; "" or how it ended instead."""
     outcome = run_local(folder, watched=False)
-    return "" if outcome.status == "completed" else f"{outcome.status}: {outcome.evidence}"
+    return "" if outcome.status is Status.COMPLETED else f"{outcome.status}: {outcome.evidence}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.validation import require
 from trilane.workspace.resume import STOP, reopen
-from trilane.workspace.status import RunStatus, failed_ranks, judge, write_status
+from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
 
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
 
@@ -56,10 +56,10 @@ def run_local(
             code = follow(child, folder, plan, watched, begin + timeout_s, guard.look)
         outcome = guard.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
-        write_status(folder, _ended("cancelled", "Ctrl-C", begin))
+        write_status(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
     except TimeoutError:
-        outcome = _ended("timeout", f"longer than {timeout_s:.0f} s", begin)
+        outcome = _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
     except Hang as hang:
         outcome = hang.outcome
     write_status(folder, outcome)
@@ -159,7 +159,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _ended(status: str, evidence: str, begin: float) -> RunStatus:
+def _ended(status: Status, evidence: str, begin: float) -> RunStatus:
     return RunStatus(status=status, evidence=evidence, rank=None, exit_code=1, seconds=_since(begin))
 
 
@@ -197,4 +197,4 @@ def run(args: argparse.Namespace) -> int:
     """Launch the plan that the arguments name, say how it ended; 0 when it completed, 3 when it was stopped."""
     outcome = run_local(run_folder(args.plan, args.resume), port=args.port, resume=args.resume)
     print(f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}")
-    return {"completed": 0, "stopped": 3}.get(outcome.status, 1)
+    return outcome.status.exit_code

@@ -20,7 +20,7 @@ from trilane.diagnose.hang.capture import capture, capture_here
 from trilane.diagnose.hang.verdict import diagnose
 from trilane.utils.process import die_with
 from trilane.workspace.heartbeat import END, StallDetector, process_state, read_beats
-from trilane.workspace.status import RunStatus, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, read_status, write_status
 
 LOOK_S = 0.5
 
@@ -69,13 +69,13 @@ class HangMonitor:
         evidence = f"{why}. {said}"[:LONGEST] + f" (stacks in {where})"
         seconds = round(time.monotonic() - self._begin, 3)
         return RunStatus(
-            status="hang", evidence=evidence, rank=next(iter(suspects), None), exit_code=1, seconds=seconds
+            status=Status.HANG, evidence=evidence, rank=next(iter(suspects), None), exit_code=1, seconds=seconds
         )
 
     def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:
         """The outcome, but blamed on a rank that left without an error before the others broke for want of it."""
         left = [rank for rank in self._left if rank not in failed]
-        if outcome.status != "crashed" or not left:
+        if outcome.status is not Status.CRASHED or not left:
             return outcome
         rank = left[0]
         evidence = f"rank {rank} left without an error, {self._left[rank]}; then {outcome.evidence}"
@@ -122,7 +122,7 @@ def _look(guard: HangMonitor, folder: Path) -> None:
 
 def _is_hang(folder: Path, begin: float) -> bool:
     path = folder / "status.json"
-    return path.exists() and path.stat().st_mtime >= begin and read_status(folder).status == "hang"
+    return path.exists() and path.stat().st_mtime >= begin and read_status(folder).status is Status.HANG
 
 
 def _end_own(folder: Path, last: int) -> None:

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from trilane.workspace.status import Status
+
 SPEAKER = rb"(?:\[\w+ ?\d*\]:|\d+: )"  # in front of what a rank says; a group of exceptions has bars in front
 LEAD = rb"^\s*(?:" + SPEAKER + rb"\s*)?(?:\|\s*)?(?:\w+\.)*"
 EXCEPTION = LEAD + rb"\w*(?:Error|Exception)(?:Group)?(?::|\s*$)"
@@ -17,43 +19,63 @@ RAISED = re.compile(LEAD + rb"[A-Z]\w*[a-z]\w*(?::|\s*$)")  # right behind a tra
 #   4 the end as planned             5 a launcher that ends its workers, for whatever reason
 # Each pattern comes with words of which one must stand in the line: to look for words is cheap, for patterns it is not.
 PATTERNS = [
-    (0, "time limit", b"LIMIT walltime", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
-    (0, "node failure", b"FAIL failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
-    (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
-    (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit|cgroup out of memory"),
-    (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA (?:driver )?error: out of memory"),
-    (1, "OOM", b"failure", rb"Cuda failure (?:\d+ )?'out of memory'"),
-    (1, "OOM", b"allocate ALLOC", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
-    (1, "OOM", b"memory", rb"cuda runtime error \(2\)"),
-    (1, "OOM", b"Error", NO_MEMORY),
-    (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
-    (2, "hang", b"atchdog collective", rb"watchdog got stuck for \d|due to a collective timeout"),
-    (2, "hang", b"imed timeout", rb"failed or timed out|Wait timeout|wait\(\) timed out|watchdog.{0,80}timeout"),
-    (2, "hang", b"imed", rb"Heartbeat monitor timed out"),
-    (2, "hang", b"imed Timeout", rb"[Tt]imed out (?:waiting(?! for job)|after|initializing)|Socket Timeout"),
-    (2, "NCCL error", b"NCCL nccl", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*"),
-    (2, "NCCL error", b"unhandled aborted Dist", rb"unhandled (?:system|cuda) error|NCCL .* aborted|DistBackendError"),
-    (2, "NaN loss", b"NaN nan", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
-    (3, "crashed", b"Error", rb"ChildFailedError|CalledProcessError"),
-    (3, "crashed", b"FAILURE", rb"DUE TO TASK FAILURE"),
-    (3, "node failure", b"missing", rb"srun: error: .*missing step on node"),
-    (3, "cancelled", b"CANCELLED PREEMPT", rb"CANCELLED AT|DUE TO PREEMPTION"),
-    (3, "cancelled", b"Interrupt ignal", rb"^KeyboardInterrupt|SignalException|death signal"),
-    (2, "crashed", b"Error Exception", EXCEPTION),
-    (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
-    (3, "crashed", b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
-    (3, "crashed", b"exitcode", rb"failed \(exitcode: -?\d"),
-    (3, "crashed", b"exits", rb"exits with return code = -?[1-9]"),
-    (3, "crashed", b"pdsh@", rb"pdsh@.*: ssh exited with exit code [1-9]"),
-    (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
+    (0, Status.TIME_LIMIT, b"LIMIT walltime", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
+    (0, Status.NODE_FAILURE, b"FAIL failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
+    (0, Status.OOM, b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
+    (0, Status.OOM, b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit|cgroup out of memory"),
+    (
+        1,
+        Status.OOM,
+        b"memory OutOf",
+        rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA (?:driver )?error: out of memory",
+    ),
+    (1, Status.OOM, b"failure", rb"Cuda failure (?:\d+ )?'out of memory'"),
+    (1, Status.OOM, b"allocate ALLOC", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    (1, Status.OOM, b"memory", rb"cuda runtime error \(2\)"),
+    (1, Status.OOM, b"Error", NO_MEMORY),
+    (2, Status.HANG, b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
+    (2, Status.HANG, b"atchdog collective", rb"watchdog got stuck for \d|due to a collective timeout"),
+    (2, Status.HANG, b"imed timeout", rb"failed or timed out|Wait timeout|wait\(\) timed out|watchdog.{0,80}timeout"),
+    (2, Status.HANG, b"imed", rb"Heartbeat monitor timed out"),
+    (2, Status.HANG, b"imed Timeout", rb"[Tt]imed out (?:waiting(?! for job)|after|initializing)|Socket Timeout"),
+    (2, Status.NCCL_ERROR, b"NCCL nccl", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*"),
+    (
+        2,
+        Status.NCCL_ERROR,
+        b"unhandled aborted Dist",
+        rb"unhandled (?:system|cuda) error|NCCL .* aborted|DistBackendError",
+    ),
+    (
+        2,
+        Status.NAN_LOSS,
+        b"NaN nan",
+        rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss",
+    ),
+    (3, Status.CRASHED, b"Error", rb"ChildFailedError|CalledProcessError"),
+    (3, Status.CRASHED, b"FAILURE", rb"DUE TO TASK FAILURE"),
+    (3, Status.NODE_FAILURE, b"missing", rb"srun: error: .*missing step on node"),
+    (3, Status.CANCELLED, b"CANCELLED PREEMPT", rb"CANCELLED AT|DUE TO PREEMPTION"),
+    (3, Status.CANCELLED, b"Interrupt ignal", rb"^KeyboardInterrupt|SignalException|death signal"),
+    (2, Status.CRASHED, b"Error Exception", EXCEPTION),
+    (
+        2,
+        Status.CRASHED,
+        b"fault Fatal terminate Bus",
+        rb"Segmentation fault|Fatal Python|terminate called|Bus error \(",
+    ),
+    (3, Status.CRASHED, b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
+    (3, Status.CRASHED, b"exitcode", rb"failed \(exitcode: -?\d"),
+    (3, Status.CRASHED, b"exits", rb"exits with return code = -?[1-9]"),
+    (3, Status.CRASHED, b"pdsh@", rb"pdsh@.*: ssh exited with exit code [1-9]"),
+    (4, Status.STOPPED, b"trilane", rb"trilane: stopped at iteration \d+ by "),
     (
         4,
-        "completed",
+        Status.COMPLETED,
         b"raining exiting",
         rb"\[after training is done\]|exiting program (?:at|after)|Training completed",
     ),
-    (5, "crashed", b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
-    (5, "crashed", b"srun", rb"srun: error: .*: Terminated"),
+    (5, Status.CRASHED, b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
+    (5, Status.CRASHED, b"srun", rb"srun: error: .*: Terminated"),
 ]
 
 WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
@@ -75,7 +97,7 @@ class Ending:
     unless memory was asked for; `rows` is how many iterations had been read before."""
 
     level: int
-    status: str
+    status: Status
     evidence: str
     rank: int | None
     asked_bytes: float
@@ -95,10 +117,10 @@ def ending(line: bytes, rows: int) -> Ending | None:
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """What the first line behind a traceback says: an exception, also one whose name does not end in Error."""
-    return _said(2, "crashed", line, rows) if RAISED.match(line) else None
+    return _said(2, Status.CRASHED, line, rows) if RAISED.match(line) else None
 
 
-def _said(level: int, status: str, line: bytes, rows: int) -> Ending:
+def _said(level: int, status: Status, line: bytes, rows: int) -> Ending:
     rank, asked = RANK.search(line), ASKED.search(line)
     return Ending(
         level=level,
@@ -120,7 +142,7 @@ def strongest(found: list[Ending], rows: int) -> Ending | None:
     """The ending that counts: the lowest level, then the first line; a crash after a Ctrl-C is the Ctrl-C's."""
     left = [e for e in found if not overtaken(e, rows)]
     end = min(left, key=lambda e: e.level, default=None)
-    if end and end.status == "crashed":
+    if end and end.status is Status.CRASHED:
         return next((e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end)
     return end
 
@@ -134,4 +156,4 @@ def text(line: bytes) -> str:
 def planned(line: bytes, rows: int) -> Ending:
     """The end as planned, said by `line`."""
     nan = float("nan")
-    return Ending(level=4, status="completed", evidence=text(line), rank=None, asked_bytes=nan, rows=rows)
+    return Ending(level=4, status=Status.COMPLETED, evidence=text(line), rank=None, asked_bytes=nan, rows=rows)

@@ -18,17 +18,13 @@ from trilane.logs.reader import Reader
 from trilane.logs.stream import blocks
 from trilane.logs.table import NAN, Column, Table
 from trilane.utils.validation import require
+from trilane.workspace.status import Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
-
-STATUSES = (
-    *("completed", "stopped", "running", "OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss"),
-    *("cancelled", "crashed", "timeout", "unfinished"),
-)
 
 DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
@@ -57,7 +53,7 @@ class RunLog:
     bandwidth    a row per trial and rank of a bandwidth bench
     devices      the GPUs that nvidia-smi shows
     summary      numbers that are said once: train_runtime and its like, the flops profiler's
-    status       one of STATUSES; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
+    status       how it ended; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
                  `asked_bytes` what could not be had where memory ran out
     notes        what was put right in reading
     taped        more columns of the iterations, in files, where read_runs was told so
@@ -66,7 +62,7 @@ class RunLog:
     source: Path
     iterations: "pd.DataFrame"
     memory: "pd.DataFrame"
-    status: str
+    status: Status
     evidence: str
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
@@ -112,14 +108,19 @@ def read_run_folder(folder: Path | str) -> RunLog:
     run goes on from. A run that ended before its first iteration has empty tables.
     """
     folder = Path(folder)
-    verdict = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
+    written = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
     try:
         log = _joined(read_runs(folder / "run.log"))
     except ValueError as error:
         log = RunLog(
-            source=folder / "run.log", iterations=_empty(), memory=_empty(), status="unfinished", evidence=str(error)
+            source=folder / "run.log",
+            iterations=_empty(),
+            memory=_empty(),
+            status=Status.UNFINISHED,
+            evidence=str(error),
         )
-    return replace(log, **{name: verdict[name] for name in ("status", "evidence") if name in verdict})
+    status, evidence = written.get("status", log.status), written.get("evidence", log.evidence)
+    return replace(log, status=Status(status), evidence=evidence)
 
 
 def _joined(parts: list[RunLog]) -> RunLog:
@@ -169,7 +170,7 @@ def finish(draft: PartialRun, path: Path, age: float) -> RunLog:
     )
 
 
-def _verdict(draft: PartialRun, table: Table, age: float) -> tuple[str, str, endings.Ending | None]:
+def _verdict(draft: PartialRun, table: Table, age: float) -> tuple[Status, str, endings.Ending | None]:
     """Status, evidence, and the line about the end where one decides."""
     end, last = endings.strongest(draft.endings, draft.rows), endings.text(draft.last_line)
     if end and end.level < 4:
@@ -178,13 +179,13 @@ def _verdict(draft: PartialRun, table: Table, age: float) -> tuple[str, str, end
     is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]
     # the Trainer hides a loss that is no number behind 0
     if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", draft.last_line)):
-        return "NaN loss", last, None
+        return Status.NAN_LOSS, last, None
     if end and end.level == 4:
         return end.status, end.evidence, end
     if "train_runtime" in draft.summary or (table.rows and table.last("iteration") == table.last("train_iters")):
-        return "completed", last, None
+        return Status.COMPLETED, last, None
     if end:
         return end.status, end.evidence, end
     seconds = table.last("sec_per_it")
     fresh = age < max(FRESH_S, 2 * seconds if seconds == seconds else 0.0)
-    return ("running" if fresh else "unfinished"), last, None
+    return (Status.RUNNING if fresh else Status.UNFINISHED), last, None

@@ -16,7 +16,7 @@ from trilane.utils.validation import read_json
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.resume import STOP
 from trilane.workspace.run_folder import is_completed, iteration, put_aside
-from trilane.workspace.status import RunStatus, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, read_status, write_status
 
 TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
 
@@ -64,7 +64,7 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
     outcome = attempt_status(folder, log, code, round(seconds, 1))
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
-    if outcome.status == "completed":
+    if outcome.status is Status.COMPLETED:
         _cancel_later(folder, job)
     return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome)
 
@@ -76,9 +76,11 @@ def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) 
         if (folder / "status.json").exists():  # the engine's own word
             said = read_status(folder)
             return _outcome(said.status, said.evidence, code, seconds)
-        return _outcome("completed" if done(folder) else "stopped", f"iteration {at} of {goal}", code, seconds)
-    if log is None or log.status in ("completed", "running", "unfinished"):
-        return _outcome("crashed", f"exit code {code} after iteration {at}; the log says no more", code, seconds)
+        return _outcome(
+            Status.COMPLETED if done(folder) else Status.STOPPED, f"iteration {at} of {goal}", code, seconds
+        )
+    if log is None or log.status is Status.COMPLETED or log.status.is_open:
+        return _outcome(Status.CRASHED, f"exit code {code} after iteration {at}; the log says no more", code, seconds)
     return _outcome(log.status, log.evidence, code, seconds, log.rank)
 
 
@@ -146,10 +148,10 @@ def too_large(folder: Path, sweep: str) -> str:
         status = Path(other["folder"]) / "status.json"
         if other is mine or other["memory_bytes"] > mine["memory_bytes"] or not status.exists():
             continue
-        if read_status(status.parent).status == "OOM":
+        if read_status(status.parent).status is Status.OOM:
             need, less = mine["memory_bytes"] / 2**30, other["memory_bytes"] / 2**30
             reason = f"pruned: predicted {need:.2f} GiB, and {status.parent.name} ran out with {less:.2f} GiB"
-            write_status(folder, _outcome("pruned", reason, 0, 0.0))
+            write_status(folder, _outcome(Status.PRUNED, reason, 0, 0.0))
             return reason
     return ""
 
@@ -175,7 +177,7 @@ def _cancel_later(folder: Path, job: str) -> None:
         client.cancel(waiting(folder, job))
 
 
-def _outcome(status: str, evidence: str, code: int, seconds: float, rank: int | None = None) -> RunStatus:
+def _outcome(status: Status, evidence: str, code: int, seconds: float, rank: int | None = None) -> RunStatus:
     return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
 
 

@@ -5,17 +5,17 @@ from pathlib import Path
 
 from trilane.slurm import attempt, client, ledger
 from trilane.utils.validation import require
-from trilane.workspace.status import read_status
+from trilane.workspace.status import Status, read_status
 
 # SLURM's word, in the words of the log's reader; the log decides where SLURM only knows that something failed
 WORDS = {
-    "TIMEOUT": "time limit",
-    "DEADLINE": "time limit",
-    "NODE_FAIL": "node failure",
-    "BOOT_FAIL": "node failure",
-    "OUT_OF_MEMORY": "OOM",
-    "CANCELLED": "cancelled",
-    "PREEMPTED": "cancelled",
+    "TIMEOUT": Status.TIME_LIMIT,
+    "DEADLINE": Status.TIME_LIMIT,
+    "NODE_FAIL": Status.NODE_FAILURE,
+    "BOOT_FAIL": Status.NODE_FAILURE,
+    "OUT_OF_MEMORY": Status.OOM,
+    "CANCELLED": Status.CANCELLED,
+    "PREEMPTED": Status.CANCELLED,
 }
 
 
@@ -34,35 +34,35 @@ def telling(folder: Path, states: Sequence[client.JobState]) -> client.JobState 
     return next(filter(tells, reversed(states)), states[-1] if states else None)
 
 
-def job_status(folder: Path, job: client.JobState) -> tuple[str, str]:
+def job_status(folder: Path, job: client.JobState) -> tuple[Status, str]:
     """How the job stands, and the line that proves it."""
     said = read_status(folder) if (folder / "status.json").exists() else None
     if job.state == "NOT SUBMITTED":
-        return (said.status, said.evidence) if said else ("not submitted", "")
+        return (said.status, said.evidence) if said else (Status.NOT_SUBMITTED, "")
     if not job.has_ended:
-        return ("waiting", job.reason) if job.state == "PENDING" else ("running", _last_line(folder))
+        return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, _last_line(folder))
     is_last = _is_last(folder, job)
-    if said and (said.status == "completed" or (is_last and job.state not in WORDS)):
+    if said and (said.status is Status.COMPLETED or (is_last and job.state not in WORDS)):
         return said.status, said.evidence
     if job.state in WORDS:
         return WORDS[job.state], f"SLURM: {job.state}"
     return _by_log(folder, job, is_last)
 
 
-def _by_log(folder: Path, job: client.JobState, is_last: bool) -> tuple[str, str]:
+def _by_log(folder: Path, job: client.JobState, is_last: bool) -> tuple[Status, str]:
     """For a job that ended without a word of its own; run.log is an earlier job's where this one never began."""
     log = attempt.last_log(folder) if is_last else None
-    if log is not None and log.status not in ("running", "unfinished"):
+    if log is not None and not log.status.is_open:
         return log.status, log.evidence
     if job.state in ("COMPLETED", client.FORGOTTEN) and attempt.done(folder):
-        return "completed", attempt.done(folder)
+        return Status.COMPLETED, attempt.done(folder)
     refused = ledger.events(folder, "refused")
     if refused and refused[-1]["id"] == job.id:
-        return "stopped", refused[-1]["says"]
+        return Status.STOPPED, refused[-1]["says"]
     printed = output(folder, job.id)
     lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
     told = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log says no more"
-    return "unfinished" if job.state == client.FORGOTTEN else "crashed", told
+    return Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, told
 
 
 def _is_last(folder: Path, job: client.JobState) -> bool:

@@ -21,7 +21,7 @@ from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.run_folder import is_completed, write_text
-from trilane.workspace.status import RunStatus
+from trilane.workspace.status import RunStatus, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class JobStatus:
     elapsed: str
     limit: str
     nodes: str
-    verdict: str
+    verdict: Status
     evidence: str
     iteration: int
     iterations: int
@@ -47,7 +47,7 @@ class JobStatus:
     @property
     def has_failed(self) -> bool:
         """Whether it ended otherwise than completed, saved and stopped, or pruned."""
-        return self.verdict not in ("waiting", "running", "completed", "stopped", "pruned", "not submitted")
+        return self.verdict.has_failed
 
 
 def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:

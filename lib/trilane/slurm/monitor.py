@@ -89,7 +89,7 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
                 f"{now[f].run}: STALLED: {still_since(Path(f))}" for f in now if still[f] and not stalled.get(f)
             )
             before, stalled = now, still
-            if all(job.verdict not in ("waiting", "running") for job in now.values()):
+            if not any(job.verdict.is_active for job in now.values()):
                 return
         if time.monotonic() + every_s > end:
             return

@@ -12,10 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trilane.slurm import client, ledger
-from trilane.workspace.status import RunStatus, write_status
-
-# How a log ends where a node went away under it, and otherwise too.
-BY_NODES = ("crashed", "NCCL error", "hang", "node failure")
+from trilane.workspace.status import RunStatus, Status, write_status
 
 
 def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
@@ -24,7 +21,7 @@ def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatu
     Later jobs are kept off the node; the job goes back into the queue where it may: SLURM itself does that only while
     the job still runs, and it learns of a dead node minutes after srun has failed.
     """
-    if outcome.status not in BY_NODES:
+    if not outcome.status.may_be_node_failure:
         return outcome
     with contextlib.suppress(ValueError):  # a SLURM that cannot be asked changes nothing in how the attempt ended
         nodes = client.hostnames(nodelist)
@@ -32,7 +29,7 @@ def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatu
         if not dead:
             return outcome
         reason = f"{', '.join(dead)} cannot be reached any more; the log: {outcome.evidence}"
-        outcome = replace(outcome, status="node failure", evidence=reason)
+        outcome = replace(outcome, status=Status.NODE_FAILURE, evidence=reason)
         write_status(folder, outcome)
         _avoid(folder, job, dead)
         if " Requeue=1 " in client.call(["scontrol", "show", "job", "-o", job]):

@@ -17,6 +17,7 @@ from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import Site
 from trilane.utils.validation import read_json, require, to_mapping
 from trilane.workspace.run_folder import write_text
+from trilane.workspace.status import Status
 from trilane.workspace.study import load_cluster
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 
 LIST, INDEX = "runs.txt", "sweep.json"
-
-
-HOPELESS = ("OOM", "pruned")  # running it again changes nothing
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
@@ -106,12 +104,12 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
 def failures(folder: Path) -> list[int]:
     """Lines of runs.txt whose run failed in a way that another try may mend."""
     found = jobs.status(members(folder))
-    return [n for n, job in enumerate(found, 1) if job.has_failed and job.verdict not in HOPELESS]
+    return [n for n, job in enumerate(found, 1) if job.verdict.can_retry]
 
 
 def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
     """Submit the failures alone, once everything has ended; the arrays' ids."""
-    going = [job.run for job in jobs.status(members(folder)) if job.verdict in ("waiting", "running")]
+    going = [job.run for job in jobs.status(members(folder)) if job.verdict.is_active]
     require(not going, "sweep", folder, f"{', '.join(going)} have not ended")
     failed = failures(folder)
     return submit(folder, site, parallel, failed) if failed else []
@@ -122,7 +120,7 @@ def table(folder: Path) -> "pd.DataFrame":
     import pandas as pd
 
     found = list(zip(members(folder), jobs.status(members(folder)), strict=True))
-    completed = [path for path, job in found if job.verdict == "completed"]
+    completed = [path for path, job in found if job.verdict is Status.COMPLETED]
     measured = measured_table([measure(path) for path in completed])
     measured["Run"] = [path.name for path in completed]
     others = pd.DataFrame([_row(path, job.verdict) for path, job in found if path not in completed])

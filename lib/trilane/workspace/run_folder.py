@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from trilane.utils.files import replace_text, set_aside
+from trilane.workspace.status import Status
 
 LEFT = ("run.log", "steps.jsonl", "env.json", "ranks")  # what an attempt leaves beside status.json
 
@@ -64,4 +65,4 @@ def is_started(folder: Path) -> bool:
 def is_completed(folder: Path) -> bool:
     """Whether the run of that folder came to its end."""
     status = folder / "status.json"
-    return status.exists() and json.loads(status.read_text(encoding="utf-8")).get("status") == "completed"
+    return status.exists() and json.loads(status.read_text(encoding="utf-8")).get("status") == Status.COMPLETED

@@ -1,41 +1,105 @@
-"""Outcome: how a run on this machine ended, with the line that proves it; status.json holds it."""
+"""How a run stands or ended (`Status`), and its record with the line that proves it (`RunStatus`, status.json)."""
 
 import json
 import signal
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from trilane.utils.files import replace_text
 from trilane.utils.validation import require_known
 
-# stopped: it was asked to end before its last iteration, saved if it could, and can be resumed. hang: its ranks stood
-# still, and a watchdog ended it. The second line is what the log's reader tells of a job, and a run of a sweep that was
-# not started because another ran out of memory
-STATUSES = (
-    *("completed", "stopped", "crashed", "cancelled", "timeout"),
-    *("OOM", "time limit", "node failure", "hang", "NCCL error", "NaN loss", "pruned"),
-)
+
+class Status(StrEnum):
+    """The state of a run, a job or a log; the value is the word in files and in JSON.
+
+    `stopped`: the run was asked to end before its last iteration, saved if it could, and can be resumed. `hang`: its
+    ranks made no progress and were ended; `timeout`: it exceeded a limit of ours, `time limit` one of the scheduler.
+    `pruned`: a run of a sweep that was not started, because one that needs no more memory ran out of it.
+    `unfinished`: the log ends without a reason.
+    """
+
+    NOT_SUBMITTED = "not submitted"
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    PRUNED = "pruned"
+    UNFINISHED = "unfinished"
+    CRASHED = "crashed"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    TIME_LIMIT = "time limit"
+    OOM = "OOM"
+    NODE_FAILURE = "node failure"
+    HANG = "hang"
+    NCCL_ERROR = "NCCL error"
+    NAN_LOSS = "NaN loss"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a job waits or runs."""
+        return self in (Status.WAITING, Status.RUNNING)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the training ran and ended as asked."""
+        return self in (Status.COMPLETED, Status.STOPPED)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a log shows no end: the run goes on, or was ended without a line about it."""
+        return self in (Status.RUNNING, Status.UNFINISHED)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended otherwise than as asked; a run that was never started has not failed."""
+        return not (self.is_active or self.is_clean or self in (Status.PRUNED, Status.NOT_SUBMITTED))
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether it failed and another attempt of the same plan may succeed."""
+        return self.has_failed and self is not Status.OOM
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether it was ended because it made no progress."""
+        return self in (Status.HANG, Status.TIMEOUT)
+
+    @property
+    def may_be_node_failure(self) -> bool:
+        """Whether a lost node can look like this in the log."""
+        return self in (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE)
+
+    @property
+    def exit_code(self) -> int:
+        """What `trilane train` returns: 0 completed, 3 stopped, else 1."""
+        return {Status.COMPLETED: 0, Status.STOPPED: 3}.get(self, 1)
 
 
-NOTHING = "(nothing)"  # of a rank that never said a word
+NOTHING = "(nothing)"  # of a rank that printed nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How a run ended, and the line that proves it. `rank` is who said that line, None where nobody is to blame."""
+    """How a run ended, the line that proves it, and the rank that printed this line (None: no single rank).
 
-    status: str
+    Raises ValueError for an unknown status.
+    """
+
+    status: Status
     evidence: str
     rank: int | None
     exit_code: int
     seconds: float
 
     def __post_init__(self) -> None:
-        require_known("status", self.status, STATUSES)
+        require_known("status", self.status, tuple(Status))
+        object.__setattr__(self, "status", Status(self.status))
 
 
 def judge(folder: Path, ranks: int, code: int, seconds: float) -> RunStatus:
-    """What torchrun's exit code, its list of failed ranks (of `ranks`) and their last lines amount to."""
+    """The status by torchrun's exit code, its list of failed ranks (of `ranks`) and their last lines."""
     if code == 0:
         return _clean_end(folder, ranks - 1, seconds)
     rank, how = culprit(folder)
@@ -43,25 +107,25 @@ def judge(folder: Path, ranks: int, code: int, seconds: float) -> RunStatus:
         evidence = f"torchrun: {last_line(folder, 'torchrun')}"
     else:
         evidence = f"rank {rank}: {how}{last_line(folder, rank)}"
-    return RunStatus(status="crashed", evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+    return RunStatus(status=Status.CRASHED, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
 
 
 def _clean_end(folder: Path, last: int, seconds: float) -> RunStatus:
-    """The engine's own word where it was stopped, or had nothing left to train; else the last rank's last iteration."""
-    said = read_status(folder) if (folder / "status.json").exists() else None
+    """The engine's own status where it stopped or had nothing left to train; else the last rank's last iteration."""
+    written = read_status(folder) if (folder / "status.json").exists() else None
     line = last_line(folder, last, "| number of nan iterations")
-    if said and (said.status == "stopped" or line == NOTHING):
-        return replace(said, seconds=seconds)
-    return RunStatus(status="completed", evidence=f"rank {last}: {line}", rank=last, exit_code=0, seconds=seconds)
+    if written and (written.status is Status.STOPPED or line == NOTHING):
+        return replace(written, seconds=seconds)
+    return RunStatus(status=Status.COMPLETED, evidence=f"rank {last}: {line}", rank=last, exit_code=0, seconds=seconds)
 
 
 def culprit(folder: Path) -> tuple[int | None, str]:
     """The rank that failed first, and how if by a signal; None where torchrun itself failed.
 
-    torchrun looks ten times a second, may find several dead at once, and lists those that it then ended itself. Who
-    was killed is no follower, unless by torchrun (SIGTERM) or by himself, as gloo and NCCL abort when a peer is gone.
-    Among equals the root fell silent first, since the rest only broke when its connections closed; who never said a
-    word left it to another.
+    torchrun polls ten times a second, may find several ranks dead at once, and lists those that it then ended itself.
+    A rank killed by a signal failed first, unless by torchrun's SIGTERM or its own SIGABRT (gloo and NCCL abort when a
+    peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
+    closed; ranks that printed nothing come last.
     """
     path = folder / "ranks" / "failures.json"
     failures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -86,24 +150,24 @@ def last_line(folder: Path, rank: int | str, words: str = "") -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip() and words in line), NOTHING)
 
 
-def write_status(folder: Path, outcome: RunStatus) -> None:
+def write_status(folder: Path, status: RunStatus) -> None:
     """status.json, whole or not at all."""
-    replace_text(folder / "status.json", json.dumps(asdict(outcome), indent=2) + "\n")
+    replace_text(folder / "status.json", json.dumps(asdict(status), indent=2) + "\n")
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The Outcome in status.json."""
+    """The status in status.json."""
     return RunStatus(**json.loads((folder / "status.json").read_text(encoding="utf-8")))
 
 
 def _follows(exit_code: int) -> int:
-    """For sorting: how likely this one only followed another."""
+    """Sort key: how likely this rank only failed after another."""
     if exit_code >= 0:
         return 1
     return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(exit_code, 0)
 
 
 def _fell_silent(log: Path) -> tuple[bool, int]:
-    """For sorting: those who said something first, by the time of their last word."""
+    """Sort key: ranks that printed something first, by the time of their last line."""
     facts = log.stat() if log.exists() else None
     return (True, 0) if facts is None or facts.st_size == 0 else (False, facts.st_mtime_ns)
