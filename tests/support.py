@@ -10,9 +10,8 @@ from trilane.config.cluster import Cluster, Gpu
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Plan, Run
-from trilane.workspace import study
 
-REPOSITORY = study.REPOSITORY
+REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
 
 

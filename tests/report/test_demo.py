@@ -90,7 +90,7 @@ def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo
     before = {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")}
     resumed = subprocess.run(command("all", "--resume"), env=env, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0
-    assert resumed.stderr.count("done before, kept") == 4
+    assert resumed.stderr.count("completed before, kept") == 4
     assert {path: path.stat().st_mtime_ns for path in demo.rglob("*.jsonl")} == before
 
 

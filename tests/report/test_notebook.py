@@ -48,7 +48,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path / "notebooks"
     folder.mkdir()
     nbformat.write(made, folder / "07_story.ipynb")
-    monkeypatch.setattr(notebook, "NOTEBOOKS", folder)
+    monkeypatch.setattr(notebook, "shipped", lambda name: tmp_path / name)
     return "07_story"
 
 
@@ -78,12 +78,18 @@ def test_text_becomes_the_declared_type(story):
     }
 
 
+def test_the_usage_lists_the_question_and_each_parameter_with_its_comment(story):
+    lines = notebook.usage(story).splitlines()
+    assert lines[0] == "Does it add up?"
+    assert lines[2].split() == ["-p", "tp", "int", "2", "size"] and lines[4].split()[-2:] == ["a", "path"]
+
+
 def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, tmp_path, monkeypatch):
     here = tmp_path / "odd [place]"
     (here / "logs").mkdir(parents=True)
     for name in ("logs/a.out", "plan.json", "megatron", "v1.0", "both.json"):
         (here / name).touch()
-    (notebook.NOTEBOOKS / "both.json").touch()
+    (notebook.shipped("notebooks") / "both.json").touch()
     monkeypatch.chdir(here)
 
     def given(text, field="where"):
@@ -149,7 +155,7 @@ def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd)
     notebook.run_all(study, {"tp": "4"}, [story])
     before = (study.folder / "07_story.ipynb").stat().st_mtime_ns
     notebook.run_all(study, {"tp": "4"}, [story])
-    assert "done before, kept" in capfd.readouterr().err
+    assert "completed before, kept" in capfd.readouterr().err
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns == before
     notebook.run_all(study, {"tp": "8"}, [story])
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns > before

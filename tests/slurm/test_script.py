@@ -59,7 +59,7 @@ def recorded(name: str) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "REPOSITORY", Path("/home/me/trilane"))
+    monkeypatch.setattr(script, "checkout", lambda: Path("/home/me/trilane"))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -83,7 +83,8 @@ def test_bash_and_shellcheck_accept_the_recorded_scripts() -> None:
 
 def test_every_blank_is_given_and_every_given_value_is_used() -> None:
     given = script.blanks("train", plan_for(sites.site("generic")), sites.site("generic"), JobRequest())
-    assert script.all_blanks() == set(given)
+    environment = script._environment(marked=False)
+    assert {blank for name in script.NAMES for blank in script._blanks(environment, f"{name}.sbatch")} == set(given)
 
 
 @pytest.mark.parametrize("wish", [f.name for f in dataclasses.fields(JobRequest)])

@@ -1,4 +1,4 @@
-"""Run a notebook of a study: papermill behind one checked door, then its HTML and the study's index."""
+"""Execute the notebooks of a study with checked parameters; write their HTML and the study's index."""
 
 import ast
 import glob
@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,21 +16,20 @@ from jupyter_client import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
-from trilane.report.html import write_index, write_notebook_report
+from trilane.report.html import title, write_index, write_notebook_report
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
-from trilane.workspace.study import REPOSITORY, Study
+from trilane.workspace.study import Study, outputs_root, shipped
 
-NOTEBOOKS = REPOSITORY / "notebooks"
-
-
-DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # what `all` runs, in this order
+DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
 
 
 def kernel_manager(stderr: IO[bytes]) -> type[AsyncKernelManager]:
-    """Kernels behind socket files (over TCP every other user of a shared node could listen in), their own stderr in a
-    file: what ends up there is about the kernel, not the notebook."""
+    """A manager of kernels that listen on socket files: any user of a shared node can connect to a TCP port.
+
+    The kernel process writes its own stderr to the file `stderr`; the notebook's stderr is an output of its cell.
+    """
 
     class SocketFileKernelManager(AsyncKernelManager):
         transport = Unicode("ipc")
@@ -41,7 +41,7 @@ def kernel_manager(stderr: IO[bytes]) -> type[AsyncKernelManager]:
 
 
 class NotebookError(Exception):
-    """A cell of a notebook failed; `is_input` where the reason is bad input (a ValueError)."""
+    """A cell of a notebook failed; `is_input` where it raised a ValueError, which means bad input."""
 
     def __init__(self, notebook: str, cell: str, reason: str, is_input: bool):
         super().__init__(f"{notebook}, {cell}: {reason}")
@@ -49,20 +49,46 @@ class NotebookError(Exception):
         self.is_input = is_input
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of a notebook: its type ("int", "float", "str" or "bool"), its default as Python, its comment."""
+
+    name: str
+    type: str
+    default: str
+    comment: str
+
+
 def names() -> list[str]:
-    """The notebooks that there are, such as `01_sizing`."""
-    return sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+    """The names of all notebooks, such as `01_sizing`."""
+    return sorted(path.stem for path in shipped("notebooks").glob("*.ipynb"))
 
 
-def parameters(name: str) -> dict[str, str]:
-    """The notebook's parameters and their types ("int", "float", "str", "bool")."""
+def path_of(name: str) -> Path:
+    """The source notebook of that name; ValueError where there is none."""
     require_known("notebook", name, names())
-    found = papermill.inspect_notebook(NOTEBOOKS / f"{name}.ipynb")
-    return {p["name"]: p["inferred_type_name"] for p in found.values()}
+    return shipped("notebooks") / f"{name}.ipynb"
+
+
+def parameters(name: str) -> list[Parameter]:
+    """The notebook's parameters in the order of its cell tagged `parameters`."""
+    found = papermill.inspect_notebook(path_of(name))
+    return [
+        Parameter(name=p["name"], type=p["inferred_type_name"], default=p["default"], comment=p["help"])
+        for p in found.values()
+    ]
+
+
+def usage(name: str) -> str:
+    """The notebook's question and its parameters, one a line: option, type, default and comment."""
+    rows = [(f"-p {p.name}", p.type, p.default, p.comment) for p in parameters(name) if p.name != "study"]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows]
+    return "\n".join([title(nbformat.read(path_of(name), as_version=4)), "", *lines])
 
 
 def typed(field: str, text: object, kind: str) -> Any:
-    """`text` as the `kind` that a parameter declares; ValueError where it is none."""
+    """`text` as a value of type `kind`; ValueError where it is not one. An int is also a float."""
     if not isinstance(text, str):
         ok = type(text).__name__ == kind or (kind == "float" and isinstance(text, int) and not isinstance(text, bool))
         value: Any = text
@@ -80,16 +106,16 @@ def typed(field: str, text: object, kind: str) -> Any:
 
 
 def located(text: str) -> str:
-    """A relative path or glob that names something here as an absolute one, since kernels stand in notebooks/.
+    """An existing relative path or glob as an absolute one, since a kernel's working directory is notebooks/.
 
-    What notebooks/ holds too, and a bare word (which may be a name), stay as they are.
+    A path that exists in notebooks/ too, and a bare word (which may be a name), stay as they are.
     """
 
-    def names(folder: Path) -> bool:
+    def exists(folder: Path) -> bool:
         return os.path.exists(folder / text) or any(glob.iglob(text, root_dir=folder, recursive=True))
 
     like_a_path = glob.has_magic(text) or os.sep in text or Path(text).suffix
-    if not like_a_path or os.path.isabs(text) or names(NOTEBOOKS) or not names(here := Path.cwd()):
+    if not like_a_path or os.path.isabs(text) or exists(shipped("notebooks")) or not exists(here := Path.cwd()):
         return text
     return os.path.normpath(here / text if os.path.exists(here / text) else Path(glob.escape(str(here))) / text)
 
@@ -98,53 +124,54 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them has."""
     known = {name: parameters(name) for name in chosen}
     for field in given:
-        require_known("parameter", field, sorted({field for fields in known.values() for field in fields}))
+        require_known("parameter", field, sorted({p.name for found in known.values() for p in found}))
     return {
-        name: {field: typed(field, given[field], kind) for field, kind in fields.items() if field in given}
-        for name, fields in known.items()
+        name: {p.name: typed(p.name, given[p.name], p.type) for p in found if p.name in given}
+        for name, found in known.items()
     }
 
 
 def run(name: str, study: Study, **given: object) -> Path:
-    """Execute one notebook in `study` with `given` parameters; the path of its HTML.
+    """Execute one notebook in `study` with the parameters `given`; the path of its HTML.
 
     The executed copy, HTML and index are written even where a cell fails; then NotebookError names the cell.
     """
-    values = distribute([name], given)[name]
+    values, source = distribute([name], given)[name], path_of(name)
     executed = study.folder / f"{name}.ipynb"
     keep_earlier(executed)
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
-    outer = os.environ.get(BATCH)
-    os.environ[BATCH] = "1"  # kernels inherit it
-    kernel_says = tempfile.TemporaryFile()  # noqa: SIM115  closed below
+    inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())}  # the kernel runs in another folder
+    outer = {key: os.environ.get(key) for key in inherited}
+    os.environ.update(inherited)
+    kernel_stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed below
     try:
         papermill.execute_notebook(
-            NOTEBOOKS / f"{name}.ipynb",
+            source,
             executed,
             parameters={**values, "study": study.name},
             kernel_name="python3",
-            kernel_manager_class=kernel_manager(kernel_says),
-            cwd=str(NOTEBOOKS),
+            kernel_manager_class=kernel_manager(kernel_stderr),
+            cwd=str(source.parent),
             progress_bar={"desc": name, "unit": "cell"},
             stdout_file=sys.stderr,
             request_save_on_cell_execute=True,
         )
     except PapermillExecutionError as error:
-        cell = cell_name(NOTEBOOKS / f"{name}.ipynb", error.source)
+        cell = cell_name(source, error.source)
         raise NotebookError(name, cell, error.evalue or error.ename, error.ename == "ValueError") from None
     except BaseException as error:  # a dead kernel, Ctrl-C: papermill keeps the copy as if it were complete
-        source = mark_failed(executed)
+        unfinished = mark_failed(executed)
         if not isinstance(error, RuntimeError):
             raise
-        cell = cell_name(NOTEBOOKS / f"{name}.ipynb", source) if source is not None else "before its first cell"
-        kernel_says.seek(0)
-        last = kernel_says.read().decode(errors="replace").strip().splitlines()[-1:]
+        cell = cell_name(source, unfinished) if unfinished is not None else "before its first cell"
+        kernel_stderr.seek(0)
+        last = kernel_stderr.read().decode(errors="replace").strip().splitlines()[-1:]
         raise NotebookError(name, cell, "; ".join([str(error), *last]), is_input=False) from None
     finally:
-        kernel_says.close()
-        os.environ.pop(BATCH)
-        if outer is not None:
-            os.environ[BATCH] = outer
+        kernel_stderr.close()
+        for key, value in outer.items():
+            os.environ.pop(key)
+            os.environ.update({key: value} if value is not None else {})
         if executed.exists():
             write_notebook_report(executed)
             write_index(study)
@@ -152,7 +179,7 @@ def run(name: str, study: Study, **given: object) -> Path:
 
 
 def cell_name(notebook: Path, source: str) -> str:
-    """ "cell 7 (How long does it take?)": the code cell with that source, and the heading above it."""
+    """Number and heading of the code cell with that source: "cell 7 (How long does it take?)"."""
     heading = ""
     for number, cell in enumerate(nbformat.read(notebook, as_version=4).cells, start=1):
         if cell.cell_type == "markdown" and cell.source.startswith("#"):
@@ -163,7 +190,7 @@ def cell_name(notebook: Path, source: str) -> str:
 
 
 def mark_failed(executed: Path) -> str | None:
-    """Write into the executed copy that it is not complete; the source of its first code cell that did not end."""
+    """Record in the executed copy that it is incomplete; the source of its first unfinished code cell."""
     if not executed.exists():
         return None
     made = nbformat.read(executed, as_version=4)
@@ -174,7 +201,7 @@ def mark_failed(executed: Path) -> str | None:
 
 
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
-    """Whether the study holds a completed execution of that notebook with those very parameters."""
+    """Whether the study holds a completed execution of that notebook with the same parameters."""
     executed = study.folder / f"{name}.ipynb"
     if not executed.exists():
         return False
@@ -184,14 +211,14 @@ def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
 
 
 def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
-    """Run the notebooks in order, each with the parameters it has; the path of the study's index.
+    """Run the notebooks in order, each with those of the parameters that it has; the path of the study's index.
 
-    What a resumed study already holds, executed with the same parameters, is not run again.
+    A notebook that the study already holds, executed with the same parameters, is not run again.
     """
     plan = distribute(chosen, given)
     for number, name in enumerate(chosen, start=1):
         if is_done(name, study, plan[name]):
-            print(f"[{number}/{len(chosen)}] {name}: done before, kept", file=sys.stderr)
+            print(f"[{number}/{len(chosen)}] {name}: completed before, kept", file=sys.stderr)
             continue
         print(f"[{number}/{len(chosen)}] {name}", file=sys.stderr)
         run(name, study, **plan[name])

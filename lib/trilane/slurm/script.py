@@ -2,8 +2,8 @@
 
 import html
 import shlex
+import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jinja2.meta
@@ -14,10 +14,7 @@ from trilane.config.plan import Plan
 from trilane.slurm.request import JobRequest, plain
 from trilane.slurm.sites import Site
 from trilane.utils.validation import require, require_known
-from trilane.workspace.study import REPOSITORY
-
-TEMPLATES = REPOSITORY / "slurm_templates"
-
+from trilane.workspace.study import checkout, shipped
 
 NAMES = ("train", "sweep", "bench", "monitor", "interactive")
 
@@ -86,7 +83,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "offline": site.offline,
         "modules": " ".join(plain("module", module) for module in site.modules),
         "conda": request.environment.removeprefix("conda:") if request.environment.startswith("conda:") else "",
-        "venv": quoted("environment", request.environment or str(Path(REPOSITORY) / ".venv")),
+        "venv": quoted("environment", request.environment or _own_environment()),
         "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
         "array": array,
         "parallel": request.parallel,
@@ -126,6 +123,11 @@ def folded(texts: Mapping[str, str]) -> str:
     return "".join(f"<details><summary>{name}</summary><pre>{text}</pre></details>" for name, text in shown)
 
 
+def _own_environment() -> str:
+    root = checkout()
+    return str(root / ".venv") if root else sys.prefix
+
+
 def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int:
     if is_watcher:
         return 1
@@ -137,7 +139,7 @@ def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int
 def _environment(marked: bool) -> jinja2.Environment:
     # {# would open a Jinja comment and swallow bash's ${#array[@]}
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(shipped("slurm_templates")),
         undefined=jinja2.StrictUndefined,
         comment_start_string="<#",
         comment_end_string="#>",
@@ -156,9 +158,3 @@ def _blanks(environment: jinja2.Environment, name: str) -> set[str]:
     for part in jinja2.meta.find_referenced_templates(parsed):
         found |= _blanks(environment, str(part))
     return found
-
-
-def all_blanks() -> set[str]:
-    """Every blank of every template."""
-    environment = _environment(marked=False)
-    return {blank for name in NAMES for blank in _blanks(environment, f"{name}.sbatch")}

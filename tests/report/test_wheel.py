@@ -1,0 +1,54 @@
+"""An installed wheel, not editable, finds its templates and notebooks away from any checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+from trilane.workspace import study
+
+ASK = """
+from trilane.report import notebook
+from trilane.slurm import script
+from trilane.workspace.study import checkout, outputs_root, shipped, stamp
+print(checkout(), outputs_root(), notebook.names()[0], (shipped("slurm_templates") / "parts/training").is_file())
+print(script._own_environment(), stamp()["revision"])
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_brings_its_notebooks_and_templates(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools")
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    for name in filter(None, files):  # a copy: the build writes into its source
+        if (REPOSITORY / name).exists() and not name.startswith("tests/"):
+            (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "source" / name).write_bytes((REPOSITORY / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", tmp_path / "installed", tmp_path / "source"], check=True)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    for name in ("TRILANE_HOME", "TRILANE_OUTPUTS"):
+        env.pop(name, None)
+    (tmp_path / "here").mkdir()
+    asked = subprocess.run(
+        [sys.executable, "-c", ASK], cwd=tmp_path / "here", env=env, capture_output=True, text=True, check=True
+    )
+    assert asked.stdout.splitlines() == [
+        f"None {tmp_path}/here/outputs 01_sizing True",
+        f"{sys.prefix} unknown (not a git checkout)",
+    ]
+
+
+def test_a_home_without_notebooks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRILANE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^TRILANE_HOME=.*: has no notebooks/; clone the repository"):
+        study.shipped("notebooks")
