@@ -1,4 +1,4 @@
-"""Launch arguments as a log reveals them: Megatron's and DeepSpeed's dumps, `bash -x` traces, lines about the world."""
+"""Launch arguments in a log: the dumps of Megatron and DeepSpeed, `bash -x` traces, lines with the world size."""
 
 import math
 import re
@@ -19,7 +19,7 @@ SECRET = re.compile(r"(^|_)(key|api_key|token|password|secret)$")
 
 
 def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
-    """An argument of a dump: `  name ...... value`; without dots, as long names are printed, only `inside` a dump."""
+    """The argument in a line `  name ...... value` of a dump. Long names have no dots; these count only `inside` a dump."""
     found = DOTTED.match(line) or (UNDOTTED.match(line) if inside else None)
     if found:
         return _pair(found[1], NEOX_END.sub(b"", found[2].rstrip()))
@@ -30,7 +30,7 @@ def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
 
 
 def traced(line: bytes) -> dict[str, Value]:
-    """The options of a command that `bash -x` shows; a bare option is True. Overrides a=1,b=2 are taken apart too."""
+    """The options of a command traced by `bash -x`; a bare option is True. `--config_overrides a=1,b=2` is split too."""
     if not TRACE.match(line) or b"--" not in line:
         return {}
     given: dict[str, Value] = {}
@@ -43,7 +43,7 @@ def traced(line: bytes) -> dict[str, Value]:
 
 
 def world(line: bytes) -> dict[str, Value]:
-    """World size, parallel sizes and the padded vocabulary, from the lines in which Megatron tells them."""
+    """World size, parallel sizes and padded vocabulary, from the lines in which Megatron prints them."""
     given: dict[str, Value] = {}
     if found := WORLD.search(line):
         given["world_size"] = int(found[1])
@@ -55,7 +55,7 @@ def world(line: bytes) -> dict[str, Value]:
 
 
 def read_value(text: str) -> Value:
-    """None, True, False, a whole number, a number, else the text."""
+    """The text as None, bool, int or finite float; any other text unchanged."""
     words: dict[str, Value] = {"None": None, "True": True, "False": False, "true": True, "false": False}
     if text in words:
         return words[text]

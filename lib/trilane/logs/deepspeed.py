@@ -1,9 +1,9 @@
-"""DeepSpeed's own lines: optimizer steps, the pipeline engine, the throughput timer, memory, the flops profiler."""
+"""Lines of DeepSpeed: optimizer steps, the pipeline engine, the throughput timer, memory, the flops profiler."""
 
 import re
 from collections.abc import Iterator
 
-GIB = 2**30  # DeepSpeed divides by 1024 three times and prints GB
+GIB = 2**30  # what DeepSpeed prints as GB is GiB
 NUMBER = rb"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 STEP = re.compile(rb"\[Rank \d+\] step=(\d+), skipped=(\d+), lr=\[?" + NUMBER + rb"?")
 PIPELINE = re.compile(rb"steps: (\d+) loss: %s iter time \(s\): %s samples/sec: %s" % (NUMBER, NUMBER, NUMBER))
@@ -23,7 +23,7 @@ EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: (\d+\.?\d*)")
 
 
 def steps(line: bytes) -> Iterator[dict[str, float]]:
-    """The numbers of optimizer steps, whoever reports them. Step 0, printed when the engine is made, is none."""
+    """Rows of the optimizer steps in a line, from any of three reporters. Step 0, printed at start-up, is left out."""
     for found in STEP.finditer(line):
         if int(found[1]) > 0:
             row = {"iteration": float(found[1]), "skipped_total": float(found[2])}
@@ -40,7 +40,7 @@ def steps(line: bytes) -> Iterator[dict[str, float]]:
 
 
 def memories(line: bytes) -> Iterator[dict[str, float]]:
-    """Bytes now and at most of see_memory_usage and of the throughput timer, which rank 0 prints."""
+    """Current and peak bytes, as see_memory_usage and the throughput timer print them on rank 0."""
     for found in MEMORY.finditer(line):
         names = ("allocated", "max_allocated", "reserved", "max_reserved")
         yield {name: float(text) * GIB for name, text in zip(names, found.groups(), strict=True)}
@@ -49,7 +49,7 @@ def memories(line: bytes) -> Iterator[dict[str, float]]:
 
 
 def profile(line: bytes) -> tuple[str, float] | None:
-    """A line of the flops profiler: its name, and its number in FLOP/s, seconds or a plain count."""
+    """Name and value of a flops profiler line, in FLOP/s, seconds or a count; None for other lines."""
     found = PROFILE.match(line)
     if not found:
         return None
@@ -57,7 +57,7 @@ def profile(line: bytes) -> tuple[str, float] | None:
     return " ".join(found[1].decode("utf-8", "replace").split()), value
 
 
-def effective(line: bytes) -> float | None:
-    """FLOP/s per GPU that Megatron with ZeRO-3 prints below an iteration."""
+def effective_flops(line: bytes) -> float | None:
+    """FLOP/s per GPU, which Megatron with ZeRO-3 prints on the line after an iteration; None for other lines."""
     found = EFFECTIVE.search(line)
     return float(found[1]) * 1e12 if found else None

@@ -1,6 +1,6 @@
-"""Megatron's lines, as Megatron-LM, Megatron-DeepSpeed, deepspeedai's fork and gpt-neox print them.
+"""Lines of Megatron-LM, Megatron-DeepSpeed, deepspeedai's fork and gpt-neox.
 
-Each function gives the *spans* of the numbers in a line, so that one reading of a line serves all lines of its form.
+The functions return *spans*, the positions of numbers in a line, so that one parse serves all lines of the same form.
 """
 
 import re
@@ -17,12 +17,12 @@ FIELD = re.compile(
 )
 
 PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
-LONGEST_FIELD = 200  # bytes between two bars: the time for blanks alone grows with their cube
+LONGEST_FIELD = 200  # bytes between two bars: matching time grows with the cube of the blanks
 NEOX_RATE = re.compile(rb"samples/sec: (\d+\.?\d*) \|\s*$")
 PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
 
-# Megatron's words -> (column, times, over): times / over makes seconds, FLOP/s, bytes. Two numbers, because times 1e-3
-# would round where over 1e3 does not.
+# Megatron's names -> (column, multiplier, divisor) to seconds, FLOP/s, bytes. Two factors, because x 1e-3 rounds where
+# / 1e3 does not.
 COLUMNS = {
     "consumed samples": ("consumed_samples", 1.0, 1.0),
     "consumed tokens": ("consumed_tokens", 1.0, 1.0),
@@ -51,13 +51,13 @@ COLUMNS = {
 
 
 class Span(NamedTuple):
-    """A number in a line: the column it belongs to, and how it becomes our unit."""
+    """The position of a number in a line, its column, and the factors to the unit of the column."""
 
     column: str
     start: int
     stop: int
-    times: float = 1.0
-    over: float = 1.0
+    multiplier: float = 1.0
+    divisor: float = 1.0
 
     def value(self, line: bytes) -> float:
         """The number, in our unit."""

@@ -1,115 +1,57 @@
-"""Tells: which lines may say something, found in a whole block at once, so that the rest costs next to nothing.
+"""Which lines of a block may matter, found for thousands of lines at once, so that all others cost next to nothing.
 
-Every line that matters holds one of some four-letter pieces of words. All four-byte pieces of a block are hashed and
-looked up; a line that is taken by mistake only costs the time to look at it closely.
+Every line that matters contains one of some four-byte pieces of words. All four-byte pieces of a block are hashed and
+looked up; a line selected by mistake costs only the time to read it. LineCache remembers lines that hold nothing.
 """
 
 import numpy as np
 
+from trilane.logs.arguments import UNDOTTED
+
+# What a line may hold, as bits.
 STEP, NUMBER, ARGUMENT, END = 1, 2, 4, 8
 MAYBE = 16  # an argument, if a dump of arguments is open
 ALL = 255
 
-WORDS = {
-    STEP: ["iter", "(ms)"],
-    NUMBER: [
-        *(
-            "memo",
-            "...:",
-            " MA ",
-            "MemA",
-            "step",
-            "ampl",
-            "r GP",
-            "r gp",
-            "loss",
-            "runt",
-            "MiB ",
-            "busb",
-            "hrou",
-            "dura",
-        ),
-        *(
-            "aten",
-            "aram",
-            "fwd+",
-            "fwd ",
-            "bwd ",
-            "Tera",
-            "floa",
-            "half",
-            "bflo",
-            "int3",
-            "int8",
-            "int6",
-            "doub",
-            "ch s",
-        ),
-        *("aral", "ld s", "rgum", "torc", "unni", "info", "g jo", "it/s", "s/it"),
-    ],
-    ARGUMENT: [" ...", " .. ", "rgum", "ld s", "padd", "  --", ":pri", ">>  "],
-    END: [
-        *(
-            "rror",
-            "xcep",
-            "CANC",
-            "LIMI",
-            "FAIL",
-            "NCCL",
-            "nccl",
-            "chdo",
-            "med ",
-            "meou",
-            "rmin",
-            "Segm",
-            "rrup",
-            "aile",
-        ),
-        *(
-            "of m",
-            "Out ",
-            "MEMO",
-            "lloc",
-            "ALLO",
-            "srun",
-            "exit",
-            "xite",
-            "Kill",
-            "kill",
-            "nk  ",
-            "NaN ",
-            " nan",
-            "igna",
-            "rain",
-            "allt",
-        ),
-        *("ry l", "Bus ", "andw", "fail", "topp", "ceba"),
-    ],
+# Pieces of four bytes, a comma between them.
+PIECES = {
+    STEP: "iter,(ms)",
+    NUMBER: "memo,...:, MA ,MemA,step,ampl,r GP,r gp,loss,runt,MiB ,busb,hrou,dura,aten,aram,fwd+,fwd ,bwd ,Tera,floa,"
+    "half,bflo,int3,int8,int6,doub,ch s,aral,ld s,rgum,torc,unni,info,g jo,it/s,s/it",
+    ARGUMENT: " ..., .. ,rgum,ld s,padd,  --,:pri,>>  ",
+    END: "rror,xcep,CANC,LIMI,FAIL,NCCL,nccl,chdo,med ,meou,rmin,Segm,rrup,aile,of m,Out ,MEMO,lloc,ALLO,srun,exit,"
+    "xite,Kill,kill,nk  ,NaN , nan,igna,rain,allt,ry l,Bus ,andw,fail,topp,ceba",
 }
+FIRST_BYTE = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}
+SHORT = 8  # bytes: all lines up to this length are read, such as the `12:` of all_reduce_bench
+HASH_BITS = 18  # with 16, one line in ten was selected by mistake
+MULTIPLIER = np.uint32(2654435761)  # Knuth's multiplicative hash
 
-FIRST = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}  # by the first byte of the line
-BITS = 18  # of the hash: with 16, one line in ten was taken by mistake
-SHORT = 8  # bytes: so short lines are all looked at, such as the `12:` of all_reduce_bench
-MIX = np.uint32(2654435761)  # Knuth's multiplicative hash
-
-
-def _table() -> np.ndarray:
-    table: np.ndarray = np.zeros(1 << BITS, np.uint8)
-    for bit, words in WORDS.items():
-        for word in words:
-            table[_hash(np.frombuffer(word.encode(), "<u4"))] |= bit
-    return table
+DIGITS = bytes.maketrans(b"123456789", b"000000000")  # the form of a line is the line with every digit as 0
+MAX_FORM = 1000  # bytes: longer forms hardly occur twice
+CAPACITY = 32 << 20  # bytes of forms
+MIN_FORMS = 20_000  # known before the share of new ones is judged
+NEW_SHARE = 0.9  # of lines with a new form, above which caching pauses
+PAUSE_BLOCKS = 7
 
 
 def _hash(codes: np.ndarray) -> np.ndarray:
-    return (codes * MIX) >> np.uint32(32 - BITS)
+    return (codes * MULTIPLIER) >> np.uint32(32 - HASH_BITS)
 
 
-TABLE = _table()
+def _lookup() -> np.ndarray:
+    table: np.ndarray = np.zeros(1 << HASH_BITS, np.uint8)
+    for bit, pieces in PIECES.items():
+        for piece in pieces.split(","):
+            table[_hash(np.frombuffer(piece.encode(), "<u4"))] |= bit
+    return table
 
 
-def tells(lines: list[bytes]) -> np.ndarray:
-    """For each line the kinds of things that it may say: STEP, NUMBER, ARGUMENT and END, added up; 0 for none."""
+LOOKUP = _lookup()
+
+
+def line_kinds(lines: list[bytes]) -> np.ndarray:
+    """For each line the sum of the bits STEP, NUMBER, ARGUMENT and END that it may hold; 0 for none."""
     if not lines:
         return np.zeros(0, np.uint8)
     block = b"\n".join(lines) + b"\n\0\0\0\0"
@@ -118,10 +60,56 @@ def tells(lines: list[bytes]) -> np.ndarray:
     hits: np.ndarray = np.zeros(len(block), np.uint8)
     for offset in range(4):
         codes = np.frombuffer(block, "<u4", (len(block) - offset) // 4, offset)
-        hits[offset : offset + 4 * len(codes) : 4] = TABLE[_hash(codes)]
-    found = np.bitwise_or.reduceat(hits, starts)
+        hits[offset : offset + 4 * len(codes) : 4] = LOOKUP[_hash(codes)]
+    kinds = np.bitwise_or.reduceat(hits, starts)
     first = np.frombuffer(block, np.uint8)[starts]
-    for byte, bits in FIRST.items():
-        found[first == byte] |= bits
-    found[(lengths > 0) & (lengths <= SHORT)] |= NUMBER
-    return found
+    for byte, bits in FIRST_BYTE.items():
+        kinds[first == byte] |= bits
+    kinds[(lengths > 0) & (lengths <= SHORT)] |= NUMBER
+    return kinds
+
+
+class LineCache:
+    """Forms of lines that hold nothing, so that the thousandth such line costs a look-up.
+
+    A full cache is emptied, as the wording of a log changes along the way. Where hardly any form occurs twice, caching
+    costs more than it saves and pauses for some blocks.
+    """
+
+    def __init__(self) -> None:
+        self._forms, self._free, self._pause = set[bytes](), CAPACITY, 0
+
+    def add(self, line: bytes) -> None:
+        """Record that `line`, and every line that differs from it in digits only, holds nothing."""
+        self._add([line.translate(DIGITS)])
+
+    def kinds(self, block: bytes, rest: np.ndarray) -> np.ndarray:
+        """What the lines numbered `rest` of a block may hold (see line_kinds); 0 for cached forms."""
+        kinds: np.ndarray = np.zeros(len(rest), np.uint8)
+        if not len(rest):
+            return kinds
+        lines, forms, known = block.split(b"\n"), block.translate(DIGITS).split(b"\n"), self._forms
+        numbers = rest.tolist()
+        fresh = [i for i, number in enumerate(numbers) if forms[number] not in known]
+        texts = [lines[numbers[i]] for i in fresh]
+        found = line_kinds(texts)
+        if b"  " in block:
+            pairs = enumerate(zip(found.tolist(), texts, strict=True))
+            found[[i for i, (kind, text) in pairs if not kind and UNDOTTED.match(text)]] = MAYBE
+        kinds[fresh] = found
+        if self._pause:
+            self._pause -= 1
+            return kinds
+        new = [forms[numbers[i]] for i, kind in zip(fresh, found.tolist(), strict=True) if not kind]
+        self._add([form for form in new if len(form) < MAX_FORM])
+        if len(fresh) > NEW_SHARE * len(rest) and len(known) > MIN_FORMS:
+            self._pause = PAUSE_BLOCKS
+        return kinds
+
+    def _add(self, forms: list[bytes]) -> None:
+        size = sum(map(len, forms)) + 120 * len(forms)  # with Python's overhead for an object and a set entry
+        if size > self._free:
+            self._forms.clear()
+            self._free = CAPACITY
+        self._forms.update(forms)
+        self._free -= size

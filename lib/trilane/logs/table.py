@@ -1,5 +1,7 @@
-"""Table: rows of numbers as compact columns, at most 8 bytes a number, whatever the dialect says in each row."""
+"""Growing tables of numbers: columns of at most 8 bytes a number, in memory or, where a log is long, in files."""
 
+import tempfile
+import weakref
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -7,45 +9,89 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trilane.logs.spill import TAIL, SpilledColumn
-
 if TYPE_CHECKING:
     import pandas as pd
 
 
 NAN = float("nan")
+TAIL = 1 << 14  # numbers at the end of a spilled column that stay in memory: only they are changed often
+
+
+class SpilledColumn:
+    """A growing array of floats; all but its tail is in an unnamed file of `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 it lives as long as the column
+        weakref.finalize(self, self._file.close)
+        self._written, self._tail = 0, array("d")
+
+    def append(self, value: float) -> None:
+        """Append a number."""
+        self._tail.append(value)
+        self._write()
+
+    def frombytes(self, numbers: bytes) -> None:
+        """Append numbers, given as the bytes of float64."""
+        self._tail.frombytes(numbers)
+        self._write()
+
+    def __getitem__(self, place: int) -> float:
+        at = place if place >= 0 else self._written + len(self._tail) + place
+        return self._tail[at - self._written] if at >= self._written else float(self.read(at, at + 1)[0])
+
+    def __setitem__(self, place: int, value: float) -> None:
+        if place >= self._written:
+            self._tail[place - self._written] = value
+        else:
+            self._file.seek(8 * place)
+            self._file.write(np.float64(value).tobytes())
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The numbers from `start` up to `stop`."""
+        self._file.seek(8 * start)
+        count = max(0, min(stop, self._written) - start)
+        early = np.frombuffer(self._file.read(8 * count))
+        late = self._tail[max(0, start - self._written) : max(0, stop - self._written)]
+        return np.concatenate([early, np.array(late, np.float64)])
+
+    def _write(self) -> None:
+        if len(self._tail) >= 2 * TAIL:
+            self._file.seek(8 * self._written)
+            self._file.write(self._tail[:-TAIL].tobytes())
+            self._written += len(self._tail) - TAIL
+            del self._tail[:-TAIL]
 
 
 class Column:
-    """Numbers that are appended, in memory or on `tape`. As long as all are the same, as some columns', one is kept."""
+    """A growing column, in memory or in `spill`. While all its numbers are equal, only one is stored."""
 
-    def __init__(self, rows: int, tape: SpilledColumn | None = None) -> None:
-        self.rows, self._same, self._tape = rows, NAN, tape
+    def __init__(self, rows: int, spill: SpilledColumn | None = None) -> None:
+        self.rows, self._same, self._spill = rows, NAN, spill
         self._all: array[float] | SpilledColumn | None = None
         if not rows:
-            self._spread()
+            self._expand()
 
     @property
-    def is_taped(self) -> bool:
-        """Whether the numbers go to a file."""
-        return self._tape is not None
+    def is_spilled(self) -> bool:
+        """Whether the numbers are in a file."""
+        return self._spill is not None
 
     def append(self, value: float) -> None:
-        """One number more."""
+        """Append a number."""
         if self._all is None and not (value == self._same or (value != value and self._same != self._same)):
-            self._spread()
+            self._expand()
         if self._all is not None:
             self._all.append(value)
         self.rows += 1
 
     def extend(self, values: np.ndarray) -> None:
-        """Many numbers more."""
+        """Append numbers."""
         if not self.rows and len(values):
             self._same, self._all = float(values[0]), None
         if self._all is None:
             same = values == self._same if self._same == self._same else values != values
             if not same.all():
-                self._spread()
+                self._expand()
         if self._all is not None:
             self._all.frombytes(np.ascontiguousarray(values, dtype=np.float64).tobytes())
         self.rows += len(values)
@@ -55,12 +101,12 @@ class Column:
 
     def __setitem__(self, place: int, value: float) -> None:
         if self._all is None:
-            self._spread()
+            self._expand()
         assert self._all is not None
         self._all[place] = value
 
     def numbers(self) -> np.ndarray:
-        """All of them, without a copy where there is an array: append no more while it is used."""
+        """All numbers; a view where they are in memory, so append nothing while it is used."""
         return np.frombuffer(self._all) if isinstance(self._all, array) else self.read(0, self.rows)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -69,19 +115,20 @@ class Column:
             return np.full(stop - start, self._same)
         return self._all.read(start, stop) if isinstance(self._all, SpilledColumn) else np.array(self._all[start:stop])
 
-    def _spread(self) -> None:
-        if self._tape is None:
+    def _expand(self) -> None:
+        if self._spill is None:
             self._all = array("d", [self._same]) * self.rows
             return
-        self._all = self._tape
+        self._all = self._spill
         for start in range(0, self.rows, TAIL):
-            self._tape.frombytes(np.full(min(TAIL, self.rows - start), self._same).tobytes())
+            self._spill.frombytes(np.full(min(TAIL, self.rows - start), self._same).tobytes())
 
 
-class Table:
-    """Columns that grow together. A number that a row does not say is NaN; a column that comes late is NaN above.
+class NumericTable:
+    """Columns that grow together; a number that a row lacks is NaN.
 
-    With `keep`, only columns of these names are kept in memory; the others in files of the folder `spill`, or nowhere.
+    With `keep`, only the columns of these names are kept in memory; the others are written to files in the folder
+    `spill`, or dropped where there is none.
     """
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
@@ -99,68 +146,65 @@ class Table:
         self._pad()
 
     def extend(self, names: Sequence[str], values: np.ndarray) -> None:  # (names, rows)
-        """Append many rows, one line of `values` for each name."""
+        """Append rows; `values` has a line for each name."""
         for name, numbers in zip(names, values, strict=True):
             if column := self._column(name):
                 column.extend(numbers)
         self.rows += values.shape[1]
         self._pad()
 
-    def append(self, other: "Table") -> None:
+    def append(self, other: "NumericTable") -> None:
         """Append the rows of another table."""
         names = list(other._columns)
         if names and other.rows:
             self.extend(names, np.array([other.column(name) for name in names]))
 
     def change(self, place: int, row: Mapping[str, float]) -> None:
-        """Write the numbers of `row` into the row at `place`."""
+        """Update the row at index `place`."""
         for name, value in row.items():
             if column := self._column(name):
                 column[place] = value
 
     def change_last(self, row: Mapping[str, float]) -> None:
-        """Write the numbers of `row` into the last row."""
+        """Update the last row."""
         self.change(self.rows - 1, row)
 
     def find(self, name: str, value: float, back: int = 64) -> int | None:
-        """The place of the last row, at most `back` before the end, whose column `name` is `value`."""
+        """Index of the last row, among the final `back`, whose column `name` is `value`; None if there is none."""
         if name not in self._columns:
             return None
         column = self._columns[name]
         return next((i for i in range(self.rows - 1, max(-1, self.rows - 1 - back), -1) if column[i] == value), None)
 
     def last(self, name: str) -> float:
-        """The number in the last row, NaN where there is none."""
+        """The number in the last row, NaN if missing."""
         return self._columns[name][-1] if self.rows and name in self._columns else NAN
 
     def column(self, name: str) -> np.ndarray:
-        """The column, for reading, while the table does not grow."""
+        """The column, to be read before the table grows further."""
         return self._columns[name].numbers()
 
     def replace(self, name: str, values: np.ndarray) -> None:
-        """Put `values` in place of the column."""
+        """Replace the column by `values`."""
         assert len(values) == self.rows
         column = Column(0)
         column.extend(values)
         self._columns[name] = column
 
     def frame(self, integers: Sequence[str] = ()) -> "pd.DataFrame":
-        """The rows as a DataFrame, columns of `integers` that lack no number as int64; without those in files.
-
-        It empties the table.
-        """
+        """The rows in memory as a DataFrame; columns of `integers` without gaps become int64. It empties the table."""
         import pandas as pd
 
         columns = {}
-        for name in [name for name, column in self._columns.items() if not column.is_taped]:
+        for name in [name for name, column in self._columns.items() if not column.is_spilled]:
             numbers = self._columns.pop(name).numbers()
             whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
             columns[name] = numbers.astype(np.int64) if whole else numbers
         return pd.DataFrame(columns, copy=False)
 
-    def taped(self) -> dict[str, Column]:
-        """The columns in files."""
-        return {name: column for name, column in self._columns.items() if column.is_taped}
+    def spilled(self) -> dict[str, Column]:
+        """The columns in files, by name."""
+        return {name: column for name, column in self._columns.items() if column.is_spilled}
 
     def _column(self, name: str) -> Column | None:
         if name not in self._columns:

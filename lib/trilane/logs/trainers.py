@@ -1,8 +1,11 @@
-"""Lines of Hugging Face's Trainer, of torchtitan, and of our own steps.jsonl."""
+"""Lines of Hugging Face's Trainer, of torchtitan, and of trilane's steps.jsonl."""
 
 import json
 import re
+from datetime import datetime
 from typing import Any
+
+from trilane.logs.table import NAN
 
 NUMBER = rb"([-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf))"
 DICT = re.compile(rb"\{('[^{}]*)\}")
@@ -20,13 +23,26 @@ TITAN = re.compile(
     rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%|N/A)"
 )
 
+STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
-OURS = {"tflops": ("flops_per_s_per_gpu", 1e12)}
+TRILANE_UNITS = {"tflops": ("flops_per_s_per_gpu", 1e12)}
+
+
+def timestamp(line: bytes) -> float:
+    """Seconds since 1970 of the first time stamp in the line; NaN if there is none."""
+    found = STAMP.search(line)
+    if not found:
+        return NAN
+    try:
+        whole = datetime.fromisoformat(f"{found[1].decode()}T{found[2].decode()}+00:00")
+    except ValueError:
+        return NAN
+    return whole.timestamp() + (float(b"0." + found[3]) if found[3] else 0.0)
 
 
 def hf_dicts(line: bytes) -> list[dict[str, float]]:
-    """The Trainer's dicts in a line, by their own names; a bar on the line adds `step` and `total`."""
+    """The Trainer's dicts in a line, with its names; a progress bar on the line adds `step` and `total`."""
     found = []
     for text in DICT.findall(line):
         values = {name.decode(): number for name, raw in ENTRY.findall(text) if (number := _float(raw)) is not None}
@@ -38,7 +54,7 @@ def hf_dicts(line: bytes) -> list[dict[str, float]]:
 
 
 def bar(line: bytes) -> dict[str, float]:
-    """Step, total and seconds passed of the progress bar in a line; {} where there is none."""
+    """Step, total and elapsed seconds of the progress bar in a line; {} if there is none."""
     if not (found := BAR.search(line)):
         return {}
     passed = 3600 * int(found[3] or 0) + 60 * int(found[4]) + int(found[5])
@@ -46,7 +62,7 @@ def bar(line: bytes) -> dict[str, float]:
 
 
 def bar_parts(line: bytes) -> list[bytes]:
-    """The parts of a line that a progress bar wrote over; a dict comes with the bar that stood before it."""
+    """The parts of a line that a progress bar overwrote; a dict is joined with the bar before it."""
     parts: list[bytes] = []
     bar = b""
     for part in line.split(b"\r"):
@@ -59,22 +75,25 @@ def bar_parts(line: bytes) -> list[bytes]:
 
 
 def hf_iteration(values: dict[str, float], before: float, every: float) -> dict[str, float]:
-    """A row of the loss dict. Its step is the bar's; without a bar, `every` (logging_steps) after the one `before`."""
+    """The row of a loss dict. Its iteration is the bar's step, or `before` + `every` (logging_steps) without a bar."""
     row = {HF[name]: value for name, value in values.items() if name in HF}
     row["iteration"] = values.get("step", before + every)
     return row | ({"train_iters": values["total"]} if "total" in values else {})
 
 
 def hf_count(line: bytes) -> tuple[str, int] | None:
-    """A number that the Trainer tells before it trains, named as an argument."""
+    """Name (as an argument) and value of a count that the Trainer prints before training; None for other lines."""
     found = COUNT.search(line)
     if not found:
         return None
     return COUNTS.get(found[1].strip(), "total_train_batch_size"), int(found[2].replace(b",", b""))
 
 
-def titan(line: bytes) -> dict[str, float] | None:
-    """torchtitan's step: bytes, FLOP/s, tokens per second of one GPU. Its loss is -1 off the last stage: left out."""
+def torchtitan_step(line: bytes) -> dict[str, float] | None:
+    """The row of a torchtitan step, in bytes, FLOP/s, tokens/s per GPU; None for other lines.
+
+    The loss is -1 on all stages but the last, and then left out.
+    """
     found = TITAN.search(ESCAPE.sub(b"", line))
     if not found:
         return None
@@ -90,8 +109,8 @@ def titan(line: bytes) -> dict[str, float] | None:
     return row
 
 
-def our_step(line: bytes) -> dict[str, float] | None:
-    """A line of our steps.jsonl; None for any other JSON."""
+def trilane_step(line: bytes) -> dict[str, float] | None:
+    """The row of a line of steps.jsonl; None for any other text."""
     try:
         values: Any = json.loads(line)
     except ValueError:
@@ -100,16 +119,16 @@ def our_step(line: bytes) -> dict[str, float] | None:
         return None
     row = {}
     for name, value in values.items():
-        column, factor = OURS.get(name, (name, 1.0))
+        column, factor = TRILANE_UNITS.get(name, (name, 1.0))
         if isinstance(value, int | float):
             row[column] = float(value) * factor
     return row
 
 
-def our_timers(line: bytes) -> dict[str, float]:
-    """The timers in a line of our steps.jsonl, in seconds: the maximum over ranks, and `<name> min`."""
-    told: dict[str, tuple[float, float]] = json.loads(line).get("timers", {})
-    return {key: value for name, (low, high) in told.items() for key, value in ((f"{name} min", low), (name, high))}
+def trilane_timers(line: bytes) -> dict[str, float]:
+    """The timers in a line of steps.jsonl, in seconds: the maximum over ranks, and the minimum as `<name> min`."""
+    timers: dict[str, tuple[float, float]] = json.loads(line).get("timers", {})
+    return {key: value for name, (low, high) in timers.items() for key, value in ((f"{name} min", low), (name, high))}
 
 
 def _float(raw: bytes) -> float | None:

@@ -1,0 +1,110 @@
+"""What a log prints about the hardware: the GPU table of nvidia-smi, and bandwidth benchmarks in bytes per second.
+
+Benchmarks: all_reduce_bench in its two forms, and NVIDIA's nccl-tests.
+"""
+
+import re
+from dataclasses import dataclass
+
+from trilane.logs.table import NAN
+
+GPU_NAME = re.compile(
+    rb"^\s*(?:\S+: ?)?\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|\s+[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
+)
+
+GPU_MEMORY = re.compile(rb"(\d+)MiB\s*/\s*(\d+)MiB")
+NUMBER = rb"(\d+\.?\d*)"
+RANK = re.compile(rb"^\s*(\d+):\s*$")
+DURATION = re.compile(rb"duration: " + NUMBER + rb" sec")
+ALGORITHM = re.compile(rb"algo throughput: \d+\.?\d* bps, " + NUMBER + rb" Gbps")
+BUS = re.compile(rb"busbw: " + NUMBER + rb"\s+Gbps")
+
+NCCL_TEST = re.compile(
+    rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"
+    + rb"\s+".join([NUMBER] * 3)
+)
+
+NCCL_END = re.compile(rb"# Avg bus bandwidth\s*: " + NUMBER)
+SUMMARY = re.compile(rb"average bandwidth of \w+")
+BITS = 1e9 / 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A GPU in the table of nvidia-smi."""
+
+    index: int
+    name: str
+    used_bytes: float
+    total_bytes: float
+
+
+class DeviceParser:
+    """Parses nvidia-smi's table line by line; each GPU takes two lines."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, str] | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a GPU was named whose memory line has not come yet."""
+        return self._pending is not None
+
+    def device(self, line: bytes) -> Device | None:
+        """The GPU that this line completes, else None."""
+        if found := GPU_NAME.match(line):
+            self._pending = int(found[1]), found[2].decode("utf-8", "replace")
+        elif self._pending and (use := GPU_MEMORY.search(line)):
+            (index, name), self._pending = self._pending, None
+            used, total = (float(text) * 2**20 for text in use.groups())
+            return Device(index=index, name=name, used_bytes=used, total_bytes=total)
+        return None
+
+
+class BenchmarkParser:
+    """Parses benchmark output line by line; all_reduce_bench spreads one trial of a rank over several lines.
+
+    Rows have `rank`, `seconds`, `algorithm_bytes_per_s`, `bus_bytes_per_s`; those of nccl-tests have `message_bytes`
+    and no rank. Ranks write concurrently: where two trials overlap, a line cannot be attributed, so the rank is NaN and
+    a row holds adjacent numbers.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[float] = []
+        self._partial: dict[str, float] = {}
+        self._mixed = False
+        self.matched = False  # whether the last line belonged to a benchmark
+
+    def row(self, line: bytes) -> dict[str, float] | None:
+        """The row that this line completes, else None."""
+        self.matched = True
+        if found := NCCL_TEST.match(line):
+            algorithm, bus = float(found[4]) * 1e9, float(found[5]) * 1e9
+            return {
+                "message_bytes": float(found[1]),
+                "seconds": float(found[3]) / 1e6,
+                "algorithm_bytes_per_s": algorithm,
+                "bus_bytes_per_s": bus,
+            }
+        if found := RANK.match(line):
+            self._mixed = bool(self._ranks)
+            self._ranks.append(float(found[1]))
+        elif found := DURATION.search(line):
+            self._partial["seconds"] = float(found[1])
+        elif found := ALGORITHM.search(line):
+            self._partial["algorithm_bytes_per_s"] = float(found[1]) * BITS
+        elif found := BUS.search(line):
+            row = {**self._partial, "bus_bytes_per_s": float(found[1]) * BITS}
+            self._partial = {}
+            row["rank"] = NAN if self._mixed or not self._ranks else self._ranks[0]
+            del self._ranks[:1]
+            self._mixed = self._mixed and bool(self._ranks)
+            return row
+        else:
+            self.matched = False
+        return None
+
+
+def benchmark_finished(line: bytes) -> bool:
+    """Whether the line is the summary that a benchmark prints last."""
+    return bool(NCCL_END.search(line) or SUMMARY.search(line))
