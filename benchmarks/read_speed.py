@@ -81,10 +81,10 @@ def write_start(path: Path, size: int) -> None:
 def read(path: Path) -> None:
     """Read the log and print what it took."""
     from trilane.analysis.record import KEEP
-    from trilane.logs.run import read_runs
+    from trilane.logs.run import read_logs
 
     start, cpu = time.perf_counter(), time.process_time()
-    (log,) = read_runs(path, KEEP)
+    (log,) = read_logs(path, KEEP)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     megabytes = path.stat().st_size / 1e6

@@ -10,8 +10,8 @@ from test_log_dialects import m2021, m2022
 
 from trilane.analysis import parallel
 from trilane.cli.app import main
-from trilane.logs.run import read_runs
-from trilane.logs.spill import SpilledColumn
+from trilane.logs.run import read_logs
+from trilane.logs.table import SpilledColumn
 
 
 @pytest.fixture
@@ -49,15 +49,15 @@ def test_csv_holds_every_number_of_every_log(tmp_path, monkeypatch, logs):
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))
     assert len(rows) == 3 * 60 + 2
     for name in logs:
-        (log,) = read_runs(name)
+        (log,) = read_logs(name)
         mine = [row for row in rows if row["file"] == name]
         for column in log.iterations:
             np.testing.assert_array_equal([float(row[column]) for row in mine], log.iterations[column])
     assert {row["consumed_tokens"] for row in rows[:180]} == {""} and rows[0]["consumed_samples"] == "4"
 
 
-def test_a_tape_is_an_array_that_lies_in_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("trilane.logs.spill.TAIL", 5)
+def test_a_spilled_column_is_an_array_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("trilane.logs.table.TAIL", 5)
     tape, numbers = SpilledColumn(tmp_path), []
     for step in range(40):
         tape.append(step)

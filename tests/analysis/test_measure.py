@@ -15,7 +15,7 @@ from trilane.analysis.run_config import RunConfig, setup_of
 from trilane.analysis.steady_state import ranges, stable_window
 from trilane.config.model import parse_shape
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
-from trilane.logs.devices import Device
+from trilane.logs.hardware import Device
 from trilane.logs.run import RunLog, read_log
 
 RAW = REPOSITORY.parent / "shared/rawlogs"

@@ -12,7 +12,7 @@ from test_measure import log
 from trilane.analysis import spikes
 from trilane.analysis.loss_curve import join, trainings
 from trilane.cli.app import main
-from trilane.logs.run import read_runs
+from trilane.documents.runs import read_runs
 
 RAW = REPOSITORY.parent / "shared/rawlogs"
 

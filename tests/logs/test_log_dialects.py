@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import REPOSITORY
 
-from trilane.logs.run import read_log, read_runs
+from trilane.logs.run import read_log, read_logs
 
 RAW = REPOSITORY.parent / "shared/rawlogs"
 M2021 = " iteration {i:8d}/{n:8d} | consumed samples: {c:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate: 1.000E-04 | global batch size: {b:5d} | lm loss: {loss:.6E} | loss scale: 1024.0 | grad norm: 1.250 | number of skipped iterations: {k:3d} | number of nan iterations:   0 |\n"
@@ -133,19 +133,19 @@ def test_of_torchtitans_ranks_the_one_with_the_loss_counts(tmp_path):
 def test_two_runs_in_one_file_come_out_as_two(tmp_path):
     first, second = "".join(map(m2021, range(1, 60))), "".join(map(m2021, range(40, 80)))
     (tmp_path / "a.log").write_text(first + second)
-    assert [len(r.iterations) for r in read_runs(tmp_path / "a.log")] == [59, 40]
+    assert [len(r.iterations) for r in read_logs(tmp_path / "a.log")] == [59, 40]
     start = (
         "using world size: 8, data-parallel-size: 1, tensor-model-parallel size: 8, pipeline-model-parallel size: 1\n"
     )
     (tmp_path / "a.log").write_text(start + first + start + "".join(map(m2021, range(60, 70))))
-    runs = read_runs(tmp_path / "a.log")
+    runs = read_logs(tmp_path / "a.log")
     assert [len(r.iterations) for r in runs] == [59, 10], "a restart goes on counting"
     assert [r.arguments["world_size"] for r in runs] == [8, 8]
 
 
 def test_mixed_dialects_are_runs_of_their_own(tmp_path):
     (tmp_path / "a.log").write_text("".join(map(m2021, range(1, 30))) + TITAN.format(i=50, loss=2) + m2022(1))
-    assert [(r.dialect, len(r.iterations)) for r in read_runs(tmp_path / "a.log")] == [
+    assert [(r.dialect, len(r.iterations)) for r in read_logs(tmp_path / "a.log")] == [
         ("megatron-2021", 29),
         ("torchtitan", 1),
         ("megatron-deepspeed-2022", 1),
@@ -242,7 +242,7 @@ def test_every_line_of_a_real_log_is_read_once_and_equal(path):
     """Against a plain reading of the text that shares no code with ours."""
     text = path.read_text(errors="replace")
     lines = re.findall(r"iteration +(\d+)/ *\d+ \|(.*)", text)
-    (log,) = read_runs(path)
+    (log,) = read_logs(path)
     assert len(lines) > 2 and list(log.iterations["iteration"]) == [int(n) for n, _ in lines]
     words = {"elapsed time per iteration \\(ms\\)": "sec_per_it", "lm.loss": "lm_loss", "loss scale": "loss_scale"}
     words |= {"learning rate": "learning_rate", "grad norm": "grad_norm", "number of skipped iterations": "skipped"}
@@ -260,11 +260,11 @@ def test_every_line_of_a_real_log_is_read_once_and_equal(path):
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")
 def test_real_logs_without_megatrons_lines_are_read_too():
-    (run,) = read_runs(next(RAW.glob("gpt2-hf*base*")))
+    (run,) = read_logs(next(RAW.glob("gpt2-hf*base*")))
     assert run.summary["train_runtime"] == 919.097 and run.arguments["n_embd"] == 7168 and run.status == "completed"
-    assert [r.status for r in read_runs(next(RAW.glob("gpt2-hf*perf*")))] == ["crashed", "crashed", "completed"]
+    assert [r.status for r in read_logs(next(RAW.glob("gpt2-hf*perf*")))] == ["crashed", "crashed", "completed"]
     for path in RAW.glob("bandwidth*"):
-        (run,) = read_runs(path)
+        (run,) = read_logs(path)
         assert len(run.bandwidth) == path.read_text().count("busbw: ")
         assert run.bandwidth.groupby("rank").size().max() == 5, "five trials a rank"
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from test_log_dialects import DIALECTS, M2021, TITAN, m2021
 
-from trilane.logs.run import read_log, read_runs
+from trilane.logs.run import read_log, read_logs
 from trilane.workspace.status import Status
 
 FIVE = "".join(map(m2021, range(1, 6)))
@@ -97,7 +97,7 @@ def test_a_log_that_was_written_a_moment_ago_belongs_to_a_running_job(tmp_path):
 def test_the_status_belongs_to_its_run(tmp_path):
     start = "using world size: 8, data-parallel-size: 8\n"
     (tmp_path / "a.log").write_text(start + FIVE + OOM + start + FIVE + LIMIT + start + TEN)
-    assert [r.status for r in read_runs(tmp_path / "a.log")] == ["OOM", "time limit", "completed"]
+    assert [r.status for r in read_logs(tmp_path / "a.log")] == ["OOM", "time limit", "completed"]
 
 
 JOB = "[rank0]:[titan] 2026-08-01 12:00:00,000 - root - INFO - Starting job: Llama 3 8B training\n"
@@ -123,7 +123,7 @@ MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
 def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_unless_it_only_came_late(tmp_path, text, told):
     (tmp_path / "a.log").write_text(text)
     os.utime(tmp_path / "a.log", (0, 0))
-    runs = read_runs(tmp_path / "a.log")
+    runs = read_logs(tmp_path / "a.log")
     assert [(r.status, len(r.iterations)) for r in runs] == told
     steps = [i for r in runs for i in r.iterations["iteration"]]
     assert steps == sorted(set(steps)), "nothing is lost or told twice"
@@ -182,5 +182,5 @@ def test_where_a_block_ends_makes_no_difference(tmp_path, monkeypatch, block):
     monkeypatch.setattr("trilane.logs.stream.BLOCK", block)
     text = "".join(M2021.format(i=i, n=90, c=i, ms=i, loss=i, k=0, b=4) + f"noise {i}\n" for i in range(1, 91))
     (tmp_path / "a.log").write_text(text + TITAN.format(i=95, loss=2))
-    first, second = read_runs(tmp_path / "a.log")
+    first, second = read_logs(tmp_path / "a.log")
     assert list(first.iterations["lm_loss"]) == list(range(1, 91)) and len(second.iterations) == 1

@@ -99,11 +99,11 @@ def write_iterations(path: Path, log: RunLog, number: int) -> None:
     """The iterations of a run as CSV, `file` and `run` (its `number`) in front."""
     import pandas as pd
 
-    kept, taped = log.iterations, log.taped
-    whole = {name for name in INTEGERS if name in taped and _is_whole(taped[name].read, len(kept))}
+    kept, spilled = log.iterations, log.spilled
+    whole = {name for name in INTEGERS if name in spilled and _is_whole(spilled[name].read, len(kept))}
     for start in range(0, max(1, len(kept)), CHUNK):
         rows = kept.iloc[start : start + CHUNK]
-        more = {name: column.read(start, start + len(rows)) for name, column in taped.items()}
+        more = {name: column.read(start, start + len(rows)) for name, column in spilled.items()}
         more = {name: values.astype("int64") if name in whole else values for name, values in more.items()}
         table = pd.concat([rows, pd.DataFrame(more, index=rows.index)], axis=1)
         table.insert(0, "file", str(log.source))

@@ -1,6 +1,6 @@
-"""Typed: the runs of a document that people typed: a RunLog for each measured row, and for each log that it quotes."""
+"""The runs of a file: of a log, or of a document, where each measured row of a table and each quoted log is a run."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trilane.documents.document import Passage, read_document
@@ -9,12 +9,11 @@ from trilane.documents.markdown import HandRow
 from trilane.logs import endings
 from trilane.logs.arguments import Value
 from trilane.logs.reader import Reader
-from trilane.logs.run import RunLog, finish
-from trilane.logs.run import read_runs as logs_of
-from trilane.logs.table import Table
+from trilane.logs.run import RunLog, finish, read_logs
+from trilane.logs.table import NumericTable
 from trilane.workspace.status import Status
 
-NUMBERS = (
+NUMBERS = [
     "gpus",
     "nodes",
     "size",
@@ -29,41 +28,41 @@ NUMBERS = (
     "hidden",
     "heads",
     "seq",
-)
+]
 
-GIB = 2**30  # a table's GB is what nvidia-smi shows, which counts in powers of 1024
+GIB = 2**30  # the GB of a table are those of nvidia-smi, which are GiB
 
 
 def runs(text: str, path: Path) -> list[RunLog]:
-    """The runs of the text in its order: rows that measured something, or ran out of memory, or hung; logs.
+    """The runs of a document's text, in its order: rows that measured something, ran out of memory or hung; logs.
 
     A row is a run of one iteration without a number. Its evidence is its line; its arguments are the numbers of the
-    row and of the text around it, by the tables' words (size in billions of parameters).
+    row and of the text around it, under the names of the tables' columns (size in billions of parameters).
     """
     document = read_document(text)
-    found = [(row.line, _row(row, path)) for row in document.rows if _says_something(row)]
+    found = [(row.line, _row(row, path)) for row in document.rows if _is_run(row)]
     for passage in document.passages:
         found += [(passage.line, log) for log in _logs(passage, path)]
     return [log for _, log in sorted(found, key=lambda pair: pair[0])]
 
 
 def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
-    """The runs of a file: of a log as logs.run.read_runs reads it, or of a Markdown document with tables of runs.
+    """The runs of a file: a log of any framework, or a Markdown document with tables of measured runs, in its order.
 
-    Of a document, each row that measured something is a run, and so is each log that it quotes; `keep` and `spill` do
-    not matter there. Raises ValueError as logs.run.read_runs does.
+    In a document, each row that measured something is a run, and so is each quoted log. `keep` and `spill`, for long
+    logs, are as in logs.run.read_logs. Raises ValueError for a file that is missing, empty, binary, or holds no run.
     """
     path = Path(path)
     text = document_text(path)
-    return runs(text, path) if text else logs_of(path, keep, spill)
+    return runs(text, path) if text else read_logs(path, keep, spill)
 
 
-def _says_something(row: HandRow) -> bool:
+def _is_run(row: HandRow) -> bool:
     return row.seconds == row.seconds or row.has("tflops") or row.ran_out or row.hangs
 
 
 def _row(row: HandRow, path: Path) -> RunLog:
-    iterations, memory = Table(), Table()
+    iterations, memory = NumericTable(), NumericTable()
     measured = {"sec_per_it": row.seconds, "flops_per_s_per_gpu": row.number("tflops") * 1e12}
     if any(value == value for value in measured.values()):
         iterations.add({"iteration": float("nan"), **measured})
@@ -82,15 +81,19 @@ def _row(row: HandRow, path: Path) -> RunLog:
 
 def _arguments(row: HandRow) -> dict[str, Value]:
     values = {name: row.number(name) for name in NUMBERS}
-    told: dict[str, Value] = {n: int(v) if v == int(v) else v for n, v in values.items() if v == v}
-    return told | ({"notes": row.cells["notes"].text} if row.cells.get("notes") else {})
+    return _whole(values) | ({"notes": row.cells["notes"].text} if row.cells.get("notes") else {})
 
 
 def _logs(passage: Passage, path: Path) -> list[RunLog]:
     reader = Reader()
     reader.feed(passage.text.encode())
-    told: dict[str, Value] = {n: int(v) if v == int(v) else v for n, v in passage.facts.items() if n in NUMBERS}
-    drafts = reader.close()
-    for draft in drafts:
-        draft.arguments |= {n: v for n, v in told.items() if n not in draft.arguments} | {"line": passage.line}
-    return [finish(draft, path, float("inf")) for draft in drafts]
+    facts = _whole({name: value for name, value in passage.facts.items() if name in NUMBERS})
+    runs = reader.close()
+    for run in runs:
+        run.arguments |= {n: v for n, v in facts.items() if n not in run.arguments} | {"line": passage.line}
+    return [finish(run, path, float("inf")) for run in runs]
+
+
+def _whole(values: Mapping[str, float]) -> dict[str, Value]:
+    """The values that are not NaN, whole numbers as int."""
+    return {name: int(v) if v == int(v) else v for name, v in values.items() if v == v}

@@ -19,7 +19,7 @@ SECRET = re.compile(r"(^|_)(key|api_key|token|password|secret)$")
 
 
 def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
-    """The argument in a line `  name ...... value` of a dump. Long names have no dots; these count only `inside` a dump."""
+    """The argument in a line `  name ...... value` of a dump; without dots, as for long names, only `inside` one."""
     found = DOTTED.match(line) or (UNDOTTED.match(line) if inside else None)
     if found:
         return _pair(found[1], NEOX_END.sub(b"", found[2].rstrip()))
@@ -30,7 +30,7 @@ def dumped(line: bytes, inside: bool) -> tuple[str, Value] | None:
 
 
 def traced(line: bytes) -> dict[str, Value]:
-    """The options of a command traced by `bash -x`; a bare option is True. `--config_overrides a=1,b=2` is split too."""
+    """The options of a command traced by `bash -x`; a bare option is True. config_overrides a=1,b=2 is split."""
     if not TRACE.match(line) or b"--" not in line:
         return {}
     given: dict[str, Value] = {}

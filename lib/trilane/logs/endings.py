@@ -48,7 +48,12 @@ PATTERNS = [
     (3, "crashed", b"exits", rb"exits with return code = -?[1-9]"),
     (3, "crashed", b"pdsh@", rb"pdsh@.*: ssh exited with exit code [1-9]"),
     (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
-    (4, "completed", b"raining exiting", rb"\[after training is done\]|exiting program (?:at|after)|Training completed"),
+    (
+        4,
+        "completed",
+        b"raining exiting",
+        rb"\[after training is done\]|exiting program (?:at|after)|Training completed",
+    ),
     (5, "crashed", b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
     (5, "crashed", b"srun", rb"srun: error: .*: Terminated"),
 ]

@@ -1,9 +1,7 @@
-"""Lines of one form, thousands at once: the form is read once, the numbers of all its lines by array operations.
+"""Lines of one form, read by the thousand: the form is parsed once, the numbers of all its lines by array operations.
 
-Megatron pads its numbers, so among lines of equal length few forms occur. A form is a line with every digit as 0. Where
-a line has the form of one that was read before, its numbers stand in the same places.
-
-Bulk: the lines of a block that were read by their form, in the order of the file.
+A form is a line with every digit as 0. Megatron pads its numbers, so lines of equal length have few forms, and in lines
+of the same form the numbers have the same positions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,17 +11,17 @@ import numpy as np
 
 from trilane.logs.megatron import Span
 
-FEWEST = 3  # lines of equal length in a block before a form is worth its set-up
-FORMS = 12  # new forms tried for one length in one block; what is left is read line by line
-LONGEST = 4096  # bytes
-DIGITS = 15  # a number of more digits is not exact in float64's integers
-POWERS = np.array([float(f"1e{k}") for k in range(23)])  # exact; numpy's 10.0 ** k need not be
+MIN_LINES = 3  # of equal length in a block, before a form is worth parsing
+MAX_FORMS = 12  # new forms tried for one length in one block; the rest is read line by line
+MAX_LENGTH = 4096  # bytes
+MAX_DIGITS = 15  # a number of more digits is not exact as a float64
+POWERS = np.array([float(f"1e{k}") for k in range(23)])  # exact, unlike numpy's 10.0 ** k
 NO_NUMBERS = (b"nan", b"inf", b"-inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What all lines of a form are: "iteration" or "timers"; the numbers' places; the dialect."""
+    """A form: its kind, "iteration" or "timers", the positions of its numbers, and its dialect."""
 
     kind: str
     spans: Sequence[Span] = ()
@@ -32,24 +30,21 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class LineBatch:
-    """The lines `at` (numbers of lines in the block) of one form, and their numbers, (spans, lines)."""
+    """The lines of one form: their indices `at` in the block and their `values`, (spans, lines)."""
 
     form: Form
     at: np.ndarray
     values: np.ndarray
 
 
-Reader = Callable[[bytes], Form | None]
-
-
 class Forms:
-    """The forms met so far in a file, by the length of the line."""
+    """The forms met so far in a file, by length of line; `parse` makes the form of a line."""
 
-    def __init__(self, read: Reader) -> None:
-        self._read, self._known = read, dict[int, list[tuple[np.ndarray, Form]]]()
+    def __init__(self, parse: Callable[[bytes], Form | None]) -> None:
+        self._parse, self._known = parse, dict[int, list[tuple[np.ndarray, Form]]]()
 
     def batches(self, block: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[LineBatch], np.ndarray]:
-        """The lines of the block whose form is known, and the numbers of the others."""
+        """The lines of the block whose form is known, and the indices of the others."""
         found: list[LineBatch] = []
         rest = []
         for length, group in _by_length(np.arange(len(starts)), stops - starts):
@@ -61,16 +56,16 @@ class Forms:
         return found, np.sort(np.concatenate(rest)) if rest else np.empty(0, np.int64)
 
     def learn(self, block: bytes, starts: np.ndarray, stops: np.ndarray, at: np.ndarray) -> list[LineBatch]:
-        """Read new forms among the lines `at`; the lines that have one."""
+        """Parse new forms among the lines `at`; returns the lines that have one."""
         found: list[LineBatch] = []
         for length, group in _by_length(at, (stops - starts)[at]):
-            if not 0 < length <= LONGEST or len(group) < FEWEST:
+            if not 0 < length <= MAX_LENGTH or len(group) < MIN_LINES:
                 continue
             lines, shapes = _lines(block, starts[group], length)
-            for _ in range(FORMS):
-                if len(group) < FEWEST:
+            for _ in range(MAX_FORMS):
+                if len(group) < MIN_LINES:
                     break
-                shape, form = shapes[0].copy(), self._read(lines[0].tobytes())
+                shape, form = shapes[0].copy(), self._parse(lines[0].tobytes())
                 if form:
                     self._known.setdefault(length, []).append((shape, form))
                 group, lines, shapes = _take(shape, form, group, lines, shapes, found)
@@ -78,7 +73,7 @@ class Forms:
 
 
 def _by_length(at: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The lines `at` in groups of equal length."""
+    """The lines `at`, in groups of equal length."""
     order = np.argsort(lengths, kind="stable")
     for group in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
         if len(group):
@@ -86,7 +81,7 @@ def _by_length(at: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.nd
 
 
 def _lines(block: bytes, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:  # (lines, length) twice
-    """The text of lines of equal length, and the same with every digit as 0."""
+    """The lines as arrays of bytes, and the same with every digit as 0."""
     text = np.frombuffer(block, np.uint8)
     windows = np.lib.stride_tricks.as_strided(text, (len(text) - length + 1, length), (1, 1), writeable=False)
     lines = windows[starts]
@@ -101,7 +96,7 @@ def _take(
     shapes: np.ndarray,
     found: list[LineBatch],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add the lines of that shape to `found`, unless they have no form; what is left."""
+    """Move the lines of that shape to `found`, or drop them if they have no form; returns the rest."""
     same = (shapes == shape).all(axis=1)
     if form and same.any():
         found.append(_batch(form, group[same], lines[same]))
@@ -111,25 +106,25 @@ def _take(
 def _batch(form: Form, at: np.ndarray, lines: np.ndarray) -> LineBatch:
     values = np.empty((len(form.spans), len(at)))
     for row, span in zip(values, form.spans, strict=True):
-        row[:] = numbers(lines[:, span.start : span.stop]) * span.times / span.over
+        row[:] = parse_numbers(lines[:, span.start : span.stop]) * span.multiplier / span.divisor
     return LineBatch(form=form, at=at, values=values)
 
 
-def readable(text: bytes) -> bool:
-    """Whether `numbers` reads such a text exactly as float() does: a decimal of at most 15 digits, small exponent."""
+def is_exact(text: bytes) -> bool:
+    """Whether parse_numbers gives the same as float(): a decimal of at most 15 digits with a small exponent."""
     if text.lower() in NO_NUMBERS:
         return True
     mantissa, _, exponent = text.replace(b"e", b"E").partition(b"E")
     plain = mantissa.lstrip(b"+-").replace(b".", b"", 1)
     scale = abs(int(exponent or 0)) + len(mantissa.partition(b".")[2])
-    return plain.isdigit() and len(plain) <= DIGITS and scale <= 22 and len(exponent.lstrip(b"+-")) <= 2
+    return plain.isdigit() and len(plain) <= MAX_DIGITS and scale <= 22 and len(exponent.lstrip(b"+-")) <= 2
 
 
-def numbers(field: np.ndarray) -> np.ndarray:  # (lines, characters)
-    """The decimals in a column of text of one form.
+def parse_numbers(field: np.ndarray) -> np.ndarray:  # (lines, characters)
+    """The decimals in a column of text of one form, (lines,).
 
-    An integer below 2^53 over or times a power of ten of at most 22 is rounded once, so it equals float()
-    (Clinger 1990, 'How to read floating point numbers accurately', section 3). Other exponents go through float().
+    An integer below 2^53, divided or multiplied by a power of ten up to 22, is rounded once and so equals float()
+    (Clinger 1990, 'How to read floating point numbers accurately', section 3). Other exponents use float() itself.
     """
     pattern = field[0].tobytes()
     if pattern.lower() in NO_NUMBERS:
@@ -148,7 +143,7 @@ def numbers(field: np.ndarray) -> np.ndarray:  # (lines, characters)
 
 
 def _integer(text: np.ndarray, pattern: bytes) -> np.ndarray:
-    """The digits of the columns as one whole number, signs and points left out."""
+    """The digits of each row as an integer, ignoring signs and points."""
     total: np.ndarray = np.zeros(len(text), np.int64)
     for place in (i for i, c in enumerate(pattern) if 48 <= c <= 57):
         total = total * 10 + (text[:, place] - np.uint8(48))
@@ -156,8 +151,8 @@ def _integer(text: np.ndarray, pattern: bytes) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bulk:
-    """`at`, numbers of lines, rising; `values`, (names, lines), NaN where a line does not say it."""
+class MergedLines:
+    """Lines of several forms in the order of the file: indices `at`, and `values`, (names, lines), NaN if missing."""
 
     names: list[str]
     at: np.ndarray
@@ -166,20 +161,20 @@ class Bulk:
 
     @property
     def first(self) -> float:
-        """The first line's number, infinite where there is none."""
+        """Index of the first line, infinite if there is none."""
         return float(self.at[0]) if len(self.at) else float("inf")
 
-    def split(self, before: int) -> tuple["Bulk", "Bulk"]:
-        """What stands before the line of that number, and the rest."""
+    def split(self, before: int) -> tuple["MergedLines", "MergedLines"]:
+        """The lines before index `before`, and the rest."""
         cut = int(np.searchsorted(self.at, before))
         return self._part(slice(None, cut)), self._part(slice(cut, None))
 
-    def _part(self, p: slice) -> "Bulk":
-        return Bulk(names=self.names, at=self.at[p], values=self.values[:, p], dialects=self.dialects)
+    def _part(self, p: slice) -> "MergedLines":
+        return MergedLines(names=self.names, at=self.at[p], values=self.values[:, p], dialects=self.dialects)
 
 
-def merge(batches: Sequence[LineBatch]) -> Bulk:
-    """Several batches as one."""
+def merge(batches: Sequence[LineBatch]) -> MergedLines:
+    """Several batches as one, sorted by line."""
     names = list(dict.fromkeys(span.column for b in batches for span in b.form.spans))
     row = {name: i for i, name in enumerate(names)}
     at = np.concatenate([b.at for b in batches]) if batches else np.empty(0, np.int64)
@@ -191,14 +186,16 @@ def merge(batches: Sequence[LineBatch]) -> Bulk:
             values[row[span.column], begin:end] = numbers
         begin = end
     order = np.argsort(at)
-    return Bulk(names=names, at=at[order], values=values[:, order], dialects=sorted({b.form.dialect for b in batches}))
+    return MergedLines(
+        names=names, at=at[order], values=values[:, order], dialects=sorted({b.form.dialect for b in batches})
+    )
 
 
-def by_iteration(timers: Bulk, iterations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Timers' lines as one row an iteration: the iterations, and the values (names, rows). The last word counts."""
+def by_iteration(timers: MergedLines, iterations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Timer lines as one row per iteration: the iterations and the values, (names, rows). The last value counts."""
     rows, place = np.unique(iterations, return_inverse=True)
     values = np.full((len(timers.names), len(rows)), np.nan)
     for out, line in zip(values, timers.values, strict=True):
-        said = line == line
-        out[place[said]] = line[said]
+        known = line == line
+        out[place[known]] = line[known]
     return rows, values

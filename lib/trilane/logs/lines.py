@@ -1,4 +1,4 @@
-"""Lines: each line that may matter goes to the run it belongs to; where one run ends and the next begins."""
+"""Lines: assigns each line that may matter to its run, and finds where one run ends and the next begins."""
 
 import re
 from collections.abc import Collection
@@ -6,48 +6,47 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import deepspeed, megatron, run_facts, timestamps, trainers
-from trilane.logs.fixed_width import Bulk
+from trilane.logs import deepspeed, megatron, run_facts, trainers
+from trilane.logs.fixed_width import MergedLines
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP
 from trilane.logs.table import NAN
 
-WRAPPED = re.compile(
-    rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)"
-)  # an iteration line begins, and may end in a later line
+# an iteration line begins; it may end on a later line
+WRAPPED = re.compile(rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)")
 
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
-MOST_PIECES = 12  # lines that one wrapped iteration line may take
-LONG = 1 << 16  # bytes: in a longer line only iterations are looked for
-OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # the rest are Megatron's relatives
+MAX_PIECES = 12  # of a wrapped iteration line
+MAX_LENGTH = 1 << 16  # bytes: longer lines are searched for iterations only
+OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # all other dialects derive from Megatron
 
 
 class Lines:
-    """The runs of a file so far, and an iteration line that may go on in the next line."""
+    """The runs of a file so far, and an iteration line that may continue on the next line."""
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._keep, self._spill = keep, spill
         self.runs = [PartialRun(keep, spill)]
         self._begun, self._pieces = b"", 0
-        self._held, self._dict = dict[str, float](), b""  # the Trainer's, whose bar may stand on a line behind it
-        self._bar: dict[str, float] = {}  # the last that stood on a line of its own
-        self._facts = run_facts.Facts()
+        self._held, self._dict = dict[str, float](), b""  # of the Trainer, whose bar may follow on another line
+        self._bar: dict[str, float] = {}  # the last one on a line of its own
+        self._facts = run_facts.RunFacts()
 
     @property
     def run(self) -> PartialRun:
-        """The run that lines belong to now."""
+        """The current run."""
         return self.runs[-1]
 
     @property
-    def waits(self) -> bool:
-        """Whether even a line without a word of ours matters: the rest of what was begun."""
-        return bool(self._begun or self._held or self._facts.frames)
+    def pending(self) -> bool:
+        """Whether the next line matters whatever it holds, as it may complete the line before it."""
+        return bool(self._begun or self._held or self._facts.traceback)
 
     def close(self) -> list[PartialRun]:
-        """All runs of which something is known."""
+        """All runs that have any content."""
         self.finish()
         self._settle()
-        return [run for run in self.runs if run.says_something]
+        return [run for run in self.runs if run.has_content]
 
     @property
     def inside(self) -> bool:
@@ -55,55 +54,55 @@ class Lines:
         return self._facts.inside
 
     @property
-    def heard(self) -> set[bytes]:
-        """Lines that would change nothing if they came again, as long as nothing else begins."""
-        return self._facts.heard
+    def seen(self) -> set[bytes]:
+        """Lines that would change nothing if repeated within this run."""
+        return self._facts.seen
 
-    def read(self, line: bytes, tell: int, whole: bool) -> bool:
-        """Take one line that may say what `tell` tells (see tells.py); not `whole` where the file ends inside it.
+    def read(self, line: bytes, kind: int, whole: bool) -> bool:
+        """Read one line of that kind (see prefilter.line_kinds); not `whole` if the file ends inside it.
 
-        Whether it has the form of a line that says something; if not, no line does that differs in digits only.
+        Returns whether it has the form of a line that matters; if not, no line does that differs in digits only.
         """
         if b"\x1b" in line or b"\0" in line:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
-        if b"\r" in line:  # a progress bar that writes over itself
-            return any([self.read(part, tell, whole) for part in trainers.bar_parts(line)])
+        if b"\r" in line:  # a progress bar that overwrites itself
+            return any([self.read(part, kind, whole) for part in trainers.bar_parts(line)])
         if self._held and line.strip() and b"{'" not in line:
             self._release(line)
-        if self._begun and self._goes_on(line):
+        if self._begun and self._continues(line):
             return True
         if b"iteration" in line and WRAPPED.search(line):
             self._begun, self._pieces = line, 1
             if not whole or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
                 self.finish(whole)
             return True
-        if len(line) >= LONG:
+        if len(line) >= MAX_LENGTH:
             return True
-        told = self._facts.is_launch(line)
-        if told:
+        matched = self._facts.is_launch(line)
+        if matched:
             self.begin()
-        if tell & (NUMBER | STEP):
-            told |= self._numbers(line)
-        if tell & ARGUMENT or self._facts.inside:
-            told |= self._facts.arguments(line, self.run)
-        if tell & END or self._facts.frames:
-            told |= self._facts.end(line, self.run)
-        return told
+        if kind & (NUMBER | STEP):
+            matched |= self._numbers(line)
+        if kind & ARGUMENT or self._facts.inside:
+            matched |= self._facts.arguments(line, self.run)
+        if kind & END or self._facts.traceback:
+            matched |= self._facts.end(line, self.run)
+        return matched
 
-    def _goes_on(self, line: bytes) -> bool:
-        """Whether `line` is the rest of the iteration line that was begun; a wrap may have eaten a blank or not."""
-        if self._pieces < MOST_PIECES and not WRAPPED.search(line) and not OTHER.match(line):
+    def _continues(self, line: bytes) -> bool:
+        """Whether `line` continues the iteration line that was begun; wrapping may or may not have removed a blank."""
+        if self._pieces < MAX_PIECES and not WRAPPED.search(line) and not OTHER.match(line):
             begun = self._begun
-            joined = max((begun + line, begun.rstrip() + b" " + line.strip()), key=_told)
-            if _told(joined) > _told(begun):
+            joined = max((begun + line, begun.rstrip() + b" " + line.strip()), key=_complete_fields)
+            if _complete_fields(joined) > _complete_fields(begun):
                 self._begun, self._pieces = joined, self._pieces + 1
                 return True
         self.finish()
         return False
 
     def finish(self, whole: bool = True) -> None:
-        """Read the iteration line that was begun as it stands, and what was held."""
+        """Read the iteration line that was begun as far as it goes, and the Trainer's dict that was held."""
         self._release()
         line, self._begun = self._begun, b""
         for spans in megatron.iterations(line, whole):
@@ -112,40 +111,40 @@ class Lines:
                 self._step(row, megatron.dialect(line), row.pop("_rank", NAN), line)
 
     def _step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
-        """One iteration: the run's next, or another rank's copy, or the first of another run."""
+        """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
         others = {name for name in self.run.dialects if name != "deepspeed"}
         takes = self.run.accepts(row, rank)
         if takes is False or (others and dialect not in others and OTHERS & (others | {dialect})):
             self.begin()
             takes = True
         if takes:
-            self._follow()
+            self._split_after_end()
             self.run.add(row, dialect, rank, line)
         elif dialect == "torchtitan":
             self.run.complete(row)
 
     def begin(self) -> None:
-        """Another run, unless nothing happened yet in this one."""
-        if self.run.is_over:
+        """Begin another run, unless the current one has nothing yet."""
+        if self.run.ends_at_launch:
             self._settle()
             self.runs.append(PartialRun(self._keep, self._spill))
-            self._facts.heard.clear()
+            self._facts.seen.clear()
 
-    def _follow(self) -> None:
-        """Iterations after the scheduler ended the run go into a run of their own, until it is known whose they are."""
-        if self.run.is_ended:
+    def _split_after_end(self) -> None:
+        """Collect iterations after the scheduler's end in a run of their own, until it is clear whose they are."""
+        if self.run.ended_by_scheduler:
             self._settle()
             before = self.run
             self.runs.append(PartialRun(self._keep, self._spill))
-            self.run.follows = before
+            self.run.previous = before
 
     def _settle(self) -> None:
-        """Give the last run's lines to the run that they follow, if there is one and they are few."""
-        if (before := self.run.follows) and self.run.is_late:
-            before.take_back(self.runs.pop())
+        """Return the lines of the last run to the previous one, if they may be its delayed output."""
+        if (before := self.run.previous) and self.run.may_be_delayed:
+            before.absorb(self.runs.pop())
 
-    def extend(self, steps: Bulk, line: bytes) -> bool:
-        """Take iterations in bulk, if they simply go on; else False, and nothing was taken. `line` is the last one."""
+    def extend(self, steps: MergedLines, line: bytes) -> bool:
+        """Add iterations in bulk if they simply continue the run, else return False; `line` is the last one."""
         run, number = self.run, steps.values[0]
         ranks = steps.values[steps.names.index("_rank")] if "_rank" in steps.names else np.array([NAN])
         rises = not run.iterations.rows or number[0] > run.iterations.last("iteration")
@@ -156,36 +155,38 @@ class Lines:
             return False
         keep = [i for i, name in enumerate(steps.names) if name != "_rank"]
         names = [steps.names[i] for i in keep]
-        self._follow()
+        self._split_after_end()
         self.run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
         return True
 
     def _numbers(self, line: bytes) -> bool:
-        """Every kind of number but Megatron's iterations; whether the line has the form of one."""
+        """Read all numbers but Megatron's iterations; returns whether the line has the form of any."""
         prefix = megatron.PREFIX.match(line)
         rank = float(prefix[prefix.lastindex or 0]) if prefix else NAN
-        told = True
-        if b"step:" in line and (row := trainers.titan(line)):
+        matched = True
+        if b"step:" in line and (row := trainers.torchtitan_step(line)):
             known = {"rank": 0.0 if rank != rank else rank, "max_reserved": row["max_reserved"]}
-            self._step(self.run.timed(row, timestamps.read(line), "torchtitan"), "torchtitan", rank, line)
+            self._step(self.run.timed(row, trainers.timestamp(line), "torchtitan"), "torchtitan", rank, line)
             self.run.add_memory(known)
         elif b"{'" in line:
             self._hf(line)
         elif line.lstrip().startswith(b'{"'):
-            if row := trainers.our_step(line):
+            if row := trainers.trilane_step(line):
                 self._step(row, "trilane", NAN, line)
-            if timers := trainers.our_timers(line):
-                self.run.add_timers(list(timers), np.array([self.run.now]), np.array([[v] for v in timers.values()]))
+            if timers := trainers.trilane_timers(line):
+                self.run.add_timers(
+                    list(timers), np.array([self.run.iteration]), np.array([[v] for v in timers.values()])
+                )
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in deepspeed.steps(line):
-                if not self.run.iterations.rows and row["iteration"] < self.run.now:
+                if not self.run.iterations.rows and row["iteration"] < self.run.iteration:
                     self.begin()
-                self.run.add_companion(self.run.timed(row, timestamps.read(line), "deepspeed"), line)
+                self.run.add_companion(self.run.timed(row, trainers.timestamp(line), "deepspeed"), line)
         else:
-            told = False
-        return self._facts.numbers(line, rank, self.run) or told
+            matched = False
+        return self._facts.numbers(line, rank, self.run) or matched
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):
@@ -201,22 +202,22 @@ class Lines:
                     self._release()
 
     def _release(self, line: bytes = b"") -> None:
-        """Read the dict that was held, with the step of the training's bar: the one before it, else that on `line`."""
+        """Read the dict that was held, with the step of the bar before it, else of the bar on `line`."""
         if values := self._held:
             self._held, run = {}, self.run
             behind, total = trainers.bar(line), run.iterations.last("train_iters")
             total = behind.get("total", NAN) if total != total else total
             if "step" not in values:
-                bars = [b for b in (self._bar, behind) if b and b["total"] == total and b["step"] > run.now]
+                bars = [b for b in (self._bar, behind) if b and b["total"] == total and b["step"] > run.iteration]
                 values = values | next(iter(bars), {})
-            told = {name: column for name, column in trainers.HF.items() if name in values}
-            if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in told.items()):
-                return  # another node prints the same; epochs alone are rounded, and equal for many steps
+            known = {name: column for name, column in trainers.HF.items() if name in values}
+            if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in known.items()):
+                return  # another node's copy; epochs alone are rounded, and equal for many steps
             every = run.arguments.get("logging_steps")
-            row = trainers.hf_iteration(values, run.now, every if isinstance(every, int) else 1)
+            row = trainers.hf_iteration(values, run.iteration, every if isinstance(every, int) else 1)
             self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict)
 
 
-def _told(line: bytes) -> int:
-    """How many fields are told whole."""
+def _complete_fields(line: bytes) -> int:
+    """How many fields of an iteration line are complete."""
     return sum(len(spans) for spans in megatron.iterations(line, whole=False))

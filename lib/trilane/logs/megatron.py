@@ -60,14 +60,14 @@ class Span(NamedTuple):
     divisor: float = 1.0
 
     def value(self, line: bytes) -> float:
-        """The number, in our unit."""
-        return float(line[self.start : self.stop]) * self.times / self.over
+        """The number, in the unit of its column."""
+        return float(line[self.start : self.stop]) * self.multiplier / self.divisor
 
 
 def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
-    """The numbers of each iteration that a line reports: several where two ranks' lines were glued.
+    """The numbers of each iteration in a line; there are several where the lines of two ranks were joined.
 
-    Unless `whole`, the line was cut off, and its last number with it. Unknown fields but losses are left out.
+    Unless `whole`, the line is cut off, and its last number is not used. Of unknown fields only losses are kept.
     """
     found = list(ITERATION.finditer(line))
     for this, after in zip(found, [*found[1:], None], strict=False):
@@ -77,8 +77,8 @@ def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
         if rate := NEOX_RATE.search(line, 0, this.start()):
             spans.append(Span("samples_per_second", *rate.span(1)))
         stop = after.start() if after else len(line)
-        told = {span.column for span in spans}
-        spans += [s for s in _fields(line, this.end(), stop, whole or after is not None) if s.column not in told]
+        known = {span.column for span in spans}
+        spans += [s for s in _fields(line, this.end(), stop, whole or after is not None) if s.column not in known]
         if prefix := PREFIX.match(line):
             spans.append(Span("_rank", *prefix.span(prefix.lastindex or 0)))
         yield spans
@@ -94,16 +94,16 @@ def _fields(line: bytes, start: int, stop: int, whole: bool) -> Iterator[Span]:
         if not found:
             continue
         name = found[1].decode("utf-8", "replace")
-        is_loss = name.endswith("loss") and found[2]  # only Megatron of 2019 leaves the colons out
+        is_loss = name.endswith("loss") and found[2]  # only Megatron of 2019 omits the colons
         known = COLUMNS.get(name) or ((re.sub(r"\W+", "_", name), 1.0, 1.0) if is_loss else None)
         if known and known[0] not in seen:
             seen.add(known[0])
-            column, times, over = known
-            yield Span(column, *found.span(3), times * PREFIXES[(found[4] or b"")[:-5]], over)
+            column, multiplier, divisor = known
+            yield Span(column, *found.span(3), multiplier * PREFIXES[(found[4] or b"")[:-5]], divisor)
 
 
 def memories(line: bytes) -> Iterator[dict[str, float]]:
-    """Rank and bytes of each memory report in a line; rank 0 where an old version names none."""
+    """Rank and bytes of each memory report in a line; old versions name no rank, which counts as 0."""
     found = list(MEMORY.finditer(line))
     for this, after in zip(found, [*found[1:], None], strict=False):
         text = line[this.end() : after.start() if after else len(line)]
@@ -115,16 +115,16 @@ def memories(line: bytes) -> Iterator[dict[str, float]]:
 
 
 def timers(line: bytes) -> list[Span]:
-    """Megatron's timers in a line, in seconds: `time (ms) | name: ..`, or a line of the table across ranks.
+    """Megatron's timers in a line, in seconds: `time (ms) | name: ..`, or a line of the table over ranks.
 
-    Of (min, max) the maximum has the timer's name, the minimum `<name> min`.
+    Of (min, max), the maximum has the timer's name and the minimum is `<name> min`.
     """
     if head := TIMERS.search(line):
         spans: list[Span] = []
         start = head.end()
         for part in line[start:].split(b"|"):
             field = FIELD.fullmatch(part) if len(part) < LONGEST_FIELD else None
-            # glued lines name a timer twice: the first counts
+            # joined lines name a timer twice: the first counts
             if (
                 field
                 and field[2]

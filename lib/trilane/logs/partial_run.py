@@ -1,4 +1,4 @@
-"""Draft: one run while its log is being read."""
+"""PartialRun: one run while its log is being read."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -8,41 +8,39 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs.arguments import Value
-from trilane.logs.devices import Device
-from trilane.logs.endings import Ending, overtaken
-from trilane.logs.table import NAN, Table
+from trilane.logs.endings import Ending, superseded
+from trilane.logs.hardware import Device
+from trilane.logs.table import NAN, NumericTable
 
-LATE_S = 60.0  # seconds of iterations after the scheduler's last word that may be this run's: SLURM's KillWait is 30
-MOST_LATE = 1000  # iterations, where they say no seconds
+LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
+MAX_LATE = 1000  # iterations, where they have no times
 
 
 class PartialRun:
-    """What was read of a run so far; with `keep` and `spill` as in Table.
+    """What was read of a run so far; `keep` and `spill` as in NumericTable.
 
-    Tables grow by 8 bytes a number; all else is bounded by ranks and names.
+    Tables grow by 8 bytes a number; everything else is bounded by the number of ranks and names.
     """
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
-        self.iterations, self.companion = Table(keep, spill), Table(keep, spill)
-        self.timers, self.bandwidth = Table(keep), Table()
+        self.iterations, self.companion = NumericTable(keep, spill), NumericTable(keep, spill)
+        self.timers, self.bandwidth = NumericTable(keep), NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
         self.devices: dict[int, Device] = {}
         self.dialects: Counter[str] = Counter()
         self.endings: list[Ending] = []
-        self.follows: PartialRun | None = None  # whose last lines these may be
-        self.rank = NAN  # who prints the iterations, where lines say it
+        self.previous: PartialRun | None = None  # the run that these lines may belong to
+        self.rank = NAN  # that prints the iterations, if known
         self.root_rank: int | None = None
         self.last_line = b""
-        self._clocks: dict[
-            str, tuple[float, float]
-        ] = {}  # by dialect the last iteration, and when its line was written
-        self.clocked: set[str] = set()  # dialects whose seconds are differences of such times
+        self._last: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time stamp
+        self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of time stamps
 
     @property
-    def now(self) -> float:
-        """The last iteration read, 0 before the first."""
+    def iteration(self) -> float:
+        """The number of the last iteration read, 0 before the first."""
         for table in (self.iterations, self.companion):
             if table.rows:
                 return table.last("iteration")
@@ -50,35 +48,33 @@ class PartialRun:
 
     @property
     def rows(self) -> int:
-        """Iterations read so far."""
+        """How many iterations were read."""
         return max(self.iterations.rows, self.companion.rows)
 
     @property
-    def is_over(self) -> bool:
-        """Whether a launch that is seen now must be another run's."""
+    def ends_at_launch(self) -> bool:
+        """Whether a launch seen now begins another run."""
         return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in (0, 3, 5) for e in self.endings)
 
     @property
-    def is_ended(self) -> bool:
-        """Whether the scheduler ended it, after iterations: what goes on is another run, or output that came late."""
+    def ended_by_scheduler(self) -> bool:
+        """Whether the scheduler ended it after some iterations; what follows is another run, or delayed output."""
         return bool(self.iterations.rows) and any(e.level == 0 for e in self.endings)
 
     @property
-    def is_late(self) -> bool:
-        """Whether its iterations are so few that they may be the end of the run before, which SLURM was killing."""
+    def may_be_delayed(self) -> bool:
+        """Whether its few iterations may be delayed output of the previous run, which SLURM was ending."""
         rows, known = self.iterations.rows, "sec_per_it" in self.iterations
-        return rows <= MOST_LATE and not (known and np.nansum(self.iterations.column("sec_per_it")) > LATE_S)
+        return rows <= MAX_LATE and not (known and np.nansum(self.iterations.column("sec_per_it")) > LATE_S)
 
-    def take_back(self, late: "PartialRun") -> None:
-        """Append what another draft read, which was this run's."""
+    def absorb(self, late: "PartialRun") -> None:
+        """Append the content of another run, which turned out to be delayed output of this one."""
         ends = [replace(e, rows=e.rows + self.rows) for e in late.endings]
         for mine, theirs in ((self.iterations, late.iterations), (self.timers, late.timers)):
             mine.append(theirs)
         self.dialects += late.dialects
-        self.last_line, self.root_rank = (
-            late.last_line,
-            self.root_rank if self.root_rank is not None else late.root_rank,
-        )
+        self.last_line = late.last_line
+        self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
         self.memory |= late.memory
         self.arguments |= late.arguments
         self.summary |= late.summary
@@ -86,26 +82,26 @@ class PartialRun:
             self.add_ending(end)
 
     @property
-    def says_something(self) -> bool:
-        """Whether anything is known that makes it a run."""
-        return self.is_over or bool(self.endings)
+    def has_content(self) -> bool:
+        """Whether it has iterations, a summary, a benchmark or an ending."""
+        return self.ends_at_launch or bool(self.endings)
 
-    def timed(self, row: dict[str, float], clock: float, who: str) -> dict[str, float]:
-        """The row, with the seconds per iteration that passed since the last one of `who`, unless it says them itself.
+    def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
+        """The row, with seconds per iteration since the last row of that dialect, unless it has its own.
 
-        `clock` are the seconds at which the line was written, NaN where it does not tell.
+        `time_s` is the time stamp of the line, NaN if it has none.
         """
-        last, before = self._clocks.get(who, (row["iteration"], NAN))
-        steps, seconds = row["iteration"] - last, clock - before
-        if steps > 0 or who not in self._clocks:
-            self._clocks[who] = (row["iteration"], clock)
+        last, before = self._last.get(dialect, (row["iteration"], NAN))
+        steps, seconds = row["iteration"] - last, time_s - before
+        if steps > 0 or dialect not in self._last:
+            self._last[dialect] = (row["iteration"], time_s)
         if "sec_per_it" in row or not (steps > 0 and seconds > 0):
             return row
-        self.clocked.add(who)
+        self.timed_by_stamps.add(dialect)
         return row | {"sec_per_it": seconds / steps}
 
     def accepts(self, row: Mapping[str, float], rank: float) -> bool | None:
-        """Whether the row is the run's next one; None for what was read before, as other ranks may print the same."""
+        """Whether the row is the next of this run; None if it was read before, as several ranks may print the same."""
         last = self.iterations.last("iteration")
         if not self.iterations.rows or row["iteration"] > last:
             return True
@@ -118,30 +114,30 @@ class PartialRun:
         return False
 
     def add(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
-        """The run's next iteration."""
+        """Append an iteration."""
         self.iterations.add(row)
-        self._read(dialect, 1, rank, line)
+        self._count(dialect, 1, rank, line)
 
     def extend(self, names: Sequence[str], values: np.ndarray, dialect: str, rank: float, line: bytes) -> None:
-        """The run's next iterations, (names, rows), of one dialect; `line` is the last one."""
+        """Append iterations of one dialect, (names, rows); `line` is the last one."""
         self.iterations.extend(names, values)
-        self._read(dialect, values.shape[1], rank, line)
+        self._count(dialect, values.shape[1], rank, line)
 
-    def _read(self, dialect: str, rows: int, rank: float, line: bytes) -> None:
+    def _count(self, dialect: str, rows: int, rank: float, line: bytes) -> None:
         self.dialects[dialect] += rows
         self.rank = self.rank if self.rank == self.rank else rank
         self.last_line = line
 
     def complete(self, row: dict[str, float]) -> None:
-        """What another rank adds to an iteration that was read: the loss, which only the last stage knows."""
+        """Add the loss that another rank prints for an iteration already read: only the last stage computes it."""
         place = self.iterations.find("iteration", row["iteration"])
         if place is not None and "lm_loss" in row:
             self.iterations.change(place, {"lm_loss": row["lm_loss"]})
 
     def add_companion(self, row: dict[str, float], line: bytes) -> None:
-        """DeepSpeed's numbers of an iteration; lines of the same iteration become one row.
+        """Add DeepSpeed's own numbers of an iteration; lines of the same iteration become one row.
 
-        They count only where no other dialect reports the iterations.
+        They are used only where no other dialect reports iterations.
         """
         self.dialects["deepspeed"] += 0
         if not self.iterations.rows:
@@ -152,7 +148,7 @@ class PartialRun:
             self.companion.add(row)
 
     def add_timers(self, names: Sequence[str], at: np.ndarray, values: np.ndarray) -> None:
-        """Seconds of timers, (names, rows), printed after the iterations `at`, which rise. The last word counts."""
+        """Add timers in seconds, (names, rows), printed after the increasing iterations `at`. The last value counts."""
         if len(at) and self.timers.rows and self.timers.last("iteration") == at[0]:
             self.timers.change_last({n: v for n, v in zip(names, values[:, 0], strict=True) if v == v})
             at, values = at[1:], values[:, 1:]
@@ -160,13 +156,13 @@ class PartialRun:
             self.timers.extend(["iteration", *names], np.vstack([at, values]))
 
     def add_memory(self, report: Mapping[str, float]) -> None:
-        """A rank's memory: what it holds now, and the most that it ever reported."""
-        row = self.memory.setdefault(int(report["rank"]), {"rank": report["rank"], "iteration": self.now})
+        """Update the memory of a rank: the current bytes, and the most that it ever reported."""
+        row = self.memory.setdefault(int(report["rank"]), {"rank": report["rank"], "iteration": self.iteration})
         for name, value in report.items():
             row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
 
     def add_ending(self, found: Ending) -> None:
-        """A line about the end. Of each level and status one is kept: the first that the run did not go on after."""
-        self.endings = [e for e in self.endings if not overtaken(e, self.rows)]
+        """Add an ending. Of each level and status the first one is kept that the run did not continue after."""
+        self.endings = [e for e in self.endings if not superseded(e, self.rows)]
         if not any((e.level, e.status) == (found.level, found.status) for e in self.endings):
             self.endings.append(found)

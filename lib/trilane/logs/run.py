@@ -1,4 +1,4 @@
-"""RunLog: what one training run's log says, and how the run ended."""
+"""RunLog: the content of one training run's log, and how the run ended."""
 
 import json
 import re
@@ -12,11 +12,12 @@ import numpy as np
 
 from trilane.logs import endings, units
 from trilane.logs.arguments import Value
-from trilane.logs.devices import Device
+from trilane.logs.hardware import Device
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.reader import Reader
 from trilane.logs.stream import blocks
-from trilane.logs.table import NAN, Column, Table
+from trilane.logs.table import NAN, Column, NumericTable
+from trilane.utils.tables import Table, show
 from trilane.utils.validation import require
 from trilane.workspace.status import Status
 
@@ -31,8 +32,9 @@ DIALECTS = (
     "trilane, all_reduce_bench, nccl-tests"
 )
 
-CLOCKED = "seconds per iteration are the time between lines, by their time stamps or progress bars"
-FRESH_S = 60.0  # a log written less long ago, or two iterations ago, is still being written
+STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
+FRESH_S = 60.0  # a log written within this time, or within two iterations, is still being written
+SHOWN = 10  # iterations that a notebook shows of a log
 
 
 def _empty() -> "pd.DataFrame":
@@ -42,21 +44,21 @@ def _empty() -> "pd.DataFrame":
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLog:
-    """One run, in seconds, bytes and FLOP/s.
+class RunLog(Table):
+    """One run, in seconds, bytes and FLOP/s. It shows its last iterations.
 
     iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss, grad_norm, ...; NaN where a
-                 line does not say it (a skipped iteration has no loss)
+                 missing (a skipped iteration has no loss)
     memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
                  that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
-    bandwidth    a row per trial and rank of a bandwidth bench
-    devices      the GPUs that nvidia-smi shows
-    summary      numbers that are said once: train_runtime and its like, the flops profiler's
-    status       how it ended; `evidence` is the line that proves it, `rank` who said it (None where nobody did), and
-                 `asked_bytes` what could not be had where memory ran out
-    notes        what was put right in reading
-    taped        more columns of the iterations, in files, where read_runs was told so
+    bandwidth    a row per trial and rank of a bandwidth benchmark
+    devices      the GPUs that nvidia-smi lists
+    summary      numbers printed once, such as train_runtime and those of the flops profiler
+    status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
+                 `asked_bytes` the size of the allocation that failed (NaN if unknown)
+    notes        corrections made in reading
+    spilled      further columns of the iterations, in files, if reading was given a folder for them
     """
 
     source: Path
@@ -73,44 +75,51 @@ class RunLog:
     rank: int | None = None
     asked_bytes: float = NAN
     notes: tuple[str, ...] = ()
-    taped: Mapping[str, Column] = field(default_factory=dict)
+    spilled: Mapping[str, Column] = field(default_factory=dict)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """The iterations: a row each, columns as above."""
+        return self.iterations
+
+    def _repr_html_(self) -> str:
+        return show(self.iterations.tail(SHOWN)).to_html()
 
 
 NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
 
 
-def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
-    """The runs whose log is the file `path`, in order; usually one. A file that is being written is read as it is.
+def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
+    """The runs in the log file `path`, in order; usually one. A file that is being written is read as far as it goes.
 
-    With `keep`, only these columns of the iterations, and those that the reading itself needs: memory for long logs.
-    With a folder `spill`, the other columns are written there and come as `taped`.
+    With `keep`, only these columns of the iterations, and those that reading itself needs, are kept: a long log then
+    takes little memory. With a folder `spill`, the other columns are written there and returned as `spilled`.
 
-    Raises ValueError where it is missing, empty, binary, or holds neither an iteration nor a line about an end.
+    Raises ValueError if the file is missing, empty or binary, or holds neither an iteration nor an ending.
     """
     path, reader = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill)
     for block in blocks(path):
         reader.feed(block)
-    drafts = reader.close()
-    require(bool(drafts), "log", path, f"holds no iteration line; dialects tried: {DIALECTS}")
+    runs = reader.close()
+    require(bool(runs), "log", path, f"holds no iteration line; dialects tried: {DIALECTS}")
     age = time.time() - path.stat().st_mtime
-    return [finish(draft, path, age if draft is drafts[-1] else float("inf")) for draft in drafts]
+    return [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
 
 
 def read_log(path: Path | str) -> RunLog:
-    """The run whose log is the file `path`, the last where there are several; raises ValueError as read_runs does."""
-    return read_runs(path)[-1]
+    """The run in the log file `path`, the last if there are several; raises ValueError as read_logs does."""
+    return read_logs(path)[-1]
 
 
 def read_run_folder(folder: Path | str) -> RunLog:
-    """The run of a run folder: its run.log, with the verdict of status.json where there is one.
+    """The run of a run folder: its run.log, with status and evidence of status.json if there is one.
 
-    Where the run was resumed, an iteration that was trained twice counts once, as it was trained last: that is what the
-    run goes on from. A run that ended before its first iteration has empty tables.
+    Of an iteration that was trained again after a resume, the last result counts: the run continued from it. A run that
+    ended before its first iteration has empty tables.
     """
     folder = Path(folder)
     written = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
     try:
-        log = _joined(read_runs(folder / "run.log"))
+        log = _joined(read_logs(folder / "run.log"))
     except ValueError as error:
         log = RunLog(
             source=folder / "run.log",
@@ -124,7 +133,7 @@ def read_run_folder(folder: Path | str) -> RunLog:
 
 
 def _joined(parts: list[RunLog]) -> RunLog:
-    """The last of the parts of one run, with the iterations and timers of those before up to where each was resumed."""
+    """The last part of a resumed run, with the iterations and timers of earlier parts up to where each was resumed."""
     whole = parts[0]
     for part in parts[1:]:
         tables = {name: _until(getattr(whole, name), getattr(part, name)) for name in ("iterations", "timers")}
@@ -141,48 +150,48 @@ def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
     return pd.concat([kept, after], ignore_index=True)
 
 
-def finish(draft: PartialRun, path: Path, age: float) -> RunLog:
-    """The run of a draft, read from `path`, which was written `age` seconds ago."""
-    table = draft.iterations if draft.iterations.rows else draft.companion
-    note = units.mend(table)
-    status, evidence, end = _verdict(draft, table, age)
-    counted = [name for name, rows in draft.dialects.items() if rows or not any(draft.dialects.values())]
-    memory = Table()
-    for _, row in sorted(draft.memory.items()):
+def finish(run: PartialRun, path: Path, age: float) -> RunLog:
+    """The RunLog of a run read from `path`, which was last written `age` seconds ago."""
+    table = run.iterations if run.iterations.rows else run.companion
+    note = units.correct_units(table)
+    status, evidence, end = _status(run, table, age)
+    counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
+    memory = NumericTable()
+    for _, row in sorted(run.memory.items()):
         memory.add(row)
-    rank = end.rank if end and end.rank is not None else draft.root_rank if end else None
+    rank = end.rank if end and end.rank is not None else run.root_rank if end else None
     return RunLog(
         source=path,
-        taped=table.taped(),
+        spilled=table.spilled(),
         iterations=table.frame(INTEGERS),
         memory=memory.frame(("rank", "iteration")),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(counted)) or "unknown",
-        arguments=draft.arguments,
-        timers=draft.timers.frame(("iteration",)),
-        bandwidth=draft.bandwidth.frame(("rank", "message_bytes")),
-        devices=tuple(device for _, device in sorted(draft.devices.items())),
-        summary=draft.summary,
+        arguments=run.arguments,
+        timers=run.timers.frame(("iteration",)),
+        bandwidth=run.bandwidth.frame(("rank", "message_bytes")),
+        devices=tuple(device for _, device in sorted(run.devices.items())),
+        summary=run.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
-        notes=tuple(filter(None, (note, CLOCKED if draft.clocked & set(counted) else ""))),
+        notes=tuple(filter(None, (note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
     )
 
 
-def _verdict(draft: PartialRun, table: Table, age: float) -> tuple[Status, str, endings.Ending | None]:
-    """Status, evidence, and the line about the end where one decides."""
-    end, last = endings.strongest(draft.endings, draft.rows), endings.text(draft.last_line)
+def _status(run: PartialRun, table: NumericTable, age: float) -> tuple[Status, str, endings.Ending | None]:
+    """Status, evidence, and the ending if one decides."""
+    end, last = endings.strongest(run.endings, run.rows), endings.text(run.last_line)
     if end and end.level < 4:
         return end.status, end.evidence, end
     loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
-    is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in draft.last_line.lower().partition(b"loss")[2][:16]
-    # the Trainer hides a loss that is no number behind 0
-    if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", draft.last_line)):
+    is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
+    # the Trainer prints 0 for a loss that is NaN
+    if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
     if end and end.level == 4:
         return end.status, end.evidence, end
-    if "train_runtime" in draft.summary or (table.rows and table.last("iteration") == table.last("train_iters")):
+    if "train_runtime" in run.summary or (table.rows and table.last("iteration") == table.last("train_iters")):
         return Status.COMPLETED, last, None
     if end:
         return end.status, end.evidence, end

@@ -1,4 +1,4 @@
-"""From a file to blocks of whole lines, in constant memory: plain or gzip, cut off, being written, or refused."""
+"""A file as blocks of whole lines, in constant memory: plain or gzip, complete, truncated or being written."""
 
 import zlib
 from collections.abc import Iterator
@@ -7,35 +7,35 @@ from typing import BinaryIO
 
 from trilane.utils.validation import require
 
-BLOCK = 1 << 21  # bytes read at once: fits a core's cache and holds some thousand lines
-LONGEST = 1 << 24  # bytes: a longer line is cut in pieces, so that a file without line ends stays bounded
+BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
+MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
 CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7f"
 
 
 def blocks(path: Path) -> Iterator[bytes]:
     """The bytes of `path`, cut after line ends; only the last block may end inside a line.
 
-    A gzip file that is cut off is read as far as it goes. Zero bytes in front, as a log has that was emptied under its
-    writer, are left out. Raises ValueError for a missing, empty or binary file, and for a damaged gzip file.
+    A truncated gzip file is read as far as possible. Leading zero bytes, left when a log is emptied while it is being
+    written, are skipped. Raises ValueError for a missing, empty or binary file, and for a damaged gzip file.
     """
     require(path.is_file(), "log", path, "no such file")
     with path.open("rb") as raw:
-        rest, size, begun = b"", 0, False
+        rest, size, started = b"", 0, False
         for chunk in _chunks(raw, path):
             size += len(chunk)
-            data = chunk if begun else chunk.lstrip(b"\0")
-            if data and not begun:
+            data = chunk if started else chunk.lstrip(b"\0")
+            if data and not started:
                 require(not _is_binary(data[: 1 << 16]), "log", path, "is a binary file, not a log")
-                begun = True
+                started = True
             cut = data.rfind(b"\n") + 1
-            if cut == 0 and len(rest) + len(data) < LONGEST:
+            if cut == 0 and len(rest) + len(data) < MAX_LINE:
                 rest += data
                 continue
             cut = cut or len(data)
             yield rest + data[:cut]
             rest = data[cut:]
         require(size > 0, "log", path, "is empty")
-        require(begun, "log", path, "is a binary file, not a log")
+        require(started, "log", path, "is a binary file, not a log")
         if rest:
             yield rest
 
@@ -56,12 +56,12 @@ def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
         except zlib.error as error:
             raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
         data = unpack.unconsumed_tail or unpack.unused_data.lstrip(b"\0")
-        if unpack.eof and data:  # members stand one behind the other
+        if unpack.eof and data:  # several members follow each other
             unpack = zlib.decompressobj(wbits=31)
         data = data or raw.read(BLOCK)
 
 
 def _is_binary(head: bytes) -> bool:
-    """More than one byte in fifty that no text holds, or mostly zeros."""
+    """Whether over 2 % of the bytes are control characters, or most are zero."""
     odd = len(head) - len(head.translate(None, CONTROL))
     return odd > len(head) // 50 or head.count(b"\0") > len(head) // 2

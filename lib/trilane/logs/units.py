@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trilane.logs.table import Table
+from trilane.logs.table import NumericTable
 
 FACTOR = 1000.0  # between seconds and milliseconds
 TOLERANCE = 1.4  # of that factor: two parts of one run differ somewhat
@@ -10,7 +10,7 @@ WINDOW = 3  # iterations before and after a jump that must agree
 PLAUSIBLE_S = (0.01, 6 * 3600.0)  # seconds per iteration; outside of it the rate is trusted instead
 
 
-def correct_units(table: Table) -> str:
+def correct_units(table: NumericTable) -> str:
     """Correct times and rates in place; returns a note about the correction, "" if there was none.
 
     Where samples per second contradict the time by a factor of 1000, one of the two is wrong: the time if it is
@@ -34,12 +34,12 @@ def correct_units(table: Table) -> str:
     return "; ".join(notes) + "; corrected" if notes else ""
 
 
-def _replace(table: Table, name: str, factors: np.ndarray) -> None:
+def _replace(table: NumericTable, name: str, factors: np.ndarray) -> None:
     if (factors != 1).any():
         table.replace(name, table.column(name) * factors)
 
 
-def _unit_factor(table: Table, seconds: np.ndarray) -> np.ndarray:
+def _unit_factor(table: NumericTable, seconds: np.ndarray) -> np.ndarray:
     """Per row, the factor by which seconds x rate misses the batch: 1000, 1/1000, or 1 for anything else."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log(seconds * table.column("samples_per_second") / table.column("global_batch_size"))
