@@ -1,0 +1,110 @@
+"""What the documentation shows works: its commands run, its links lead somewhere, its tables of fields are complete.
+
+A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The blocks of a page share
+a folder, empty but for docs/, as a reader's shell shares the root of the repository.
+"""
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
+RUN = re.compile(r"^<!-- run(?:: exit code (\d+))? -->\n+```bash\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+BASH = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+SECONDS = 120.0  # for one block, on a machine that does other things too
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The blocks of a page that are run, in order, each with its exit code."""
+    return [(int(code or 0), block) for code, block in RUN.findall(page.read_text(encoding="utf-8"))]
+
+
+def shell(folder: Path) -> dict[str, str]:
+    """An environment in which `trilane` is this repository's command, and outputs lie in `folder`."""
+    commands = folder / ".bin"
+    commands.mkdir()
+    command = commands / "trilane"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trilane "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    outputs = str(folder / "outputs")
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY / "lib"), "TRILANE_OUTPUTS": outputs}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    environment = shell(tmp_path)
+    os.symlink(DOCS, tmp_path / "docs")
+    for code, block in blocks(page):
+        bash = ["bash", "-euo", "pipefail", "-c", block]
+        done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == code, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_tutorial_and_guides_run_something() -> None:
+    pages = [DOCS / "tutorial.md", *(DOCS / "guides").glob("*.md")]
+    assert sum(len(blocks(page)) for page in pages) >= 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = {link.partition("#")[0] for link in LINK.findall(text) if not re.match(r"\w+:|#", link)}
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_every_page_is_reachable_from_the_readme() -> None:
+    found, open_ = set(), [REPOSITORY / "README.md"]
+    while open_:
+        page = open_.pop()
+        if page not in found and page.suffix == ".md" and page.exists():
+            found.add(page)
+            links = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
+            open_ += [Path(os.path.normpath(page.parent / link)) for link in links if not re.match(r"\w+:|#", link)]
+    assert not {page for page in PAGES if page.is_relative_to(DOCS)} - found
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def documented() -> list[tuple[str, set[str]]]:
+    """Each dataclass that has a section in docs/reference/, with the names in the first column of its table."""
+    found = []
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for section in re.split(r"^#+ ", page.read_text(encoding="utf-8"), flags=re.M):
+            if title := re.match(r"`(trilane\.[\w.]+)`\n", section):
+                found.append((title[1], set(re.findall(r"^\| `(\w+)`", section, re.M))))
+    return found
+
+
+@pytest.mark.parametrize(("path", "names"), documented(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_field_has_a_line(path: str, names: set[str]) -> None:
+    module, _, cls = path.rpartition(".")
+    assert names == {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), cls))}
+
+
+def test_every_field_of_a_forecast_has_a_line(tmp_path: Path) -> None:
+    import json
+
+    text = (DOCS / "reference" / "results.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- keys: calendar -->")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    plan = str(DOCS / "plan-176b.json")
+    words = ["plan", "calendar", plan, "--tokens", "341e9", "--runs", "100", "--json"]
+    command = [sys.executable, "-m", "trilane", *words]
+    done = subprocess.run(command, env=shell(tmp_path), capture_output=True, text=True, check=True)
+    assert set(re.findall(r"^\| `(\w+)`", table, re.M)) == set(json.loads(done.stdout))
