@@ -1,7 +1,7 @@
 """What the documentation shows works: its commands run, its links lead somewhere, its tables of fields are complete.
 
-A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The blocks of a page share
-a folder, empty but for docs/, as a reader's shell shares the root of the repository.
+A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The blocks of a
+page share a folder, empty but for docs/, as a reader's shell shares the root of the repository.
 """
 
 import dataclasses
