@@ -80,7 +80,7 @@ def write_start(path: Path, size: int) -> None:
 
 def read(path: Path) -> None:
     """Read the log and print what it took."""
-    from trilane.analysis.record import KEEP
+    from trilane.analysis.measure import KEEP
     from trilane.logs.run import read_logs
 
     start, cpu = time.perf_counter(), time.process_time()

@@ -11,8 +11,8 @@ from support import REPOSITORY, small_plan
 
 from trilane.analysis import flops, loss_curve, phase_times
 from trilane.analysis.measure import measure_log
-from trilane.analysis.run_config import RunConfig, setup_of
-from trilane.analysis.steady_state import ranges, stable_window
+from trilane.analysis.run_config import RunConfig, run_config
+from trilane.analysis.steady_state import ranges, steady_state
 from trilane.config.model import parse_shape
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.logs.hardware import Device
@@ -36,7 +36,7 @@ def log(iterations=20, arguments=None, timers=None, name="a.log", first=1, step=
 
 
 def counted(this, **how):
-    return this.iterations["iteration"][stable_window(this, **how).counts].tolist()
+    return this.iterations["iteration"][steady_state(this, **how).counts].tolist()
 
 
 def test_the_warm_up_does_not_count_but_at_most_half_of_the_lines_are_warm_up():
@@ -56,7 +56,7 @@ def test_what_is_left_out_is_said_with_its_reason():
     arguments = {"eval_interval": 12, "save_interval": 15}
     this = log(sec_per_it=seconds, skipped=skipped, global_batch_size=batch, arguments=arguments)
     assert counted(this) == [9, 11, 12, 14, 15, 17, 18, 19]
-    assert stable_window(this).sentence == (
+    assert steady_state(this).sentence == (
         "left out: 20 (no time printed); 1-5 (warm-up); 10 (skipped); 6-8 (batch size 16, 24, not 32); "
         "13 (after an evaluation); 16 (after a checkpoint)"
     )
@@ -64,9 +64,9 @@ def test_what_is_left_out_is_said_with_its_reason():
 
 def test_a_reason_that_would_leave_nothing_is_set_aside_and_said():
     this = log(6, first=10, step=10, skipped=1)
-    window = stable_window(this)
+    window = steady_state(this)
     assert window.counts.sum() == 5 and window.note == "all that is left is skipped, so it counts"
-    evaluated = stable_window(log(6, first=10, step=10, arguments={"eval_interval": 5}))
+    evaluated = steady_state(log(6, first=10, step=10, arguments={"eval_interval": 5}))
     assert evaluated.note == "all that is left is after an evaluation, so it counts"
 
 
@@ -125,7 +125,7 @@ def test_the_printed_rate_of_the_old_branch_is_the_size_times_the_factor():
 def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_only_for_the_hardware():
     devices = (Device(index=0, name="Tesla V100-SXM2...", used_bytes=0, total_bytes=32480 * 2**20),)
     this = log(arguments={**ARGUMENTS, "recompute_granularity": "full"})
-    setup = setup_of(RunLog(**{**vars(this), "devices": devices}))
+    setup = run_config(RunLog(**{**vars(this), "devices": devices}))
     assert (setup.card, setup.peak_flops_per_s) == ("V100-32GB", 125e12)
     used = flops.utilization(setup, 2.0)
     assert used["mfu"] == pytest.approx(setup.shape.flops_per_iteration(16) / 2 / 8 / 125e12)
@@ -147,14 +147,14 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
 def test_a_model_that_is_no_plain_gpt_has_no_tflops_by_shape_but_those_it_prints(given, named):
     m = measure_log(log(arguments={**ARGUMENTS, **given}, flops_per_s_per_gpu=2e14))
     assert m.flops_per_s["printed"] == 2e14 and m.tokens_per_s == 16 * 2048 / 2
-    assert (len(m.flops_per_s), m.setup.shape is None) == ((1, True) if named else (5, False))
-    assert m.setup.note == (f"no TFLOPs by shape: {named} is no plain GPT" if named else "")
+    assert (len(m.flops_per_s), m.config.shape is None) == ((1, True) if named else (5, False))
+    assert m.config.note == (f"no TFLOPs by shape: {named} is no plain GPT" if named else "")
 
 
 def test_what_the_log_does_not_tell_is_no_number():
     m = measure_log(log())
     assert m.flops_per_s == {} and m.utilization == {} and math.isnan(m.tokens_per_s) and math.isnan(m.memory_bytes)
-    assert m.sec_per_it == 2.0 and m.setup.shape is None
+    assert m.sec_per_it == 2.0 and m.config.shape is None
     empty = measure_log(log(0))
     assert math.isnan(empty.sec_per_it) and empty.iterations == 0
 
@@ -162,16 +162,19 @@ def test_what_the_log_does_not_tell_is_no_number():
 def test_a_plan_tells_what_a_log_does_not():
     plan = small_plan(dp=2)
     m = measure_log(log(), plan)
-    assert (m.setup.gpus, m.tokens_per_s) == (2, 4 * 32 / 2)
+    assert (m.config.gpus, m.tokens_per_s) == (2, 4 * 32 / 2)
     assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / 2)
     assert m.utilization == {}, "the peak of a core says nothing about a process that shares it"
 
 
-def test_the_batch_of_the_window_counts_and_not_that_of_the_ramps_end():
+def test_the_full_batch_counts_however_short_it_was_and_where_it_was_not_reached_the_largest():
     batch = np.full(20, 8)
     batch[18:] = 16
-    m = measure_log(log(global_batch_size=batch, arguments=ARGUMENTS))
-    assert m.tokens_per_s == 8 * 2048 / 2
+    m = measure_log(log(global_batch_size=batch, sec_per_it=batch / 4, arguments=ARGUMENTS))
+    assert (m.iterations, m.sec_per_it, m.config.gbs, m.tokens_per_s) == (2, 4.0, 16, 16 * 2048 / 4)
+    early = measure_log(log(global_batch_size=batch, arguments={**ARGUMENTS, "global_batch_size": 64}))
+    assert (early.iterations, early.config.gbs) == (2, 16)
+    assert early.window.note == "global_batch_size=64 was not reached: 16, the largest, counts"
 
 
 def test_the_ideal_bubble_is_that_of_the_paper():
@@ -205,10 +208,10 @@ def test_numerics_are_counted():
     skipped = np.zeros(20)
     skipped[2] = 1
     scale = np.repeat([65536.0, 32768.0, 16384.0, 32768.0], 5)
-    h = measure_log(log(lm_loss=loss, skipped=skipped, nan=0, loss_scale=scale, grad_norm=np.arange(20))).health
+    h = measure_log(log(lm_loss=loss, skipped=skipped, nan=0, loss_scale=scale, grad_norm=np.arange(20))).numerics
     assert (h.skipped, h.nan_iterations, h.loss_scale_drops) == (1, 1, 2)
     assert (h.loss_scale, h.loss_scale_min, h.grad_norm, h.grad_norm_max) == (32768, 16384, 9.5, 19)
-    quiet = measure_log(log(grad_norm=0.0, loss_scale=-1.0)).health
+    quiet = measure_log(log(grad_norm=0.0, loss_scale=-1.0)).numerics
     assert math.isnan(quiet.grad_norm) and math.isnan(quiet.loss_scale), "not said is not zero"
 
 

@@ -170,21 +170,21 @@ def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):
     (folder / "run/rank0.log").write_text("".join(map(m2021, range(1, 11))))
     (folder / "a.out").write_text(DUMP + "".join(map(m2021, range(1, 11))) + m2021(1))
     (folder / "notes").write_text("no training here\n")
-    found = collect.gather(Study.open("s"), str(folder), 5)
+    found = collect.measure_runs(Study.open("s"), str(folder), 5)
     assert [m.name for m in found.runs] == ["run", "2 tp1-pp1-dp8", "3 megatron-2021"]
     assert len(found.unread) == 1 and found.unread[0].startswith(f"log={folder}/notes: holds no iteration line")
-    assert [m.name for m in collect.gather(Study.open("s"), f"{folder}/*.out", 5).timed] == [
+    assert [m.name for m in collect.measure_runs(Study.open("s"), f"{folder}/*.out", 5).timed] == [
         "1 tp1-pp1-dp8",
         "2 megatron-2021",
     ]
-    card = collect.gather(Study.open("s"), f"{folder}/a.out", 5, A100).runs[0]
-    assert card.setup.card == "A100-80GB" and card.utilization["mfu"] > 0
+    card = collect.measure_runs(Study.open("s"), f"{folder}/a.out", 5, A100).runs[0]
+    assert card.config.card == "A100-80GB" and card.utilization["mfu"] > 0
     for logs, message in (
         ("", "study=s: has no run"),
         (f"{tmp_path}/none", "logs=.*: no log among them: no such file"),
     ):
         with pytest.raises(ValueError, match=message):
-            collect.gather(Study.open("s"), logs, 5)
+            collect.measure_runs(Study.open("s"), logs, 5)
 
 
 def test_a_foreign_log_becomes_a_case_where_its_cluster_is_named():

@@ -23,15 +23,19 @@ def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) ->
     (folder / "plan.json").write_text(json.dumps(plan.to_json()))
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     memory = "[Rank {}] (after 9 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 1.0\n"
-    line = " iteration        9/       9 | elapsed time per iteration (ms): 1.0 | lm loss: 2.5 |\n"
-    (folder / "run.log").write_text(line + memory.format(0, 7) + memory.format(1, 8))
+    lines = [
+        f" iteration {s['iteration']:8d}/{len(steps):8d} | elapsed time per iteration (ms): {1000 * s['sec_per_it']:.1f} | "
+        f"global batch size: {s['global_batch_size']:5d} | lm loss: 2.5 | number of skipped iterations: {s['skipped']} |\n"
+        for s in steps
+    ]
+    (folder / "run.log").write_text("".join(lines) + memory.format(0, 7) + memory.format(1, 8))
     return folder
 
 
 def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_path: Path) -> None:
     seconds = [9.0, 9.0, 7.0, 1.0, 2.0, 50.0, 3.0]
     smaller, skipped = {"global_batch_size": 2}, {"skipped": 1}
-    found = result(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), leave_out=2)
+    found = result(finished(tmp_path / "run", seconds, small_plan(), _3=smaller, _6=skipped), warm_up=2)
     assert (found["iterations"], found["left_out"], found["status"]) == (3, 4, "completed")
     assert found["sec_per_it"] == {"median": 2, "low_quartile": 1.5, "high_quartile": 2.5, "least": 1, "most": 3}
     assert (found["spread"], found["tokens_per_s"]) == (0.25, 4 * 32 / 2)
@@ -43,7 +47,7 @@ def test_the_first_the_skipped_and_those_of_a_smaller_batch_are_left_out(tmp_pat
 
 def test_mfu_is_over_the_peak_of_the_card(tmp_path: Path) -> None:
     plan = replace(small_plan(), cluster=cluster("jz-a100-80g"))
-    found = result(finished(tmp_path / "run", [2.0] * 8, plan), leave_out=2)
+    found = result(finished(tmp_path / "run", [2.0] * 8, plan), warm_up=2)
     assert found["mfu"] == pytest.approx(plan.shape.flops_per_iteration(4) / 2 / plan.cluster.gpu.fp32_flops_per_s)
     assert f"MFU {found['mfu']:.1%}" in text(found)
 

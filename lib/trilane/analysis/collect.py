@@ -1,24 +1,35 @@
-"""Gather: the measured runs of a study, or of any file, folder or glob of logs."""
+"""MeasuredRuns: the measured runs of a study, or of any files of logs, and the tables and sentences about them."""
 
 import glob
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trilane.analysis.measure import Measurement, measure_log
-from trilane.analysis.record import KEEP, plan_beside
-from trilane.config.cluster import Cluster
+from trilane.analysis.compare import compare, sides
+from trilane.analysis.loss_curve import Curve, join, trainings
+from trilane.analysis.measure import Measurement, measure, measure_log
+from trilane.analysis.spikes import LEAST, events
+from trilane.analysis.steady_state import WARM_UP
+from trilane.analysis.tables import frame
+from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
-from trilane.logs.run import read_run_folder
+from trilane.utils.tables import Columns, Table, Text, literal, middle, percent, short
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
+OURS = ("run.log", "steps.jsonl")  # what a run folder holds beside plan.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
-    """The runs, each with a name of its own, also those without an iteration; and files that are no log, and why."""
+class MeasuredRuns(Table):
+    """The runs, each with its own name, also those without an iteration; and why other files were not read."""
 
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
@@ -28,29 +39,158 @@ class Gathered:
         """The runs that printed iterations with their time."""
         return [m for m in self.runs if m.iterations]
 
+    def summary(self) -> Text:
+        """How many runs there are, and which files are not among them."""
+        unread = "; ".join(map(literal, self.unread))
+        return Text(f"{len(self.runs)} runs, {len(self.timed)} of them with timed iterations. {unread}")
 
-def gather(study: Study, logs: str, warm_up: int, cluster: Cluster | None = None) -> Gathered:
+    def to_frame(self) -> "pd.DataFrame":
+        """The runs in the columns of the BigScience tables, a row each."""
+        return frame(self.runs)
+
+    def endings(self) -> Table:
+        """How each run ended, and the line that proves it."""
+        return Columns(
+            {
+                "run": [m.name for m in self.runs],
+                "file": [middle(m.log.source.name, 30) for m in self.runs],
+                "dialect": [m.log.dialect for m in self.runs],
+                "status": [str(m.status) for m in self.runs],
+                "iterations": [len(m.log.iterations) for m in self.runs],
+                "evidence": [short(m.log.evidence, 80) for m in self.runs],
+            }
+        )
+
+    def numerics(self) -> Table:
+        """Skipped and NaN iterations, gradient norms and loss scales."""
+        return Columns(
+            {
+                "run": [m.name for m in self.timed],
+                "skipped iterations": [m.numerics.skipped for m in self.timed],
+                "NaN": [m.numerics.nan_iterations for m in self.timed],
+                "gradient norm, median": [m.numerics.grad_norm for m in self.timed],
+                "largest": [m.numerics.grad_norm_max for m in self.timed],
+                "loss scale, last": [m.numerics.loss_scale for m in self.timed],
+                "reductions": [m.numerics.loss_scale_drops for m in self.timed],
+            }
+        )
+
+    def efficiency(self) -> Table:
+        """Which iterations do not count and why, and where time is lost."""
+        return Columns(
+            {
+                "run": [m.name for m in self.timed],
+                "left out of the medians": [m.window.sentence.removeprefix("left out: ") for m in self.timed],
+                "tokens/s": [round(m.tokens_per_s) if m.tokens_per_s > 0 else "" for m in self.timed],
+                "lost": [percent(m.lost_share) for m in self.timed],
+                "bubble": [percent(m.bubble) for m in self.timed],
+                "waits": [percent(m.waited) for m in self.timed],
+                "MFU": [percent(m.utilization.get("mfu", math.nan)) for m in self.timed],
+                "HFU": [percent(m.utilization.get("hfu", math.nan)) for m in self.timed],
+            }
+        )
+
+    def curves(self) -> dict[str, Curve]:
+        """The loss curve of each training, by the label of its first run."""
+        labels = {id(m.log): m.label for m in self.timed}
+        groups = trainings([m.log for m in self.timed if "lm_loss" in m.log.iterations])
+        return {labels[id(group[0])]: join(group) for group in groups}
+
+    def loss_summary(self) -> Text:
+        """First and last loss of each training, and how far plans of one training differ."""
+        import pandas as pd
+
+        losses = {name: c.table.set_index("iteration")["lm_loss"] for name, c in self.curves().items()}
+        losses = {name: loss.dropna() for name, loss in losses.items() if loss.notna().any()}
+        if not losses:
+            return Text("No loss was printed.")
+        ends = "; ".join(f"`{name}` from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
+        text = f"The loss goes {ends} (nats per token)."
+        plans = {(p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else m for m in self.timed}
+        if len(losses) > 1 and len(plans) == 1:
+            table = pd.DataFrame(losses)
+            text += f" They differ by at most **{(table.max(axis=1) - table.min(axis=1)).max():.1e}** in any iteration."
+        return Text(text)
+
+    def spikes(self) -> Text:
+        """Spikes, restart jumps and divergences of all trainings."""
+        found = [f"- `{name}`: {event.sentence}" for name, c in self.curves().items() for event in events(c)]
+        text = "\n".join(found) + "\n\n" if found else "No spike, no restart jump, no divergence. "
+        return Text(f"{text}The first {LEAST} lines of a training are not judged.")
+
+    def compare(self, a: str = "", b: str = "") -> Text:
+        """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""
+        one, other = sides(self.timed, a, b)
+        if not one:
+            return Text("There are no two topologies of one model and batch to compare; name `a` and `b`.")
+        found = compare(one, other)
+        names = [", ".join(f"`{m.label}`" for m in side) for side in (one, other)]
+        notes = "; ".join(found.notes)
+        return Text(
+            f"A is {names[0]}, B is {names[1]}. **{found.sentence}.** "
+            f"Spread between runs {found.deviation:.1%}: {found.source}. {notes}"
+        )
+
+    def headline(self, worst_ratio: float = math.nan) -> dict[str, Any]:
+        """The cards of the study's index page; `worst_ratio` is predicted / measured after calibration."""
+        known = [m for m in self.timed if m.config.shape]
+        first = next(iter(self.timed), None)
+        fastest = min((m.sec_per_it for m in self.timed), default=0.0)
+        parameters = f"{known[0].config.parameters / 1e6:,.2f} M" if known else "?"
+        loss = f"{first.first_loss:.2f} → {first.last_loss:.2f}" if first else "?"
+        cards = {
+            "parameters of the model": parameters,
+            "loss (nats per token)": loss,
+            "fastest iteration time measured": f"{fastest:.3f} s",
+            "worst predicted / measured now": f"{worst_ratio:.2f}" if worst_ratio == worst_ratio else "?",
+        }
+        return {"cards": [{"value": value, "label": label} for label, value in cards.items()]}
+
+
+def measure_runs(study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: Cluster | None = None) -> MeasuredRuns:
     """The runs of `logs` (a file, a folder, a glob; run on `cluster` where given), or of the study where that is empty.
 
-    Raises ValueError where there is none. A run folder counts as its run.log with the plan beside it; in another folder
-    every file counts that does not look like something else.
+    Raises ValueError where there is none. A run folder is one run; in another folder every file counts whose name does
+    not show that it is no log.
     """
     if not logs:
         folders = study.run_folders()
         require(bool(folders), "study", study.name, "has no run; run 03_launch first, or name logs")
-        return Gathered(runs=tuple(_of_folder(folder, warm_up) for folder in folders))
+        return MeasuredRuns(runs=tuple(measure(folder, warm_up) for folder in folders))
+    gpu = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
     runs, unread = list[Measurement](), list[str]()
     for path in files(logs):
         try:
-            runs += [_of_folder(path, warm_up)] if path.is_dir() else _of_file(path, warm_up, cluster)
+            runs += measure_path(path, warm_up, gpu)
         except (ValueError, OSError) as error:
             unread.append(str(error))
     require(bool(runs), "logs", logs, f"no log among them: {unread[0] if unread else 'no such file'}")
-    return Gathered(runs=tuple(_numbered(runs)), unread=tuple(unread))
+    return MeasuredRuns(runs=tuple(_numbered(runs)), unread=tuple(unread))
+
+
+def measure_path(
+    path: Path | str,
+    warm_up: int = WARM_UP,
+    gpu: Gpu | None = None,
+    keep: Collection[str] | None = None,
+    spill: Path | None = None,
+) -> list[Measurement]:
+    """The measured runs of a path: one of a run folder, its run.log or its steps.jsonl, those of any other log.
+
+    `gpu`, `keep` and `spill` (see logs.run.read_runs) hold for other logs. Raises ValueError where there is no run.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent if path.name in OURS else None
+    if folder and _is_run(folder):
+        return [measure(folder, warm_up)]
+    if path.is_dir():
+        path = next((path / name for name in OURS if (path / name).is_file()), path)
+        require(path.is_file(), "run", path, f"holds neither {' nor '.join(OURS)}")
+    return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path, keep, spill)]
 
 
 def files(logs: str) -> list[Path]:
-    """The files and run folders that a path or a glob means, by name."""
+    """The files and run folders that a path or a glob matches, by name."""
     found = list[Path]()
     for path in sorted(map(Path, glob.glob(str(Path(logs).expanduser()), recursive=True))):
         if path.is_dir() and not _is_run(path):
@@ -63,32 +203,18 @@ def files(logs: str) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "plan.json").is_file() and (folder / "run.log").is_file()
-
-
-def _of_folder(folder: Path, warm_up: int) -> Measurement:
-    return measure_log(read_run_folder(folder), read_plan(folder / "plan.json"), warm_up, name=folder.name)
-
-
-def _of_file(path: Path, warm_up: int, cluster: Cluster | None) -> list[Measurement]:
-    gpu = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
-    return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path)]
+    """Whether the folder holds a plan that can be read, and a log."""
+    try:
+        return (folder / "run.log").is_file() and bool(read_plan(folder / "plan.json"))
+    except ValueError:
+        return False  # what the log itself shows still stands
 
 
 def _numbered(runs: list[Measurement]) -> list[Measurement]:
-    """The runs with a number in front of what is known of them: file names are long, and a file may hold several."""
+    """The runs, named by a number and what is known: file names are long, and a file may hold several runs."""
     named = []
     for number, m in enumerate(runs, 1):
-        s = m.setup
-        known = f" tp{s.tp}-pp{s.pp}-dp{s.dp}" + f"-mbs{s.mbs}" * (s.mbs > 0) if s.gpus else f" {m.log.dialect}"
+        c = m.config
+        known = f" tp{c.tp}-pp{c.pp}-dp{c.dp}" + f"-mbs{c.mbs}" * (c.mbs > 0) if c.gpus else f" {m.log.dialect}"
         named.append(m if m.plan else replace(m, name=f"{number}{known}"))
     return named
-
-
-def measurements(path: str) -> list[Measurement]:
-    """The measured runs of a log, or of a run folder's; ValueError where there is none."""
-    file = Path(path)
-    if file.is_dir():
-        file = next((file / name for name in ("steps.jsonl", "run.log") if (file / name).is_file()), file)
-        require(file.is_file(), "run", path, "holds neither steps.jsonl nor run.log")
-    return [measure_log(log, plan_beside(log)) for log in read_runs(file, KEEP)]

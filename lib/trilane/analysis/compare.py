@@ -115,10 +115,10 @@ def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement
         return chosen[0], chosen[1]
     groups: dict[object, list[Measurement]] = {}
     for m in sorted((m for m in runs if m.sec_per_it > 0), key=lambda m: m.sec_per_it):
-        s = m.setup
+        s = m.config
         groups.setdefault((s.shape, s.gbs, s.tp, s.pp, s.dp, s.mbs) if s.gpus else m.name, []).append(m)
     first, *others = list(groups.values()) or [[]]
-    alike = [g for g in others if g[0].setup.shape == first[0].setup.shape and g[0].setup.gbs == first[0].setup.gbs]
+    alike = [g for g in others if g[0].config.shape == first[0].config.shape and g[0].config.gbs == first[0].config.gbs]
     return (first, alike[0]) if alike else ([], [])
 
 
@@ -170,10 +170,10 @@ def _times(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[list[np.
 def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[str, ...]:
     notes = []
     for side, runs in (("A", a), ("B", b)):
-        kinds = {(m.setup.shape, m.setup.tp, m.setup.pp, m.setup.dp, m.setup.mbs) for m in runs}
+        kinds = {(m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs) for m in runs}
         if len(kinds) > 1:
             notes.append(f"the runs of {side} differ among themselves in shape or topology")
-    gpus = [{m.setup.gpus for m in runs if m.setup.gpus} for runs in (a, b)]
+    gpus = [{m.config.gpus for m in runs if m.config.gpus} for runs in (a, b)]
     if all(gpus) and gpus[0] != gpus[1]:
         notes.append(f"A ran on {_either(gpus[0])} GPUs, B on {_either(gpus[1])}")
     return tuple(notes)

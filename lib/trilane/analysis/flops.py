@@ -1,7 +1,7 @@
-"""TFLOPs: one definition of a run's rate, and beside it what every dialect would print for the same run.
+"""TFLOPs: the FLOPs of one iteration by our definition, and by those that other frameworks print.
 
 B sequences an iteration of s tokens, L layers, h hidden size, V padded vocabulary, N parameters, t tensor-parallel
-size. Each function gives the FLOPs of one iteration of the whole job; rates() divides by seconds and GPUs.
+size. Each function returns the FLOPs of one iteration of the whole job; rates() divides by seconds and GPUs.
 """
 
 from collections.abc import Callable
@@ -10,62 +10,60 @@ from trilane.analysis.run_config import RunConfig
 from trilane.config.model import ModelShape
 
 
-def narayanan(shape: ModelShape, setup: RunConfig, batch: float) -> float:
+def narayanan(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """Ours: 96 B s L h^2 (1 + s/(6h) + V/(16 L h)) with full recomputation, 72 and 12 in place of 96 and 16 without.
 
     Narayanan et al. 2021, arXiv:2104.04473, equation 3: what Megatron-DeepSpeed printed from February 2022. It counts
     the whole s x s attention and recomputed work. Left out: norms, softmax, GELU, selective recomputation, the
     optimizer's step.
     """
-    return shape.flops_per_iteration(batch, setup.recompute == "full")
+    return shape.flops_per_iteration(batch, config.recompute == "full")
 
 
-def size_factor(shape: ModelShape, setup: RunConfig, batch: float) -> float:
+def size_factor(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """Size times factor: 2 N s B, times 4 with full recomputation and 3 without.
 
-    What the BigScience chronicles' 2021 tables hold: size_B * factor * 2 * seq * gbs / (sec * gpus * 1e3). N counts
-    embeddings and positions, though a look-up multiplies nothing. Left out: the attention core's 4 s h a token and
+    What the BigScience chronicles' 2021 tables hold: size_B * factor * 2 * seq * gbs / (sec * gpus * 1e3). N includes
+    embeddings and positions, though a look-up multiplies nothing. Left out: the attention core's 4 s h per token and
     layer, which grows with the sequence.
     """
-    return 2 * shape.parameters * _passes(setup) * batch * shape.seq_length
+    return 2 * shape.parameters * _passes(config) * batch * shape.seq_length
 
 
-def replicated(shape: ModelShape, setup: RunConfig, batch: float) -> float:
-    """The old one that tensor parallelism inflates: 8 s B N with N = L (12 h^2 + 13 h + 6 h (t - 1)).
+def replicated(shape: ModelShape, config: RunConfig, batch: float) -> float:
+    """The definition of 2021, which grows with tensor parallelism: 8 s B N with N = L (12 h^2 + 13 h + 6 h (t - 1)).
 
     Megatron-DeepSpeed until February 2022 summed its ranks' parameters, so norms and row-parallel biases count t times
     and embeddings not at all; exact on the chronicles' 46 rows of 17 and 20 February. The factor was 4 whether or not
     anything was recomputed. Left out: attention core, logits.
     """
     h = shape.hidden_size
-    return 8 * batch * shape.seq_length * shape.num_layers * (12 * h * h + 13 * h + 6 * h * (setup.tp - 1))
+    return 8 * batch * shape.seq_length * shape.num_layers * (12 * h * h + 13 * h + 6 * h * (config.tp - 1))
 
 
-def megatron_causal(shape: ModelShape, setup: RunConfig, batch: float) -> float:
+def megatron_causal(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """Megatron-LM of 2025 (core 0.16): 72 B s L h^2 (1 + s/(12h) + V/(12 L h)): model FLOPs, attention halved.
 
     `num_floating_point_operations` of its training.py: half of the scores are masked, and recomputation never counts,
-    so a run that recomputes looks a quarter slower than by Narayanan. Left out here: grouped queries, gated MLPs,
+    so with full recomputation the rate is a quarter below Narayanan's. Left out here: grouped queries, gated MLPs,
     experts.
     """
     return _model(shape, batch) - 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
 
 
-def hardware(shape: ModelShape, setup: RunConfig, batch: float) -> float:
-    """What the card really multiplies: the model's FLOPs and every recomputed one, for HFU.
+def hardware(shape: ModelShape, config: RunConfig, batch: float) -> float:
+    """What the card executes: the model's FLOPs and every recomputed one, for HFU.
 
     Full: a third more for the layers, as Narayanan's 96. Selective: the attention core once more, 4 B s^2 L h
     (Korthikanti et al. 2022, arXiv:2205.05198, section 5). Left out: kernels that skip the masked half.
     """
-    if setup.recompute == "full":
+    if config.recompute == "full":
         return shape.flops_per_iteration(batch, True)
     again = 4.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
-    return _model(shape, batch) + again * (setup.recompute == "selective")
+    return _model(shape, batch) + again * (config.recompute == "selective")
 
 
 Definition = Callable[[ModelShape, RunConfig, float], float]
-
-
 DEFINITIONS: dict[str, Definition] = {
     "narayanan": narayanan,
     "size_factor": size_factor,
@@ -74,30 +72,30 @@ DEFINITIONS: dict[str, Definition] = {
 }
 
 
-def rates(setup: RunConfig, seconds: float, batch: float | None = None) -> dict[str, float]:
+def rates(config: RunConfig, seconds: float) -> dict[str, float]:
     """FLOP/s per GPU by definition; {} where shape, GPUs, batch or seconds are unknown."""
-    shape, batch = setup.shape, setup.gbs if batch is None else batch
-    if not (shape and setup.gpus and batch > 0 and seconds > 0):
+    shape, batch = config.shape, config.gbs
+    if not (shape and config.gpus and batch > 0 and seconds > 0):
         return {}
-    return {name: flops(shape, setup, batch) / seconds / setup.gpus for name, flops in DEFINITIONS.items()}
+    return {name: flops(shape, config, batch) / seconds / config.gpus for name, flops in DEFINITIONS.items()}
 
 
-def utilization(setup: RunConfig, seconds: float, batch: float | None = None) -> dict[str, float]:
+def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
     """`mfu` and `hfu`: the model's FLOPs, and the hardware's, over the card's peak; {} where one is unknown.
 
     MFU: Chowdhery et al. 2022, arXiv:2204.02311, appendix B: recomputation does not count, all of the attention does.
     The peak is the data sheet's dense rate in the run's precision; boost clocks and power caps are left out.
     """
-    shape, batch = setup.shape, setup.gbs if batch is None else batch
-    if not (shape and setup.gpus and setup.peak_flops_per_s and batch > 0 and seconds > 0):
+    shape, batch = config.shape, config.gbs
+    if not (shape and config.gpus and config.peak_flops_per_s and batch > 0 and seconds > 0):
         return {}
-    whole = seconds * setup.gpus * setup.peak_flops_per_s
-    return {"mfu": _model(shape, batch) / whole, "hfu": hardware(shape, setup, batch) / whole}
+    whole = seconds * config.gpus * config.peak_flops_per_s
+    return {"mfu": _model(shape, batch) / whole, "hfu": hardware(shape, config, batch) / whole}
 
 
 def _model(shape: ModelShape, batch: float) -> float:
     return shape.flops_per_iteration(batch, False)
 
 
-def _passes(setup: RunConfig) -> int:
-    return 4 if setup.recompute == "full" else 3
+def _passes(config: RunConfig) -> int:
+    return 4 if config.recompute == "full" else 3

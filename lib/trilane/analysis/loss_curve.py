@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from trilane.analysis.run_config import setup_of
+from trilane.analysis.run_config import run_config
 from trilane.logs.run import RunLog
 from trilane.utils.validation import require
 
@@ -85,7 +85,7 @@ def _columns(log: RunLog, number: int) -> pd.DataFrame:
     table = log.iterations
     chosen = table[["iteration", *(name for name in COLUMNS if name in table)]].assign(log=number)
     if "consumed_samples" not in table:
-        batch = setup_of(log).gbs
+        batch = run_config(log).gbs
         if batch:  # a constant batch: a ramp prints its samples
             chosen["consumed_samples"] = table["iteration"] * batch
     return chosen

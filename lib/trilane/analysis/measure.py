@@ -1,31 +1,54 @@
-"""From a run's log to the few numbers that are compared: seconds per iteration, tokens, TFLOPs, memory, loss."""
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, status."""
 
+import contextlib
+import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from trilane.analysis import flops
-from trilane.analysis.numerics import Health, health
 from trilane.analysis.phase_times import ideal_bubble, measured_bubble
-from trilane.analysis.run_config import RunConfig, setup_of
-from trilane.analysis.steady_state import WARM_UP, SteadyState, stable_window
+from trilane.analysis.run_config import RunConfig, run_config
+from trilane.analysis.steady_state import WARM_UP, SteadyState, ranges, steady_state
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.run import RunLog, read_run_folder
-from trilane.utils.validation import require
+from trilane.workspace.status import Status
+
+KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # columns that a measurement reads, if few are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Counts over the whole log; NaN for a number that the log does not print.
+
+    skipped          iterations whose optimizer step was not taken (fp16 overflow)
+    nan_iterations   those that the framework counts as NaN, or whose loss is NaN though they were not skipped
+    grad_norm        median over the log; `grad_norm_max` its largest
+    loss_scale       the last; `loss_scale_min` the lowest, `loss_scale_drops` how often it fell
+    """
+
+    skipped: int
+    nan_iterations: int
+    grad_norm: float
+    grad_norm_max: float
+    loss_scale: float
+    loss_scale_min: float
+    loss_scale_drops: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A run in one line; NaN where neither log nor plan tells.
+    """The summary of one run that every command, table and notebook shows; NaN where neither log nor plan has a value.
 
-    sec_per_it      median of the stable window; `spread` its quartiles' half distance over it
+    config          what ran; its `gbs` is that of the window
+    window          which iterations count (see steady_state), `iterations` how many
+    sec_per_it      their median; `spread` half the distance of their quartiles relative to it
     tokens_per_s    of the whole job
-    flops_per_s     per GPU by definition (tflops.DEFINITIONS, and `printed` and `profiler` where the log has them)
+    flops_per_s     per GPU by definition (flops.DEFINITIONS, and `printed` and `profiler` where the log has them)
     utilization     mfu and hfu, where the card is known
     lost_share      of the printed time that iterations took beyond the median: stalls, evaluations, checkpoints
     bubble, waited  the ideal pipeline's idle share, and what the timers show (an upper bound)
@@ -34,7 +57,7 @@ class Measurement:
 
     name: str
     log: RunLog
-    setup: RunConfig
+    config: RunConfig
     window: SteadyState
     plan: Plan | None = None
     iterations: int
@@ -49,7 +72,7 @@ class Measurement:
     memory_bytes: float
     first_loss: float
     last_loss: float
-    health: Health
+    numerics: Numerics
 
     @property
     def label(self) -> str:
@@ -57,17 +80,82 @@ class Measurement:
         return self.plan.topology.label if self.plan else self.name
 
     @property
+    def status(self) -> Status:
+        """How the run stands or ended."""
+        return self.log.status
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds of the iterations that count, (iterations,)."""
+        return _column(self.log, "sec_per_it")[self.window.counts] if self.iterations else np.empty(0)
+
+    @property
     def flops_per_s_per_gpu(self) -> float:
-        """By our definition, Narayanan's; NaN where the shape is unknown."""
-        return self.flops_per_s.get("narayanan", math.nan)
+        """By Narayanan's definition; the printed rate where the shape is unknown, NaN where there is neither."""
+        return self.flops_per_s.get("narayanan", self.flops_per_s.get("printed", math.nan))
+
+    @property
+    def note(self) -> str:
+        """What a table's notes add to the status: an engine other than megatron, and whether the rate is the log's."""
+        printed = "narayanan" not in self.flops_per_s and "printed" in self.flops_per_s
+        engine = self.plan.engine if self.plan and self.plan.engine != "megatron" else ""
+        return ", ".join(filter(None, (engine, "TFLOPs as printed" if printed else "")))
+
+    def row(self) -> dict[str, Any]:
+        """The run as a table's row of numbers in base units (`tflops` excepted); NaN where unknown."""
+        c = self.config
+        degrees = {name: getattr(c, name) for name in ("dp", "tp", "pp")}
+        return {
+            "gpus": c.gpus or math.nan,
+            "parameters": c.parameters or math.nan,
+            **{name: n if c.gpus or n > 1 else math.nan for name, n in degrees.items()},
+            "mbs": c.mbs or math.nan,
+            "gbs": c.gbs or math.nan,
+            "memory_bytes": self.memory_bytes,
+            "sec_per_it": self.sec_per_it,
+            "tflops": self.flops_per_s_per_gpu / 1e12,
+            "status": self.status,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as one JSON object; null where a value is unknown."""
+        log, left_out = self.log, self.window.left_out
+        values = {
+            "file": str(log.source),
+            "dialect": log.dialect,
+            "status": log.status,
+            "evidence": log.evidence,
+            "rank": log.rank,
+            "asked_gib": log.asked_bytes / 2**30,
+            "arguments": dict(log.arguments),
+            "iterations": len(log.iterations),
+            "iterations_counted": self.iterations,
+            "global_batch_size": self.config.gbs or None,
+            "sec_per_it": self.sec_per_it,
+            "sec_per_it_spread": self.spread,
+            "left_out": [{"reason": part.reason, "iterations": ranges(part.iterations)} for part in left_out],
+            "tokens_per_s": self.tokens_per_s,
+            "tflops": {name: _finite(rate / 1e12) for name, rate in self.flops_per_s.items()},
+            "mfu": self.utilization.get("mfu"),
+            "hfu": self.utilization.get("hfu"),
+            "max_memory_gib": self.memory_bytes / 2**30,
+            "last_loss": self.last_loss,
+            "skipped_iterations": self.numerics.skipped,
+            "nan_iterations": self.numerics.nan_iterations,
+            "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],
+        }
+        return {name: _finite(value) for name, value in values.items()}
 
 
-def measure(folder: Path | str, warm_up: int = WARM_UP) -> Measurement:
-    """The measurement of a run folder; ValueError where the run left no iteration."""
+def measure(folder: Path | str, warm_up: int = WARM_UP, status: Status | None = None) -> Measurement:
+    """The measurement of a run folder, also of one without an iteration; `status` in place of the folder's own.
+
+    Seconds come from steps.jsonl, since run.log rounds them to 0.1 ms; all else from run.log and status.json.
+    Raises ValueError where the folder holds no plan.
+    """
     folder = Path(folder)
-    plan, log = read_plan(folder / "plan.json"), read_run_folder(folder)
-    require(len(log.iterations) > 0, "run", folder.name, f"left no iteration: {log.status}: {log.evidence}")
-    return measure_log(log, plan, warm_up, name=folder.name)
+    plan, log = read_plan(folder / "plan.json"), _exact(read_run_folder(folder))
+    return measure_log(replace(log, status=status or log.status), plan, warm_up, name=folder.name)
 
 
 def measure_log(
@@ -75,40 +163,79 @@ def measure_log(
 ) -> Measurement:
     """The measurement of one run's log, with its plan where there is one; a log without iterations has NaN.
 
-    `gpu` is the card where neither plan nor log tells it.
+    `gpu` is the card where neither plan nor log names it.
     """
-    window, setup = stable_window(log, warm_up), setup_of(log, plan, gpu)
-    all_seconds = log.iterations.reindex(columns=["sec_per_it"])["sec_per_it"].to_numpy(float)  # NaN where it has none
-    counted = all_seconds[window.counts]
-    seconds = float(np.median(counted)) if len(counted) else summed_up(log)
+    config = run_config(log, plan, gpu)
+    window = steady_state(log, warm_up, config.gbs, config.seq_length)
+    batch = _column(log, "global_batch_size")
+    if len(batch) and (of_window := float(np.median(batch[window.counts])) if window.counts.any() else 0) > 0:
+        config = replace(config, gbs=of_window)
+    every = _column(log, "sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
+    counted = every[window.counts]
+    seconds = float(np.median(counted)) if len(counted) else _mean_seconds(log)
     low, high = np.quantile(counted, [0.25, 0.75]) if len(counted) else (math.nan, math.nan)
-    batch = _batch(log, window, setup)
-    tokens = batch * (setup.seq_length or math.nan)
-    loss = log.iterations["lm_loss"] if "lm_loss" in log.iterations else pd.Series(dtype=float)
-    first, last = loss.first_valid_index(), loss.last_valid_index()
+    tokens = config.gbs * config.seq_length
+    loss = _column(log, "lm_loss")
+    loss = loss[np.isfinite(loss)]
     return Measurement(
         name=name or log.source.name,
         log=log,
-        setup=setup,
+        config=config,
         window=window,
         plan=plan,
         iterations=len(counted),
         sec_per_it=seconds,
         spread=float(high - low) / 2 / seconds if seconds > 0 else math.nan,
-        tokens_per_s=tokens / seconds if tokens > 0 else math.nan,
-        flops_per_s={**printed(log), **flops.rates(setup, seconds, batch)},
-        utilization=flops.utilization(setup, seconds, batch),
-        lost_share=_lost_share(all_seconds[WARM_UP:], seconds),
-        bubble=ideal_bubble(setup),
+        tokens_per_s=tokens / seconds if tokens and seconds > 0 else math.nan,
+        flops_per_s={**_printed(log), **flops.rates(config, seconds)},
+        utilization=flops.utilization(config, seconds),
+        lost_share=_lost_share(every[WARM_UP:], seconds),
+        bubble=ideal_bubble(config),
         waited=measured_bubble(log, seconds, window),
-        memory_bytes=peak_memory(log),
-        first_loss=float(loss[first]) if first is not None else math.nan,
-        last_loss=float(loss[last]) if last is not None else math.nan,
-        health=health(log),
+        memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
+        first_loss=float(loss[0]) if len(loss) else math.nan,
+        last_loss=float(loss[-1]) if len(loss) else math.nan,
+        numerics=numerics(log),
     )
 
 
-def summed_up(log: RunLog) -> float:
+def numerics(log: RunLog) -> Numerics:
+    """The numerics of one run. A loss scale of -1, which Megatron prints where there is none, and a norm that is 0 in
+    every line, as DeepSpeed's engines left it in 2021, count as not printed.
+    """
+    skipped, lost, loss = (_column(log, name) for name in ("skipped", "nan", "lm_loss"))
+    if not len(skipped) and len(total := _column(log, "skipped_total")):
+        skipped = total[-1:]
+    broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
+    norm, scale = _column(log, "grad_norm"), _column(log, "loss_scale")
+    norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
+    if not norm.any():
+        norm = norm[:0]
+    return Numerics(
+        skipped=_total(skipped),
+        nan_iterations=max(_total(lost), int(broken.sum())),
+        grad_norm=float(np.median(norm)) if len(norm) else math.nan,
+        grad_norm_max=float(norm.max()) if len(norm) else math.nan,
+        loss_scale=float(scale[-1]) if len(scale) else math.nan,
+        loss_scale_min=float(scale.min()) if len(scale) else math.nan,
+        loss_scale_drops=int((np.diff(scale) < 0).sum()),
+    )
+
+
+def _exact(log: RunLog) -> RunLog:
+    """The log with the seconds of steps.jsonl beside it, where an iteration has them there."""
+    path, exact = log.source.with_name("steps.jsonl"), dict[int, float]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be half written
+            step = json.loads(line)
+            exact[int(step["iteration"])] = float(step["sec_per_it"])
+    if not exact or "sec_per_it" not in log.iterations:
+        return log
+    seconds = log.iterations["iteration"].map(exact).fillna(log.iterations["sec_per_it"])
+    return replace(log, iterations=log.iterations.assign(sec_per_it=seconds))
+
+
+def _mean_seconds(log: RunLog) -> float:
     """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or DeepSpeed's batch over
     its rate; NaN where there is neither.
     """
@@ -123,8 +250,8 @@ def summed_up(log: RunLog) -> float:
     return math.nan
 
 
-def printed(log: RunLog) -> dict[str, float]:
-    """FLOP/s per GPU as the log itself says: `printed`, the median of its lines by its dialect's own definition, and
+def _printed(log: RunLog) -> dict[str, float]:
+    """FLOP/s per GPU as the log prints them: `printed`, the median of its lines by its dialect's own definition, and
     `profiler`, DeepSpeed's count of one iteration.
     """
     rates = {}
@@ -138,19 +265,11 @@ def printed(log: RunLog) -> dict[str, float]:
     return rates
 
 
-def peak_memory(log: RunLog) -> float:
-    """Bytes of the fullest rank: the most it allocated, else reserved; NaN where no rank says."""
+def memory_by_rank(log: RunLog) -> dict[int, float]:
+    """Peak bytes of each rank: the most it allocated, else reserved; {} where the log has neither."""
     memory = log.memory
     most = next((c for c in ("max_allocated", "max_reserved") if c in memory and memory[c].notna().any()), None)
-    return float(memory[most].max()) if most else math.nan
-
-
-def _batch(log: RunLog, window: SteadyState, setup: RunConfig) -> float:
-    """Sequences an iteration in the window; a ramp may have gone on after it."""
-    if "global_batch_size" in log.iterations and window.counts.any():
-        median = float(np.median(log.iterations["global_batch_size"].to_numpy(float)[window.counts]))
-        return median if median == median else setup.gbs
-    return setup.gbs
+    return dict(memory.set_index("rank")[most].dropna()) if most else {}
 
 
 def _lost_share(seconds: np.ndarray, median: float) -> float:
@@ -160,31 +279,14 @@ def _lost_share(seconds: np.ndarray, median: float) -> float:
     return float((slow.sum() - median * len(slow)) / whole) if whole > 0 else math.nan
 
 
-def table(measurements: Iterable[Measurement]) -> pd.DataFrame:
-    """The measurements as the BigScience tables print them, one row a run; GFLOPs where none reaches a TFLOP/s."""
-    rows, measurements = [], list(measurements)
-    large = any(m.flops_per_s_per_gpu > 1e12 for m in measurements)
-    rate, scale = ("TFLOPs", 1e12) if large else ("GFLOPs", 1e9)
-    for m in measurements:
-        s = m.setup
-        rows.append(
-            {
-                "Run": m.name,
-                "GPUs": s.gpus or "",
-                "Size": _size(s.shape.parameters) if s.shape else "",
-                **{name.upper(): getattr(s, name) if s.gpus else "" for name in ("dp", "tp", "pp")},
-                "MBS": s.mbs or "",
-                "GBS": int(s.gbs) or "",
-                "Mem (GiB)": round(m.memory_bytes / 2**30, 2),
-                "Sec/it": float(f"{m.sec_per_it:.4g}"),
-                "±": f"{m.spread:.0%}" if m.spread == m.spread else "",
-                rate: round(m.flops_per_s_per_gpu / scale, 1),
-                "Loss": f"{m.first_loss:.2f} → {m.last_loss:.2f}" if m.last_loss == m.last_loss else "",
-                "Notes": m.log.status,
-            }
-        )
-    return pd.DataFrame(rows)
+def _column(log: RunLog, name: str) -> np.ndarray:
+    return log.iterations[name].to_numpy(float) if name in log.iterations else np.empty(0)
 
 
-def _size(parameters: float) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+def _total(counts: np.ndarray) -> int:
+    return int(counts[np.isfinite(counts)].sum())
+
+
+def _finite(value: Any) -> Any:
+    """A float without a value is null in JSON."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

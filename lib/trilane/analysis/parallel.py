@@ -1,4 +1,4 @@
-"""Many logs: read in several processes with a progress bar; every iteration as CSV, in constant memory."""
+"""Many logs, read by several processes with a progress bar; every iteration as CSV, in constant memory."""
 
 import csv
 import multiprocessing
@@ -13,38 +13,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trilane.documents.runs import read_runs
+from trilane.analysis.collect import measure_path
+from trilane.analysis.measure import KEEP
 from trilane.logs.run import INTEGERS, RunLog
 
-LARGE = 50_000_000  # bytes in several files before other processes are worth their start
-
-
-SHOWN = 16  # files before progress is shown where no terminal is
-
-
+LARGE = 50_000_000  # bytes in several files from which other processes pay off
+SHOWN = 16  # files from which progress is shown without a terminal
 CHUNK = 50_000  # rows of a CSV file that are in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """What came of a log: a record for each run, or why it could not be read; the runs' CSV files, where asked for."""
+    """One log: a record for each run, or why it could not be read; the CSV file of each run, where requested."""
 
     records: list[dict[str, Any]]
     error: str = ""
     parts: tuple[Path, ...] = ()
 
 
-def read_many(
-    paths: Sequence[str], record: Callable[[RunLog], dict[str, Any]], keep: Sequence[str], out: Path | None = None
-) -> list[Read]:
-    """The records of all runs of the logs, in the logs' order; all iterations go to the CSV file `out`.
+def read_many(paths: Sequence[str], out: Path | None = None) -> list[Read]:
+    """The measurements of all runs of the logs as JSON objects, in the logs' order; with `out`, all iterations as CSV.
 
-    `record` and `keep` (as in read_runs) must be known to a new process. Large sets are read on all cores.
+    Large sets are read on all cores.
     """
     sizes = [Path(path).stat().st_size if Path(path).is_file() else 0 for path in paths]
     workers = min(len(os.sched_getaffinity(0)), len(paths)) if sum(sizes) > LARGE else 1
     with _folder(out) as folder:
-        jobs = [(path, record, keep, folder / str(i) if folder else None) for i, path in enumerate(paths)]
+        jobs = [(path, folder / str(i) if folder else None) for i, path in enumerate(paths)]
         found = _pooled(jobs, workers) if workers > 1 else [_read(*job) for job in _shown(jobs)]
         if out:
             parts = [part for one in found for part in one.parts]
@@ -80,23 +75,23 @@ def _pooled(jobs: Sequence[tuple], workers: int) -> list[Read]:
         return [job.result() for job, _ in sorted(places.items(), key=lambda item: item[1])]
 
 
-def _read(path: str, record: Callable[[RunLog], dict[str, Any]], keep: Sequence[str], folder: Path | None) -> Read:
+def _read(path: str, folder: Path | None) -> Read:
     if folder:
         folder.mkdir()
     try:
-        runs = read_runs(path, keep, folder)
+        runs = measure_path(path, keep=KEEP, spill=folder)
     except (ValueError, OSError) as error:
         return Read(records=[], error=str(error))
     parts = []
-    for number, log in enumerate(runs, 1):
+    for number, m in enumerate(runs, 1):
         if folder:
             parts.append(folder / f"{number}.csv")
-            write_iterations(parts[-1], log, number)
-    return Read(records=[record(log) for log in runs], parts=tuple(parts))
+            write_iterations(parts[-1], m.log, number)
+    return Read(records=[m.to_json() for m in runs], parts=tuple(parts))
 
 
 def write_iterations(path: Path, log: RunLog, number: int) -> None:
-    """The iterations of a run as CSV, `file` and `run` (its `number`) in front."""
+    """The iterations of a run as CSV, after the columns `file` and `run` (its `number`)."""
     import pandas as pd
 
     kept, spilled = log.iterations, log.spilled

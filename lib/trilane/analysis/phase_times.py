@@ -1,4 +1,4 @@
-"""Phases: where a log's timers say that the time of an iteration goes, and how much of it the pipeline stands idle."""
+"""Phases: where the time of an iteration goes by a log's timers, and how much of it the pipeline is idle."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from trilane.analysis.run_config import RunConfig
 from trilane.analysis.steady_state import SteadyState
 from trilane.logs.run import RunLog
 
-# Timers of Megatron and DeepSpeed by what they are about; the first pattern that fits takes a timer.
+# Timers of Megatron and DeepSpeed by phase; the first pattern that matches takes a timer.
 PHASES = {
     "optimizer": r"optimizer|^(?:step|_step)(?:_microstep)?$",
     "data_parallel": r"params-all-reduce|all-grads-sync|grads?-reduce|allreduce|reduce-scatter|params-all-gather",
@@ -20,22 +20,19 @@ PHASES = {
 
 ORDER = ("forward", "backward", "pipeline_wait", "data_parallel", "optimizer", "data")
 
-
-# What holds others: counting both would count twice.
+# Timers that include others: counting both would count twice.
 OUTER = re.compile(r"^forward-backward$|^optimizer$|^bwd_microstep$|^interval-time$|^train_batch$| min$")
-
-
 INNER = {"optimizer": r"^optimizer-", "bwd_microstep": r"^bwd_(?:inner|allreduce)_microstep$"}
 
 
 def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
-    """Median seconds per iteration of each phase by the log's timers, as the rank that prints sees them; {} for none.
+    """Median seconds per iteration of each phase by the timers of the printing rank; {} without timers.
 
-    With a window, over the iterations that count in it, where timers were printed for any of them.
+    With a window, over the iterations that count, where timers were printed for any of them.
 
     Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in sends, receives and the
-    all-reduce of the shared embedding: on the last stage those hold the pipeline's fill and drain beside the transfer,
-    so it is an upper bound of the bubble. `batch-generator` runs inside forward-compute and is left out where that is.
+    all-reduce of the shared embedding: on the last stage these include the pipeline's fill and drain, so it is an upper
+    bound of the bubble. `batch-generator` runs inside forward-compute and is left out where the log has that.
     """
     timers = log.timers
     if window is not None and "iteration" in timers and "iteration" in log.iterations:
@@ -52,22 +49,22 @@ def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
 
 
 def _is_outer(name: str, medians: Mapping[str, float]) -> bool:
-    """Whether the timer holds others that are there too."""
+    """Whether the timer includes others that were printed too."""
     if name in INNER:
         return any(re.search(INNER[name], other) for other in medians)
     return OUTER.search(name) is not None
 
 
-def ideal_bubble(setup: RunConfig) -> float:
-    """Share of an iteration that a perfect 1F1B pipeline idles: (p - 1) / (m v + p - 1); NaN where m is unknown.
+def ideal_bubble(config: RunConfig) -> float:
+    """Share of an iteration that an ideal 1F1B pipeline is idle: (p - 1) / (m v + p - 1); NaN where m is unknown.
 
     p stages, m microbatches, v chunks a stage (interleaving). Narayanan et al. 2021, arXiv:2104.04473, section 2.2,
-    who give it over the ideal time: (p - 1) / (m v). Left out: unequal stages, transfers.
+    who state it relative to the ideal time: (p - 1) / (m v). Left out: unequal stages, transfers.
     """
-    p, m = setup.pp, setup.microbatches
+    p, m = config.pp, config.microbatches
     if p == 1:
         return 0.0
-    return (p - 1) / (m * setup.interleaving + p - 1) if m else float("nan")
+    return (p - 1) / (m * config.interleaving + p - 1) if m else float("nan")
 
 
 def measured_bubble(log: RunLog, seconds: float, window: SteadyState | None = None) -> float:

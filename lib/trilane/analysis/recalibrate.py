@@ -94,36 +94,37 @@ def predictions(
 
 
 def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:
-    """The run as the planner sees it: its plan, or what its arguments tell; None where too little is known.
+    """The run as the planner sees it, by its plan or its arguments, at the batch size that was measured; None where too
+    little is known.
 
-    A log of 2021 stored its scores, as no kernel of that time did without: its dialect tells. What arguments of
-    foreign logs leave open is assumed plain: equal layers a stage, no offload.
+    Logs of 2021 are of attention that stored its scores, the only one there was; the dialect gives the year. What the
+    arguments of other logs leave open gets the plain choice: equal layers a stage, no offload.
     """
+    c, given = m.config, m.log.arguments
     if m.plan:
-        return Configuration(shape=m.plan.shape, topology=m.plan.topology, cluster=m.plan.cluster)
-    s, told = m.setup, m.log.arguments
-    if not (cluster and s.shape and s.gpus and s.mbs and s.gbs):
+        topology = replace(m.plan.topology, gbs=int(c.gbs))
+        return Configuration(shape=m.plan.shape, topology=topology, cluster=m.plan.cluster)
+    if not (cluster and c.shape and c.gpus and c.mbs and c.gbs):
         return None
-    zero = told.get("zero_stage", told.get("deepspeed.zero_optimization_stage", 0))
+    zero = given.get("zero_stage", given.get("deepspeed.zero_optimization_stage", 0))
     try:
         topology = Topology(
-            tp=s.tp,
-            pp=s.pp,
-            dp=s.dp,
-            mbs=s.mbs,
-            gbs=int(s.gbs),
+            tp=c.tp,
+            pp=c.pp,
+            dp=c.dp,
+            mbs=c.mbs,
+            gbs=int(c.gbs),
             zero=zero if isinstance(zero, int) else 0,
-            recompute=s.recompute,
-            interleaving=s.interleaving,
-            sequence_parallel=told.get("sequence_parallel") is True and s.tp > 1,
-            precision=s.precision or ("fp16" if cluster.gpu.kind == "cuda" else "fp32"),
-            attention="fused" if told.get("use_flash_attn") is True or m.log.dialect == "megatron-lm" else "scores",
+            recompute=c.recompute,
+            interleaving=c.interleaving,
+            sequence_parallel=given.get("sequence_parallel") is True and c.tp > 1,
+            precision=c.precision or ("fp16" if cluster.gpu.kind == "cuda" else "fp32"),
+            attention="fused" if given.get("use_flash_attn") is True or m.log.dialect == "megatron-lm" else "scores",
         )
     except ValueError:
         return None
-    return (
-        None if invalid_reason(s.shape, topology) else Configuration(shape=s.shape, topology=topology, cluster=cluster)
-    )
+    case = Configuration(shape=c.shape, topology=topology, cluster=cluster)
+    return None if invalid_reason(c.shape, topology) else case
 
 
 def rivals(case: Configuration, calibration: Calibration, keep: int = 8) -> list[Configuration]:

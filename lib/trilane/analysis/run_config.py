@@ -1,5 +1,6 @@
-"""Setup: what ran, as far as a log's launch arguments or the plan beside it tell: shape, parallelism, batch, card."""
+"""RunConfig: what ran, from the plan or else the log's launch arguments: shape, parallelism, batch, card."""
 
+import math
 from dataclasses import dataclass
 
 from trilane.config import cluster
@@ -8,28 +9,33 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.logs.run import RunLog
 
-# how Megatron before 2022, DeepSpeed and the Trainer say it
+# full recomputation, as Megatron before 2022, DeepSpeed and the Trainer call it
 FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing", "gradient_checkpointing")
-
-
 ON = ("swiglu", "multi_latent_attention")  # True where the model is no plain GPT
-
-
 NO_EXPERTS = ("None", "False", "0", "1")  # Megatron-DeepSpeed prints [1]
+
+# Names of one argument, the most reliable first: Megatron, Megatron of 2020, DeepSpeed, the Trainer, a typed table.
+TP = ("tensor_model_parallel_size", "model_parallel_size", "tp")
+PP = ("pipeline_model_parallel_size", "pp")
+MBS = ("micro_batch_size", "deepspeed.train_micro_batch_size_per_gpu", "per_device_train_batch_size", "mbs")
+GBS = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "gbs")
+LAYERS, HIDDEN = ("num_layers", "layers", "n_layer"), ("hidden_size", "hidden", "n_embd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What ran. Where nobody tells: no shape, no card, 0 for a number, "" for a precision.
+    """What ran. Where unknown: no shape, 0 for a number, "" for card and precision, one for a degree of parallelism.
 
-    gpus, gbs          GPUs of the run and sequences an iteration
-    seq_length         tokens of a sequence, known also where the shape is not
+    parameters         all of them; may be known without the shape
+    gpus, gbs          GPUs of the run, and sequences per iteration
+    seq_length         tokens of a sequence; may be known without the shape
     recompute          "none", "selective" or "full"
     peak_flops_per_s   the card's matmul rate in the run's precision, of data sheets (data/clusters); 0 unknown
-    note               why there is no shape, where the log tells a model that is no plain GPT
+    note               why there is no shape, where the log shows a model that is not a plain GPT
     """
 
     shape: ModelShape | None = None
+    parameters: float = 0
     gpus: int = 0
     tp: int = 1
     pp: int = 1
@@ -50,17 +56,21 @@ class RunConfig:
         return self.gbs / (self.mbs * self.dp) if self.mbs else 0
 
 
-def setup_of(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) -> RunConfig:
-    """The setup of a run: its plan's where there is one, else what its log tells, on `gpu` where that is known."""
-    return _planned(plan) if plan else _told(log, gpu or card(log))
+def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) -> RunConfig:
+    """The configuration of a run: its plan's where there is one, else by its log, on `gpu` where that is known.
+
+    `gbs` is the full batch size, also of a run that is still ramping up.
+    """
+    return _of_plan(plan) if plan else _of_log(log, gpu or card(log))
 
 
-def _planned(plan: Plan) -> RunConfig:
+def _of_plan(plan: Plan) -> RunConfig:
     t, gpu = plan.topology, plan.cluster.gpu
-    # a process on a CPU machine has its share of the cores, so a peak of the card says nothing
+    # a process on a CPU machine has a share of the cores, for which the card's peak means nothing
     peak = gpu.flops_per_s(t.precision) if gpu.kind == "cuda" else 0.0
     return RunConfig(
         shape=plan.shape,
+        parameters=plan.shape.parameters,
         gpus=t.gpus,
         tp=t.tp,
         pp=t.pp,
@@ -76,25 +86,27 @@ def _planned(plan: Plan) -> RunConfig:
     )
 
 
-def _told(log: RunLog, gpu: Gpu | None) -> RunConfig:
-    tp, pp = _tp(log), _whole(log, "pipeline_model_parallel_size") or 1
-    # DeepSpeed's own dump counts replicas, so it tells the GPUs only where there is nothing but replicas
-    gpus = _whole(log, "world_size") or (_whole(log, "deepspeed.world_size") if tp * pp == 1 else 0)
-    dp = _whole(log, "data_parallel_size") or max(1, gpus // (tp * pp))
+def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
+    tp, pp = _whole(log, *TP) or 1, _whole(log, *PP) or 1
+    # DeepSpeed's own dump counts replicas, which are the GPUs only where there is no other parallelism
+    gpus = _whole(log, "world_size", "gpus") or (_whole(log, "deepspeed.world_size") if tp * pp == 1 else 0)
+    dp = _whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * pp))
     per_stage, layers = _whole(log, "num_layers_per_virtual_pipeline_stage"), _whole(log, "num_layers")
     precision = next((name for name in ("bf16", "fp16") if log.arguments.get(name) is True), "")
     peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0
     other = _no_plain_gpt(log)
+    shape = None if other else _shape(log)
     return RunConfig(
-        shape=None if other else _shape(log),
+        shape=shape,
+        parameters=shape.parameters if shape else 0 if other else _parameters(log),
         note=f"no TFLOPs by shape: {other} is no plain GPT" if other else "",
         gpus=gpus,
         tp=tp,
         pp=pp,
         dp=dp,
-        mbs=_whole(log, "micro_batch_size") or _whole(log, "deepspeed.train_micro_batch_size_per_gpu"),
+        mbs=_whole(log, *MBS),
         gbs=_batch(log, gpus // (tp * pp)),
-        seq_length=_whole(log, "seq_length") or _whole(log, "encoder_seq_length"),
+        seq_length=_whole(log, "seq_length", "encoder_seq_length"),
         recompute=_recompute(log),
         interleaving=max(1, layers // (pp * per_stage)) if per_stage and layers else 1,
         precision=precision,
@@ -104,7 +116,7 @@ def _told(log: RunLog, gpu: Gpu | None) -> RunConfig:
 
 
 def card(log: RunLog) -> Gpu | None:
-    """The catalogue's card that nvidia-smi shows in the log; None where it shows none, or one that is not there."""
+    """The catalogue's card that nvidia-smi shows in the log; None where it shows none, or an unknown one."""
     if not log.devices:
         return None
     device = log.devices[0]
@@ -119,7 +131,7 @@ def _shape(log: RunLog) -> ModelShape | None:
     sizes = {name: _whole(log, name) for name in names}
     vocab = _whole(log, "padded_vocab_size")
     if not vocab and (tokens := _whole(log, "vocab_size")):
-        vocab = padded_vocab_size(tokens, _tp(log), _whole(log, "make_vocab_size_divisible_by") or 128)
+        vocab = padded_vocab_size(tokens, _whole(log, *TP) or 1, _whole(log, "make_vocab_size_divisible_by") or 128)
     if not vocab or not all(sizes.values()):
         return None
     L, h, a, s = sizes.values()
@@ -130,44 +142,49 @@ def _shape(log: RunLog) -> ModelShape | None:
 
 
 def _no_plain_gpt(log: RunLog) -> str:
-    """The argument, name=value, that makes it another model than our FLOPs count; "" where none does.
+    """The arguments, name=value, of a model whose FLOPs our formula does not count; "" where there are none.
 
     Gated MLPs, experts, grouped queries (Megatron prints 1 group where it uses none), an MLP that is not 4 h wide.
     """
-    told = log.arguments
-    found = [name for name in ON if told.get(name) is True]
-    if str(told.get("num_experts")).strip("[]") not in NO_EXPERTS:
+    given = log.arguments
+    found = [name for name in ON if given.get(name) is True]
+    if str(given.get("num_experts")).strip("[]") not in NO_EXPERTS:
         found.append("num_experts")
     groups, heads = _whole(log, "num_query_groups"), _whole(log, "num_attention_heads")
-    if told.get("group_query_attention") is not False and groups and heads and groups != heads:
+    if given.get("group_query_attention") is not False and groups and heads and groups != heads:
         found.append("num_query_groups")
     if _whole(log, "ffn_hidden_size") not in (0, 4 * _whole(log, "hidden_size")):
         found.append("ffn_hidden_size")
-    return ", ".join(f"{name}={told[name]}" for name in found)
+    return ", ".join(f"{name}={given[name]}" for name in found)
 
 
-def _tp(log: RunLog) -> int:
-    return _whole(log, "tensor_model_parallel_size") or _whole(log, "model_parallel_size") or 1
+def _parameters(log: RunLog) -> float:
+    """As ModelShape.parameters counts them, without the number of heads; else the size of a typed table, in 1e9."""
+    L, h = _whole(log, *LAYERS), _whole(log, *HIDDEN)
+    s, V = _whole(log, "seq_length", "seq", "n_positions"), _whole(log, "padded_vocab_size", "vocab_size")
+    if L and h and s and V:
+        return L * (12 * h * h + 13 * h) + (V + s + 2) * h
+    size = log.arguments.get("size")
+    return size * 1e9 if isinstance(size, int | float) and size > 0 else 0
 
 
 def _batch(log: RunLog, replicas: int) -> float:
-    if "global_batch_size" in log.iterations and len(log.iterations):
-        sizes = log.iterations["global_batch_size"].dropna()
-        if len(sizes):
-            return float(sizes.iloc[-1])
-    batch = _whole(log, "global_batch_size") or _whole(log, "deepspeed.train_batch_size")
-    if not batch and replicas:  # versions of 2020 name only what a replica takes
+    """The full global batch: the argument where the log reaches or names it, else the largest printed."""
+    printed = log.iterations["global_batch_size"].max() if "global_batch_size" in log.iterations else math.nan
+    batch = max(_whole(log, *GBS), 0 if math.isnan(printed) else printed)
+    if not batch and replicas:  # versions of 2020 print only the batch of a replica
         batch = _whole(log, "batch_size") * max(1, replicas)
     return float(batch)
 
 
 def _recompute(log: RunLog) -> str:
-    said = log.arguments.get("recompute_granularity")
-    if said in ("full", "selective"):
-        return str(said)
+    granularity = log.arguments.get("recompute_granularity")
+    if granularity in ("full", "selective"):
+        return str(granularity)
     return "full" if any(log.arguments.get(name) is True for name in FULL) else "none"
 
 
-def _whole(log: RunLog, name: str) -> int:
-    value = log.arguments.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+def _whole(log: RunLog, *names: str) -> int:
+    """The first argument of these names that is a whole number above zero; 0 where there is none."""
+    values = (log.arguments.get(name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)

@@ -1,5 +1,6 @@
-"""The stable window: which iterations of a run count, and which are left out for what reason."""
+"""Steady state: which iterations of a run count, and which are left out for what reason."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -12,7 +13,7 @@ WARM_UP = 5  # iterations left out at the start: allocation, first use of each k
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """Iterations that do not count, as the log numbers them (a row of a table has no number), and why."""
+    """Iterations that do not count, by the log's numbers (a row of a typed table has none), and why."""
 
     reason: str
     iterations: tuple[int, ...]
@@ -23,7 +24,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyState:
-    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` says what the others are."""
+    """`counts` marks the rows of the log's iterations that count, (rows,); `left_out` names the others."""
 
     counts: np.ndarray
     left_out: tuple[LeftOut, ...]
@@ -32,20 +33,23 @@ class SteadyState:
     @property
     def sentence(self) -> str:
         """Which iterations are left out and why, in words."""
-        said = "; ".join(map(str, self.left_out)) or "none"
-        return f"left out: {said}" + (f"; {self.note}" if self.note else "")
+        parts = "; ".join(map(str, self.left_out)) or "none"
+        return f"left out: {parts}" + (f"; {self.note}" if self.note else "")
 
 
-def stable_window(log: RunLog, warm_up: int = WARM_UP) -> SteadyState:
-    """The iterations whose seconds tell how fast the run is.
+def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length: float = 0) -> SteadyState:
+    """The iterations that show how fast the run is at its full batch size and sequence length.
+
+    `gbs` and `seq_length` are the full ones; 0 unknown: the largest printed. Only they count, however few: a ramp-up or
+    a curriculum is a short part of a training, and predictions and TFLOPs are those of the full size. Where the run did
+    not reach it, the largest size reached counts, and the note says so.
 
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
-    optimizer did not step; another batch size or sequence length than most (ramp-up, curriculum); the line after an
-    evaluation or a checkpoint, as versions before 2024 count those in. Where that would leave nothing, a
-    reason does not hold, and the note says so.
+    optimizer did not step; a smaller batch size or sequence length; the line after an evaluation or a checkpoint, whose
+    time versions before 2024 include. A reason that would leave nothing is ignored, and the note says so.
 
-    Evaluations and checkpoints are known by `eval_interval` and `save_interval` among the arguments; what a log does
-    not tell is not left out, but the median of the rest cares little.
+    Evaluations and checkpoints are known by `eval_interval` and `save_interval` among the arguments. Those that a log
+    does not announce are not left out; they hardly move the median of the rest.
     """
     table = log.iterations
     if not len(table) or "sec_per_it" not in table:
@@ -54,7 +58,10 @@ def stable_window(log: RunLog, warm_up: int = WARM_UP) -> SteadyState:
     counts, left_out, notes = np.isfinite(seconds), list[LeftOut](), list[str]()
     if not counts.all():
         left_out.append(_left_out("no time printed", at, ~counts))
-    for reason, bad in _reasons(log, at, warm_up):
+    for name, full in (("global_batch_size", gbs), ("seq_length", seq_length)):
+        if full and name in table and (reached := table[name].max()) < full:
+            notes.append(f"{name}={full:.0f} was not reached: {reached:.0f}, the largest, counts")
+    for reason, bad in _reasons(log, at, warm_up, {"global_batch_size": gbs, "seq_length": seq_length}):
         if not (bad & counts).any():
             continue
         if not (counts & ~bad).any():
@@ -65,7 +72,7 @@ def stable_window(log: RunLog, warm_up: int = WARM_UP) -> SteadyState:
     return SteadyState(counts=counts, left_out=tuple(left_out), note="; ".join(notes))
 
 
-def _reasons(log: RunLog, at: np.ndarray, warm_up: int) -> list[tuple[str, np.ndarray]]:
+def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: Mapping[str, float]) -> list[tuple[str, np.ndarray]]:
     table, lines = log.iterations, len(at)
     step = _interval(at)
     warm = (at - at[:1] < warm_up) & (np.arange(lines) < max(1, lines // 2)) & (lines > 1) & (warm_up > 0)
@@ -77,10 +84,10 @@ def _reasons(log: RunLog, at: np.ndarray, warm_up: int) -> list[tuple[str, np.nd
             values = table[name].to_numpy(float)
             if (values == values[0]).all():  # nearly always, and a long log has millions
                 continue
-            sizes, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
-            usual = sizes[np.flatnonzero(count == count.max())[-1]]
-            others = ", ".join(f"{v:.0f}" for v in sizes if v != usual and v == v)
-            reasons.append((f"{words} {others}, not {usual:.0f}", inverse != np.searchsorted(sizes, usual)))
+            sizes = np.unique(values[np.isfinite(values)])
+            wanted = full[name] if full[name] in sizes else sizes.max(initial=0)
+            others = ", ".join(f"{v:.0f}" for v in sizes if v != wanted)
+            reasons.append((f"{words} {others}, not {wanted:.0f}", values != wanted))
     for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
         every = log.arguments.get(name)
         if isinstance(every, int) and not isinstance(every, bool) and every > 0:
@@ -89,7 +96,7 @@ def _reasons(log: RunLog, at: np.ndarray, warm_up: int) -> list[tuple[str, np.nd
 
 
 def _follows(at: np.ndarray, step: float, every: int) -> np.ndarray:
-    """Whether a line's iterations, at - step + 1 to at, hold one that comes right after a multiple of `every`."""
+    """Whether a line's iterations, at - step + 1 to at, include one right after a multiple of `every`."""
     first, last = at - step, at - 1  # the iterations before those of the line
     return (np.floor(last / every) * every >= np.maximum(first, 1)) & (last >= every)
 
@@ -106,7 +113,7 @@ def _left_out(reason: str, at: np.ndarray, which: np.ndarray) -> LeftOut:
 
 
 def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
-    """ "1-5, 100, 200 and 7 more": numbers that follow each other as ranges, at most `most` of them."""
+    """ "1-5, 100, 200 and 7 more": consecutive numbers as ranges, at most `most` of them."""
     runs = [[n for _, n in group] for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     more = sum(map(len, runs[most:]))

@@ -4,8 +4,9 @@ import argparse
 import json
 from dataclasses import asdict
 
-from trilane.analysis.collect import measurements
+from trilane.analysis.collect import measure_path
 from trilane.analysis.compare import Comparison, compare
+from trilane.analysis.measure import KEEP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the verdict; exit code 0."""
-    a, b = ([m for path in paths for m in measurements(path)] for paths in (args.a, args.b))
+    a, b = ([m for path in paths for m in measure_path(path, keep=KEEP)] for paths in (args.a, args.b))
     found = compare(a, b, args.confidence)
     if args.json:
         print(json.dumps({**asdict(found), "decided": found.decided, "verdict": found.sentence}, indent=1))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.parallel import read_many
-from trilane.analysis.record import KEEP, record
 from trilane.utils.validation import require
 
 
@@ -23,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     if args.csv:
         require(Path(args.csv).parent.is_dir(), "csv", args.csv, "its folder does not exist")
         require(Path(args.csv).resolve() not in map(Path.resolve, map(Path, args.logs)), "csv", args.csv, "is a log")
-    found = read_many(args.logs, record, KEEP, Path(args.csv) if args.csv else None)
+    found = read_many(args.logs, Path(args.csv) if args.csv else None)
     records = [values for one in found for values in one.records]
     bad = [one.error for one in found if one.error]
     for line in bad:

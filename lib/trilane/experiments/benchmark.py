@@ -1,9 +1,8 @@
-"""The door `benchmark`: train a plan for some iterations, leave the first ones out, say how fast the rest were."""
+"""A short run of a plan, and what was measured in it."""
 
 import argparse
 import contextlib
 import json
-import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from trilane.analysis.measure import Measurement, measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.local import run_folder, run_local
-from trilane.logs.run import read_run_folder
 from trilane.utils.validation import read_json, require, require_integer
-from trilane.workspace.status import read_status
+from trilane.workspace.status import Status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
             run_local(folder)
     found = result(folder, args.leave_out)
     print(json.dumps(found, indent=1) if args.json else text(found))
-    return 0 if found["status"] == "completed" else 1
+    return 0 if found["status"] is Status.COMPLETED else 1
 
 
 def shortened(plan: Plan, iterations: int) -> Plan:
-    """The plan for so many iterations, all of them at its full batch size."""
+    """The plan for that many iterations, all of them at its full batch size."""
     return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp()))
 
 
 def _short_run(path: Path, plan: Plan, iterations: int) -> Path:
-    """A new folder beside the plan, with the shortened plan in it; ValueError where it exists."""
+    """A new folder next to the plan, with the shortened plan in it; ValueError where it exists."""
     folder = path.with_name(f"{path.stem}-benchmark-{iterations}")
     require(not folder.exists(), "plan", path, f"would run in {folder}, which exists; move one of them")
     folder.mkdir()
@@ -61,68 +60,48 @@ def _short_run(path: Path, plan: Plan, iterations: int) -> Path:
     return folder
 
 
-def result(folder: Path, leave_out: int = WARM_UP) -> dict[str, Any]:
-    """The run in `folder` as one JSON object: seconds, rates and bytes; null where the run left nothing to count.
+def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
+    """The run in `folder` as one JSON object, by its Measurement; null where the run left nothing to count.
 
-    Counted are the iterations after the first `leave_out` that were not skipped, of the last batch size. FLOPs are
-    those of ModelShape.flops_per_iteration; `mfu` is their rate over the card's peak, recomputation not counted, null
-    on a CPU: the rate in its plan is one that was measured, and no peak.
+    Seconds in full (median, quartiles, extremes), rates per second, bytes by rank. `left_out` is how many iterations
+    do not count (see analysis.steady_state). FLOPs are Narayanan's; `mfu` is null on a CPU: the rate in its cluster
+    file is a measured one, and no peak.
     """
-    plan, log = read_plan(folder / "plan.json"), read_run_folder(folder)
-    status = read_status(folder) if (folder / "status.json").exists() else None
-    steps = _steps(folder / "steps.jsonl")
-    counted = [s for s in steps[leave_out:] if not s["skipped"]]
-    counted = [s for s in counted if s["global_batch_size"] == counted[-1]["global_batch_size"]]
+    m, plan = measure(folder, warm_up), read_plan(folder / "plan.json")
     stamp = read_json(folder / "env.json", "stamp") if (folder / "env.json").exists() else {}
-    memory = zip(log.memory["rank"], log.memory["max_allocated"], strict=True) if len(log.memory) else ()
     return {
         "label": plan.label,
         "engine": plan.engine,
         "parameters": plan.shape.parameters,
         "topology": asdict(plan.topology),
-        "status": status.status if status else log.status,
-        "evidence": status.evidence if status else log.evidence,
-        "iterations": len(counted),
-        "left_out": len(steps) - len(counted),
-        **(_rates(plan, counted) if counted else {"sec_per_it": None}),
-        "memory_bytes": {str(rank): int(value) for rank, value in memory},
-        "last_loss": _last_loss(steps),
+        "status": m.status,
+        "evidence": m.log.evidence,
+        "iterations": m.iterations,
+        "left_out": len(m.log.iterations) - m.iterations,
+        **(_rates(m) if m.iterations else {"sec_per_it": None}),
+        "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
+        "last_loss": m.last_loss if m.last_loss == m.last_loss else None,
         "made_by": stamp,
     }
 
 
-def _rates(plan: Plan, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    seconds = np.array([step["sec_per_it"] for step in steps])
-    low, median, high = (float(q) for q in np.quantile(seconds, [0.25, 0.5, 0.75]))
-    gbs, t, gpu = steps[-1]["global_batch_size"], plan.topology, plan.cluster.gpu
-    rate, once = (
-        plan.shape.flops_per_iteration(gbs, full) / median / t.gpus for full in (t.recompute == "full", False)
-    )
+def _rates(m: Measurement) -> dict[str, Any]:
+    low, high = (float(q) for q in np.quantile(m.seconds, [0.25, 0.75]))
     return {
-        "global_batch_size": gbs,
+        "global_batch_size": int(m.config.gbs),
         "sec_per_it": {
-            "median": median,
+            "median": m.sec_per_it,
             "low_quartile": low,
             "high_quartile": high,
-            "least": float(seconds.min()),
-            "most": float(seconds.max()),
+            "least": float(m.seconds.min()),
+            "most": float(m.seconds.max()),
         },
-        "spread": (high - low) / 2 / median,
-        "samples_per_s": gbs / median,
-        "tokens_per_s": gbs * plan.shape.seq_length / median,
-        "flops_per_s_per_gpu": rate,
-        "mfu": once / gpu.flops_per_s(t.precision) if gpu.kind == "cuda" else None,
+        "spread": m.spread,
+        "samples_per_s": m.config.gbs / m.sec_per_it,
+        "tokens_per_s": m.tokens_per_s,
+        "flops_per_s_per_gpu": m.flops_per_s_per_gpu,
+        "mfu": m.utilization.get("mfu"),
     }
-
-
-def _last_loss(steps: list[dict[str, Any]]) -> float | None:
-    """The last loss that is a number."""
-    return next((s["lm_loss"] for s in reversed(steps) if math.isfinite(s["lm_loss"])), None)
-
-
-def _steps(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
 
 
 def text(found: dict[str, Any]) -> str:

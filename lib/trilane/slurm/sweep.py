@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trilane.analysis.measure import measure
-from trilane.analysis.measure import table as measured_table
+from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel import calibration
 from trilane.costmodel.predict import predict
@@ -116,24 +116,12 @@ def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
 
 
 def table(folder: Path) -> "pd.DataFrame":
-    """The runs as the seeds' tables print them, fastest first; one that did not complete has its status as note."""
-    import pandas as pd
-
-    found = list(zip(members(folder), jobs.status(members(folder)), strict=True))
-    completed = [path for path, job in found if job.verdict is Status.COMPLETED]
-    measured = measured_table([measure(path) for path in completed])
-    measured["Run"] = [path.name for path in completed]
-    others = pd.DataFrame([_row(path, job.verdict) for path, job in found if path not in completed])
-    whole = pd.concat([frame for frame in (measured, others) if len(frame)], ignore_index=True)
-    whole.insert(0, "Run", whole.pop("Run"))
-    return whole.sort_values("Sec/it", na_position="last", kind="stable", ignore_index=True)
-
-
-def _row(path: Path, verdict: str) -> dict[str, Any]:
-    plan = read_plan(path / "plan.json")
-    t = plan.topology
-    told = {"GPUs": t.gpus, "Size": f"{plan.shape.parameters / 1e6:.1f}M", "DP": t.dp, "TP": t.tp, "PP": t.pp}
-    return {"Run": path.name, **told, "MBS": t.mbs, "GBS": t.gbs, "Sec/it": float("nan"), "Notes": verdict}
+    """The runs in the columns of analysis.tables.frame, fastest first; the incomplete ones last, with a note."""
+    found = zip(members(folder), jobs.status(members(folder)), strict=True)
+    measured = [measure(path, status=job.verdict) for path, job in found]
+    infinite = float("inf")
+    order = [m.sec_per_it if m.status is Status.COMPLETED and m.sec_per_it > 0 else infinite for m in measured]
+    return frame([m for _, m in sorted(zip(order, measured, strict=True), key=lambda pair: pair[0])])
 
 
 def _by_shape(plans: list[Plan], site: Site) -> dict[str, list[int]]:

@@ -3,6 +3,8 @@
 import html
 import re
 import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +24,22 @@ class Table:
 
     def _repr_html_(self) -> str:
         return show(self.to_frame()).to_html()
+
+
+@dataclass(frozen=True)
+class Columns(Table):
+    """A table of named columns of equal length; floats get at most `digits` decimals."""
+
+    columns: Mapping[str, Sequence[Any]]
+    digits: int = 3
+
+    def to_frame(self) -> "pd.DataFrame":
+        import pandas as pd
+
+        return pd.DataFrame(self.columns)
+
+    def _repr_html_(self) -> str:
+        return show(self.to_frame(), self.digits).to_html()
 
 
 class Text(str):

@@ -114,7 +114,7 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure:
         rates = [m.flops_per_s.get(name, 0.0) for m in told]
         widths = [rate / scale if name != "printed" or rate >= 1e12 else 0.0 for rate in rates]
         axes.barh(places, widths, height=0.8 / len(names), color=COLORS[i], label=name.replace("_", " "))
-    peaks = {m.setup.peak_flops_per_s for m in told if m.setup.peak_flops_per_s}
+    peaks = {m.config.peak_flops_per_s for m in told if m.config.peak_flops_per_s}
     if len(peaks) == 1 and (peak := peaks.pop()) < 3 * highest:
         axes.axvline(peak / scale, color="#b3261e", lw=1.5, label="the card's peak")
     axes.set_yticks(range(len(told)), [m.label for m in told])
