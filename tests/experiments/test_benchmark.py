@@ -24,8 +24,8 @@ def finished(folder: Path, seconds: list[float], plan: Plan, **changes: dict) ->
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     memory = "[Rank {}] (after 9 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 1.0\n"
     lines = [
-        f" iteration {s['iteration']:8d}/{len(steps):8d} | elapsed time per iteration (ms): {1000 * s['sec_per_it']:.1f} | "
-        f"global batch size: {s['global_batch_size']:5d} | lm loss: 2.5 | number of skipped iterations: {s['skipped']} |\n"
+        f" iteration {s['iteration']}/{len(steps)} | elapsed time per iteration (ms): {1000 * s['sec_per_it']:.1f} | "
+        f"global batch size: {s['global_batch_size']} | lm loss: 2.5 | number of skipped iterations: {s['skipped']} |\n"
         for s in steps
     ]
     (folder / "run.log").write_text("".join(lines) + memory.format(0, 7) + memory.format(1, 8))
