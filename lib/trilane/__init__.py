@@ -17,6 +17,10 @@ _MODULES = {
     "costmodel.backtest": ("backtest",),
     "costmodel.calibration": ("Calibration",),
     "costmodel.predict": ("Prediction", "predict"),
+    "forecasting.decision": ("calendar_record", "decide", "study_plan"),
+    "forecasting.forecast": ("forecast",),
+    "forecasting.request": ("ForecastRequest", "forecast_request"),
+    "report": ("plots",),
     "workspace.study": ("Study", "load_cluster"),
     "utils.tables": ("show",),
 }

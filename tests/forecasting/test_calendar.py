@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from datetime import date
 from itertools import pairwise
 
@@ -22,14 +23,13 @@ from trilane.forecasting.failures import (
     FailureModel,
     Interruption,
     daly_interval_s,
-    daly_wall_s,
     wait_for_node_s,
     young_interval_s,
 )
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.record import to_json
 from trilane.forecasting.request import ForecastRequest
-from trilane.forecasting.simulation import Doubt, Stretch, simulate
+from trilane.forecasting.simulation import Stretch, Uncertainty, simulate
+from trilane.forecasting.timeline import schedules_of, stretches_of
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)
@@ -47,12 +47,23 @@ RAMP = "192,16,9765625"
 
 def request(**changes):
     given = {"plan": PLAN, "calibration": K, "tokens": 341e9, "ramp": parse_ramp(RAMP), "start": START, "runs": 2000}
-    return ForecastRequest(**{**given, "capacity": constant(384, START), **changes})
+    return ForecastRequest(**{**given, "capacity": None, **changes})
 
 
 def one_stretch(seconds, gpus=8.0, nodes=1.0):
     window = CapacityWindow(start_s=0, end_s=FOREVER, gpus=int(gpus), shared=False)
     return Stretch(window=window, seconds=np.array([seconds]), gpus=np.array([gpus]), nodes=np.array([nodes]))
+
+
+def daly_wall_s(work_s: float, interval_s: float, save_s: float, mtbf_s: float, restart_s: float) -> float:
+    """Expected seconds of `work_s` with a checkpoint after every `interval_s` of work and interruptions at random.
+
+        M e^(R/M) (e^((t + d)/M) - 1) W / t            Daly 2006, equation 20
+
+    Exact where stops come at a constant rate, also during restart and save.
+    """
+    M = mtbf_s
+    return M * math.exp(restart_s / M) * (math.exp((interval_s + save_s) / M) - 1) * work_s / interval_s
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,7 @@ def test_simulated_runs_take_as_long_on_average_as_dalys_formula_says(mtbf, inte
     found = simulate(
         [one_stretch(2000 * HOUR)],
         np.array([0]),
-        Doubt(common=0, alone=0),
+        Uncertainty(common=0, independent=0),
         risks,
         shares,
         tau,
@@ -116,7 +127,7 @@ def test_ramp_days_of_a_run_that_ends_inside_its_ramp_are_those_of_the_whole_run
     found = forecast(request(tokens=100e9, ramp=parse_ramp("1024,1024,100000000"), risks=CALM, calibration=SURE))
     assert len(found.phases) == found.ramp_phases == 1
     assert found.ramp_days == pytest.approx(found.days(0.5), rel=1e-6)
-    ramp = to_json(found)["ramp"]
+    ramp = found.to_json()["ramp"]
     assert ramp["days_interval"] == pytest.approx([ramp["days"]] * 2, rel=1e-6)
 
 
@@ -139,25 +150,53 @@ def test_the_sooner_the_deadline_and_the_smaller_the_allocation_the_likelier_the
     found = forecast(request())
     last = found.finish(0.5).date()
     at = [
-        dataclasses.replace(found, request=request(deadline=day)).p_deadline
+        dataclasses.replace(found, request=request(deadline=day)).p_miss_deadline
         for day in (date(2027, 3, 1), last, date(2028, 1, 1))
     ]
     assert at[0] == 1 and 0.35 < at[1] < 0.65 and at[2] == 0
     hours = found.gpu_hours(0.95)
     over = [
-        dataclasses.replace(found, request=request(allocation=limit)).p_allocation
+        dataclasses.replace(found, request=request(allocation=limit)).p_overrun_allocation
         for limit in (hours / 2, hours, 2 * hours)
     ]
     assert over[0] == 1 and over[1] == pytest.approx(0.05, abs=0.005) and over[2] == 0
-    assert found.p_deadline is None and found.p_allocation is None
+    assert found.p_miss_deadline is None and found.p_overrun_allocation is None
 
 
 def test_more_failures_and_fewer_spares_cost_days():
     def days(rate, **changes):
         risks = dataclasses.replace(FailureModel(), **changes).with_failures(rate)
-        return forecast(request(risks=risks)).days(0.5)
+        return forecast(
+            request(
+                risks=risks,
+            )
+        ).days(0.5)
 
     assert days(0) < days(2) < days(20) < days(20, spare_nodes=0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "whole", "spares"),
+    [(None, {}, 4), (416, {}, 4), (400, {}, 2), (384, {}, 0), (None, {"tp": 8, "pp": 4, "dp": 13, "gbs": 2080}, 0)],
+)
+def test_no_more_nodes_stand_by_than_the_jobs_leave_free(gpus, whole, spares):
+    """jz-a100-80g has 52 nodes of 8: 384 GPUs leave 4 of them, 416 none, and a stated capacity is all there is."""
+    plan = dataclasses.replace(PLAN, topology=dataclasses.replace(TOPOLOGY, **whole))
+    capacity = None if gpus is None else constant(gpus, START)
+    asked = request(plan=plan, capacity=capacity, ramp=parse_ramp(f"{plan.topology.gbs},1,0"), runs=100)
+    found = forecast(asked)
+    assert found.spare_nodes == spares
+    assert next(a["value"] for a in found.to_json()["assumptions"] if a["what"] == "spare_nodes") == spares
+    fewer = forecast(dataclasses.replace(asked, risks=FailureModel(spare_nodes=0)))
+    assert (fewer.days(0.5) > found.days(0.5)) is (spares > 0)
+    with pytest.raises(ValueError, match=rf"^spare_nodes={spares + 1}: must be at most {spares}, the nodes that"):
+        forecast(dataclasses.replace(asked, risks=FailureModel(spare_nodes=spares + 1)))
+
+
+def test_where_the_capacity_changes_each_window_has_the_spares_that_it_leaves():
+    early = dataclasses.replace(request(runs=100), capacity=steps((START, 416, False), (date(2027, 2, 1), 384, False)))
+    stretches, _ = stretches_of(early, schedules_of(early))
+    assert [stretch.spare_nodes for stretch in stretches] == [4, 0] and forecast(early).spare_nodes == 0
 
 
 def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_hours():
@@ -167,17 +206,17 @@ def test_a_smaller_capacity_at_first_delays_the_end_and_costs_hardly_more_gpu_ho
     early, late = forecast(request(risks=CALM)), forecast(request(risks=CALM, capacity=capacity))
     assert 20 < late.days(0.5) - early.days(0.5) < 45
     assert late.gpu_hours(0.5) == pytest.approx(early.gpu_hours(0.5), rel=0.05)
-    bars = late.bars()
-    assert all(bar.choice.gpus <= 144 for bar in bars if bar.end_s < 45 * DAY)
-    assert bars[-1].choice.gpus == 384 and bars[0].start_s == 0
-    assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(bars))
+    jobs = late.jobs()
+    assert all(job.choice.gpus <= 144 for job in jobs if job.end_s < 45 * DAY)
+    assert jobs[-1].choice.gpus == 384 and jobs[0].start_s == 0
+    assert all(a.end_s == pytest.approx(b.start_s, abs=1) for a, b in pairwise(jobs))
 
 
 @pytest.mark.parametrize(("few", "waits"), [(47, True), (48, True), (95, True), (96, False)])
 def test_gpus_whose_memory_holds_no_replica_are_waited_through_like_too_few(few, waits):
     """48 GPUs are a replica by count; ZeRO 1 fits the card only from two replicas on."""
     found = forecast(request(capacity=steps((START, few, False), (date(2027, 2, 1), 384, False)), runs=100))
-    assert (found.bars()[0].start_s == 31 * DAY) is waits
+    assert (found.jobs()[0].start_s == 31 * DAY) is waits
 
 
 def test_days_without_gpus_are_waited_for_and_cost_nothing():
@@ -197,8 +236,11 @@ def test_a_job_whose_gpus_stay_goes_on_where_the_capacity_changes():
     same = steps((START, 384, False), (date(2027, 1, 20), 400, False), (date(2027, 2, 1), 384, True))
     risks = dataclasses.replace(CALM, startup_s=1200, queue_s=7200)
     plain, changed = forecast(request(risks=risks)), forecast(request(risks=risks, capacity=same))
-    assert changed.usual.wall_s == pytest.approx(plain.usual.wall_s) and len(changed.bars()) == len(plain.bars()) == 1
-    assert changed.usual.gpu_s == pytest.approx(plain.usual.gpu_s)
+    assert (
+        changed.expected.wall_s == pytest.approx(plain.expected.wall_s)
+        and len(changed.jobs()) == len(plain.jobs()) == 1
+    )
+    assert changed.expected.gpu_s == pytest.approx(plain.expected.gpu_s)
 
 
 def test_a_change_of_gpus_costs_a_start_up_and_where_shared_the_queue_which_is_not_charged():
@@ -252,7 +294,7 @@ GIVEN = {"--tokens": "341e9", "--ramp": RAMP, "--start": "2027-01-01", "--runs":
 
 def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
     capacity = tmp_path / "capacity.json"
-    capacity.write_text('{"steps": [{"from": "2026-12-01", "gpus": 144}, {"from": "2027-02-15", "gpus": 384}]}')
+    capacity.write_text('{"steps": [{"from": "2026-12-01", "gpus": 176}, {"from": "2027-02-15", "gpus": 416}]}')
     words = [word for pair in GIVEN.items() for word in pair]
     words += ["--capacity", str(capacity), "--allocation", "3e6", "--deadline", "2027-12-31", "--price", "2"]
     assert main(["calendar", plan_file, *words, "--json"]) == 0
@@ -261,9 +303,9 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
     assert said["days_interval"][0] < said["days"] < said["days_interval"][1]
     assert said["gpu_hours_interval"][0] < said["gpu_hours"] < said["gpu_hours_interval"][1]
     assert said["finish"]["p05"] < said["finish"]["p50"] < said["finish"]["p95"]
-    assert said["p_deadline"] == 0 and said["p_allocation"] == 0
+    assert said["p_miss_deadline"] == 0 and said["p_overrun_allocation"] == 0
     assert said["cost"] == pytest.approx(2 * said["gpu_hours"]) and said["energy_kwh"] > 0
-    assert "MISSING" in said["meaning"]["p_deadline"] and "OVERRUNNING" in said["meaning"]["p_allocation"]
+    assert "MISSING" in said["meaning"]["p_miss_deadline"] and "OVERRUNNING" in said["meaning"]["p_overrun_allocation"]
     assert {a["what"] for a in said["assumptions"]} >= {"node failure", "slowdown"}
     assert main(["calendar", plan_file, *words]) == 0
     assert "deadline  2027-12-31: missed with probability 0.0%" in capsys.readouterr().out
@@ -290,6 +332,7 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
         ("--allocation 0", "allocation=0.0: must be a number above zero"),
         ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
         ("--spare-nodes -1", "spare_nodes=-1: must be zero or a number above"),
+        ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--reshape", "reshape=True: needs --adapt days"),
         ("--day-worth -1", "day-worth=-1.0: must be zero or a number above"),
         ("--price -1", "price=-1.0: must be zero or a number above"),
@@ -319,8 +362,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
         ({"slowdown_spread": float("nan")}, "slowdown_spread=nan: must be zero or a number above"),
         ({"slowdown_spread": -1}, "slowdown_spread=-1.0: must be zero or a number above"),
         ({"stops": [{"name": "flood", "spread": 50}]}, "stop.spread=50.0: must be at most 3.0"),
-        ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: stands there twice"),
-        ({"stops": [{"name": "saving"}]}, "stop.name=saving: is the calendar's own name for something else"),
+        ({"stops": [{"name": "flood"}, {"name": "flood"}]}, "stop.name=flood: must be unique"),
+        ({"stops": [{"name": "saving"}]}, "stop.name=saving: names another cause of the forecast"),
         ({"stops": [{"name": "flood", "per_year": 1e20}]}, "stop flood=1e+20: such a run would lose ten times"),
     ],
 )

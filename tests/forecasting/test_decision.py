@@ -13,20 +13,9 @@ from trilane.config.plan import read_plan
 from trilane.costmodel.calibration import default
 from trilane.forecasting.alternatives import other_schedules, other_topologies
 from trilane.forecasting.capacity import Capacity, CapacityStep, constant
-from trilane.forecasting.decision import (
-    KINDS,
-    REMEDIES,
-    close_ones,
-    facts,
-    facts_table,
-    headline,
-    measured_like,
-    plain,
-    record,
-)
+from trilane.forecasting.decision import KINDS, REMEDIES, Decision, PlanSource, calendar_record, measured_like
 from trilane.forecasting.failures import SOURCES, FailureModel
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.record import to_json
 from trilane.forecasting.request import ForecastRequest
 from trilane.planning.sizing import SizeRequest, propose
 from trilane.report import notebook
@@ -55,46 +44,101 @@ def found():
 
 
 @pytest.fixture(scope="module")
-def made(found):
-    return json.loads(json.dumps(record(found, to_json(found))))
+def calendar(found):
+    p, made_by = found.prediction.to_json(), {"notebook": "02_topology", "time": "2027-01-01T00:00:00"}
+    source = PlanSource(file="plans.json", made_by=made_by, prediction=p)
+    return json.loads(json.dumps(calendar_record(found, source)))
 
 
-def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(made):
-    said = facts(made, 0.012)
-    assert all(fact.kind in KINDS and fact.source and fact.value for fact in said)
-    assert {"given", "fitted", "measured", "assumed", "simulated"} <= {fact.kind for fact in said}
-    rough = {**made, "sec_per_it": 0.2159, "sec_interval": [0.1447, 0.3221], "energy_kwh": 4.58}
-    told = {fact.what: fact for fact in facts(rough)}
-    assert told["seconds an iteration"].source.endswith("90 % interval -33.0% to +49.2%")
-    assert told["energy"].value == "4.58 kWh"
-    table = facts_table(said, {"07_calendar"})
-    assert '<a href="07_calendar.html">07_calendar</a>' in table["made by"]
-    assert "02_topology" in table["made by"], "no link to what is not there"
+def decision(calendar, **changes):
+    plans = {"plans": [{"id": calendar["plan_id"], "prediction": calendar["prediction"]}]}
+    return Decision(**{"calendar": calendar, "plans": plans, "sizing": {}, **changes})
 
 
-def test_the_measured_run_stands_beside_its_prediction(made):
+def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(calendar):
+    table = decision(calendar, backtest_error=0.012, reports=frozenset({"07_calendar"})).facts
+    assert all(fact.kind in KINDS and fact.source and fact.value for fact in table.facts)
+    assert {"given", "fitted", "measured", "assumed", "simulated"} <= {fact.kind for fact in table.facts}
+    rough = {**calendar, "sec_per_it": 0.2159, "sec_interval": [0.1447, 0.3221], "energy_kwh": 4.58}
+    values = {fact.what: fact for fact in decision(rough).facts.facts}
+    assert values["seconds per iteration"].source.endswith("90 % interval -33.0% to +49.2%")
+    assert values["energy"].value == "4.58 kWh"
+    assert '<a href="07_calendar.html">07_calendar</a>' in table._repr_html_()
+    assert "02_topology</td>" in table._repr_html_(), "no link to what is not there"
+
+
+def test_the_measured_run_stands_beside_its_prediction(calendar):
     """Prequel, 02-28: 70 x 14336, 112 heads, TP 4, PP 12, DP 8, MBS 2, GBS 2048: 104.50 s."""
     assert [row.seconds for row in measured_like(PLAN)] == [104.5]
-    assert made["sec_per_it"] / made["measured"][0]["seconds"] == pytest.approx(1, abs=0.03)
+    assert calendar["sec_per_it"] / calendar["measured"][0]["seconds"] == pytest.approx(1, abs=0.03)
 
 
-def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(made):
-    text = headline(made)
+def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(calendar, found):
+    text = decision(calendar, title="a_b <b>").summary()
     for part in ("70 layers × 14336", "TP 4 × PP 12 × DP 8", "GPU-hours", "overrun with", "is missed with", "2027-"):
         assert part in text
-    assert "is missed with probability **under 0.1 %**" in headline({**made, "p_deadline": 0.0})
-    assert "<script" not in headline({**made, "plan": "<script>"})
-    assert plain("a_b [x](y) <b>\n# c") == r"a\_b \[x\](y) &lt;b&gt; \# c"
+    assert text.startswith(r"a\_b &lt;b&gt; ") and text.endswith(found.summary())
+    sure = decision({**calendar, "p_miss_deadline": 0.0, "plan": "<script>"}).summary()
+    assert "is missed with probability **under 0.1 %**" in sure and "<script" not in sure
 
 
-def test_the_close_ones_are_shapes_topologies_and_schedules(made, found):
-    proposal = {"layers": 82, "hidden": 14336, "params": 2.06e11, "label": "x", "cost_beside_best": 1.027}
-    own = {**proposal, "layers": 70, "cost_beside_best": 1.08}
-    assert "shape" not in close_ones(made, {"proposals": [proposal]})["what"], "those were for another model"
-    close = close_ones(made, {"proposals": [own, proposal]})
-    assert set(close["what"]) == {"shape", "topology", "schedule"} and close["cost beside"][0] == "-4.9%"
+def test_a_decision_cites_the_plan_and_the_numbers_that_the_forecast_used(calendar, found):
+    assert calendar["plan_json"] == PLAN.to_json() and calendar["prediction"] == found.prediction.to_json()
+    assert calendar["sec_per_it"] == calendar["prediction"]["sec_per_it"] == found.prediction.sec_per_it
+    same = decision(calendar)
+    assert not same.inconsistencies and calendar["plan_id"] in same.notes() and r"02\_topology" in same.notes()
+    assert {fact.what: fact.notebook for fact in same.facts.facts}["seconds per iteration"] == "02_topology"
+
+
+@pytest.mark.parametrize(
+    ("plans", "prediction", "message"),
+    [
+        ([], {}, "no longer holds plan"),
+        (["another"], {}, "no longer holds plan"),
+        (["same"], {"sec_per_it": 92.6}, "was written again and predicts plan"),
+    ],
+)
+def test_plans_that_were_remade_after_the_forecast_are_named(calendar, plans, prediction, message):
+    ids = {"another": "0123456789", "same": calendar["plan_id"]}
+    entries = [{"id": ids[name], "label": "p", "prediction": calendar["prediction"] | prediction} for name in plans]
+    remade = decision(calendar, plans={"plans": entries})
+    assert len(remade.inconsistencies) == 1 and message in remade.inconsistencies[0]
+    assert "Attention" in remade.notes()
+
+
+def test_a_prediction_of_another_calibration_is_not_attributed_to_its_notebook(calendar):
+    source = {**calendar["source"], "prediction": calendar["prediction"] | {"sec_per_it": 92.6}}
+    other = decision({**calendar, "source": source}, plans={"plans": [{"id": calendar["plan_id"], **source}]})
+    assert "sec_per_it=92.6" in other.inconsistencies[0]
+    assert {fact.what: fact.notebook for fact in other.facts.facts}["seconds per iteration"] == "07_calendar"
+
+
+def test_the_alternatives_are_shapes_topologies_and_schedules(calendar, found):
+    proposal = {"layers": 82, "hidden": 14336, "params": 2.06e11, "label": "x", "days": 100.0, "gpu_hours": 9e5}
+    own = {**proposal, "layers": 70, "days": 105.0, "gpu_hours": 1e6}
+    foreign = decision(calendar, sizing={"proposals": [proposal]})
+    assert "shape, per parameter" not in set(foreign.alternatives().to_frame()["what"])
+    assert "another model" in foreign.inconsistencies[0]
+    close = decision(calendar, sizing={"proposals": [own, proposal]}).alternatives().to_frame()
+    assert set(close["what"]) == {"shape, per parameter", "topology", "schedule"}
+    assert list(close.iloc[0])[2:] == ["-10.0%", "-4.8%"]
     fixed, fastest, reshaped, cheapest = other_schedules(found.request)
     assert reshaped.days <= fastest.days <= fixed.days <= cheapest.days and cheapest.gpu_hours < fixed.gpu_hours
+
+
+def test_a_cheaper_schedule_that_takes_longer_costs_less(calendar):
+    """Cost is GPU-hours, and money in proportion; days stand apart."""
+    plan, cheap = calendar["schedules"][0], calendar["schedules"][3]
+    close = decision(calendar).alternatives().to_frame().set_index("alternative").loc[cheap["name"]]
+    assert close["cost (GPU-hours)"] == f"{cheap['gpu_hours'] / plan['gpu_hours'] - 1:+.1%}" < "0"
+    assert close["days"] == f"{cheap['days'] / plan['days'] - 1:+.1%}" and close["days"][0] == "+"
+
+
+def test_money_is_shown_where_a_gpu_hour_has_a_price(found):
+    rows = found.alternatives.to_frame()
+    assert "money" not in rows
+    priced = dataclasses.replace(found.alternatives, price=2.0).to_frame()
+    assert list(priced["money"]) == [pytest.approx(2 * hours, abs=2) for hours in rows["GPU-hours"]]
 
 
 def test_on_a_capacity_that_grows_the_rivals_wait_for_it_too(found):
@@ -105,14 +149,14 @@ def test_on_a_capacity_that_grows_the_rivals_wait_for_it_too(found):
     plain, fastest, *_ = other_schedules(late.request)
     assert plain.days == pytest.approx(late.ideal.wall_s[0] / 86400) and fastest.days <= plain.days
     assert plain.gpu_hours == pytest.approx(late.ideal.gpu_s[0] / 3600)
-    assert plain.restarts == len(late.bars()) - 1 > 0
+    assert plain.restarts == len(late.jobs()) - 1 > 0
     assert all(rival.days > 31 for rival in other_topologies(late.request, count=1))
 
 
-def test_every_danger_has_a_remedy_and_every_assumption_a_source(made):
-    assert all(danger["what"] in REMEDIES for danger in made["dangers"])
+def test_every_danger_has_a_remedy_and_every_assumption_a_source(calendar):
+    assert all(danger["what"] in REMEDIES for danger in calendar["dangers"])
     assert set(SOURCES) == set(vars(FailureModel())) - {"stops"}
-    assert all(taken["source"] for taken in made["assumptions"])
+    assert all(taken["source"] for taken in calendar["assumptions"])
 
 
 def test_gpu_hours_by_cause_add_up_to_the_mean(found):
@@ -135,7 +179,7 @@ def test_no_job_stands_above_the_capacity_that_it_runs_on(found):
     made = forecast(dataclasses.replace(found.request, plan=plan, capacity=constant(12, START), runs=100))
     below = calendar_plots.gantt(made).axes[1]
     drawn = next(patch for patch in below.patches if patch.get_label() == "capacity").get_data().values
-    assert [bar.choice.nodes for bar in made.bars()] == list(drawn) == [2]
+    assert [job.choice.nodes for job in made.jobs()] == list(drawn) == [2]
 
 
 def test_shapes_are_drawn_over_width_and_depth():
@@ -159,5 +203,5 @@ def test_from_a_target_size_to_the_page_for_who_decides(outputs):
     page = notebook.run("08_decision", study).read_text()
     assert "is missed with probability" in page and 'href="07_calendar.html"' in page and "data:image/png" in page
     assert json.loads((study.folder / "sizing.json").read_text())["proposals"][0]["cost_beside_best"] == 1
-    assert json.loads((study.folder / "calendar.json").read_text())["p_deadline"] == 1
+    assert json.loads((study.folder / "calendar.json").read_text())["p_miss_deadline"] == 1
     assert (study.folder / "figures/01_target.png").exists() and (study.folder / "decision.json").exists()

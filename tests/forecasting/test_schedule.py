@@ -1,6 +1,8 @@
 """Schedules for a growing batch: both of document 004 from its benchmark tables, and the laws of the optimizer."""
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -10,8 +12,59 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
-from trilane.forecasting.schedule import Benchmark, ScheduledTopology, benchmark_choices, fastest, optimize, phases_of
+from trilane.forecasting.schedule import ScheduledTopology, optimize, phases_of
 from trilane.forecasting.throughput import choices, first_full_gbs, schedule_on
+from trilane.planning.space import divisors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A measured row: seconds an iteration of `gbs` sequences on tp x pp x dp GPUs at one microbatch size."""
+
+    tp: int
+    pp: int
+    dp: int
+    mbs: int
+    gbs: int
+    seconds: float
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPU-seconds a sequence."""
+        return self.seconds * self.tp * self.pp * self.dp / self.gbs
+
+    def at(self, gbs: int, dp: int, fill: bool) -> float:
+        """Seconds an iteration at another batch size and DP, the work divided evenly.
+
+        With `fill` the pipeline's filling and draining is counted: (m + p - 1) / m, Narayanan et al. 2021, section 2.2.
+        Left out: gradient reduction, which does not shrink with the batch.
+        """
+        idle = [(m + self.pp - 1) / m for m in (gbs / dp / self.mbs, self.gbs / self.dp / self.mbs)]
+        return self.gpu_seconds * gbs / (self.tp * self.pp * dp) * (idle[0] / idle[1] if fill else 1.0)
+
+
+def fastest(rows: Sequence[Benchmark]) -> list[Benchmark]:
+    """The rows of the tp x pp that has the fastest row; of equals that with the smallest replica.
+
+    A run that keeps its tp x pp keeps its checkpoints' shards; DP and microbatch may change.
+    """
+    first = min(rows, key=lambda r: (r.gpu_seconds, r.tp * r.pp))
+    return [r for r in rows if (r.tp, r.pp) == (first.tp, first.pp)]
+
+
+def benchmark_choices(
+    rows: Sequence[Benchmark], gbs: int, gpus_per_node: int, max_nodes: int, fill: bool = True
+) -> list[ScheduledTopology]:
+    """Every way to run `gbs` in whole nodes at the pace of measured rows, faster by as many replicas as it allows."""
+    found = []
+    for row in rows:
+        for dp in divisors(gbs // row.mbs) if gbs % row.mbs == 0 else []:
+            nodes, rest = divmod(row.tp * row.pp * dp, gpus_per_node)
+            if rest == 0 and 1 <= nodes <= max_nodes:
+                seconds = row.at(gbs, dp, fill)
+                found.append(ScheduledTopology(tp=row.tp, pp=row.pp, dp=dp, mbs=row.mbs, nodes=nodes, seconds=seconds))
+    return found
+
 
 # Document 004, '32GB node', GBS 512 on 2 nodes of 4: tp, pp, dp, mbs, seconds; the second half without recomputation
 ON_32GB = [(1, 1, 8, 1, 29), (1, 1, 8, 2, 29), (1, 1, 8, 4, 28), (1, 1, 8, 8, 28), (1, 2, 4, 1, 30), (1, 2, 4, 2, 29)]

@@ -1,23 +1,30 @@
-"""Rivals: what else was close to a plan, by the days and GPU-hours of the same tokens and ramp."""
+"""What else could run the same tokens and ramp: other schedules of the plan and other topologies, in days and cost."""
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trilane.config.engines import ENGINES, unsupported_reason
 from trilane.config.plan import Run
-from trilane.forecasting.forecast import bars_of, schedules_of, untroubled
 from trilane.forecasting.request import ForecastRequest
-from trilane.forecasting.throughput import SOONEST
+from trilane.forecasting.throughput import MICROBATCHES, SOONEST
+from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
 from trilane.planning.search import Candidate, search_space
 from trilane.planning.space import space_around
+from trilane.utils.tables import Table, short, show
 
-SEEN = 60  # topologies that the search keeps, to find a few lanes that differ
+if TYPE_CHECKING:
+    import pandas as pd
+
+SEARCHED = 60  # topologies that the search keeps, to find a few that differ in tp, pp or dp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to run the same tokens on the same capacity, if nothing goes wrong; why it cannot, or ""."""
+    """The same tokens on the same capacity, without interruptions; `reason` says why not, or what must change.
+
+    `gpu_hours` is the cost; `days` 0 where it cannot run.
+    """
 
     name: str
     days: float
@@ -31,35 +38,72 @@ class Alternative:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Alternatives(Table):
+    """Schedules, the first of them the plan's own, and topologies; `price` is the money of a GPU-hour, if given."""
+
+    schedules: tuple[Alternative, ...]
+    topologies: tuple[Alternative, ...]
+    price: float | None = None
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A row for each: days, GPU-hours, money where a price is given, restarts, memory, a note."""
+        import pandas as pd
+
+        rows = (*self.schedules, *self.topologies)
+        money = {} if self.price is None else {"money": [round(r.gpu_hours * self.price) or None for r in rows]}
+        columns = {
+            "what": [r.name for r in rows],
+            "days": [r.days or None for r in rows],
+            "GPU-hours": [round(r.gpu_hours) or None for r in rows],
+            **money,
+            "restarts": [r.restarts for r in rows],
+            "memory (GiB)": [r.memory_bytes / 2**30 or None for r in rows],
+            "note": [short(r.reason) for r in rows],
+        }
+        return pd.DataFrame(columns)
+
+    def _repr_html_(self) -> str:
+        return show(self.to_frame(), digits=1).to_html()
+
+
+def alternatives(request: ForecastRequest) -> Alternatives:
+    """The alternatives to a request's plan on the same capacity."""
+    return Alternatives(
+        schedules=tuple(other_schedules(request)),
+        topologies=tuple(other_topologies(request)),
+        price=request.price.per_gpu_hour,
+    )
+
+
 def other_schedules(request: ForecastRequest) -> list[Alternative]:
     """The plan as it is, and with DP, microbatch and nodes following the batch size: the fastest, the cheapest."""
     ways: list[tuple[str, float | None, bool]] = [
         ("the plan as it is", None, False),
         ("fastest at each batch size", SOONEST, False),
-        ("the same, TP and PP may change too", SOONEST, True),
+        ("fastest, TP and PP may change too", SOONEST, True),
         ("cheapest at each batch size", 0.0, False),
     ]
     return [_scheduled(request, name, worth, reshape) for name, worth, reshape in ways]
 
 
+def other_topologies(request: ForecastRequest, count: int = 4) -> list[Alternative]:
+    """The fastest other tp x pp x dp of the plan's GPUs at its full batch size, on the same ramp."""
+    r, t = request, request.plan.topology
+    space = space_around(t, [t.gpus], [t.gbs], MICROBATCHES)
+    best = search_space(r.plan.shape, r.plan.cluster, space, r.calibration, top=SEARCHED).best_lanes(count + 1)
+    others = [c for c in best if (c.topology.tp, c.topology.pp, c.topology.dp) != (t.tp, t.pp, t.dp)][:count]
+    return [found for candidate in others if (found := _on_topology(r, candidate))]
+
+
 def _scheduled(request: ForecastRequest, name: str, day_worth: float | None, reshape: bool) -> Alternative:
     try:
-        asked = dataclasses.replace(request, day_worth=day_worth, reshape=reshape)
-        return _rival(name, asked, 0.0)
+        return _undisturbed(name, dataclasses.replace(request, day_worth=day_worth, reshape=reshape), 0.0)
     except ValueError as error:
         return Alternative(name=name, days=0, gpu_hours=0, memory_bytes=0, restarts=0, reason=str(error))
 
 
-def other_topologies(request: ForecastRequest, count: int = 4) -> list[Alternative]:
-    """The fastest other tp x pp x dp of the plan's GPUs at its full batch size, on the same ramp."""
-    r, t = request, request.plan.topology
-    space = space_around(t, [t.gpus], [t.gbs], (1, 2, 4, 8))
-    best = search_space(r.plan.shape, r.plan.cluster, space, r.calibration, top=SEEN).best_lanes(count + 1)
-    others = [c for c in best if (c.topology.tp, c.topology.pp, c.topology.dp) != (t.tp, t.pp, t.dp)][:count]
-    return [rival for candidate in others if (rival := _moved(r, candidate))]
-
-
-def _moved(request: ForecastRequest, candidate: Candidate) -> Alternative | None:
+def _on_topology(request: ForecastRequest, candidate: Candidate) -> Alternative | None:
     """The plan on another topology; None where some batch size of the ramp fits nothing there."""
     r, other = request, candidate.topology
     failing = r.ramp.failing(other.gbs, other.mbs * other.dp)
@@ -67,20 +111,20 @@ def _moved(request: ForecastRequest, candidate: Candidate) -> Alternative | None
     try:
         plan = dataclasses.replace(r.plan, topology=other, engine=engine, label=other.label, run=Run())
         asked = dataclasses.replace(r, plan=plan, day_worth=SOONEST if failing else None, reshape=False)
-        rival = _rival(other.label, asked, candidate.prediction.memory_bytes)
+        found = _undisturbed(other.label, asked, candidate.prediction.memory_bytes)
     except ValueError:
         return None
     reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""
-    return dataclasses.replace(rival, reason=reason)
+    return dataclasses.replace(found, reason=reason)
 
 
-def _rival(name: str, asked: ForecastRequest, memory_bytes: float) -> Alternative:
-    schedules = schedules_of(asked)
-    course = untroubled(asked, schedules)
+def _undisturbed(name: str, request: ForecastRequest, memory_bytes: float) -> Alternative:
+    schedules = schedules_of(request)
+    run = undisturbed(request, schedules)
     return Alternative(
         name=name,
-        days=float(course.wall_s[0]) / 86400,
-        gpu_hours=float(course.gpu_s[0]) / 3600,
+        days=float(run.wall_s[0]) / 86400,
+        gpu_hours=float(run.gpu_s[0]) / 3600,
         memory_bytes=memory_bytes,
-        restarts=len(bars_of(asked, schedules, course.reached_s[0])) - 1,
+        restarts=len(jobs_of(request, schedules, run.reached_s[0])) - 1,
     )

@@ -1,4 +1,4 @@
-"""Capacity: how many GPUs there are from which day on, and whether they are ours alone."""
+"""How many GPUs are available from which day on, and whether they are shared with others."""
 
 import json
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def today() -> date:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityStep:
-    """`gpus` from `first_day` on. `shared`: others use them too, so each restart waits in the queue."""
+    """`gpus` from `first_day` on. `shared`: with others, so that each restart waits in the queue."""
 
     first_day: date
     gpus: int
@@ -39,7 +39,7 @@ class CapacityStep:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityWindow:
-    """A stretch of time with one capacity, in seconds after the start of the run."""
+    """A time span of constant capacity, in seconds after the start of the run."""
 
     start_s: float
     end_s: float
@@ -49,7 +49,7 @@ class CapacityWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Steps in the order of their days. Before the first there is nothing, after the last it stays as it is."""
+    """Steps in the order of their days. Before the first there are no GPUs; the last never ends."""
 
     steps: tuple[CapacityStep, ...]
 
@@ -61,7 +61,7 @@ class Capacity:
         require(any(step.gpus for step in self.steps), "capacity.gpus", 0, "no step has any GPU")
 
     def windows(self, start: date) -> list[CapacityWindow]:
-        """The steps as seconds after midnight (UTC) of `start`, the last without an end; no window for what is past."""
+        """The steps in seconds after midnight (UTC) of `start`; past ones are left out, the last one never ends."""
         edges = [max((step.first_day - start).total_seconds(), 0.0) for step in self.steps]
         ends = [*edges[1:], FOREVER]
         found = [
@@ -73,7 +73,7 @@ class Capacity:
 
 
 def constant(gpus: int, start: date, shared: bool = False) -> Capacity:
-    """The same GPUs from `start` on."""
+    """The same number of GPUs from `start` on."""
     return Capacity(steps=(CapacityStep(first_day=start, gpus=gpus, shared=shared),))
 
 

@@ -1,30 +1,35 @@
-"""Decision: what a person needs who says yes or no to a run, each figure with where it comes from."""
+"""What a person needs who decides on a run: each figure with its provenance, the largest risks, the alternatives."""
 
+import base64
 import html
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trilane.config.engines import ENGINES, unsupported_reason
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, plan_from_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
-from trilane.costmodel.predict import predict
-from trilane.forecasting.alternatives import other_schedules, other_topologies
-from trilane.forecasting.energy import energy_words
+from trilane.forecasting import record as records
+from trilane.forecasting.energy import energy_text
 from trilane.forecasting.forecast import Forecast
+from trilane.forecasting.record import Record
+from trilane.utils.tables import Columns, Table, Text, literal, show
+from trilane.utils.validation import read_json, require
+from trilane.workspace.study import Study, load_cluster
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KINDS = ("given", "computed", "measured", "fitted", "published", "assumed", "simulated")
-
-
+PREDICTED = ("sec_per_it", "memory_bytes")  # what a plan in plans.json and the forecast both predict
 REMEDIES = {
     "node failure": "spare nodes; a job that restarts itself",
-    "hang or software crash": "somebody, or a watchdog, that looks at night",
-    "rollback after a loss spike": "checkpoints kept, data that can be skipped",
-    "outage of the machine": "days to spare before the deadline",
-    "slower than predicted": "a benchmark of one replica on these very nodes before the start",
+    "hang or software crash": "a watchdog, or somebody on call at night",
+    "rollback after a loss spike": "several checkpoints kept; data that can be skipped",
+    "outage of the machine": "days in reserve before the deadline",
+    "slower than predicted": "a benchmark of one replica on the same nodes before the start",
     "queue between jobs": "a reservation; longer jobs",
     "change of capacity": "the same GPUs from the first day",
     "evaluation": "fewer iterations of it",
@@ -34,23 +39,50 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fact:
-    """A figure, what kind of knowledge it is (KINDS), where it comes from, and the notebook that made it."""
+class PlanSource:
+    """The file that a plan comes from, what made it (empty: not recorded), and what it predicts for the plan."""
 
-    what: str
-    value: str
-    kind: str
-    source: str
-    notebook: str = ""
+    file: str
+    made_by: Record
+    prediction: Record
 
 
-def record(found: Forecast, said: dict[str, Any]) -> dict[str, Any]:
-    """What calendar.json holds: the forecast `said` as JSON, the plan, its prediction, its rivals and its dangers."""
-    r = found.request
-    p = predict(r.plan.shape, r.plan.topology, r.plan.cluster, r.calibration)
-    near = measured_like(r.plan)
+def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
+    """A plan and its source: a file, or one of the study's plans.json by id or label ("": the best)."""
+    if name.endswith(".json"):
+        values = read_json(name, "plan")
+        prediction = values.get("prediction") if isinstance(values, dict) else None
+        return plan_from_json(values), PlanSource(file=name, made_by={}, prediction=prediction or {})
+    found = study.load("plans.json", "02_topology")
+    entries = [whole for p in found["plans"] if name in ("", (whole := _whole(p, found))["id"], p["label"])]
+    require(bool(entries), "plan", name, f"no plan of study {study.name} has this id or label, and it is no .json file")
+    source = PlanSource(file="plans.json", made_by=found["made_by"], prediction=entries[0]["prediction"])
+    return plan_from_json({k: v for k, v in entries[0].items() if k != "id"}), source
+
+
+def plan_id(plan: Plan) -> str:
+    return getattr(plan, "id", plan.label)
+
+
+def _whole(entry: Record, found: Record) -> Record:
+    if "shape" in entry:
+        return entry
+    shape, topology = ModelShape(**found["shape"]), Topology(**entry["topology"])
+    engine = next((e for e in ENGINES if unsupported_reason(e, shape, topology) is None), ENGINES[0])
+    cluster = load_cluster(found["cluster"])
+    whole = Plan(label=entry["label"], shape=shape, cluster=cluster, topology=topology, engine=engine)
+    return {**whole.to_json(), "id": plan_id(whole), "prediction": entry["prediction"]}
+
+
+def calendar_record(found: Forecast, source: PlanSource) -> Record:
+    """What calendar.json holds: the forecast, its plan with prediction and source, alternatives, causes of delay."""
+    r, p = found.request, found.prediction
     return {
-        **said,
+        **found.to_json(),
+        "plan_id": plan_id(r.plan),
+        "plan_json": r.plan.to_json(),
+        "prediction": p.to_json(),
+        "source": vars(source),
         "shape": vars(r.plan.shape),
         "topology": vars(r.plan.topology),
         "cluster": r.plan.cluster.name,
@@ -62,55 +94,21 @@ def record(found: Forecast, said: dict[str, Any]) -> dict[str, Any]:
         "fitted_rows": r.calibration.rows,
         "half_width": r.calibration.half_width,
         "parameters": r.plan.shape.parameters,
-        "measured": [{"row": row.row_id, "seconds": row.seconds} for row in near],
-        "schedules": [rival.to_json() for rival in other_schedules(r)],
-        "rivals": [rival.to_json() for rival in other_topologies(r)],
-        "dangers": [{"what": name, "mean_days": mean, "days_95": high} for name, mean, high in found.dangers],
-    }
-
-
-def engine_for(shape: dict[str, Any], topology: dict[str, Any]) -> str:
-    """The first engine that can train it; the plan of a calendar need not be launched by us."""
-    takes = (e for e in ENGINES if unsupported_reason(e, ModelShape(**shape), Topology(**topology)) is None)
-    return next(takes, ENGINES[0])
-
-
-def close_ones(made: dict[str, Any], sizing: dict[str, Any], count: int = 3) -> dict[str, list[Any]]:
-    """Close shapes (where 01_sizing proposed some), topologies and schedules: their days beside the recommended.
-
-    Shapes are not equally large: theirs are days per parameter.
-    """
-    days = made["schedules"][0]["days"] if made["schedules"] else made["ideal"]["days"]
-    proposals = sizing.get("proposals", [])
-    own = (made["shape"]["num_layers"], made["shape"]["hidden_size"])
-    costs = {(p["layers"], p["hidden"]): p["cost_beside_best"] for p in proposals}
-    asked = own in costs  # else they were proposed for another model
-    rows = [
-        (
-            "shape",
-            f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}",
-            p["cost_beside_best"] / costs[own] - 1,
-        )
-        for p in proposals
-        if asked and own != (p["layers"], p["hidden"])
-    ][:count]
-    rows += [("topology", r["name"], r["days"] / days - 1) for r in made["rivals"][:count] if r["days"]]
-    rows += [("schedule", r["name"], r["days"] / days - 1) for r in made["schedules"][1:] if r["days"]]
-    return {
-        "what": [kind for kind, _, _ in rows],
-        "alternative": [html.escape(name) for _, name, _ in rows],
-        "cost beside": [f"{beside:+.1%}" for _, _, beside in rows],
+        "measured": [{"row": row.row_id, "seconds": row.seconds} for row in measured_like(r.plan)],
+        "schedules": [other.to_json() for other in found.alternatives.schedules],
+        "rivals": [other.to_json() for other in found.alternatives.topologies],
+        "dangers": found.dangers,
     }
 
 
 def measured_like(plan: Plan) -> list[MeasuredRow]:
-    """The shipped rows of the plan's very layers, hidden size, heads, tp, pp, dp, mbs and gbs, on the same card."""
+    """The shipped rows of the plan's layers, hidden size, heads, tp, pp, dp, mbs and gbs on the same GPU."""
     if plan.cluster.gpu.kind == "cpu":
         return []
     rows, _ = read_rows(Path(shipped_rows()).with_name("scored.csv"))
     wanted = _identity(plan.shape, plan.topology, plan.cluster.gpu.name)
     same = (r for r in rows if _identity(r.case.shape, r.case.topology, r.case.cluster.gpu.name) == wanted)
-    return [r for r in same if r.seconds == r.seconds]  # a row without a time has nan there
+    return [r for r in same if r.seconds == r.seconds]  # a row without a time has nan
 
 
 def _identity(shape: Any, topology: Any, gpu: str) -> tuple[Any, ...]:
@@ -119,121 +117,233 @@ def _identity(shape: Any, topology: Any, gpu: str) -> tuple[Any, ...]:
     return (*sizes, t.tp, t.pp, t.dp, t.mbs, t.gbs, gpu)
 
 
-def chance(probability: float) -> str:
-    """A share of simulated runs for eyes; a few thousand runs tell nothing below one in a thousand."""
-    return "under 0.1 %" if probability < 0.001 else f"{probability:.1%}"
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A figure, its kind (one of KINDS), its source, and the notebook that computed it ("": none)."""
+
+    what: str
+    value: str
+    kind: str
+    source: str
+    notebook: str = ""
 
 
-def plain(text: str) -> str:
-    """Anybody's text as Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_\[\]|~$#+.-])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+@dataclass(frozen=True)
+class Facts(Table):
+    """Facts as a table; a notebook's name links to its report where that is one of `reports`."""
+
+    facts: tuple[Fact, ...]
+    reports: frozenset[str] = frozenset()
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A row for each fact: value, kind, source, notebook."""
+        import pandas as pd
+
+        rows = [(f.what, f.value, f.kind, f.source, f.notebook) for f in self.facts]
+        return pd.DataFrame(rows, columns=["", "value", "kind", "from", "computed by"])
+
+    def _repr_html_(self) -> str:
+        return show(self.to_frame()).format(self._link, subset=["computed by"]).to_html()
+
+    def _link(self, name: str) -> str:
+        text = html.escape(name)
+        return f'<a href="{text}.html">{text}</a>' if name in self.reports else text
 
 
-def headline(made: dict[str, Any]) -> str:
-    """One sentence of Markdown: what is recommended, when it ends, what it costs, and how likely either fails."""
-    s, t = made["shape"], made["topology"]
-    low, high = (day[:10] for day in (made["finish"]["p05"], made["finish"]["p95"]))
-    words = [
-        f"**{s['num_layers']} layers × {s['hidden_size']}** ({made['parameters'] / 1e9:.4g} B parameters, "
-        f"{s['num_attention_heads']} heads) as `{html.escape(made['plan'])}`: "
-        f"TP {t['tp']} × PP {t['pp']} × DP {t['dp']}, "
-        f"microbatch {t['mbs']}, {t['tp'] * t['pp'] * t['dp']} GPUs of `{made['cluster']}`. "
-        f"{made['tokens'] / 1e9:,.4g} billion tokens are done on **{made['finish']['p50'][:10]}** "
-        f"({low} to {high} in nine of ten runs), after **{made['days']:,.4g} days** and "
-        f"**{made['gpu_hours']:,.0f} GPU-hours**"
-    ]
-    if made["p_allocation"] is not None:
-        words.append(f" of {made['allocation']:,.0f}: overrun with probability **{chance(made['p_allocation'])}**")
-    if made["p_deadline"] is not None:
-        words.append(f"; the deadline {made['deadline']} is missed with probability **{chance(made['p_deadline'])}**")
-    return "".join(words) + "."
+@dataclass(frozen=True)
+class Pictures:
+    """PNG files that a notebook shows, one below the other."""
+
+    paths: tuple[Path, ...]
+
+    def _repr_html_(self) -> str:
+        shown = (base64.b64encode(path.read_bytes()).decode() for path in self.paths)
+        return "<br>".join(f'<img width="720" src="data:image/png;base64,{image}">' for image in shown)
 
 
-def facts(made: dict[str, Any], has_backtest: float | None = None) -> list[Fact]:
-    """Every figure of the page with its provenance. `has_backtest` is the median error that 06_backtest found."""
-    seconds, (low, high) = made["sec_per_it"], made["sec_interval"]
-    fitted = f"constants fitted to {made['fitted_rows']} measured rows" if made["fitted_rows"] else "unfitted constants"
-    kind = "fitted" if made["fitted_rows"] else "assumed"
-    hours, days = made["gpu_hours_interval"], made["days_interval"]
-    free = made["card_bytes"] - made["memory_bytes"]
-    said = [
-        Fact(
-            what="tokens, start, ramp, capacity",
-            value=f"{made['tokens'] / 1e9:,.4g} billion tokens",
-            kind="given",
-            source="the request",
-        ),
-        Fact(what="iterations", value=f"{made['iterations']:,}", kind="computed", source="Megatron-LM's ramp rule"),
-        Fact(
-            what="seconds an iteration",
-            value=f"{seconds:.4g} ({low:.4g} to {high:.4g})",
-            kind=kind,
-            source=f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}",
-            notebook="02_topology",
-        ),
-        *[
-            Fact(
-                what="the same run, measured",
-                value=f"{m['seconds']:.4g} s, predicted / measured {made['sec_per_it'] / m['seconds']:.3f}",
-                kind="measured",
-                source=f"row {m['row']} of the public documents",
-                notebook="06_backtest",
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A study's calendar.json, and what its other files add: proposed shapes, the backtest, the current plans."""
+
+    calendar: Record
+    plans: Record
+    sizing: Record
+    backtest_error: float | None = None
+    title: str = ""
+    reports: frozenset[str] = frozenset()
+    figures: Pictures = Pictures(())
+
+    def summary(self) -> Text:
+        """One sentence: what is recommended, when it is finished, what it costs, how likely it fails either limit."""
+        return Text(f"{literal(self.title)} {records.headline(self.calendar)}")
+
+    @property
+    def inconsistencies(self) -> list[str]:
+        """Files of the study that belong to another plan than the forecast, or predict it differently."""
+        c, source = self.calendar, self.calendar["source"]
+        by, file = source["made_by"].get("notebook", ""), source["file"]
+        again = "run 07_calendar again"
+        found = []
+        entry = next((p for p in self.plans.get("plans", []) if (p.get("id") or p["label"]) == c["plan_id"]), None)
+        if by and entry is None:
+            found.append(f"{file} was written again and no longer holds plan {c['plan_id']} of this forecast; {again}")
+        elif by and entry and any(entry["prediction"][name] != source["prediction"][name] for name in PREDICTED):
+            found.append(f"{file} was written again and predicts plan {c['plan_id']} differently; {again}")
+        if not self._agrees:
+            numbers = " and ".join(
+                f"{name}={source['prediction'][name]:.6g}" for name in PREDICTED if name in source["prediction"]
             )
-            for m in made["measured"][:2]
-        ],
-        Fact(
-            what="memory headroom",
-            value=f"{free / 2**30:.3g} of {made['card_bytes'] / 2**30:.3g} GiB, P(out) {made['oom_probability']:.1%}",
-            kind="fitted",
-            source="the fullest stage; docs/planner.md",
-            notebook="02_topology",
-        ),
-        Fact(
-            what="days",
-            value=f"{made['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})",
-            kind="simulated",
-            source=f"{made['ideal']['days']:.4g} if nothing goes wrong; the rest below",
-            notebook="07_calendar",
-        ),
-        Fact(
-            what="GPU-hours",
-            value=f"{made['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})",
-            kind="simulated",
-            source=f"{made['ideal']['gpu_hours']:,.0f} of iterations",
-            notebook="07_calendar",
-        ),
-        Fact(
-            what="stops, restarts, evaluation, saving",
-            value=f"{sum(made['lost_days'].values()):.3g} days",
-            kind="assumed",
-            source="rates of published runs, waits assumed (docs/calendar.md)",
-            notebook="07_calendar",
-        ),
-    ]
-    if made.get("energy_kwh"):
-        text = "node's data sheet at its most, building 1.2: an upper end"
-        said.append(Fact(what="energy", value=energy_words(made["energy_kwh"]), kind="assumed", source=text))
-    if made.get("cost"):
-        said.append(
-            Fact(what="money", value=f"{made['cost']:,.0f}", kind="given", source="GPU-hours at the price given")
+            found.append(f"{file} predicts {numbers} for plan {c['plan_id']}, with another calibration")
+        if self.sizing.get("proposals") and not self._proposals:
+            found.append("sizing.json proposes shapes for another model; they are not compared")
+        return found
+
+    def notes(self) -> Text:
+        """The plan and the files that the figures come from, and what in the study belongs to another plan."""
+        c, source = self.calendar, self.calendar["source"]
+        by = source["made_by"]
+        origin = f", made by {literal(by['notebook'])} on {literal(by['time'])}" if by.get("notebook") else ""
+        first = f"Plan `{html.escape(c['plan_id'])}` of {literal(source['file'])}{origin}."
+        return Text("\n\n".join([first, *(f"**Attention:** {literal(text)}." for text in self.inconsistencies)]))
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether the plan's file predicts exactly what the forecast uses."""
+        given = self.calendar["source"]["prediction"]
+        return all(name not in given or given[name] == self.calendar[name] for name in PREDICTED)
+
+    @property
+    def _proposals(self) -> list[Record]:
+        """The shapes that 01_sizing proposed, the plan's own among them; none where they are for another model."""
+        own = (self.calendar["shape"]["num_layers"], self.calendar["shape"]["hidden_size"])
+        found = self.sizing.get("proposals", [])
+        return found if own in [(p["layers"], p["hidden"]) for p in found] else []
+
+    def risks(self, most: int = 3) -> Columns:
+        """The largest causes of delay, and what helps against each."""
+        worst = self.calendar["dangers"][:most]
+        return records.delays(worst, **{"what helps": [REMEDIES.get(row["what"], "") for row in worst]})
+
+    def alternatives(self, most: int = 3) -> Columns:
+        """Other shapes, topologies and schedules: cost in GPU-hours and days, relative to the plan's.
+
+        Shapes are not equally large: theirs are per parameter.
+        """
+        c, s = self.calendar, self.calendar["shape"]
+        rows: list[tuple[str, str, float, float]] = []
+        own = [p for p in self._proposals if (p["layers"], p["hidden"]) == (s["num_layers"], s["hidden_size"])]
+        for p in [p for p in self._proposals if p not in own][:most]:
+            name = f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}"
+            rows.append(("shape, per parameter", name, *_relative(p, own[0], own[0]["params"] / p["params"])))
+        plan = c["schedules"][0] if c["schedules"] and c["schedules"][0]["days"] else c["ideal"]
+        others = [("topology", o) for o in c["rivals"][:most]] + [("schedule", o) for o in c["schedules"][1:]]
+        rows += [(kind, o["name"], *_relative(o, plan)) for kind, o in others if o["days"]]
+        return Columns(
+            {
+                "what": [kind for kind, *_ in rows],
+                "alternative": [name for _, name, *_ in rows],
+                "cost (GPU-hours)": [f"{hours - 1:+.1%}" for *_, hours, _ in rows],
+                "days": [f"{days - 1:+.1%}" for *_, days in rows],
+            }
         )
-    if has_backtest is not None:
-        text = "rows that the constants had not seen"
-        new = Fact(what="error of predicted time", value=f"{has_backtest:.1%} (median)", kind="measured", source=text)
-        said.append(Fact(**{**vars(new), "notebook": "06_backtest"}))
-    return said
+
+    @property
+    def facts(self) -> Facts:
+        """Every figure of the page with its provenance."""
+        c, made_by = self.calendar, self.calendar.get("made_by", {}).get("notebook", "07_calendar")
+        seconds, (low, high) = c["sec_per_it"], c["sec_interval"]
+        planner = (self._agrees and c["source"]["made_by"].get("notebook")) or made_by
+        fitted = f"constants fitted to {c['fitted_rows']} measured rows" if c["fitted_rows"] else "unfitted constants"
+        hours, days = c["gpu_hours_interval"], c["days_interval"]
+        free, card, oom = c["card_bytes"] - c["memory_bytes"], c["card_bytes"] / 2**30, c["oom_probability"]
+        rows = [
+            ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}", planner),
+            ("tokens, start, ramp, capacity", f"{c['tokens'] / 1e9:,.4g} billion tokens", "given", "the request", ""),
+            ("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule", ""),
+            (
+                "seconds per iteration",
+                f"{seconds:.4g} ({low:.4g} to {high:.4g})",
+                "fitted" if c["fitted_rows"] else "assumed",
+                f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}",
+                planner,
+            ),
+            *[
+                (
+                    "the same run, measured",
+                    f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}",
+                    "measured",
+                    f"row {m['row']} of the public documents",
+                    "06_backtest",
+                )
+                for m in c["measured"][:2]
+            ],
+            (
+                "free memory",
+                f"{free / 2**30:.3g} of {card:.3g} GiB, P(out of memory) {oom:.1%}",
+                "fitted",
+                "the fullest stage; docs/planner.md",
+                planner,
+            ),
+            (
+                "days",
+                f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})",
+                "simulated",
+                f"{c['ideal']['days']:.4g} without interruptions, which are below",
+                made_by,
+            ),
+            (
+                "GPU-hours",
+                f"{c['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})",
+                "simulated",
+                f"{c['ideal']['gpu_hours']:,.0f} of iterations",
+                made_by,
+            ),
+            (
+                "interruptions, restarts, evaluation, saving",
+                f"{sum(c['lost_days'].values()):.3g} days",
+                "assumed",
+                "rates of published runs, waits assumed (docs/calendar.md)",
+                made_by,
+            ),
+        ]
+        if c.get("energy_kwh"):
+            text = "maximum of the node's data sheet, building 1.2: an upper bound"
+            rows.append(("energy", energy_text(c["energy_kwh"]), "assumed", text, made_by))
+        if c.get("cost"):
+            rows.append(("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price", made_by))
+        if self.backtest_error is not None:
+            error, text = f"{self.backtest_error:.1%} (median)", "rows that the constants were not fitted to"
+            rows.append(("error of predicted time", error, "measured", text, "06_backtest"))
+        found = [Fact(what=w, value=v, kind=k, source=s, notebook=n) for w, v, k, s, n in rows]
+        return Facts(tuple(found), self.reports)
+
+    def to_json(self) -> Record:
+        """What decision.json holds."""
+        return {
+            "headline": str(records.headline(self.calendar)),
+            "plan_id": self.calendar["plan_id"],
+            "inconsistencies": self.inconsistencies,
+            "facts": [vars(fact) for fact in self.facts.facts],
+        }
 
 
-def facts_table(said: list[Fact], present: set[str]) -> dict[str, list[str]]:
-    """The facts as columns; a notebook's name leads to its report where that is `present` in the study."""
+def _relative(other: Record, plan: Record, share: float = 1.0) -> tuple[float, float]:
+    """GPU-hours and days of `other`, relative to the plan's, times `share`."""
+    return other["gpu_hours"] / plan["gpu_hours"] * share, other["days"] / plan["days"] * share
 
-    def link(name: str) -> str:
-        return f'<a href="{name}.html">{name}</a>' if name in present else name
 
-    return {
-        "": [html.escape(f.what) for f in said],
-        "value": [html.escape(f.value) for f in said],
-        "kind": [f.kind for f in said],
-        "from": [html.escape(f.source) for f in said],
-        "made by": [link(f.notebook) for f in said],
-    }
+def decide(study: Study, title: str = "") -> Decision:
+    """The decision on the study's forecast; ValueError where 07_calendar was not run yet."""
+
+    def optional(name: str, made_by: str) -> Record:
+        return study.load(name, made_by) if (study.folder / name).exists() else {}
+
+    return Decision(
+        calendar=study.load("calendar.json", "07_calendar"),
+        plans=optional("plans.json", "02_topology"),
+        sizing=optional("sizing.json", "01_sizing"),
+        backtest_error=optional("backtest.json", "06_backtest").get("summary", {}).get("median"),
+        title=title,
+        reports=frozenset(path.stem for path in study.folder.glob("*.ipynb")),
+        figures=Pictures(tuple(study.folder / "figures" / f"{name}.png" for name in ("07_fan", "07_budget"))),
+    )

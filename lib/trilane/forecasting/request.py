@@ -1,84 +1,82 @@
-"""Request: what is asked of the calendar, checked at birth, and the certain costs that follow from it."""
+"""ForecastRequest: everything that a forecast depends on, checked at birth, and the costs that are certain."""
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from datetime import date
+from typing import Any
 
-from trilane.config.batch_rampup import Phase, Ramp
+from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration
-from trilane.forecasting.capacity import Capacity
+from trilane.costmodel.calibration import Calibration, default, load
+from trilane.forecasting.capacity import Capacity, CapacityWindow, constant, parse_day, read_capacity, today
+from trilane.forecasting.energy import Price
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
 from trilane.forecasting.schedule import phases_of
-from trilane.forecasting.simulation import Doubt
-from trilane.forecasting.throughput import require_divisible
-from trilane.utils.validation import require, require_integer, require_positive
+from trilane.forecasting.simulation import Uncertainty
+from trilane.forecasting.throughput import SOONEST, require_divisible
+from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known, require_positive
 from trilane.workspace.checkpoints import checkpoint_bytes
 
 MOST_TOKENS = 1e16  # a thousand times what has been trained
-
-
-CHUNKS = 24  # pieces of the constant phase, so that its course can be drawn and cut by dates
-
-
-MOST_CELLS = 30_000_000  # runs x pieces of the course: 240 MB for each of about eight arrays of them
-
-
+TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022, arXiv:2203.15556
+CHUNKS = 24  # pieces of the constant phase, so that its progress can be drawn and cut at dates
+MOST_CELLS = 30_000_000  # runs x pieces: 240 MB for each of about eight arrays
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
+ADAPT = {"no": None, "days": SOONEST, "gpu_hours": 0.0}  # what a day is worth, in GPU-hours
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRequest:
-    """A plan, its tokens and ramp, the capacity from which day on, what may go wrong, and what must not be passed.
+    """A plan, its tokens and ramp, the capacity over time, the risks, and the limits that must be kept.
 
-    `day_worth` None keeps the plan's topology wherever it fits; a number of GPU-hours that a day is worth lets DP,
-    microbatch and nodes follow the batch size (0: the cheapest way, pace.SOONEST: the fastest), and with `reshape` TP
-    and PP too. Raises ValueError for tokens below one batch, a ramp that the topology cannot divide, a deadline before
-    the start, an allocation that is no positive number.
+    `capacity` None: the plan's GPUs from the first day on, with the cluster's other nodes as spares. `day_worth` None
+    keeps the plan's topology wherever it fits; a number of GPU-hours that a day is worth lets DP, microbatch and nodes
+    follow the batch size (0: the cheapest way, SOONEST: the fastest), and with `reshape` TP and PP too. Raises
+    ValueError for tokens below one batch, a ramp that the topology cannot divide, a deadline before the start, an
+    allocation that is no positive number.
     """
 
     plan: Plan
     calibration: Calibration
     tokens: float
     ramp: Ramp
-    capacity: Capacity
     start: date
+    capacity: Capacity | None = None
     deadline: date | None = None
     allocation: float | None = None
     risks: FailureModel = field(default_factory=FailureModel)
+    price: Price = field(default_factory=Price)
     day_worth: float | None = None
     reshape: bool = False
     runs: int = 10_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        t, ramp = self.plan.topology, self.ramp
+        t, ramp, worth = self.plan.topology, self.ramp, self.day_worth
         require_positive("tokens", self.tokens)
         first = (ramp.start if ramp.samples else t.gbs) * self.plan.shape.seq_length
         require(self.tokens >= first, "tokens", f"{self.tokens:g}", f"below one batch of {first}")
         require(self.tokens <= MOST_TOKENS, "tokens", f"{self.tokens:g}", f"must be at most {MOST_TOKENS:g}")
         require_integer("runs", self.runs, 100)
-        worth = self.day_worth
+        require(self.seed >= 0, "seed", self.seed, "must not be negative")
         require(worth is None or 0 <= worth < math.inf, "day-worth", worth, "must be zero or a number above")
         rule = "needs --adapt days, --adapt gpu_hours or --day-worth"
         require(not self.reshape or worth is not None, "reshape", True, rule)
-        if self.day_worth is None:
+        if worth is None:
             require_divisible(ramp, t)
         if self.deadline is not None:
-            require(
-                self.deadline >= self.start, "deadline", self.deadline, f"must not be before the start, {self.start}"
-            )
+            rule = f"must not be before the start, {self.start}"
+            require(self.deadline >= self.start, "deadline", self.deadline, rule)
         if self.allocation is not None:
             require_positive("allocation", self.allocation)
         pieces = len(self.phases) - 1 + CHUNKS
         rule = f"must be at most {MOST_CELLS // pieces}, for the memory that {pieces} pieces of this ramp take"
         require(self.runs <= MOST_CELLS // pieces, "runs", self.runs, rule)
-        replica = t.tp * t.pp
-        most = max(step.gpus for step in self.capacity.steps)
-        require(most >= replica, "capacity.gpus", most, f"one replica of {t.label} takes {replica}")
-        last = self.capacity.steps[-1].gpus
-        require(last >= replica, "capacity.gpus", last, f"the last step never ends, and one replica takes {replica}")
+        replica, gpus = t.tp * t.pp, [step.gpus for step in self.capacity.steps] if self.capacity else [t.gpus]
+        require(max(gpus) >= replica, "capacity.gpus", max(gpus), f"one replica of {t.label} takes {replica}")
+        rule = f"the last step never ends, and one replica takes {replica}"
+        require(gpus[-1] >= replica, "capacity.gpus", gpus[-1], rule)
 
     @property
     def samples(self) -> int:
@@ -91,15 +89,26 @@ class ForecastRequest:
         return phases_of(self.ramp, self.plan.topology.gbs, self.samples)
 
     @property
-    def doubt(self) -> Doubt:
-        """The calibration's interval, split into what all batch sizes share and what each has alone."""
+    def windows(self) -> list[CapacityWindow]:
+        """The capacity from the start on."""
+        return (self.capacity or constant(self.plan.topology.gpus, self.start)).windows(self.start)
+
+    def nodes_in(self, window: CapacityWindow) -> int:
+        """Whole nodes for jobs and spares: those of the stated capacity, or without one the whole cluster."""
+        cluster = self.plan.cluster
+        stated = window.gpus // cluster.gpus_per_node if self.capacity else cluster.max_nodes
+        return min(stated, cluster.max_nodes)
+
+    @property
+    def uncertainty(self) -> Uncertainty:
+        """The calibration's interval, split into a part common to all batch sizes and one independent for each."""
         deviation, common = self.calibration.half_width / Z90, self.risks.common
         both = math.hypot(deviation * math.sqrt(common), self.risks.slowdown_spread)
-        return Doubt(common=both, alone=deviation * math.sqrt(1 - common), slowdown=self.risks.slowdown)
+        return Uncertainty(common=both, independent=deviation * math.sqrt(1 - common), slowdown=self.risks.slowdown)
 
     @property
     def save_s(self) -> float:
-        """Seconds of one checkpoint: all nodes of the plan write their share."""
+        """Seconds of one checkpoint, written by all nodes of the plan."""
         nodes = self.plan.topology.gpus / self.plan.cluster.gpus_per_node
         rate = max(nodes, 1.0) * self.risks.write_bytes_per_s
         return checkpoint_bytes(self.plan.shape) / rate
@@ -125,8 +134,66 @@ class ForecastRequest:
         }
 
 
-def with_pins(risks: FailureModel, failures_per_node_year: float | None, **pins: float | int | None) -> FailureModel:
-    """The risks with what the user knows better; None leaves a field as it is."""
-    given = {name: value for name, value in pins.items() if value is not None}
-    changed = dataclasses.replace(risks, **given) if given else risks  # type: ignore[arg-type]
-    return changed if failures_per_node_year is None else changed.with_failures(failures_per_node_year)
+def forecast_request(
+    plan: Plan,
+    *,
+    tokens: float | None = None,
+    ramp: str | None = None,
+    capacity: str | None = None,
+    start: str | None = None,
+    deadline: str | None = None,
+    adapt: str = "no",
+    day_worth: float | None = None,
+    calibration: Calibration | str | None = None,
+    risks: str | None = None,
+    failures_per_node_year: float | None = None,
+    checkpoint_minutes: float | None = None,
+    spare_nodes: int | None = None,
+    job_hours: float | None = None,
+    evaluation_iters: int | None = None,
+    price: float | None = None,
+    watts: float | None = None,
+    **others: Any,
+) -> ForecastRequest:
+    """The request of a command's options or a notebook's parameters; None or "" stands for the default.
+
+    tokens        default: 20 per parameter (Hoffmann et al. 2022)
+    ramp          "START,INCREMENT,SAMPLES"; default: the plan's
+    capacity      a JSON file of GPUs from day to day; default: the plan's GPUs, not shared
+    start         the first day, default today (UTC); `deadline` the last one
+    adapt         "days" or "gpu_hours" lets DP, microbatch and nodes follow the batch size; `day_worth` in between
+    calibration   constants, or their JSON file; default: those that ship for the plan's GPU
+    risks         a JSON file with fields of FailureModel; the arguments after it replace single ones
+    price, watts  money of a GPU-hour, power of a GPU
+    others        fields of ForecastRequest as they are
+
+    ValueError names the argument that is wrong.
+    """
+    require_known("adapt", adapt, ADAPT)
+    first = parse_day("start", start) if start else today()
+    minutes = checkpoint_minutes
+    require(minutes is None or minutes > 0, "checkpoint-minutes", minutes, "must be above zero")
+    model = from_mapping(FailureModel, read_json(risks, "risks"), "risks") if risks else FailureModel()
+    replaced: dict[str, Any] = {
+        "checkpoint_s": minutes * 60 if minutes else None,
+        "spare_nodes": spare_nodes,
+        "job_hours": job_hours,
+        "evaluation_iters": evaluation_iters,
+    }
+    model = dataclasses.replace(model, **{name: value for name, value in replaced.items() if value is not None})
+    if failures_per_node_year is not None:
+        model = model.with_failures(failures_per_node_year)
+    constants = load(calibration) if isinstance(calibration, str) and calibration else calibration
+    return ForecastRequest(
+        plan=plan,
+        calibration=constants if isinstance(constants, Calibration) else default(plan.cluster),
+        tokens=TOKENS_PER_PARAMETER * plan.shape.parameters if tokens is None else tokens,
+        ramp=parse_ramp(ramp) if ramp else plan.run.ramp,
+        start=first,
+        capacity=None if capacity in (None, "") else read_capacity(str(capacity)),
+        deadline=parse_day("deadline", deadline) if deadline else None,
+        risks=model,
+        price=Price(per_gpu_hour=price, watts_per_gpu=watts),
+        day_worth=ADAPT[adapt] if day_worth is None else day_worth,
+        **others,
+    )

@@ -1,4 +1,4 @@
-"""Schedule: for each batch size of a ramp the DP, microbatch and nodes to run it on, with the restarts counted."""
+"""The topology and nodes for each batch size of a ramp, the cost of each restart included."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,13 @@ import numpy as np
 
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.parallelism import RECOMPUTE
-from trilane.planning.space import divisors
-from trilane.utils.validation import require_integer, require_positive
 
-KEPT = ("", *RECOMPUTE)  # a measured row may not say what it recomputed
+RECOMPUTED = ("", *RECOMPUTE)  # a measured row may leave it open
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledTopology:
-    """One way to run a batch size: `seconds` an iteration on `gpus` GPUs, in whole `nodes`."""
+    """A topology for one batch size: `seconds` per iteration on `gpus` GPUs, in whole `nodes`."""
 
     tp: int
     pp: int
@@ -32,7 +30,7 @@ class ScheduledTopology:
         return self.tp * self.pp * self.dp
 
     def same_job(self, other: "ScheduledTopology") -> bool:
-        """Whether a job can go on from the one to the other without a restart."""
+        """Whether a job can continue with `other` without a restart."""
         return self._job == other._job
 
     @property
@@ -42,7 +40,7 @@ class ScheduledTopology:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleStep:
-    """A phase of the ramp on its choice; `restart` where the job before it was another, after `pause_s`."""
+    """A phase of the ramp and its topology; `restart` where the job before differs, which takes `pause_s`."""
 
     phase: Phase
     choice: ScheduledTopology
@@ -51,29 +49,29 @@ class ScheduleStep:
 
     @property
     def seconds(self) -> float:
-        """Seconds of its iterations."""
+        """Seconds of the phase's iterations."""
         return self.phase.iterations * self.choice.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Every phase on its choice."""
+    """Every phase of a run with its topology."""
 
     steps: tuple[ScheduleStep, ...]
 
     @property
     def restarts(self) -> int:
-        """Restarts that changes of nodes, DP or microbatch need."""
+        """Restarts caused by changes of the topology."""
         return sum(step.restart for step in self.steps)
 
     @property
     def days(self) -> float:
-        """Days of all phases and restarts."""
+        """Days of all phases and restarts together."""
         return sum(step.seconds + step.pause_s for step in self.steps) / 86400
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of the same."""
+        """GPU-hours of all phases and restarts together."""
         return sum((s.seconds + s.pause_s) * s.choice.gpus for s in self.steps) / 3600
 
 
@@ -96,17 +94,16 @@ def optimize(
     day_worth: float,
     reshape_s: float = 0.0,
 ) -> Schedule:
-    """The cheapest way through all phases, where a day is worth `day_worth` GPU-hours (0: only GPU-hours count).
+    """The cheapest sequence of topologies, where a day is worth `day_worth` GPU-hours (0: only GPU-hours count).
 
-    A change of job costs `restart_s`, and `reshape_s` more where TP or PP change and checkpoints must be cut anew.
-    Exact: the best cost of every choice of a phase follows from those of the phase before (Viterbi). Among equals the
-    faster. Each phase needs at least one choice.
+    A change of job costs `restart_s`, and `reshape_s` more where TP or PP change and the checkpoint must be converted.
+    Exact dynamic programming over the phases (Viterbi); of equally cheap ones the faster. Each phase needs a choice.
     """
     assert all(choices), "a phase without a choice"
     best = np.zeros(0)
     back: list[np.ndarray] = []
     for i, (phase, options) in enumerate(zip(phases, choices, strict=True)):
-        # GPU-hours of a second; a hair of time breaks ties
+        # GPU-hours per second; the small term for time breaks ties
         price = np.array([c.gpus / 3600 + (day_worth + 1e-6) / 86400 for c in options])
         own = phase.iterations * np.array([c.seconds for c in options]) * price
         if i:
@@ -129,63 +126,9 @@ def optimize(
 def _switch_s(
     before: Sequence[ScheduledTopology], after: Sequence[ScheduledTopology], restart_s: float, reshape_s: float
 ) -> np.ndarray:
-    """Seconds of going on from each choice (columns) to each other (rows)."""
+    """Seconds to switch from each choice before (columns) to each one after (rows)."""
     old, new = (
-        np.array([(c.tp, c.pp, c.dp, c.mbs, KEPT.index(c.recompute)) for c in group]) for group in (before, after)
+        np.array([(c.tp, c.pp, c.dp, c.mbs, RECOMPUTED.index(c.recompute)) for c in group]) for group in (before, after)
     )
     differs = new[:, None, :] != old[None, :, :]
     return differs.any(axis=-1) * restart_s + differs[..., :2].any(axis=-1) * reshape_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """A measured row: seconds an iteration of `gbs` sequences on tp x pp x dp GPUs at one microbatch size."""
-
-    tp: int
-    pp: int
-    dp: int
-    mbs: int
-    gbs: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "mbs", "gbs"):
-            require_integer(name, getattr(self, name), 1)
-        require_positive("seconds", self.seconds)
-
-    @property
-    def gpu_seconds(self) -> float:
-        """GPU-seconds a sequence."""
-        return self.seconds * self.tp * self.pp * self.dp / self.gbs
-
-    def at(self, gbs: int, dp: int, fill: bool) -> float:
-        """Seconds an iteration at another batch size and DP, the work divided evenly.
-
-        With `fill` the pipeline's filling and draining is counted: (m + p - 1) / m, Narayanan et al. 2021, section 2.2.
-        Left out: gradient reduction, which does not shrink with the batch.
-        """
-        idle = [(m + self.pp - 1) / m for m in (gbs / dp / self.mbs, self.gbs / self.dp / self.mbs)]
-        return self.gpu_seconds * gbs / (self.tp * self.pp * dp) * (idle[0] / idle[1] if fill else 1.0)
-
-
-def fastest(rows: Sequence[Benchmark]) -> list[Benchmark]:
-    """The rows of the tp x pp that has the fastest row; of equals that with the smallest replica.
-
-    A run that keeps its tp x pp keeps its checkpoints' shards; DP and microbatch may change.
-    """
-    first = min(rows, key=lambda r: (r.gpu_seconds, r.tp * r.pp))
-    return [r for r in rows if (r.tp, r.pp) == (first.tp, first.pp)]
-
-
-def benchmark_choices(
-    rows: Sequence[Benchmark], gbs: int, gpus_per_node: int, max_nodes: int, fill: bool = True
-) -> list[ScheduledTopology]:
-    """Every way to run `gbs` in whole nodes at the pace of measured rows, faster by as many replicas as it allows."""
-    found = []
-    for row in rows:
-        for dp in divisors(gbs // row.mbs) if gbs % row.mbs == 0 else []:
-            nodes, beside = divmod(row.tp * row.pp * dp, gpus_per_node)
-            if beside == 0 and 1 <= nodes <= max_nodes:
-                seconds = row.at(gbs, dp, fill)
-                found.append(ScheduledTopology(tp=row.tp, pp=row.pp, dp=dp, mbs=row.mbs, nodes=nodes, seconds=seconds))
-    return found

@@ -1,4 +1,4 @@
-"""Pace: predicted seconds at each batch size of a ramp, on the plan's own topology or on what some GPUs allow."""
+"""Predicted seconds at each batch size of a ramp, on the plan's topology or on those that fewer GPUs allow."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from trilane.planning.space import divisors, space_around
 from trilane.utils.validation import require
 
 MICROBATCHES = (1, 2, 4, 8)
-
-
 SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
+ParallelSizes = tuple[int, int]  # tp, pp
+OTHER_SIZES = 4  # of the best tp x pp that are tried at the smallest and at the full batch size
 
 
 def require_divisible(ramp: Ramp, topology: Topology) -> None:
@@ -32,36 +32,30 @@ def require_divisible(ramp: Ramp, topology: Topology) -> None:
 
 
 def first_full_gbs(topology: Topology) -> int:
-    """The first batch size with a microbatch for every stage: pp x mbs x dp. Below it no stage is ever all at work.
+    """The smallest batch size with a microbatch for every stage, pp x mbs x dp; below it some stage is always idle.
 
-    The prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; the product is 192, from where its
+    The prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; the product is 192, where its
     later runs start ('main-5').
     """
     return topology.pp * topology.mbs * topology.dp
 
 
-Lane = tuple[int, int]  # tp, pp
-
-
-LANES = 4  # of the best tp x pp that are tried at the smallest and at the full batch size
-
-
-def lanes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[Lane]:
+def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[ParallelSizes]:
     """The plan's tp x pp, and the best others at the smallest and the largest batch size on that many GPUs."""
     t = plan.topology
     found = [(t.tp, t.pp)]
     for gbs in {min(batches), max(batches)}:
         space = space_around(t, [gpus], [gbs], MICROBATCHES)
-        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_lanes(LANES)
+        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_lanes(OTHER_SIZES)
         found += [(c.topology.tp, c.topology.pp) for c in best]
     return list(dict.fromkeys(found))
 
 
-def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Lane] = ()) -> list[Topology]:
-    """What `gbs` can run on with at most `gpus` GPUs, on the plan's tp x pp or one of `others`.
+def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[ParallelSizes] = ()) -> list[Topology]:
+    """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp or those of `others`.
 
-    The plan's own topology where it fits and nothing is to be adapted; else every DP and microbatch, recomputing as the
-    plan does or fully, since fewer replicas hold more of ZeRO's shards each.
+    The plan's own topology where it fits and `adapt` is false; else every DP and microbatch, with the plan's or full
+    recomputation, since of fewer replicas each holds larger ZeRO shards.
     """
     t = plan.topology
     if t.gpus <= gpus and not adapt:
@@ -84,32 +78,37 @@ def choices(
     gpus: int,
     calibration: Calibration,
     adapt: bool,
-    others: Sequence[Lane] = (),
+    others: Sequence[ParallelSizes] = (),
 ) -> list[list[ScheduledTopology]]:
-    """For each batch size every topology that fits the card, with its predicted seconds; all predicted at once."""
+    """For each batch size every topology that fits the GPU, and the plan's own, with its predicted seconds."""
     found = [topologies(plan, gbs, gpus, adapt, others) for gbs in batches]
-    flat = [t for group in found for t in group]
-    if not flat:
-        return [[] for _ in batches]
-    columns = stacked([columns_of(plan.shape, t) for t in flat])
-    seconds = np.broadcast_to(iteration_columns(columns, plan.cluster, calibration.constants).total, len(flat))
-    fits = oom_probability(memory_bytes(columns, plan.cluster), plan.cluster) <= OOM_LIMIT
-    rows = iter(zip(flat, seconds.tolist(), np.broadcast_to(fits, len(flat)).tolist(), strict=True))
-    result = []
-    for group in found:
-        own = [next(rows) for _ in group]
-        result.append([choice_of(t, plan, s) for t, s, ok in own if ok or t == _own(plan, t.gbs)])
-    return result
+    predicted = iter(seconds_and_oom(plan, [t for group in found for t in group], calibration))
+    rows = [[(t, *next(predicted)) for t in group] for group in found]
+    return [
+        [choice_of(t, plan, s) for t, s, p_oom in group if p_oom <= OOM_LIMIT or t == _own(plan, t.gbs)]
+        for group in rows
+    ]
+
+
+def seconds_and_oom(plan: Plan, options: Sequence[Topology], calibration: Calibration) -> list[tuple[float, float]]:
+    """Predicted seconds per iteration and P(out of memory) of the plan on each topology, computed together."""
+    if not options:
+        return []
+    columns = stacked([columns_of(plan.shape, t) for t in options])
+    seconds = iteration_columns(columns, plan.cluster, calibration.constants).total
+    p_oom = oom_probability(memory_bytes(columns, plan.cluster), plan.cluster)
+    both = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, p_oom))
+    return list(zip(*both, strict=True))
 
 
 def _own(plan: Plan, gbs: int) -> Topology | None:
-    """The plan's topology at that batch size, which is not doubted; None where it does not divide."""
+    """The plan's topology at that batch size; None where it does not divide."""
     t = plan.topology
     return dataclasses.replace(t, gbs=gbs) if gbs % (t.mbs * t.dp) == 0 else None
 
 
 def choice_of(topology: Topology, plan: Plan, seconds: float) -> ScheduledTopology:
-    """A topology in whole nodes of the plan's cluster."""
+    """A topology with its predicted seconds, in whole nodes of the plan's cluster."""
     t = topology
     nodes = -(-t.gpus // plan.cluster.gpus_per_node)
     return ScheduledTopology(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds, recompute=t.recompute)
@@ -125,24 +124,20 @@ def schedule_on(
     day_worth: float = SOONEST,
     reshape_s: float | None = None,
 ) -> Schedule | None:
-    """The phases on at most `gpus` GPUs, the plan's topology kept unless `adapt`; None where no replica fits.
+    """The phases on at most `gpus` GPUs; the plan's topology is kept where it fits, unless `adapt`.
 
-    TP and PP stay unless a change of them is said to take `reshape_s`. None too where a batch size has replicas that
-    divide it, but none that fits the card. ValueError names batch sizes that nothing divides.
+    TP and PP stay unless `reshape_s`, the seconds of their change, is given. None where no replica fits by number, or
+    for some batch size by memory. ValueError names batch sizes that no DP and microbatch divide.
     """
     if gpus < plan.topology.tp * plan.topology.pp:
         return None
     batches = [phase.gbs for phase in phases]
-    others = [] if reshape_s is None else lanes(plan, batches, gpus, calibration)
+    others = [] if reshape_s is None else parallel_sizes(plan, batches, gpus, calibration)
     options = choices(plan, batches, gpus, calibration, adapt, others)
     empty = [gbs for gbs, found in zip(batches, options, strict=True) if not found]
     none = [gbs for gbs in empty if not topologies(plan, gbs, gpus, adapt, others)]
-    require(
-        not none,
-        "ramp",
-        ", ".join(map(str, none)),
-        f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs",
-    )
+    rule = f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs"
+    require(not none, "ramp", ", ".join(map(str, none)), rule)
     if empty:
         return None
     return optimize(phases, options, restart_s, day_worth, reshape_s or 0.0)

@@ -1,1 +1,3 @@
-"""Notebooks executed and shown: parameters, HTML reports, tables, widgets, plots."""
+"""What people see: executed notebooks, one HTML page of a study, figures (`plots`), widgets."""
+
+from trilane.report import plots as plots

@@ -1,4 +1,4 @@
-"""Figures of the calendar: the jobs over the dates, the fan of finish dates, the budget."""
+"""Figures of a forecast: the jobs over the dates, the tokens trained with their spread, the GPU-hours."""
 
 from datetime import date, datetime, time, timedelta
 from typing import Any
@@ -13,9 +13,7 @@ from trilane.forecasting.forecast import QUANTILES, Forecast
 from trilane.report.plots.style import COLORS, STYLE, figure
 
 LIMIT = "#b3261e"
-
-
-PARTS = 6  # of the budget that are named
+PARTS = 6  # causes named in the bar of GPU-hours
 
 
 def _at(start: date, seconds: Any) -> Any:
@@ -36,28 +34,28 @@ def _deadline(axes: Axes, found: Forecast) -> None:
 
 
 def gantt(found: Forecast) -> Figure:
-    """The run of average luck over the dates: batch size above, nodes below, a block each job, capacity the limit."""
-    start, bars = found.request.start, found.bars()
+    """The jobs of the expected run over the dates: the batch size above, the nodes below, under the capacity."""
+    start, jobs = found.request.start, found.jobs()
     with plt.rc_context(STYLE):
         made, (above, below) = plt.subplots(
             2, 1, figsize=(9.0, 4.4), sharex=True, layout="constrained", height_ratios=(1, 1.3)
         )
     plt.close(made)
-    ends = np.concatenate([[0.0], found.usual.reached_s[0]])
+    ends = np.concatenate([[0.0], found.expected.reached_s[0]])
     sizes = [p.gbs for p in found.phases[:-1]] + [found.phases[-1].gbs] * (len(ends) - len(found.phases))
     above.stairs(sizes, _at(start, ends), color=COLORS[0], lw=1.6, baseline=None)
     above.set(ylabel="batch size\n(sequences)", ylim=(0, 1.12 * max(sizes)))
-    above.set_title("Jobs of the run, with average luck", loc="left", weight="bold", fontsize=11)
-    kinds = list(dict.fromkeys((b.choice.dp, b.choice.mbs) for b in bars))
+    above.set_title("Jobs of the expected run", loc="left", weight="bold", fontsize=11)
+    kinds = list(dict.fromkeys((b.choice.dp, b.choice.mbs) for b in jobs))
     seen: set[tuple[int, int]] = set()
-    for bar in bars:
-        c = bar.choice
+    for job in jobs:
+        c = job.choice
         kind = (c.dp, c.mbs)
-        left, right = _at(start, bar.start_s), _at(start, bar.end_s)
+        left, right = _at(start, job.start_s), _at(start, job.end_s)
         color = COLORS[kinds.index(kind) % len(COLORS)]
         name = None if kind in seen else f"dp {c.dp}, mbs {c.mbs}: {c.nodes} nodes"
         seen.add(kind)
-        edge = {"edgecolor": "white", "linewidth": 0.4 if len(bars) < 40 else 0.0}
+        edge = {"edgecolor": "white", "linewidth": 0.4 if len(jobs) < 40 else 0.0}
         below.bar(left, c.nodes, right - left, align="edge", color=color, label=name, **edge)
     _capacity(below, found)
     for axes in (above, below):
@@ -69,38 +67,40 @@ def gantt(found: Forecast) -> Figure:
 
 
 def _capacity(axes: Axes, found: Forecast) -> None:
-    """How many nodes there are at most, as far as the run goes."""
-    start, last = found.request.start, float(found.usual.wall_s[0])
+    """The nodes of the capacity until the run ends."""
+    start, last = found.request.start, float(found.expected.wall_s[0])
     windows = [window for window, _ in found.schedules if window.start_s < last]
     edges = [*(w.start_s for w in windows), last]
-    nodes = [-(-w.gpus // found.request.plan.cluster.gpus_per_node) for w in windows]  # whole ones, as a job's
+    nodes = [
+        -(-w.gpus // found.request.plan.cluster.gpus_per_node) for w in windows
+    ]  # whole nodes, as a job takes them
     axes.stairs(nodes, _at(start, edges), color=LIMIT, lw=1.3, ls="--", baseline=None, label="capacity")
 
 
 def fan(found: Forecast) -> Figure:
-    """Tokens trained over the dates: median of the simulated runs, half of them, nine of ten; the deadline drawn."""
+    """Tokens trained over the dates: the median, 50 % and 90 % of the simulated runs, and the deadline."""
     made, axes = figure(8.6, 3.8)
     start, samples = found.request.start, found.request.samples
     reached = np.quantile(found.outcomes.reached_s, QUANTILES, axis=0)
-    gbs, iterations = found.course
+    gbs, iterations = found.pieces
     tokens = np.concatenate([[0.0], (gbs * iterations).cumsum()]) * found.request.plan.shape.seq_length / 1e9
     when = [_at(start, np.concatenate([[0.0], row])) for row in reached]
     axes.fill_betweenx(tokens, when[0], when[4], color=COLORS[0], alpha=0.18, lw=0, label="9 of 10 runs")
     axes.fill_betweenx(tokens, when[1], when[3], color=COLORS[0], alpha=0.35, lw=0, label="half of them")
     axes.plot(when[2], tokens, color=COLORS[0], lw=1.6, label="median")
     ideal = _at(start, found.ideal.wall_s[0])
-    axes.plot([ideal], [tokens[-1]], "o", color=COLORS[2], ms=6, label="if nothing went wrong")
+    axes.plot([ideal], [tokens[-1]], "o", color=COLORS[2], ms=6, label="without interruptions")
     axes.axhline(samples * found.request.plan.shape.seq_length / 1e9, color=COLORS[4], lw=0.8, ls=":")
     _deadline(axes, found)
     _as_dates(axes)
     axes.set(xlabel="date (UTC)", ylabel="tokens trained (billions)", ylim=(0, None))
-    axes.set_title("When it will be done", loc="left", weight="bold", fontsize=11)
+    axes.set_title("When the run is finished", loc="left", weight="bold", fontsize=11)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
     return made
 
 
 def budget(found: Forecast) -> Figure:
-    """GPU-hours as one bar: the work, what causes add on average; nine of ten runs as a whisker; the allocation."""
+    """Mean GPU-hours by cause as one bar, 90 % of the simulated runs as a whisker, and the allocation."""
     made, axes = figure(9.0, 2.3)
     unit, word = (1e3, "thousand GPU-hours") if found.gpu_hours(0.95) > 5e3 else (1.0, "GPU-hours")
     spent = list(found.gpu_hours_by_cause.items())
@@ -116,6 +116,6 @@ def budget(found: Forecast) -> Figure:
         axes.axvline(found.request.allocation / unit, color=LIMIT, lw=1.8, label="allocation")
     axes.grid(axis="y", visible=False)
     axes.set(xlabel=word, ylim=(-0.65, 0.4))
-    axes.set_title("What it will cost", loc="left", weight="bold", fontsize=11)
+    axes.set_title("What the run costs", loc="left", weight="bold", fontsize=11)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.05), frameon=False, fontsize=8)
     return made
