@@ -74,7 +74,7 @@ def test_each_mistake_is_found_with_its_row_and_the_likely_value(tmp_path, chang
     report = linted(tmp_path, markdown(rows(**change)))
     assert rule in {f.rule for f in report.findings}, report.findings
     found = next(f for f in report.findings if f.rule == rule)
-    assert likely in found.likely + found.says
+    assert likely in found.likely + found.message
     assert {(f.line, f.row) for f in report.findings} <= {(9, 1), (10, 2)}
 
 
@@ -142,7 +142,7 @@ def test_a_slow_run_is_an_outlier_even_where_its_tflops_were_computed_from_it(tm
     assert [(f.rule, f.line) for f in linted(tmp_path, markdown(found)).findings] == [("outlier", 13)]
 
 
-def test_time_and_tflops_swapped_are_seen_beside_the_same_configuration(tmp_path):
+def test_time_and_tflops_swapped_are_seen_by_another_row_of_the_same_configuration(tmp_path):
     found = rows()
     swapped = found[1] | {"sec": found[1]["tflops"], "tflops": found[1]["sec"]}
     report = linted(tmp_path, markdown(found) + "\ntext\n\n" + markdown([swapped])[len("# Runs\n") :])
@@ -179,7 +179,7 @@ def test_the_door_prints_json_and_says_by_its_exit_code_whether_there_are_findin
         (bytes(9000), "log={}: is a binary file, not a log"),
         (
             b"no table here\n",
-            "table={}: holds no table with a time or TFLOPs beside GPUs, nodes, size, DP, TP, PP, MBS",
+            "table={}: holds no table with a time or TFLOPs and two of GPUs, nodes, size, DP, TP, PP, MBS",
         ),
         (b"| a | b |\n| - | - |\n| 1 | 2 |\n", "table={}: holds no table"),
     ],
@@ -205,7 +205,7 @@ TRUTH = {
 }
 
 
-@pytest.mark.skipif(not SEEDS.is_dir(), reason="the seed documents are not beside this checkout")
+@pytest.mark.skipif(not SEEDS.is_dir(), reason="the seed documents do not lie next to this checkout")
 def test_the_contradictions_of_the_seed_documents_are_found_and_little_else():
     """At most two findings that nobody else listed; today one: a configuration that took 139.5 and 118.4 s."""
     extra = []

@@ -1,1 +1,1 @@
-"""Tables of measured runs that people typed, in Markdown or CSV: read into rows, and checked for contradictions."""
+"""Markdown and CSV tables of measured runs that people typed: read into rows, and checked for contradictions."""

@@ -1,4 +1,4 @@
-"""Documents: Markdown or CSV with tables of measured runs, and log lines between them, in the order of the text."""
+"""Document: a text with tables of measured runs in Markdown or CSV, and log lines between them."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trilane.documents import markdown
-from trilane.documents.markdown import HandRow
+from trilane.documents.markdown import TableRow
 from trilane.documents.prose import Prose
 from trilane.logs import megatron
 from trilane.logs.stream import blocks
 
-LARGEST = 1 << 22  # bytes: nobody typed more; larger files are logs
+MAX_BYTES = 1 << 22  # larger files are logs, not typed documents
 
-# the line between a Markdown table's header and body; blanks of one line only, each with one place in the pattern:
-# where \s also matched line ends, the time grew with the cube of the blank lines
+# the line between header and body of a Markdown table; [ \t] instead of \s, which also matches line ends: the time
+# grew with the cube of the blank lines
 RULE = re.compile(rb"^[ \t]*(?:\|[ \t]*)?:?-+:?[ \t]*\|[-:| \t\r]*$", re.M)
 PRINTED = re.compile(r"TFLOPs: (\d+\.\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """Lines that hold an iteration line of a framework; `line` is the first; `facts` as HandRow's."""
+    """Lines that hold an iteration line of a framework; `line` is the first; `facts` as in TableRow."""
 
     line: int
     section: int
@@ -31,33 +31,33 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """What was typed: rows of tables about measured runs, passages of logs, statements with a line of their own."""
+    """The content of a document: table rows of measured runs, passages of logs, and other lines as statements."""
 
     tables: int
-    rows: list[HandRow]
+    rows: list[TableRow]
     passages: list[Passage]
     statements: list[tuple[int, str, dict[str, float]]]
 
 
 def text(path: Path) -> str:
-    """The text of a file that holds a table about measured runs, "" for every other file."""
-    if not path.is_file() or path.stat().st_size > LARGEST:
+    """The text of a file that holds a Markdown table of measured runs, "" for any other file."""
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return ""
     try:
         data = b"".join(blocks(path))
     except ValueError:
-        return ""  # who reads it as a log says why
+        return ""  # reading it as a log gives the reason
     if not RULE.search(data):
         return ""
     content = data.decode("utf-8", "replace")
-    found = markdown.markdown(content.splitlines())
+    found = markdown.markdown_tables(content.splitlines())
     return content if any(markdown.measures(header) for _, header, _ in found) else ""
 
 
-def read_document(text: str, tables: Callable[[list[str]], Iterator] = markdown.markdown) -> Document:
-    """The document of a text; `tables` finds the tables among its lines."""
+def read_document(text: str, tables: Callable[[list[str]], Iterator] = markdown.markdown_tables) -> Document:
+    """Parse a text; `tables` finds the tables among its lines."""
     lines = text.splitlines()
-    prose, rows, passages, statements = Prose(), list[HandRow](), list[Passage](), []
+    prose, rows, passages, statements = Prose(), list[TableRow](), list[Passage](), []
     found = [t for t in tables(lines) if markdown.measures(t[1])]
     inside = {line for start, _, body in found for line in (start, start + 1, *(number for number, _ in body))}
     starts = {start: (number, header, body) for number, (start, header, body) in enumerate(found, 1)}
@@ -75,14 +75,14 @@ def read_document(text: str, tables: Callable[[list[str]], Iterator] = markdown.
             prose.read(line)
             statements.append((number, line, dict(prose.facts)))
     rows = [
-        _told_by_log(replace(r, facts={**prose.around(where[i]), **r.facts}), passages, where[i])
+        _timed_by_log(replace(r, facts={**prose.around(where[i]), **r.facts}), passages, where[i])
         for i, r in enumerate(rows)
     ]
     return Document(tables=len(found), rows=rows, passages=_joined(passages), statements=statements)
 
 
-def _told_by_log(row: HandRow, passages: list[Passage], section: int) -> HandRow:
-    """A row without a time that prints the TFLOPs of one log line of its section is that run: the line's time holds."""
+def _timed_by_log(row: TableRow, passages: list[Passage], section: int) -> TableRow:
+    """The row with the time of the one log line in its section that prints the same TFLOPs, if it has no own time."""
     if row.has("time") or not row.has("tflops"):
         return row
     printed = row.cells["tflops"].text
@@ -95,7 +95,7 @@ def _told_by_log(row: HandRow, passages: list[Passage], section: int) -> HandRow
 
 
 def _joined(passages: list[Passage]) -> list[Passage]:
-    """Lines that follow each other are one passage."""
+    """Join passages on consecutive lines."""
     joined: list[Passage] = []
     for passage in passages:
         last = joined[-1] if joined else None

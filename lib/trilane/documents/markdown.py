@@ -1,4 +1,4 @@
-"""Tables that people typed: Markdown or CSV in, rows of named cells with their units out."""
+"""Markdown and CSV tables that people typed, as rows of named cells with units."""
 
 import csv
 import re
@@ -9,8 +9,8 @@ from trilane.logs.table import NAN
 
 SEPARATOR = re.compile(r"^\s*(?:\|\s*)?:?-+:?\s*(\|\s*:?-+:?\s*)+(?:\|\s*)?$|^\s*\|\s*:?-+:?\s*\|\s*$")
 
-# 1,024.5 and 1 024.5 and 1.024,5 and 62.5 or 62,5: a mark before groups of just three digits parts thousands, but not a
-# single point, nor a comma behind a zero
+# 1,024.5 and 1 024.5 and 1.024,5 and 62.5 or 62,5: a mark before groups of three digits separates thousands, but not a
+# single point, nor a comma after a zero
 GROUPED = {
     ",": r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?",
     r"\s": r"[1-9]\d{0,2}(?:\s\d{3})+(?:[.,]\d+)?",
@@ -51,14 +51,14 @@ NAMES = {
 KNOWN = {word: name for name, words in NAMES.items() for word in words.split()}
 UNIT = re.compile(r"[(\[]([^)\]]*)[)\]]")
 
-# columns that we do not know tell configurations apart, unless they are results or names
+# unknown columns distinguish configurations, unless they are results or names
 RESULT = re.compile(
     r"loss|ppl|perp|[mh]fu|tok|sampl|±|std|spread|util|time|sec|id\b|line|row|#|run|name|band|hour|day"
     r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
 )
 
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
-MOST = 1e15  # of which nothing in a table is that many
+MAX_NUMBER = 1e15  # a larger number is no measurement
 SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0}
 BILLIONS = {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3}
 GIGABYTES = {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "tb": 1e3}
@@ -67,7 +67,7 @@ TERA = {"gflops": 1e-3, "gflop/s": 1e-3, "pflops": 1e3, "pflop/s": 1e3}
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell: its text, its number (NaN where it holds none), the unit it prints (its own, else its column's)."""
+    """A cell: its text, its number (NaN if it has none), and its unit, else that of its column."""
 
     text: str
     number: float = NAN
@@ -75,16 +75,18 @@ class Cell:
 
     @property
     def half(self) -> float:
-        """Half of the last digit printed: what rounding may have taken."""
+        """Half a unit of the last printed digit, the largest rounding error."""
         digits, _ = decimal(self.text)
         return 0.5 * 10.0 ** -len(digits.partition(".")[2])
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandRow:
-    """A row with anything in it. `line` and `row` count from 1, in the file and in its table; `facts` is what the text
-    around the table says of its rows (see prose.py), by our names, as the cells are. The names of
-    columns that we do not know have a colon in front."""
+class TableRow:
+    """A row of a table. `line` and `row` count from 1, in the file and in the table.
+
+    `cells` and `facts`, the numbers in the text around the table (see prose.py), are named by the keys of NAMES; the
+    names of unknown columns begin with a colon.
+    """
 
     line: int
     table: int
@@ -94,11 +96,11 @@ class HandRow:
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether the row itself prints a number there that can be one: above zero, but for the stage of ZeRO."""
+        """Whether the row itself has a valid number there: positive, or zero for the ZeRO stage."""
         return name in self.cells and (self.cells[name].number > 0 or (name == "zero" and self.cells[name].number == 0))
 
     def number(self, name: str) -> float:
-        """The row's number, else what the text says, else NaN: seconds, billions of parameters, GB, TFLOP/s, counts."""
+        """The number of the row, else of the text, else NaN: seconds, billions of parameters, GB, TFLOP/s, counts."""
         if not self.has(name):
             return self.facts.get(name, NAN)
         cell = self.cells[name]
@@ -106,7 +108,7 @@ class HandRow:
 
     @property
     def seconds(self) -> float:
-        """Seconds per iteration, printed here or in the row's log line; NaN where there are none."""
+        """Seconds per iteration, of the row or of its log line; NaN if unknown."""
         if not self.has("time"):
             return self.facts.get("seconds", NAN)
         cell = self.cells["time"]
@@ -116,7 +118,7 @@ class HandRow:
 
     @property
     def memory_gb(self) -> float:
-        """Memory as printed; where no column has it, a note that begins with it."""
+        """Memory as printed, in its column or at the start of a note; NaN if unknown."""
         if self.has("mem"):
             return self.number("mem")
         note = re.match(r"(\d+\.?\d*) ?Gi?B\b", self.cells["notes"].text) if "notes" in self.cells else None
@@ -124,19 +126,19 @@ class HandRow:
 
     @property
     def ran_out(self) -> bool:
-        """Whether the row says OOM in place of a measurement."""
+        """Whether the row has OOM instead of a measurement."""
         measured = self.has("time") or self.has("tflops")
         return not measured and any(re.search(r"\bOOM\b", cell.text) for cell in self.cells.values())
 
     @property
     def hangs(self) -> bool:
-        """Whether the row says that it hangs in place of a measurement."""
+        """Whether the row has a hang instead of a measurement."""
         measured = self.has("time") or self.has("tflops")
         return not measured and any(re.search(r"\bhangs?\b|\bhung\b", cell.text) for cell in self.cells.values())
 
 
 def scale(name: str, cell: Cell) -> float:
-    """What makes the cell's number seconds, billions, GB or TFLOP/s."""
+    """The factor from the cell's number to seconds, billions, GB or TFLOP/s."""
     units = {"time": SECONDS, "size": BILLIONS, "mem": GIGABYTES, "tflops": TERA}.get(name, {})
     if name == "size" and not cell.unit and cell.number >= 1e6:
         return 1e-9
@@ -149,10 +151,10 @@ def is_rate(unit: str) -> bool:
 
 
 def column(header: str) -> tuple[str, str]:
-    """Our name of a column ("" for one that we do not know), and the unit that its header tells."""
-    told = UNIT.search(header)
+    """The name of a column ("" if unknown) and the unit in its header."""
+    in_brackets = UNIT.search(header)
     inside = IN_NAME.search(header)
-    unit = told[1].strip() if told else (inside[0].strip("_") if inside else "")
+    unit = in_brackets[1].strip() if in_brackets else (inside[0].strip("_") if inside else "")
     key = re.sub(r"[^a-z0-9/]+", "", UNIT.sub("", header).lower())
     name = KNOWN.get(key) or KNOWN.get(re.sub(r"(gib|gb|mib|mb)$", "", key), "")
     if key.startswith("gflop"):
@@ -163,17 +165,17 @@ def column(header: str) -> tuple[str, str]:
 
 
 def cell(text: str, unit: str = "") -> Cell:
-    """The cell of a text, with its column's unit where it prints none."""
+    """Parse a cell; `unit` is that of its column."""
     text = text.strip().strip("*`").strip()
     digits, own = decimal(text)
     if not digits:
         return Cell(text=text)
     number = float(digits)
-    return Cell(text=text, number=number if abs(number) < MOST else NAN, unit=own or unit)
+    return Cell(text=text, number=number if abs(number) < MAX_NUMBER else NAN, unit=own or unit)
 
 
 def decimal(text: str) -> tuple[str, str]:
-    """The number of a text as float() reads it, and its unit; "" where there is none."""
+    """The number in a text, as float() reads it, and its unit; "" if there is none."""
     if not (found := NUMBER.match(text)):
         return "", ""
     sign, *forms, exponent, unit = found.groups(default="")
@@ -181,8 +183,8 @@ def decimal(text: str) -> tuple[str, str]:
     return sign + re.sub(mark, "", digits).replace(",", ".") + exponent, unit
 
 
-def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
-    """Each table: the header's line (from 1), the header, and its rows with their lines."""
+def markdown_tables(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
+    """Each table as line number of the header (from 1), header, and rows with their line numbers."""
     at = 0
     while at + 1 < len(lines):
         if "|" in lines[at] and SEPARATOR.match(lines[at + 1]) and not SEPARATOR.match(lines[at]):
@@ -191,7 +193,7 @@ def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int,
             while at < len(lines) and "|" in lines[at]:
                 rows.append((at + 1, split(lines[at])))
                 at += 1
-            if rows and measures(rows[0][1]) and not measures(header):  # names of groups of columns stood above
+            if rows and measures(rows[0][1]) and not measures(header):  # the first line named groups of columns
                 (start, header), rows = rows[0], rows[1:]
             yield start, header, rows
         else:
@@ -199,14 +201,14 @@ def markdown(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int,
 
 
 def split(line: str) -> list[str]:
-    """The cells of a Markdown row; `\\|` is no border."""
+    """The cells of a Markdown row; `\\|` is text."""
     inner = line.strip().removeprefix("|")
     inner = inner.removesuffix("|") if not inner.endswith("\\|") else inner
     return [part.replace("\\|", "|").strip() for part in re.split(r"(?<!\\)\|", inner)]
 
 
-def comma(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
-    """The table of a CSV file (comma, semicolon or tab), as `markdown` gives it; nothing where no header is known."""
+def csv_tables(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, list[str]]]]]:
+    """The table of a CSV file (comma, semicolon or tab), as in markdown_tables; nothing if its header is unknown."""
     begin = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), None)
     if begin is None:
         return
@@ -216,13 +218,13 @@ def comma(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[int, li
     header = [part.strip().lstrip("\ufeff") for part in next(reader)]
     if sum(bool(column(name)[0]) for name in header) < 2:
         return
-    # a quoted cell may hold line ends: the reader counts the lines that it took
+    # a quoted cell may hold line ends, which the reader counts
     rows = [(begin + reader.line_num, row) for row in reader if not (row and row[0].startswith("#"))]
     yield begin + 1, header, rows
 
 
-def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> Iterator[HandRow]:
-    """The rows in which anything stands."""
+def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> Iterator[TableRow]:
+    """The rows that are not empty."""
     columns = [column(name) for name in header]
     number = 0
     for line, texts in body:
@@ -235,11 +237,11 @@ def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> It
                 cells[name] = cell(text, unit)
             elif not name and not RESULT.search(title.lower()):
                 cells[f":{title}"] = Cell(text=text.strip())
-        yield HandRow(line=line, table=table, row=number, text=" | ".join(t.strip() for t in texts), cells=cells)
+        yield TableRow(line=line, table=table, row=number, text=" | ".join(t.strip() for t in texts), cells=cells)
 
 
 def measures(header: list[str]) -> bool:
-    """Whether the table is about measured runs: time, TFLOPs or memory, beside two numbers of a configuration."""
+    """Whether the header is that of measured runs: time or TFLOPs, and two numbers of a configuration."""
     names = {column(name)[0] for name in header}
     return (
         bool(names & {"time", "tflops"}) and len(names & {"gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"}) >= 2

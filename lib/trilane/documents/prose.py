@@ -1,4 +1,4 @@
-"""Prose: what the text around a hand-written table says of its rows: shapes, sizes of the machine, constants."""
+"""Facts in the text around a table that hold for its rows: model shapes, machine sizes, constants."""
 
 import re
 
@@ -7,7 +7,7 @@ ASSIGNED = re.compile(
     r"|MICRO_BATCH_SIZE|GLOBAL_BATCH_SIZE)\s*=\s*(\d[\d_]*(?:\.\d+)?)(k?)\b(?!\s*\*)"
 )
 
-OURS = {
+NAMES = {
     **{"HIDDEN": "hidden", "NHIDDEN": "hidden", "HIDDEN_SIZE": "hidden", "NHIDDEN_SIZE": "hidden", "NLAYERS": "layers"},
     **{"LAYERS": "layers", "NUM_LAYERS": "layers", "NHEADS": "heads", "HEADS": "heads", "SEQ_LEN": "seq"},
     **{"SEQ_LENGTH": "seq", "VOCAB_SIZE": "vocab", "VOCAB_LENGTH": "vocab", "GBS": "gbs", "GLOBAL_BATCH_SIZE": "gbs"},
@@ -24,26 +24,26 @@ SENTENCES = [
     ("size", re.compile(r"\b(\d+(?:\.\d+)?)B model\b")),
     ("nodes", re.compile(r"^\W*(\d+) nodes?, ")),
     ("dp", re.compile(r"\b(\d+) replicas?\b")),
-    ("told_size", re.compile(r"Model size: (\d+(?:\.\d+)?)B")),
+    ("stated_size", re.compile(r"Model size: (\d+(?:\.\d+)?)B")),
     ("gpus_per_node", re.compile(r"--gres=gpu:([1-9]\d*)")),
     ("gpus_per_node", re.compile(r"\b(\d+)[ -]gpus?(?: per)? nodes?\b")),
 ]
 
-LASTING = ("seq", "vocab", "gpus_per_node")  # said once, meant for the whole document
-OF_THE_MACHINE = ("nodes", "dp")  # said in front of a shape, as in `10 nodes, 1 replica`
+LASTING = ("seq", "vocab", "gpus_per_node")  # hold for the whole document
+OF_THE_MACHINE = ("nodes", "dp")  # precede a shape, as in `10 nodes, 1 replica`
 
 
 class Prose:
-    """Takes the lines outside tables in order; `facts` is what holds at this line.
+    """Reads the lines outside tables in order; `facts` holds at the current line.
 
-    A new heading forgets all but LASTING; a new group of assignments that names a shape forgets the shape before it.
-    What a list item, `all` or a script says holds for the whole section, also for the tables above it.
+    A heading clears all facts but LASTING; a new group of assignments with a shape clears the shape before it. The
+    facts of a list item, of a line with `all` and of a script hold for the whole section, also for tables above them.
     """
 
     def __init__(self) -> None:
         self.facts: dict[str, float] = {}
         self.section = 0  # counts headings
-        self.said: dict[int, dict[str, set[float]]] = {}  # for whole sections
+        self.by_section: dict[int, dict[str, set[float]]] = {}
         self._group = False
         self._fenced = False
 
@@ -64,7 +64,7 @@ class Prose:
             found |= script(line)
         if wide:
             for name, value in found.items():
-                self.said.setdefault(self.section, {}).setdefault(name, set()).add(value)
+                self.by_section.setdefault(self.section, {}).setdefault(name, set()).add(value)
         if "$gbs" in line or "$ms" in line:
             return
         if {"hidden", "layers"} & found.keys() and not self._group:
@@ -73,24 +73,24 @@ class Prose:
         self.facts |= found
 
     def around(self, section: int) -> dict[str, float]:
-        """What is said of a whole section, where it is said in one way only."""
-        return {name: min(values) for name, values in self.said.get(section, {}).items() if len(values) == 1}
+        """The facts of a whole section that have a single value."""
+        return {name: min(values) for name, values in self.by_section.get(section, {}).items() if len(values) == 1}
 
 
 def assignments(line: str) -> dict[str, float]:
-    """The facts of a line, in our names; a name with two values is a choice, no fact."""
+    """The facts of a line, named as table columns; a name with two values is a choice, not a fact."""
     values: dict[str, set[float]] = {}
     for name, digits, thousand in ASSIGNED.findall(line):
-        values.setdefault(OURS[name], set()).add(float(digits.replace("_", "")) * (1000 if thousand else 1))
-    found = {name: min(told) for name, told in values.items() if len(told) == 1}
+        values.setdefault(NAMES[name], set()).add(float(digits.replace("_", "")) * (1000 if thousand else 1))
+    found = {name: min(numbers) for name, numbers in values.items() if len(numbers) == 1}
     for name, pattern in SENTENCES:
-        if told := pattern.search(line):
-            found.setdefault(name, float(told[1]))
+        if match := pattern.search(line):
+            found.setdefault(name, float(match[1]))
     return found
 
 
 def script(line: str) -> dict[str, float]:
-    """Batch, sequence and size (billions) that a one-line program computes TFLOPs with."""
+    """Batch, sequence length and size (billions) in a one-line program that computes TFLOPs."""
     found = {PERL[name]: float(value) for name, value in SCRIPT.findall(line)}
     if seq := TFLOPS_SEQ.search(line):
         found["seq"] = float(seq[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trilane.documents.document import Passage, read_document
 from trilane.documents.document import text as document_text
-from trilane.documents.markdown import HandRow
+from trilane.documents.markdown import TableRow
 from trilane.logs import endings
 from trilane.logs.arguments import Value
 from trilane.logs.reader import Reader
@@ -57,11 +57,11 @@ def read_runs(path: Path | str, keep: Collection[str] | None = None, spill: Path
     return runs(text, path) if text else read_logs(path, keep, spill)
 
 
-def _is_run(row: HandRow) -> bool:
+def _is_run(row: TableRow) -> bool:
     return row.seconds == row.seconds or row.has("tflops") or row.ran_out or row.hangs
 
 
-def _row(row: HandRow, path: Path) -> RunLog:
+def _row(row: TableRow, path: Path) -> RunLog:
     iterations, memory = NumericTable(), NumericTable()
     measured = {"sec_per_it": row.seconds, "flops_per_s_per_gpu": row.number("tflops") * 1e12}
     if any(value == value for value in measured.values()):
@@ -79,7 +79,7 @@ def _row(row: HandRow, path: Path) -> RunLog:
     )
 
 
-def _arguments(row: HandRow) -> dict[str, Value]:
+def _arguments(row: TableRow) -> dict[str, Value]:
     values = {name: row.number(name) for name in NUMBERS}
     return _whole(values) | ({"notes": row.cells["notes"].text} if row.cells.get("notes") else {})
 

@@ -1,6 +1,1 @@
-"""The linter of tables that people typed: a file in, its contradictions out."""
-
-from trilane.documents.lint.finding import LintFinding
-from trilane.documents.lint.lint import Report, lint
-
-__all__ = ["LintFinding", "Report", "lint"]
+"""Contradictions in tables of measured runs that people typed: a file in, findings out."""

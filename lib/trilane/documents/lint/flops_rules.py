@@ -1,38 +1,38 @@
-"""Formulas: by which definition a hand-written table computed its TFLOPs, and what that definition says of a row."""
+"""The definition by which a table computed its TFLOPs, and the TFLOPs of a row by that definition."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trilane.documents.markdown import HandRow
+from trilane.documents.markdown import TableRow
 
-VOCABULARY = (250_880, 50_257, 50_304, 50_688)  # padded rows tried where the text says none: BLOOM's, GPT-2's
-EXACT = 5e-4  # of a formula with all terms: printed rows agree to 3e-4
-LOOSE = 0.03  # sizes with and without embeddings differ by this much
+VOCABULARY = (250_880, 50_257, 50_304, 50_688)  # padded sizes tried where the text gives none: BLOOM's, GPT-2's
+EXACT = 5e-4  # tolerance of a formula with all terms: printed rows agree to 3e-4
+LOOSE = 0.03  # tolerance for sizes with or without embeddings, which differ by this much
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """A definition of TFLOP/s per GPU: `work(row)` are the TFLOPs of an iteration, NaN where the row lacks a number."""
+    """A definition of TFLOP/s per GPU: `work(row)` is the TFLOPs of an iteration, NaN if the row lacks a number."""
 
     name: str
-    work: Callable[[HandRow], float]
+    work: Callable[[TableRow], float]
     exact: float = 0.0
 
-    def tflops(self, row: HandRow, gpus: float) -> float:
+    def tflops(self, row: TableRow, gpus: float) -> float:
         """TFLOP/s per GPU."""
         return self.work(row) / (row.seconds * gpus) if row.seconds > 0 and gpus > 0 else math.nan
 
-    def agrees(self, row: HandRow, gpus: float) -> bool:
-        """Whether the printed TFLOPs are the formula's, but for rounding."""
+    def agrees(self, row: TableRow, gpus: float) -> bool:
+        """Whether the printed TFLOPs are those of the formula, up to rounding."""
         value = self.tflops(row, gpus)
         return value > 0 and abs(row.number("tflops") / value - 1) <= self.exact + rounding(row)
 
 
-def rounding(row: HandRow) -> float:
-    """How far, as a share, printed TFLOPs may be from those of the printed time.
+def rounding(row: TableRow) -> float:
+    """Relative difference that rounding allows between the printed TFLOPs and those of the printed time.
 
-    Both may be rounded; or the TFLOPs were computed from the printed time, and cut rather than rounded.
+    Both may be rounded, or the TFLOPs were computed from the printed time and truncated.
     """
     time, tflops = (
         row.cells[n].half / abs(row.cells[n].number) if row.has(n) and row.cells[n].number else 0.0
@@ -41,24 +41,24 @@ def rounding(row: HandRow) -> float:
     return max(2 * tflops, time + tflops) + 1e-9
 
 
-def _size(factor: float) -> Callable[[HandRow], float]:
+def _size(factor: float) -> Callable[[TableRow], float]:
     # documents 001 and 004: size x factor x 2 x sequence x batch
     return lambda row: row.number("size") * factor * 2 * row.number("seq") * row.number("gbs") / 1e3
 
 
-def _blocks(row: HandRow) -> float:
-    """The estimate of the chronicles until 02-20: blocks without embeddings, what TP replicates counted TP times."""
+def _blocks(row: TableRow) -> float:
+    """The estimate of the chronicles until 02-20: blocks without embeddings; replicated parameters count TP times."""
     L, h, t = row.number("layers"), row.number("hidden"), row.number("tp")
     return L * (12 * h * h + 13 * h + 6 * h * (t - 1)) * 8 * row.number("seq") * row.number("gbs") / 1e12
 
 
-def _narayanan(factor: float, vocabulary: int, attention: float = 1.0) -> Callable[[HandRow], float]:
+def _narayanan(factor: float, vocabulary: int, attention: float = 1.0) -> Callable[[TableRow], float]:
     """Narayanan et al. 2021, arXiv:2104.04473: factor B s L h^2 (1 + s/(6h) + V/(factor/6 L h)).
 
-    factor 96 with full recomputation, 72 without; `attention` 1/2 counts causal attention once, as Megatron >= 0.16.
+    factor 96 with full recomputation, 72 without; `attention` 1/2 halves causal attention, as Megatron >= 0.16 does.
     """
 
-    def work(row: HandRow) -> float:
+    def work(row: TableRow) -> float:
         B, s, L, h = (row.number(name) for name in ("gbs", "seq", "layers", "hidden"))
         V = row.number("vocab")
         V = vocabulary if V != V or V == 250_000 else V  # a document's 250k is rounded
@@ -72,7 +72,7 @@ SIZE = [
     Formula(name="size x 3 x 2 x sequence x batch", work=_size(3)),
 ]
 
-# where sizes were rounded or are counted otherwise than in the TFLOPs: only a gross error shows
+# for sizes that were rounded, or counted otherwise than in the TFLOPs: only gross errors show
 ROUGH = [Formula(name=f"{f.name}, roughly", work=f.work, exact=LOOSE) for f in SIZE]
 
 FORMULAS = [
@@ -90,15 +90,15 @@ FORMULAS = [
 ]
 
 
-def both(row: HandRow) -> bool:
-    """Whether the row prints TFLOPs and has a time."""
+def is_measured(row: TableRow) -> bool:
+    """Whether the row has TFLOPs and a time."""
     return row.has("tflops") and row.number("tflops") > 0 and row.seconds > 0
 
 
-def choose(tables: Sequence[Sequence[HandRow]], gpus: Callable[[HandRow], float]) -> list[Formula | None]:
-    """For each table the formula of most of its rows, else that of the nearest table before it, else after it.
+def choose_formulas(tables: Sequence[Sequence[TableRow]], gpus: Callable[[TableRow], float]) -> list[Formula | None]:
+    """For each table the formula of most of its rows, else of the nearest table before it, else after it.
 
-    None where no formula can be computed or none fits any table.
+    None if no formula can be computed, or none fits any table.
     """
     own: list[Formula | None] = []
     for table in tables:
@@ -110,8 +110,8 @@ def choose(tables: Sequence[Sequence[HandRow]], gpus: Callable[[HandRow], float]
     return chosen
 
 
-def _own(table: Sequence[HandRow], gpus: Callable[[HandRow], float], before: Formula | None) -> Formula | None:
-    rows = [row for row in table if both(row)]
+def _own(table: Sequence[TableRow], gpus: Callable[[TableRow], float], before: Formula | None) -> Formula | None:
+    rows = [row for row in table if is_measured(row)]
     for formulas in (FORMULAS, ROUGH):
         counts = [sum(formula.agrees(row, gpus(row)) for row in rows) for formula in formulas]
         if rows and max(counts) * 2 >= len(rows):
@@ -120,12 +120,12 @@ def _own(table: Sequence[HandRow], gpus: Callable[[HandRow], float], before: For
     return None
 
 
-def _applies(formula: Formula, table: Sequence[HandRow], gpus: Callable[[HandRow], float]) -> bool:
-    values = [formula.tflops(row, gpus(row)) / row.number("tflops") for row in table if both(row)]
+def _applies(formula: Formula, table: Sequence[TableRow], gpus: Callable[[TableRow], float]) -> bool:
+    values = [formula.tflops(row, gpus(row)) / row.number("tflops") for row in table if is_measured(row)]
     return any(value == value for value in values)
 
 
-def inverted(row: HandRow, gpus: float) -> float:
-    """Billions of parameters that the old estimate with factor 4 was computed with; NaN where it cannot be told."""
+def implied_size(row: TableRow, gpus: float) -> float:
+    """Billions of parameters that the old estimate with factor 4 was computed with; NaN if unknown."""
     work = row.number("tflops") * row.seconds * gpus
     return work * 1e3 / (8 * row.number("seq") * row.number("gbs"))
