@@ -14,7 +14,7 @@ MIN_ROWS = 3  # other rows needed for a usual value
 
 
 def products(table: LintTable) -> Iterator[LintFinding]:
-    """GPUs = TP x PP x DP (x CP) = nodes x GPUs per node; GBS = MBS x microbatches x DP; PP, TP divide layers, heads."""
+    """GPUs = TP x PP x DP (x CP) = nodes x GPUs per node; GBS = MBS x microbatches x DP; PP | layers and TP | heads."""
     for row in table.rows:
         yield from _gpus(table, row)
         yield from _batch(row)
