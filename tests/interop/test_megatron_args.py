@@ -13,7 +13,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Dropout, Optimizer, Part, Plan, Run
-from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, UNSAID, megatron_arguments, text
+from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, NO_ARGUMENT, megatron_arguments, text
 from trilane.interop.megatron_parse import plan_of
 from trilane.interop.shell_args import read_arguments
 
@@ -65,7 +65,7 @@ def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> N
 def test_every_field_of_a_topology_is_in_some_argument() -> None:
     """A field that is added later must be said, or named among those that cannot be."""
     said = {name for _, topology in TOPOLOGIES for name in topology}
-    assert {field.name for field in fields(Topology)} - said == {"attention", "adam", "buckets"} < set(UNSAID)
+    assert {field.name for field in fields(Topology)} - said == {"attention", "adam", "buckets"} < set(NO_ARGUMENT)
 
 
 def test_the_untied_and_the_normalized_embedding_come_back_too() -> None:
@@ -165,7 +165,7 @@ def test_a_trace_of_bash_is_read_too() -> None:
 
 GOOD = text(megatron_arguments(plan(LM, {"tp": 2, "pp": 2})))
 BAD = [
-    (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; give it"),
+    (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; pass it"),
     (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE, gpus=6), "gpus=6: must be a multiple of tp x pp = 2 x 2"),
     (
         lambda: plan_of(read_arguments(GOOD.replace("--lr 6e-05", "--lr fast")), cluster=MACHINE, gpus=4),
@@ -183,8 +183,7 @@ BAD = [
     (lambda: megatron_arguments(plan(LM, {}), "megatron"), None),
     (
         lambda: megatron_arguments(plan(DEEPSPEED, {"zero": 1}, data=Data()), DEEPSPEED),
-        "data.tokenizer=bytes: Megatron-DeepSpeed has no tokenizer of bytes; name a folder with a Hugging Face "
-        "tokenizer",
+        "data.tokenizer=bytes: Megatron-DeepSpeed has no byte tokenizer; name a folder with a Hugging Face tokenizer",
     ),
     (
         lambda: megatron_arguments(plan(DEEPSPEED, {"tp": 2, "zero": 1, "sequence_parallel": True}), DEEPSPEED),

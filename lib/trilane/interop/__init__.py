@@ -1,1 +1,1 @@
-"""Plans as DeepSpeed JSON and as the arguments of Megatron-LM and Megatron-DeepSpeed, and back."""
+"""DeepSpeed's JSON and Megatron's arguments: written from a plan, checked, and read back into a plan."""

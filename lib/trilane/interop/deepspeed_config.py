@@ -6,16 +6,16 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.columns import columns_of
 
-NEVER = 10**9  # iterations between the lines that DeepSpeed would print itself
+NEVER = 10**9  # iterations between DeepSpeed's own progress lines
 
 
 def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
-    """The JSON object that DeepSpeed gets for the plan.
+    """DeepSpeed's JSON object for the plan.
 
     train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x dp, as a Topology guarantees.
-    Without a `compiler` torch's AdamW stands in for DeepSpeed's own, which it builds when it starts: FusedAdam by nvcc,
-    with offload CPUAdam by a C++ compiler (5 to 7 times as fast as torch's on the host, says its docstring). A file for
-    a job takes one for granted; the engine tries on its nodes, and writes down what it gave DeepSpeed.
+    Without a `compiler`, torch's AdamW replaces DeepSpeed's own optimizers, which are built at start-up: FusedAdam by
+    nvcc, CPUAdam for offload by a C++ compiler (5 to 7 times as fast as torch's on the host, by its docstring). A file
+    for a job assumes a compiler; the engine checks its nodes and records the JSON that it used.
     """
     o, t = plan.optimizer, plan.topology
     adam = {"lr": o.lr, "betas": [o.adam_beta1, o.adam_beta2], "eps": o.adam_eps, "weight_decay": o.weight_decay}
@@ -28,7 +28,7 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
         "zero_optimization": _zero(plan),
         **({} if compiler else {"zero_force_ds_cpu_optimizer": False}),
         **_precision(t),
-        # Each tensor-parallel rank hands over its whole activation, as Megatron does.
+        # Each tensor-parallel rank sends its whole activation, as in Megatron.
         **({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if t.pp > 1 else {}),
         "wall_clock_breakdown": False,
         "steps_per_print": NEVER,
@@ -36,9 +36,9 @@ def deepspeed_config(plan: Plan, *, compiler: bool) -> dict[str, Any]:
 
 
 def _zero(plan: Plan) -> dict[str, Any]:
-    """Stage, offload and the buckets that the planner counts (Columns.bucket_values), unless they are DeepSpeed's own.
+    """Stage, offload, and the buckets that the planner counts (Columns.bucket_values) unless DeepSpeed chooses them.
 
-    Stage 3 prefetches 0.9 h^2 and keeps parameters below 10 h, as Hugging Face's Trainer fills in "auto".
+    Stage 3 prefetches 0.9 h^2 values and keeps parameters below 10 h, the values of Hugging Face's Trainer for "auto".
     """
     t, h = plan.topology, plan.shape.hidden_size
     pinned = {"device": "cpu", "pin_memory": plan.cluster.gpu.kind != "cpu"}
@@ -58,7 +58,7 @@ def _zero(plan: Plan) -> dict[str, Any]:
 
 
 def _precision(t: Topology) -> dict[str, Any]:
-    """fp16 starts at the loss scale 2^16. Stage 1 in bf16 with fp32 sums is DeepSpeed's BF16_Optimizer."""
+    """fp16 starts at loss scale 2^16. Stage 1 in bf16 with fp32 gradients is DeepSpeed's BF16_Optimizer."""
     if t.precision == "fp32":
         return {}
     sums = {"data_types": {"grad_accum_dtype": "fp32" if t.fp32_gradients else t.precision}}

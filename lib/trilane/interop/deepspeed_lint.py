@@ -1,6 +1,6 @@
-"""A user's DeepSpeed JSON read back: its contradictions, or the topology that it means.
+"""A user's DeepSpeed JSON: its contradictions, unknown keys, and the topology that it describes.
 
-The keys that DeepSpeed reads from its JSON: it takes no notice of a misspelt one outside its ZeRO block.
+DeepSpeed itself ignores a misspelt key outside of its ZeRO block.
 """
 
 import difflib
@@ -15,9 +15,9 @@ from trilane.config.plan import Plan
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.utils.validation import require, require_integer, require_known
 
-AUTO = "auto"  # Hugging Face's word for 'as the trainer has it'
+AUTO = "auto"  # in Hugging Face's JSON: the value of the trainer
 
-# What a plan decides, by DeepSpeed's names; buckets, offload pinning and timers are free.
+# The keys that a plan determines; buckets, offload pinning and timers are free.
 DECIDED = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -34,7 +34,7 @@ DECIDED = (
     "data_types.grad_accum_dtype",
 )
 
-# What DeepSpeed takes where the JSON says nothing.
+# DeepSpeed's defaults for them.
 DEFAULTS: dict[str, Any] = {
     "gradient_clipping": 0.0,
     "zero_optimization.stage": 0,
@@ -46,17 +46,17 @@ DEFAULTS: dict[str, Any] = {
 
 
 def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
-    """What in a user's JSON goes against itself, DeepSpeed or the plan, each in one line; empty where it fits.
+    """Contradictions of a user's JSON with itself, DeepSpeed or the plan, a line each; empty if there are none.
 
-    ValueError for a plan whose engine takes no such JSON.
+    Raises ValueError for a plan whose engine takes no such JSON.
     """
     t = plan.topology
     require(plan.engine != "megatron", "engine", plan.engine, "takes no DeepSpeed JSON")
     given = _given(values)
-    open_ = {name for name, value in _flat(values, "") if value == AUTO}
+    automatic = {name for name, value in _flat(values, "") if value == AUTO}
     lines = own_contradictions(values, pp=t.pp, dp=t.dp)
     planned = {**DEFAULTS, **_given(deepspeed_config(plan, compiler=True))}
-    for name in (name for name in DECIDED if name not in open_):
+    for name in (name for name in DECIDED if name not in automatic):
         value = given.get(name, DEFAULTS.get(name))
         if value is not None and name in planned and value != planned[name]:
             lines.append(f"{name}={value}: the plan has {planned[name]}")
@@ -64,7 +64,7 @@ def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
 
 
 def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 1) -> Topology:
-    """The topology that a user's JSON means on tp x pp x dp GPUs. ValueError, one line, for the first contradiction."""
+    """The topology that a user's JSON describes on tp x pp x dp GPUs. Raises ValueError for the first contradiction."""
     given = _given(values)
     lines = own_contradictions(values, pp=pp, dp=dp)
     if lines:
@@ -86,15 +86,15 @@ def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: in
 
 
 def own_contradictions(values: Mapping[str, Any], *, pp: int = 1, dp: int = 1) -> list[str]:
-    """What DeepSpeed would refuse, or ignore without a word, once pp x dp processes (and tp times as many) are up."""
+    """What DeepSpeed would refuse, or ignore silently, on tp x pp x dp processes; a line each."""
     lines = unknown_keys(values)
     given = _given(values)
-    wrong = _ill_typed(given)
-    return lines + (wrong or _senseless(given, pp, dp))
+    wrong = _wrong_types(given)
+    return lines + (wrong or _inconsistent(given, pp, dp))
 
 
-def _ill_typed(given: Mapping[str, Any]) -> list[str]:
-    """Values that cannot be judged further."""
+def _wrong_types(given: Mapping[str, Any]) -> list[str]:
+    """Values of a wrong type, which cannot be checked further."""
     lines = []
     for name in (name for name in DECIDED if name in given):
         try:
@@ -109,7 +109,7 @@ def _ill_typed(given: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _senseless(given: Mapping[str, Any], pp: int, dp: int) -> list[str]:
+def _inconsistent(given: Mapping[str, Any], pp: int, dp: int) -> list[str]:
     gbs, mbs, steps = _batch(given, dp)
     stage = given.get("zero_optimization.stage", 0)
     zero, rules = "zero_optimization", []
@@ -136,7 +136,7 @@ def _device(given: Mapping[str, Any], what: str) -> str:
 
 
 def _batch(given: Mapping[str, Any], dp: int) -> tuple[int | None, int | None, int | None]:
-    """(global batch, microbatch, accumulation steps), the missing one from the others, as DeepSpeed fills it in."""
+    """(global batch, microbatch, accumulation steps), a missing one computed as in DeepSpeed."""
     gbs, mbs, steps = (given.get(name) for name in DECIDED[:3])
     if gbs is not None and mbs is None:
         mbs = gbs // (dp * (steps or 1))
@@ -146,7 +146,7 @@ def _batch(given: Mapping[str, Any], dp: int) -> tuple[int | None, int | None, i
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, without what is "auto"."""
+    """{"a": {"b": 1}} -> {"a.b": 1}, without values that are "auto"."""
     return {name: value for name, value in _flat(values, "") if value != AUTO}
 
 
@@ -158,7 +158,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-# Of Adam and AdamW, what DeepSpeed's engine (_configure_basic_optimizer) or the optimizers that it may choose take.
+# Parameters of Adam and AdamW that DeepSpeed's _configure_basic_optimizer or the optimizers that it chooses take.
 ADAM = (
     "adam_w_mode",
     "amsgrad",
@@ -176,13 +176,13 @@ ADAM = (
 
 @functools.cache
 def known_keys() -> dict[str, list[str]]:
-    """The keys of each block, by its dotted name, "" for the outermost; a block that is not here holds what it may."""
+    """The keys of each block by its dotted name, "" for the outermost; blocks not listed are not checked."""
     text = resources.files("trilane").joinpath("data/deepspeed_keys.json").read_text(encoding="utf-8")
     return json.loads(text)["keys"]
 
 
 def unknown_keys(values: Mapping[str, Any]) -> list[str]:
-    """A line for each key that DeepSpeed does not know, with the nearest that it does."""
+    """A line for each key that DeepSpeed does not know, with the nearest known key."""
     blocks = dict(known_keys())
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and str(optimizer.get("type", "AdamW")).lower() in ("adam", "adamw"):

@@ -1,7 +1,7 @@
-"""The arguments of Megatron-LM and of BigScience's Megatron-DeepSpeed for a plan, so that the original can be run too.
+"""The arguments of Megatron-LM and of BigScience's Megatron-DeepSpeed that run a plan in the original programs.
 
 Names and meanings: Megatron-LM core_v0.16.1 (megatron/training/arguments.py) and bigscience-workshop/Megatron-DeepSpeed
-8387ae17 (megatron/arguments.py). Both count by samples: only then do they take a ramp-up of the batch.
+8387ae17 (megatron/arguments.py). Lengths are given in samples, which both require for a ramp-up of the batch.
 """
 
 import shlex
@@ -13,11 +13,11 @@ from trilane.utils.validation import require, require_known
 
 LM, DEEPSPEED = "megatron-lm", "megatron-deepspeed"
 ENGINE_OF = {LM: "megatron", DEEPSPEED: "deepspeed-3d"}
-INITIAL_LOSS_SCALE = "65536"  # where our engines start; theirs is 2^32, of which the first iterations are skipped
-BYTES = "256"  # ids of our tokenizer "bytes" but for the end of a document, which is the next one, as NullTokenizer has
+INITIAL_LOSS_SCALE = "65536"  # that of our engines; their default 2^32 skips the first iterations
+BYTES = "256"  # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
 
-# Fields of a topology that neither program has an argument for: kernels, and sums that the precision decides.
-UNSAID = ("dp", "attention", "adam", "fp32_gradients", "buckets")
+# Fields of a topology without an argument in either program: kernels, and what the precision decides.
+NO_ARGUMENT = ("dp", "attention", "adam", "fp32_gradients", "buckets")
 
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
@@ -25,14 +25,14 @@ RECOMPUTE: dict[str, dict[str, object]] = {
     "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
 }
 
-Arguments = dict[str, list[str]]  # name without dashes -> values; none for a switch
+Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 
 
 def megatron_arguments(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -> Arguments:
-    """The arguments for the plan, but for the launcher's; ValueError for what the program cannot do.
+    """The arguments for the plan, without the launcher's. Raises ValueError for what the program cannot do.
 
-    `prefixes` are those of the prepared .bin/.idx pairs, one a source; without them the sources stand in their place.
-    The model is ours: exact GELU (their fused one is the tanh form), one initial deviation of 0.02.
+    `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default. The model is that of
+    our engines: exact GELU (their fused kernel has the tanh form), initial standard deviation 0.02.
     """
     require_known("flavour", flavour, ENGINE_OF)
     reason = unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology)
@@ -41,18 +41,18 @@ def megatron_arguments(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = 
     own = _megatron_lm(plan) if flavour == LM else _megatron_deepspeed(plan)
     switches = ["fp16"] * (plan.topology.precision == "fp16") + ["bf16"] * (plan.topology.precision == "bf16")
     switches += ["no-bias-gelu-fusion"]
-    return {**_shape(plan), **_batch(plan), **_optimizer(plan), **_data(plan, prefixes), **own, **_on(switches)}
+    return {**_shape(plan), **_batch(plan), **_optimizer(plan), **_data(plan, prefixes), **own, **_switches(switches)}
 
 
 def text(arguments: Arguments) -> str:
-    """The arguments as bash reads them, one a line."""
+    """The arguments for bash, one per line."""
     lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
     return " \\\n".join(lines)
 
 
 def _shape(plan: Plan) -> Arguments:
     s, t = plan.shape, plan.topology
-    return _texts(
+    return _options(
         {
             "num-layers": s.num_layers,
             "hidden-size": s.hidden_size,
@@ -67,14 +67,14 @@ def _shape(plan: Plan) -> Arguments:
 
 def _batch(plan: Plan) -> Arguments:
     t, ramp = plan.topology, plan.run.ramp
-    given = _texts({"micro-batch-size": t.mbs, "global-batch-size": t.gbs, "train-samples": plan.samples})
+    given = _options({"micro-batch-size": t.mbs, "global-batch-size": t.gbs, "train-samples": plan.samples})
     if ramp.samples:
         given["rampup-batch-size"] = [str(ramp.start), str(ramp.increment), str(ramp.samples)]
-    return {**given, **_texts({"log-interval": plan.run.log_interval, "seed": plan.run.seed})}
+    return {**given, **_options({"log-interval": plan.run.log_interval, "seed": plan.run.seed})}
 
 
 def _optimizer(plan: Plan) -> Arguments:
-    """Dropout always stands here: its default is 0.1."""
+    """Dropout is always given, since its default is 0.1."""
     o = plan.optimizer
     values: dict[str, object] = {"lr": o.lr, "min-lr": o.min_lr, "lr-decay-style": "cosine"}
     values |= {"lr-decay-samples": o.decay_samples} if o.decay_samples else {}
@@ -82,22 +82,22 @@ def _optimizer(plan: Plan) -> Arguments:
     values |= {"adam-beta1": o.adam_beta1, "adam-beta2": o.adam_beta2, "adam-eps": o.adam_eps}
     values |= {"attention-dropout": plan.dropout.attention, "hidden-dropout": plan.dropout.hidden}
     values |= {"initial-loss-scale": INITIAL_LOSS_SCALE} if plan.topology.precision == "fp16" else {}
-    return _texts(values)
+    return _options(values)
 
 
 def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
-    """All samples are for training, as ours are."""
+    """All samples are for training, as in our engines."""
     blend = plan.data.blend
     sources = list(prefixes) or [part.source for part in blend] or [plan.data.source]
     require(len(sources) == max(1, len(blend)), "prefixes", len(sources), f"the plan has {max(1, len(blend))} sources")
     weighted = [
         word for part, source in zip(blend, sources, strict=False) for word in (repr(float(part.weight)), source)
     ]
-    return {"data-path": weighted or sources, **_texts({"split": "100,0,0", "eval-iters": 0, "eval-interval": 1000})}
+    return {"data-path": weighted or sources, **_options({"split": "100,0,0", "eval-iters": 0, "eval-interval": 1000})}
 
 
 def _megatron_lm(plan: Plan) -> Arguments:
-    """Gradients are summed in fp32, as our engine does; with bf16 Megatron-LM does so anyway."""
+    """Gradients are accumulated in fp32, as in our engine; with bf16 this is Megatron-LM's default."""
     s, t = plan.shape, plan.topology
     require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
     switches = ["sequence-parallel"] * t.sequence_parallel + ["use-distributed-optimizer"] * (t.zero == 1)
@@ -115,15 +115,15 @@ def _megatron_lm(plan: Plan) -> Arguments:
     coder: dict[str, object] = {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": plan.data.tokenizer}
     if plan.data.tokenizer == "bytes":
         coder = {"tokenizer-type": "NullTokenizer", "vocab-size": BYTES}
-    return {**_texts({**values, **RECOMPUTE[t.recompute], **coder}), **_on(switches)}
+    return {**_options({**values, **RECOMPUTE[t.recompute], **coder}), **_switches(switches)}
 
 
 def _megatron_deepspeed(plan: Plan) -> Arguments:
-    """Its JSON, which repeats batch, ZeRO stage and precision, is deepspeed_config's, in ds_config.json."""
+    """Batch, ZeRO stage and precision are repeated in ds_config.json, made by deepspeed_config."""
     s, t, coder = plan.shape, plan.topology, plan.data.tokenizer
     require(not t.sequence_parallel, "sequence_parallel", True, "Megatron-DeepSpeed has none")
-    require(s.tied_embeddings, "tied_embeddings", False, "Megatron-DeepSpeed ties them always")
-    rule = "Megatron-DeepSpeed has no tokenizer of bytes; name a folder with a Hugging Face tokenizer"
+    require(s.tied_embeddings, "tied_embeddings", False, "Megatron-DeepSpeed always ties them")
+    rule = "Megatron-DeepSpeed has no byte tokenizer; name a folder with a Hugging Face tokenizer"
     require(coder != "bytes", "data.tokenizer", coder, rule)
     switches = ["deepspeed"] + ["embed-layernorm"] * s.embedding_layernorm + ["cpu-optimizer"] * (t.offload != "none")
     if t.recompute == "full":
@@ -133,12 +133,12 @@ def _megatron_deepspeed(plan: Plan) -> Arguments:
     values |= {"make-vocab-size-divisible-by": 1, "pad-vocab-size-to": s.vocab_size}
     values |= {"tokenizer-type": "PretrainedFromHF", "tokenizer-name-or-path": coder}
     values |= {"tensorboard-dir": "tensorboard"} if plan.run.tensorboard else {}
-    return {**_on(switches), **_texts(values)}
+    return {**_switches(switches), **_options(values)}
 
 
-def _texts(values: dict[str, object]) -> Arguments:
+def _options(values: dict[str, object]) -> Arguments:
     return {name: [str(value)] for name, value in values.items()}
 
 
-def _on(switches: Sequence[str]) -> Arguments:
+def _switches(switches: Sequence[str]) -> Arguments:
     return {name: [] for name in switches}

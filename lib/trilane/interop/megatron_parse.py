@@ -1,7 +1,4 @@
-"""The plan that the arguments of Megatron-LM or Megatron-DeepSpeed mean, and what of them a plan cannot hold.
-
-What Megatron's arguments say that a plan cannot: what it has in one way only, and what is no matter of it.
-"""
+"""The plan that arguments of Megatron-LM or Megatron-DeepSpeed describe, and those that a plan cannot represent."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A plan, and the arguments that are not in it: names `ignored` as no matter of a plan, names `unknown` to us, and
-    in `differs` what a plan has in another way, as `name=value: a plan has ...`.
+    """A plan, and the arguments that it does not represent: `ignored` as irrelevant to a plan, `unknown`, and in
+    `differs` values that a plan has otherwise, as `name=value: a plan has ...`.
     """
 
     plan: Plan
@@ -31,20 +28,20 @@ class Reading:
 
 
 class _Given:
-    """Arguments that remember which of them were asked for."""
+    """Arguments that record which of them were read."""
 
     def __init__(self, values: Mapping[str, list[str]]) -> None:
-        self._values, self.asked = values, set[str]()
+        self._values, self.read = values, set[str]()
 
     def has(self, name: str) -> bool:
-        self.asked.add(name)
+        self.read.add(name)
         return name in self._values
 
     def all(self, name: str) -> list[str]:
         return self._values[name] if self.has(name) else []
 
     def get(self, name: str, kind: Callable[[str], T], default: T | None = None) -> T:
-        """The value of `name`; ValueError where it is missing and has no `default`, or is not of that kind."""
+        """The value of `name`. Raises ValueError if it is missing without a `default`, or not of that kind."""
         values = self.all(name)
         if not values and default is not None:
             return default
@@ -58,10 +55,10 @@ class _Given:
 def plan_of(
     values: Mapping[str, list[str]], *, cluster: Cluster, gpus: int = 0, vocab_size: int = 0, label: str = "read"
 ) -> Reading:
-    """The plan of such arguments on so many GPUs; ValueError where they lack something or contradict each other.
+    """The plan of the arguments. Raises ValueError if some are missing or contradict each other.
 
-    `gpus` 0: by the launcher's --nproc_per_node and --nnodes among them. `vocab_size`, padded, where they name only a
-    tokenizer.
+    `gpus` 0 takes the launcher's --nproc_per_node and --nnodes among them. `vocab_size` (padded) is needed if they name
+    only a tokenizer.
     """
     given = _Given(values)
     flavour = DEEPSPEED if given.has("deepspeed") else LM
@@ -80,19 +77,19 @@ def plan_of(
         ),
         run=run,
     )
-    ignored, unknown = unasked(set(values) - given.asked)
+    ignored, unknown = unread(set(values) - given.read)
     return Reading(plan=plan, ignored=ignored, unknown=unknown, differs=differing(values, plan))
 
 
 def _gpus(given: _Given) -> int:
-    require(given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; give it")
+    require(given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; pass it")
     return given.get("nproc_per_node", int) * given.get("nnodes", int, 1)
 
 
 def _shape(given: _Given, vocab_size: int) -> ModelShape:
     padded = [given.get(name, int) for name in ("padded_vocab_size", "pad_vocab_size_to") if given.has(name)]
     found = (padded or [vocab_size])[0]
-    require(found > 0, "vocab_size", "missing", "is not among the arguments; give the padded one")
+    require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
     return ModelShape(
         num_layers=given.get("num_layers", int),
         hidden_size=given.get("hidden_size", int),
@@ -111,11 +108,11 @@ def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
     precision = next((name for name in ("fp16", "bf16") if given.has(name)), "fp32")
     sums = given.has("accumulate_allreduce_grads_in_fp32") or precision == "bf16"
     embedding, loss = (given.has(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
-    require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan counts both or none")
+    require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan has both or neither")
     method = given.get("pp_partition_method", str, "type:transformer")
     zero = given.get("zero_stage", int, 1) if flavour == DEEPSPEED else int(given.has("use_distributed_optimizer"))
     if flavour == DEEPSPEED and precision == "bf16" and zero == 0:
-        zero = 1  # its pipeline takes BF16_Optimizer then, which shards its states over the replicas all the same
+        zero = 1  # its pipeline then uses BF16_Optimizer, which shards its states over the replicas
     return Topology(
         tp=tp,
         pp=pp,
@@ -144,7 +141,7 @@ def _recompute(given: _Given) -> str:
 
 
 def _interleaving(given: _Given, pp: int) -> int:
-    """Chunks of a stage, from either of the two ways to say it."""
+    """Model chunks per stage, from either of two arguments."""
     chunks = given.get("num_virtual_stages_per_pipeline_rank", int, 1)
     if not given.has("num_layers_per_virtual_pipeline_stage"):
         return chunks
@@ -155,9 +152,9 @@ def _interleaving(given: _Given, pp: int) -> int:
 
 
 def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
-    """Both programs count by samples or by iterations; a plan's warm-up and decay count samples, its length iterations.
+    """Both programs count in samples or iterations; a plan has warm-up and decay in samples, its length in iterations.
 
-    Decay over the whole run, which is their default, is 0 in a plan.
+    Decay over the whole run, their default, is 0 in a plan.
     """
     ramp = Ramp()
     if given.has("rampup_batch_size"):
@@ -170,7 +167,7 @@ def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
         for what in ("warmup", "decay")
     )
     whole = ramp.consumed(iterations, gbs)
-    if given.has("lr_warmup_fraction"):  # of the decay, as both programs count it
+    if given.has("lr_warmup_fraction"):  # of the decay, as in both programs
         warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
     optimizer = Optimizer(
         lr=given.get("lr", float),
@@ -195,9 +192,9 @@ def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
 
 
 def _data(given: _Given) -> Data:
-    """The pairs by their prefixes, and the tokenizer where it is a folder or NullTokenizer; else ours."""
+    """Datasets by their prefixes; the tokenizer if it is a folder or NullTokenizer, else "bytes"."""
     coder = next((given.get(n, str) for n in ("tokenizer_model", "tokenizer_name_or_path") if given.has(n)), "bytes")
-    given.asked |= {"tokenizer_type", "vocab_size"}
+    given.read |= {"tokenizer_type", "vocab_size"}
     words = given.all("data_path")
     if len(words) < 2:
         return Data(source=words[0], tokenizer=coder) if words else Data(tokenizer=coder)
@@ -209,7 +206,7 @@ def _data(given: _Given) -> Data:
     return Data(source=BLEND, tokenizer=coder, blend=tuple(Part(source=s, weight=w) for w, s in parts))
 
 
-# What a plan has in only one way; anything else is named.
+# What a plan has in one way only; other values are listed in `differs`.
 ONE_WAY = {
     "lr_decay_style": "cosine",
     "position_embedding_type": "learned_absolute",
@@ -222,9 +219,9 @@ ONE_WAY = {
     "checkpoint_num_layers": "1",
 }
 
-ASSUMED = {"lr_decay_style": "linear"}  # by the programs
+ASSUMED = {"lr_decay_style": "linear"}  # the default of the programs
 
-# Known, and no matter of a plan: where and how often it writes, kernels, workers, the launcher's own.
+# Irrelevant to a plan: where and how often files are written, kernels, workers, the launcher's arguments.
 IGNORED = {
     *("save", "load", "save_interval", "log_throughput", "eval_iters", "eval_interval", "split", "data_cache_path"),
     *("data_impl", "num_workers", "dataloader_type", "vocab_file", "merge_file", "distributed_backend", "role"),
@@ -240,37 +237,37 @@ IGNORED = {
     *("rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "codecarbon_dir", "local_rank"),
 }  # fmt: skip
 
-FOLLOWS = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from a plan's shape, in one way
-CODERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # the tokenizers of a folder
+DERIVED = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from the shape of a plan
+TOKENIZERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # those in a folder
 
 
 def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
-    """What the plan that was read from `values` has in another way, as `name=value: a plan has ...`."""
-    wanted: dict[str, Any] = {**ONE_WAY, **_follows(plan)}
-    said = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
-    found = [f"{n}={said[n]}: a plan has {value}" for n, value in wanted.items() if not _same(said[n], value)]
+    """The values that the plan read from them has otherwise, as `name=value: a plan has ...`."""
+    wanted: dict[str, Any] = {**ONE_WAY, **_derived(plan)}
+    given = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
+    found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
     coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
     ours = coder == "NullTokenizer" and values.get("vocab_size") == [BYTES]
-    if coder and coder not in CODERS and not ours:
+    if coder and coder not in TOKENIZERS and not ours:
         found.append(f"tokenizer_type={coder}: a plan has the tokenizer of a folder, or {plan.data.tokenizer}")
     if "data_path" not in values:
         found.append(f"data_path=missing: the plan has {plan.data.source}")
     return tuple(found)
 
 
-def unasked(names: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of the names that no reading asked for: those that are no matter of a plan, and those unknown to us."""
-    rest = names - set(ONE_WAY) - FOLLOWS
+def unread(names: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the names that were not read: those irrelevant to a plan, and those unknown."""
+    rest = names - set(ONE_WAY) - DERIVED
     return tuple(sorted(rest & IGNORED)), tuple(sorted(rest - IGNORED))
 
 
-def _follows(plan: Plan) -> dict[str, int]:
+def _derived(plan: Plan) -> dict[str, int]:
     h = plan.shape.hidden_size
-    return dict(zip(sorted(FOLLOWS), (4 * h, plan.shape.head_dim, plan.shape.seq_length), strict=True))
+    return dict(zip(sorted(DERIVED), (4 * h, plan.shape.head_dim, plan.shape.seq_length), strict=True))
 
 
-def _same(said: str, value: Any) -> bool:
+def _same(text: str, value: Any) -> bool:
     try:
-        return float(said) == float(value)
+        return float(text) == float(value)
     except ValueError:
-        return said == str(value)
+        return text == str(value)

@@ -1,4 +1,4 @@
-"""A command line, or a piece of a script, as arguments: continued lines, quotes, comments and plain variables."""
+"""The arguments in a command line or part of a script: continued lines, quotes, comments and plain variables."""
 
 import math
 import re
@@ -9,26 +9,26 @@ ASSIGNED = re.compile(
 )
 
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
-COMMENT = re.compile(r"^[ \t]*#.*\n?", re.M)  # also one that ends with a backslash, which continues nothing there
-HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t]*$", re.M | re.S)  # a file, written in passing
-TRACED = re.compile(r"^\++ ", re.M)  # what bash -x puts before a command
+COMMENT = re.compile(r"^[ \t]*#.*\n?", re.M)  # also one that ends with a backslash, which does not continue a comment
+HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t]*$", re.M | re.S)  # another file
+TRACED = re.compile(r"^\++ ", re.M)  # prefix of a command in `bash -x`
 NUMBER = re.compile(r"-[\d.]")
 PRODUCT = re.compile(r"\$\(\(\s*(\d+(?:\s*\*\s*\d+)*)\s*\)\)")  # $((16*4*2))
-DEEP = 10  # variables within variables
-END = "\0"  # of a line, among the words: what follows is no value of the line's last argument
+MAX_DEPTH = 10  # of variables within variables
+END = "\0"  # marks the end of a line among the words, and so of the values of its last argument
 
 
 def read_arguments(text: str) -> dict[str, list[str]]:
-    """Each `--name` with its values, dashes as underscores; of a name given twice the last counts.
+    """Each `--name` with its values, dashes as underscores; the last of a repeated name counts.
 
-    ValueError where quotes do not close. A variable that the text does not assign stays as it is.
+    A variable that the text does not assign is left unchanged. Raises ValueError for unclosed quotes.
     """
     text = COMMENT.sub("", HEREDOC.sub("", text))
     text = TRACED.sub("", text.replace("\\\n", " "))
     known = {name: value.strip("\"'") for name, value in ASSIGNED.findall(text)}
     text = ASSIGNED.sub(lambda found: "\n" + found[2].strip("\"'").replace("\n", "\f"), text)
-    text = text.replace("\n", f"\n{END} ").replace("\f", "\n")  # but not of a line within quotes
-    for _ in range(DEEP):
+    text = text.replace("\n", f"\n{END} ").replace("\f", "\n")  # but not within quotes
+    for _ in range(MAX_DEPTH):
         text = VARIABLE.sub(lambda found: known.get(found[1] or found[2], found[0]), text)
     text = PRODUCT.sub(lambda found: str(math.prod(int(number) for number in found[1].split("*"))), text)
     try:
