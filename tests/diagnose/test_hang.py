@@ -18,7 +18,7 @@ from support import REPOSITORY
 
 from trilane.cli.app import main
 from trilane.diagnose.hang.faulthandler import read_faults
-from trilane.diagnose.hang.verdict import diagnose
+from trilane.diagnose.hang.verdict import diagnose_hang
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])
 LOSS: Stack = (
@@ -33,7 +33,7 @@ LOSS: Stack = (
 def test_the_culprit_among_384_ranks_is_named(kind: str, tmp_path: Path) -> None:
     scene = PLANTS[kind](Random(kind))
     write(tmp_path / "dumps", scene)
-    verdict = diagnose(tmp_path / "dumps")
+    verdict = diagnose_hang(tmp_path / "dumps")
     assert scene.guilty <= set(verdict.suspects) <= (scene.allowed or scene.guilty), verdict.paragraph
     assert set(verdict.nodes) >= {GRID[rank].node for rank in scene.guilty}
 
@@ -58,13 +58,13 @@ def test_document_003_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(
     write_all(tmp_path, {rank: LOSS if rank in (3, 6) else BEFORE for rank in range(8)}, "text")
     if known:
         topology(tmp_path, 8, 10, 4)
-    verdict = diagnose(tmp_path)
+    verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (3, 6)
     assert [len(g.ranks) for g in verdict.groups if g.frames] == [6, 2]
-    assert "in broadcast, asked for by _aggregate_total_loss" in verdict.reasons[3]
+    assert "in broadcast, called by _aggregate_total_loss" in verdict.reasons[3]
     assert "6 of" in verdict.paragraph and "train (megatron/training.py:915)" in verdict.paragraph
     if known:
-        assert "312 of 320 ranks have no dump; nothing is concluded from that" in " ".join(verdict.notes)
+        assert "312 of 320 ranks have no dump; nothing is concluded from this" in " ".join(verdict.notes)
         assert verdict.exclude == "" and "the first node" in verdict.paragraph  # nobody told its name
 
 
@@ -79,15 +79,15 @@ def scene(folder: Path, style: str = "json") -> int:
 def test_missing_ranks_are_said_and_count_as_evidence(tmp_path: Path) -> None:
     culprit = scene(tmp_path / "d")
     (tmp_path / "d" / f"rank_{culprit}.json").unlink()
-    verdict = diagnose(tmp_path / "d")
+    verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects == (culprit,)
-    assert verdict.notes == (f"missing: ranks {culprit} gave no stack though most did; that counts against them",)
+    assert verdict.notes == (f"missing: ranks {culprit} have no stack though most do; this counts against them",)
 
 
 @pytest.mark.parametrize("style", ["json", "text", "faults", "mixed"])
 def test_any_format_and_a_mixture_give_one_verdict(style: str, tmp_path: Path) -> None:
     culprit = scene(tmp_path / "d", style)
-    verdict = diagnose(tmp_path / "d")
+    verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects == (culprit,) and len(verdict.groups) <= 12
 
 
@@ -99,9 +99,9 @@ def test_a_half_written_dump_is_used_as_far_as_it_goes(style: str, tmp_path: Pat
         text = path.read_text()
         where = {"json": "MainThread", "text": "get_batch", "faults": "get_batch"}[style]
         path.write_text(text[: text.index(where) + (900 if style == "json" else 20)] if rank == culprit else text[:200])
-    verdict = diagnose(tmp_path / "d")
+    verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects[0] == culprit, verdict.paragraph
-    assert any(note.startswith("half-written dumps: ranks") for note in verdict.notes)
+    assert any(note.startswith("truncated dumps: ranks") for note in verdict.notes)
 
 
 def test_what_lies_beside_the_dumps_is_of_no_rank(tmp_path: Path) -> None:
@@ -110,14 +110,14 @@ def test_what_lies_beside_the_dumps_is_of_no_rank(tmp_path: Path) -> None:
     (tmp_path / "d" / f"rank_{culprit}.json").unlink()
     for name in (f"states-r7i1n{culprit}.json", f"memory{culprit}.json"):
         (tmp_path / "d" / name).write_text("{}")
-    verdict = diagnose(tmp_path / "d")
+    verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects == (culprit,) and not any("states-" in note for note in verdict.notes)
 
 
 def test_an_empty_dump_is_said_and_nothing_is_concluded_from_it(tmp_path: Path) -> None:
     culprit = scene(tmp_path / "d")
     (tmp_path / "d" / f"rank_{(culprit + 1) % 384}.json").write_text("")
-    verdict = diagnose(tmp_path / "d")
+    verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects == (culprit,)
     assert any("cannot be read; nothing is concluded" in note for note in verdict.notes)
 
@@ -127,7 +127,7 @@ def test_of_two_moments_the_last_counts_and_who_moved_is_said(tmp_path: Path) ->
     (tmp_path / "t0").mkdir()
     stack: Stack = (("fetch", "dataset.py", 10), *STEP)
     (tmp_path / "t0" / f"rank_{culprit}.json").write_text(pyspy_json(stack))
-    verdict = diagnose(tmp_path)
+    verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (culprit,)
     assert f"between the two moments ranks {culprit} moved: slow rather than stuck" in verdict.notes
 
@@ -135,13 +135,13 @@ def test_of_two_moments_the_last_counts_and_who_moved_is_said(tmp_path: Path) ->
 def test_dumps_taken_minutes_apart_are_said_to_be_of_two_moments(tmp_path: Path) -> None:
     scene(tmp_path / "d")
     os.utime(tmp_path / "d" / "rank_5.json", (1e9, 1e9))
-    assert any("of two moments" in note for note in diagnose(tmp_path / "d").notes)
+    assert any("minutes apart" in note for note in diagnose_hang(tmp_path / "d").notes)
 
 
 def test_without_a_topology_the_culprit_is_named_too_and_the_lack_is_said(tmp_path: Path) -> None:
     culprit = scene(tmp_path / "d")
     (tmp_path / "d" / "topology.json").unlink()
-    verdict = diagnose(tmp_path / "d")
+    verdict = diagnose_hang(tmp_path / "d")
     assert culprit in verdict.suspects
     assert any("no topology file" in note for note in verdict.notes)
 
@@ -155,8 +155,8 @@ def test_files_of_whole_nodes_as_srun_leaves_them_are_taken_apart(tmp_path: Path
             parts.append(pyspy_text(stack, 100 + local, command=f"python pretrain_gpt.py --local_rank={local}"))
         parts.append(pyspy_text((("_worker_loop", "torch/utils/data/_utils/worker.py", 240), *BEFORE), 300))
         (tmp_path / f"trace-jean-zay-iam{node + 1:02d}.out").write_text("\n".join(parts))
-    assert diagnose(tmp_path).suspects == (10,)
-    assert diagnose(tmp_path).exclude == "--exclude=jean-zay-iam02"
+    assert diagnose_hang(tmp_path).suspects == (10,)
+    assert diagnose_hang(tmp_path).exclude == "--exclude=jean-zay-iam02"
 
 
 HOSTS = ("r7i1n0", "r8i0n3", "r10i2n5", "r10i2n7")
@@ -181,7 +181,7 @@ def test_nodes_are_named_after_their_files(
 def test_where_no_host_was_told_none_is_excluded(tmp_path: Path) -> None:
     write_all(tmp_path, {rank: DATA.stack if rank == 17 else LOSS for rank in range(32)})
     topology(tmp_path, 8, 4, 1)
-    verdict = diagnose(tmp_path)
+    verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (17,) and verdict.exclude == ""
     assert "Rank 17 (tp 1, pp 2, dp 0, the third node): in the data loader" in verdict.paragraph
 
@@ -193,7 +193,7 @@ def test_a_rank_without_a_host_is_where_the_others_of_its_node_are(tmp_path: Pat
         {"rank": r, "node": f"node{r // 8}", **({} if r in (9, 16) else {"host": HOSTS[r // 8]})} for r in range(24)
     ]
     topology(tmp_path, 8, 3, 1, ranks=ranks)
-    assert diagnose(tmp_path).exclude == "--exclude=r8i0n3"
+    assert diagnose_hang(tmp_path).exclude == "--exclude=r8i0n3"
 
 
 IN_C = ("pthread_cond_wait (libc.so.6)", "c10d::Work::wait (csrc/Work.cpp:91)", "0x7fa84704524a (libc.so.6)")
@@ -207,7 +207,7 @@ def test_frames_of_c_and_values_of_variables_are_no_stack(options: dict[str, Seq
         text = pyspy_text(stack, **options)
         (tmp_path / f"rank_{rank}.txt").write_text("".join(f"jz1: {line}\n" for line in text.splitlines()))
     topology(tmp_path, 4, 1, 2)
-    verdict = diagnose(tmp_path)
+    verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and len(verdict.groups) == 3
 
 
@@ -229,7 +229,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     call = {"group": "dp", "sequence": 1, "op": "all_reduce", "state": "started"}
     (tmp_path / "nccl_trace_rank_0").write_bytes(recording([call], {"dp": [0, 1]}))
     (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps({"entries": Evil()}))
-    verdict = diagnose(tmp_path)
+    verdict = diagnose_hang(tmp_path)
     assert any("asks for posix.system" in note for note in verdict.notes)
 
 
@@ -252,15 +252,19 @@ def test_a_bad_call_is_one_line(
 
 def test_who_left_an_iteration_out_is_more_to_blame_than_who_waits_for_its_neighbour(tmp_path: Path) -> None:
     """The real hang "skip", TP 2 x PP 2 x DP 2: rank 5 is already where all ask for signals, in the same iteration."""
-    signals = (("now", "trilane/engine/requests.py", 52), ("run", "trilane/engine/loop.py", 67), *ROOT)
+    signals = (("now", "trilane/engine/stop_requests.py", 52), ("run", "trilane/engine/loop.py", 67), *ROOT)
     stacks = dict.fromkeys((2, 3, 6, 7), DP_SUM.stack) | dict.fromkeys((0, 4), ATTENTION.stack)
     write_all(tmp_path, {**stacks, 1: RECV_B.stack, 5: (*c10d("all_reduce"), *signals)})
     topology(tmp_path, 2, 2, 2)
-    assert diagnose(tmp_path).suspects == (5,)
+    assert diagnose_hang(tmp_path).suspects == (5,)
 
 
 def test_where_everybody_came_nobody_is_blamed(tmp_path: Path) -> None:
     write_all(tmp_path, dict.fromkeys(range(8), LOSS))
     topology(tmp_path, 2, 2, 2)
-    verdict = diagnose(tmp_path)
-    assert verdict.suspects == () and verdict.exclude == "" and "Everybody came" in verdict.paragraph
+    verdict = diagnose_hang(tmp_path)
+    assert (
+        verdict.suspects == ()
+        and verdict.exclude == ""
+        and "All members of every group are in the same collective" in verdict.paragraph
+    )

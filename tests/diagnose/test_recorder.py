@@ -7,7 +7,7 @@ import pytest
 from dumps import recording, topology
 
 from trilane.diagnose.hang.flight_recorder import read_recording
-from trilane.diagnose.hang.verdict import Verdict, diagnose
+from trilane.diagnose.hang.verdict import Verdict, diagnose_hang
 
 DP = list(range(8))
 
@@ -33,7 +33,7 @@ def test_of_a_pipeline_with_batched_sends_who_never_sent_is_named(tmp_path: Path
     for rank, made in calls.items():
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"7": [0, 1, 2, 3]}))
     topology(tmp_path, 1, 4, 1)
-    verdict = diagnose(tmp_path)
+    verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (1,) and "number 2 of group 7, as others did" in verdict.reasons[1]
     assert {g.ranks: g.waits_for for g in verdict.groups} == {(0, 1): (), (2, 3): (1, 2, 3)}
 
@@ -56,7 +56,7 @@ def test_a_group_is_its_name_and_not_its_number_on_this_rank(tmp_path: Path) -> 
     for rank in (0, 2):
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording([], {"0": [0, 1, 2, 3]}))
     topology(tmp_path, 2, 1, 2)
-    assert diagnose(tmp_path).suspects == (1,)
+    assert diagnose_hang(tmp_path).suspects == (1,)
 
 
 def sums(folder: Path, name: str = "nccl_trace_rank_") -> None:
@@ -72,7 +72,7 @@ def without(folder: Path, *ranks: int, cut: bool = False) -> Verdict:
     for rank in ranks:
         path = folder / f"nccl_trace_rank_{rank}"
         path.write_bytes(path.read_bytes()[:200]) if cut else path.unlink()
-    return diagnose(folder)
+    return diagnose_hang(folder)
 
 
 def test_who_is_proven_late_is_named_before_one_of_whom_there_is_no_dump(tmp_path: Path) -> None:
@@ -89,13 +89,15 @@ def test_a_recording_that_is_cut_speaks_against_nobody(tmp_path: Path) -> None:
 def test_of_ranks_without_a_dump_nothing_is_concluded_but_that_it_is_one_of_them(cut: bool, tmp_path: Path) -> None:
     verdict = without(tmp_path, 0, 2, 4, 5, 6, cut=cut)
     assert verdict.suspects == () and verdict.exclude == ""
-    assert verdict.paragraph == "Whoever they wait for is among ranks 0, 2, 4-6, of which there is no dump to read."
+    assert (
+        verdict.paragraph == "The rank that they wait for is among ranks 0, 2, 4-6, of which there is no readable dump."
+    )
 
 
 def test_ranks_outside_any_collective_that_hold_up_nobody_are_no_suspects(tmp_path: Path) -> None:
     for rank in DP:
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording([call("1", 1, "all_reduce")], {"1": DP}))
-    assert diagnose(tmp_path).suspects == ()
+    assert diagnose_hang(tmp_path).suspects == ()
 
 
 def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
@@ -103,5 +105,5 @@ def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
     sums(tmp_path, "trace")
     (tmp_path / "trace").write_bytes((tmp_path / "trace1").read_bytes())
     (tmp_path / "trace7").write_bytes((tmp_path / "trace7").read_bytes()[:200])
-    verdict = diagnose(tmp_path)
-    assert verdict.suspects == (5,) and "trace: the name does not tell the rank; set aside" in verdict.notes
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (5,) and "trace: the name holds no rank; ignored" in verdict.notes

@@ -14,7 +14,7 @@ from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
-from trilane.diagnose.restart.compare import audit
+from trilane.diagnose.restart.compare import compare_restart
 from trilane.experiments import rehearse
 from trilane.experiments.parity import Nursery
 from trilane.experiments.parity_table import machine, rows
@@ -153,33 +153,33 @@ LOST = {
 def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
     said: list[dict[str, Any]], kind: str, tensor: str, ranks: set[int], before: Path, tmp_path: Path
 ) -> None:
-    found = audit(before, after(tmp_path, said)).findings
+    found = compare_restart(before, after(tmp_path, said)).findings
     assert (kind, tensor, ranks) in [(f.kind, f.tensor, {r.rank for r in f.ranks}) for f in found], found
 
 
 def test_nothing_is_found_where_all_came_back_and_the_slices_alone_tell_the_same(before: Path, tmp_path: Path) -> None:
     whole = after(tmp_path, prints(state()))
     bare = saved(tmp_path / "bare", state(), None)
-    assert not audit(before, whole).findings
-    assert not audit(bare, whole).findings and "has no fingerprints" in audit(bare, whole).notes[0]
+    assert not compare_restart(before, whole).findings
+    assert not compare_restart(bare, whole).findings and "has no fingerprints" in compare_restart(bare, whole).notes[0]
     lost = put(tmp_path / "lost", remade(FINAL, None, np.ones_like, "weight"))
-    assert {f.kind for f in audit(bare, lost).findings} == {"reset"}
+    assert {f.kind for f in compare_restart(bare, lost).findings} == {"reset"}
 
 
 def test_a_checkpoint_that_nobody_trained_has_no_layout_and_is_compared_as_wholes(tmp_path: Path) -> None:
     run = saved(tmp_path / "imported", state(), None)
     folder = run / "checkpoints/iter_0000010"
     checkpoints.write_manifest(folder, {**checkpoints.read_manifest(folder), "layout": None})
-    assert not audit(run, after(tmp_path, prints(state()))).findings
+    assert not compare_restart(run, after(tmp_path, prints(state()))).findings
 
 
 def test_a_clipping_left_out_at_one_end_is_told_from_a_sum_left_out(before: Path, tmp_path: Path) -> None:
-    found = audit(before, after(tmp_path, remade(WORD, 3, lambda x: 3 * x, "exp_avg"))).findings
+    found = compare_restart(before, after(tmp_path, remade(WORD, 3, lambda x: 3 * x, "exp_avg"))).findings
     assert "3 times as large: clipped at one end alone" in next(f for f in found if f.kind == "tied").what
 
 
 def test_ranks_without_a_fingerprint_are_noted_and_the_others_compared(before: Path, tmp_path: Path) -> None:
-    found = audit(before, after(tmp_path, prints(state())[:2]))
+    found = compare_restart(before, after(tmp_path, prints(state())[:2]))
     assert not found.findings and "load_0000010: no fingerprint of rank 2, 3" in found.notes[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 from trilane.cli.app import main
 from trilane.diagnose.hang.call_trace import groups, last_calls
 from trilane.engine.monitor.call_trace import Ring
-from trilane.workspace.call_trace import SLOT, read_calls
+from trilane.workspace.heartbeat import SLOT, read_calls
 
 LOOP = " --- modulename: training, funcname: train\ntraining.py(851):     loss = train_step(\n"
 STUCK = " --- modulename: distributed_c10d, funcname: broadcast\ndistributed_c10d.py(1191):         work.wait()\n"

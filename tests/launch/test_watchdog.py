@@ -20,10 +20,10 @@ from support import small_plan, wait_until
 from trilane.cli.capture import srun_command
 from trilane.diagnose.hang import capture
 from trilane.diagnose.hang.evidence import read_folder
-from trilane.diagnose.hang.verdict import diagnose
+from trilane.diagnose.hang.verdict import diagnose_hang
 from trilane.workspace import flight_recorder, heartbeat
 from trilane.workspace.heartbeat import Heartbeat, StallDetector, encode, place, read_beats
-from trilane.workspace.resume import reopen
+from trilane.workspace.run_folder import reopen
 from trilane.workspace.status import read_status
 
 
@@ -35,7 +35,7 @@ def test_a_real_training_that_hangs_is_dumped_judged_and_ended(kind: str, tmp_pa
     assert result.outcome.rank == result.rank and result.stacks >= 7, result.outcome.evidence
     assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == result.rank
-    assert result.rank in diagnose(tmp_path / "run").suspects
+    assert result.rank in diagnose_hang(tmp_path / "run").suspects
 
 
 def write(folder: Path, rank: int, step: int, phase: str = "forward-compute") -> None:
@@ -106,7 +106,7 @@ def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkey
         finally:
             child.kill()
     assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
-    assert diagnose(stacks).groups[0].frames[0].function == "waits_for_ever"
+    assert diagnose_hang(stacks).groups[0].frames[0].function == "waits_for_ever"
 
 
 RECORDER = """

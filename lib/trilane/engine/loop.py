@@ -21,7 +21,7 @@ from trilane.engine.monitor.report import Log, iteration, memory_line
 from trilane.engine.signals import Signals
 from trilane.engine.stop_requests import StopRequest, StopRequests
 from trilane.workspace.checkpoints import FOLDER, name_of
-from trilane.workspace.resume import cut_steps
+from trilane.workspace.run_folder import cut_steps
 from trilane.workspace.status import RunStatus, Status, write_status
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trilane.config.plan import Run
 from trilane.engine.distributed.world import World
 from trilane.engine.signals import Signals
-from trilane.workspace.resume import SAVE, STOP
+from trilane.workspace.run_folder import SAVE, STOP
 
 
 @dataclass(frozen=True, kw_only=True)

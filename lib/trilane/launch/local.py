@@ -16,7 +16,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.validation import require
-from trilane.workspace.resume import STOP, reopen
+from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
 
 GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force

@@ -14,8 +14,7 @@ from trilane.slurm import client, ledger
 from trilane.slurm.node_failure import blame, handle_node_failure, waiting
 from trilane.utils.validation import read_json
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
-from trilane.workspace.resume import STOP
-from trilane.workspace.run_folder import is_completed, iteration, put_aside
+from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, read_status, write_status
 
 TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")

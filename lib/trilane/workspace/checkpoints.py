@@ -20,20 +20,10 @@ from typing import Any
 from trilane.config.model import ModelShape
 
 FOLDER = "checkpoints"
-
-
 LATEST = "latest"
-
-
 MANIFEST = "manifest.json"
-
-
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of each parameter, all fp32: the master weight and Adam's two moments
-
-
 NAME = re.compile(r"iter_(\d{7,})")
-
-
 BLOCK = 1 << 22
 
 

@@ -20,23 +20,11 @@ import numpy as np
 from trilane.workspace.checkpoints import KINDS
 
 FOLDER = "fingerprints"  # in a run folder: what stood in memory after a load
-
-
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds another, exact one
-
-
 ALL_KINDS = (*KINDS, COPY)
-
-
 SKETCHES = 8
-
-
 WORD = 1 << 64
-
-
 ROWS = 64  # rows at a time: what is made of them stays in the processor's cache
-
-
 Box = Sequence[Sequence[int]]
 
 

@@ -1,27 +1,34 @@
-"""Beat: the sign of life that each rank writes to ranks/<rank>.beat, and Pulse, who notices when one stops moving."""
+"""Heartbeat: each rank's state in ranks/<rank>.beat, its last calls in ranks/<rank>.calls, and the StallDetector.
+
+Both files are records of fixed size, overwritten in place: readable when the process is stuck, stopped or killed.
+"""
 
 import os
 import platform
+import re
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORD = 128  # bytes of a beat file: one padded line, overwritten in place
+RECORD = 128  # bytes of a heartbeat file: one padded line
+END = "end"  # the phase of a rank that has finished
 
+SLOT = 128  # bytes of a call in the ring buffer: number, time, `>` entered or `<` left, function; padded, with newline
+CALL = re.compile(r"^(\d{12}) (\d+\.\d{6}) ([<>]) (.*?)\s*$")
 
-END = "end"  # the phase of a rank that has nothing left to do
-
-
-# Until its second iteration a rank imports, builds samples, compiles: it may take so many times as long, and at
-# least so many seconds.
+# Until its second iteration a rank imports, builds samples and compiles: its timeout is longer by this factor, and at
+# least this many seconds.
 START_FACTOR, START_S = 5.0, 300.0
+
+# The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
+STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a rank does: iteration `step` (0: not yet in the first), `phase`, since when (seconds since 1970), where."""
+    """A rank's state: iteration `step` (0: before the first), `phase`, since `time` (Unix, s), process, host."""
 
     rank: int
     step: int
@@ -35,17 +42,17 @@ class Heartbeat:
 
 
 def encode(step: int, phase: str, now: float, rest: bytes) -> bytes:
-    """A record; `rest` is place(): what never changes."""
+    """The record of a heartbeat; `rest` is the constant part, place()."""
     return (b"%d %s %.3f " % (step, phase.encode() or b"-", now) + rest)[: RECORD - 1].ljust(RECORD - 1) + b"\n"
 
 
 def place() -> bytes:
-    """This process: its number and its host."""
+    """This process: its pid and its host."""
     return f"{os.getpid()} {platform.node() or 'localhost'}".encode()
 
 
 def read_beats(folder: Path) -> dict[int, Heartbeat]:
-    """The last beat of each rank of a run folder, as far as they can be read."""
+    """The last heartbeat of each rank of a run folder, where readable."""
     return {beat.rank: beat for beat in _read(folder)}
 
 
@@ -60,20 +67,20 @@ def _read(folder: Path) -> Iterator[Heartbeat]:
 
 def process_state(pid: int) -> str:
     """The kernel's letter for a process of this host ("R", "S", "D", "T" stopped, "Z" dead); "gone" where there is
-    none, "" where the system (macOS) does not say."""
+    none, "" on systems without /proc (macOS)."""
     if not Path("/proc/self").exists():
         return ""
     try:
-        # The name in brackets may hold anything, brackets too.
+        # The name in parentheses may itself hold parentheses.
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return "gone"
 
 
 class StallDetector:
-    """Notices when a rank of the run in `folder` has not moved for `timeout_s`; 0 looks at nothing.
+    """Detects when a rank of the run in `folder` has made no progress for `timeout_s`; 0 disables it.
 
-    Clocks of hosts differ: what counts is when this process saw a beat change, by its own clock.
+    Clocks of hosts differ: what counts is when this process saw a heartbeat change, by its own clock.
     """
 
     def __init__(self, folder: Path, ranks: int, timeout_s: float) -> None:
@@ -84,7 +91,7 @@ class StallDetector:
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
 
     def stalled(self) -> str:
-        """Why the run counts as stalled: the rank that stands still longest; "" where all move. Cheap to ask often."""
+        """Why the run counts as stalled: the rank longest without progress; "" where all progress. Cheap to call."""
         now = time.monotonic()
         if self.timeout_s <= 0 or now < self._next:
             return ""
@@ -93,18 +100,22 @@ class StallDetector:
         for rank, beat in beats.items():
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = (beat, now)
-        still = [(self._still(beat, now - since), str(beat)) for beat, since in self._seen.values()]
+        still = [(self._idle_s(beat, now - since), str(beat)) for beat, since in self._seen.values()]
         absent = [r for r in range(self._ranks) if r not in beats]
         if absent:
-            still.append(((now - self._begin) / self._start, f"rank {absent[0]} before its first sign of life"))
+            still.append(((now - self._begin) / self._start, f"rank {absent[0]} before its first heartbeat"))
         longest, who = max(still, default=(0.0, ""))
-        return f"no sign of life for {self.timeout_s:.0f} s: {who}" if longest > self.timeout_s else ""
+        return f"no progress for {self.timeout_s:.0f} s: {who}" if longest > self.timeout_s else ""
 
-    def _still(self, beat: Heartbeat, age_s: float) -> float:
+    def _idle_s(self, beat: Heartbeat, age_s: float) -> float:
         if beat.phase == END:
             return 0.0
         return age_s / (self._start if beat.step < 2 else 1.0)
 
 
-# faulthandler writes the stacks when a rank gets this signal: no library and no scheduler uses it.
-STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+def read_calls(path: Path) -> list[str]:
+    """The calls in a ring buffer, oldest first: time, `>` entered or `<` left, function; half-written ones left out."""
+    data = path.read_bytes()
+    slots = (data[i : i + SLOT].decode("utf-8", "replace").rstrip("\n") for i in range(0, len(data), SLOT))
+    found = [match for slot in slots if (match := CALL.match(slot))]
+    return [f"{m[2]} {m[3]} {m[4]}" for m in sorted(found, key=lambda m: int(m[1]))]

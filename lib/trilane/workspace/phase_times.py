@@ -1,4 +1,4 @@
-"""Phase times: the seconds that each rank spends in each phase, in ranks/<rank>.phases where the plan has timers."""
+"""Phase times: the seconds of each rank in each phase, in ranks/<rank>.phases where the plan sets run.timers."""
 
 import json
 import platform
@@ -16,7 +16,7 @@ SUFFIX = ".phases"
 
 
 def append(ranks: Path, rank: int, iteration: int, seconds: Mapping[str, float]) -> None:
-    """Add a line of this rank: its seconds an iteration since its last line, and the host that it runs on."""
+    """Append a line for this rank: its seconds per iteration since its last line, and its host."""
     ranks.mkdir(exist_ok=True)
     line = {"iteration": iteration, "host": platform.node(), "seconds": seconds}
     with (ranks / f"{rank}{SUFFIX}").open("a", encoding="utf-8") as file:
@@ -24,10 +24,10 @@ def append(ranks: Path, rank: int, iteration: int, seconds: Mapping[str, float])
 
 
 def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict[int, dict[str, float]]]:
-    """Where the ranks of a run folder stand, and the median seconds of each rank and phase over its lines.
+    """The grid of a run folder, and the median seconds of each rank and phase over its lines.
 
-    The first line is left out where there are others: it holds the warm-up. The grid is that of plan.json with the
-    hosts that the ranks name, unless one is given. ValueError where no rank left phase times.
+    The first line, which holds the warm-up, is left out where there are others. The grid is that of plan.json with the
+    ranks' hosts, unless one is given. Raises ValueError where there are no phase times.
     """
     found: dict[int, dict[str, float]] = {}
     hosts: dict[int, str] = {}
@@ -49,13 +49,13 @@ def _grid(folder: Path, hosts: Mapping[int, str]) -> Grid:
     plan = folder / "plan.json"
     values = json.loads(plan.read_text(encoding="utf-8")) if plan.is_file() else {}
     grid = rank_grid.from_json(values) or rank_grid.unknown(hosts, 8)
-    # A rank that left nothing runs where the others of its node do.
-    heard = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
-    return replace(grid, places=tuple(replace(p, node=heard.get(p.node, p.node)) for p in grid.places))
+    # A rank without phase times is on the host of the others of its node.
+    known = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
+    return replace(grid, places=tuple(replace(p, node=known.get(p.node, p.node)) for p in grid.places))
 
 
 def _line(text: str) -> dict | None:
-    """A line; None for one that is half written."""
+    """A line of phase times; None for a truncated one."""
     try:
         line = json.loads(text)
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Grid: which coordinates (tp, pp, dp) and which node each rank has, and who shares a process group with whom."""
+"""Grid: the coordinates (tp, pp, dp), node and process groups of each rank."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,22 +7,22 @@ from typing import Any
 
 from trilane.utils.validation import require
 
-# A group is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
+# A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
 AXES = {
     "tp": ("tp",),
     "pp": ("pp",),
     "dp": ("dp",),
     "model": ("tp", "pp"),
     "stage": ("tp", "dp"),
-    "lane": ("pp", "dp"),
+    "pp-dp": ("pp", "dp"),
     "world": ("tp", "pp", "dp"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank is. `state` is the kernel's letter for its process ("T" stopped, "Z" dead, "gone"), `step` and
-    `phase` its last heartbeat; "", -1 and "" where nobody wrote them down."""
+    """The place of a rank. `state` is the kernel's letter for its process ("T" stopped, "Z" dead, "gone"), `step` and
+    `phase` its last heartbeat; "", -1 and "" where unknown."""
 
     rank: int
     tp: int
@@ -32,20 +32,20 @@ class Place:
     state: str = ""
     step: int = -1
     phase: str = ""
-    told: bool = True  # the node's name; else it is "node" and its number
+    named: bool = True  # whether the node's name is known; else it is "node" and its number
 
     @property
     def progress(self) -> int:
-        """The iteration; one more for a rank that has left its last one behind; -1 where unknown."""
+        """The iteration, one more for a rank that has finished its last one; -1 where unknown."""
         return self.step + (self.phase == "end" and self.step >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The places of all ranks of a job. `known` is False where nobody said the topology: then only "world" means much.
+    """The places of all ranks of a job. `known` is False for an unknown topology: then every group is the world.
 
-    Ranks count as in Megatron and DeepSpeed: tp fastest, then dp, then pp (megatron/core/parallel_state.py, order
-    "tp-cp-ep-dp-pp"; deepspeed/runtime/pipe/topology.py PipeModelDataParallelTopology).
+    Ranks are numbered as in Megatron and DeepSpeed: tp fastest, then dp, then pp (megatron/core/parallel_state.py,
+    order "tp-cp-ep-dp-pp"; deepspeed/runtime/pipe/topology.py PipeModelDataParallelTopology).
     """
 
     places: tuple[Place, ...]
@@ -85,27 +85,27 @@ class Grid:
             found[place.node].append(place.rank)
         return dict(found)
 
-    def where(self, node: str) -> str:
-        """A node in words: its name, or which one it is where nobody told the names."""
+    def node_name(self, node: str) -> str:
+        """A node in words: its name, or its ordinal ("the third node") where names are unknown."""
         nodes = self.nodes
-        return node if self._by_rank[nodes[node][0]].told else f"the {_ordinal(1 + list(nodes).index(node))} node"
+        return node if self._by_rank[nodes[node][0]].named else f"the {_ordinal(1 + list(nodes).index(node))} node"
 
     def group(self, axis: str, rank: int) -> frozenset[int]:
-        """Who is in `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
+        """The ranks of `rank`'s group along `axis` (a name of AXES, "embedding", "next" or "previous" stage)."""
         place = self._by_rank[rank]
         if axis in ("next", "previous", "embedding"):
-            lane, last = self.group("pp", rank), self.sizes[1] - 1
+            pipeline, last = self.group("pp", rank), self.sizes[1] - 1
             wanted = {"next": {place.pp + 1}, "previous": {place.pp - 1}, "embedding": {0, last}}[axis]
-            # Interleaved pipelines go round: behind the last stage comes the first.
+            # Interleaved pipelines wrap around: the first stage follows the last.
             wanted = {(stage + last + 1) % (last + 1) for stage in wanted}
-            return frozenset(r for r in lane if self._by_rank[r].pp in wanted) | {rank}
+            return frozenset(r for r in pipeline if self._by_rank[r].pp in wanted) | {rank}
         return self._groups[self._key(axis if self.known else "world", place)]
 
     def _key(self, axis: str, place: Place) -> tuple[str, tuple[int, ...]]:
         return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in AXES[axis])
 
 
-MOST = 1 << 20  # ranks: what asks for more is a broken file
+MOST = 1 << 20  # ranks; a file with more is broken
 
 
 def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
@@ -117,19 +117,19 @@ def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] 
     places = []
     for rank in range(tp * pp * dp):
         number = rank // gpus_per_node
-        told = number < len(names)
-        node = names[number] if told else f"node{number}"
-        places.append(Place(rank=rank, tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp), node=node, told=told))
+        named = number < len(names)
+        node = names[number] if named else f"node{number}"
+        places.append(Place(rank=rank, tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp), node=node, named=named))
     return Grid(places=tuple(places))
 
 
-def named(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
-    """The grid on `hosts`, in their order, where nobody told the nodes' names, and there are as many hosts.
+def with_hosts(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
+    """The grid with `hosts`, in their order, as names of its nodes; unchanged where it has names or they do not fit.
 
-    Where hosts of `width` ranks hold just all ranks, that many are on a node. That the first host has the first ranks
-    is how SLURM counts: nodes by their names, tasks by nodes.
+    Where hosts of `width` ranks hold exactly all ranks, each node has `width`; else there must be as many hosts as
+    nodes. The first host has the first ranks, as SLURM numbers them: nodes by name, tasks by node.
     """
-    if any(p.told for p in grid.places):
+    if any(p.named for p in grid.places):
         return grid
     if len(hosts) * width == len(grid.ranks):
         on = {rank: hosts[index // width] for index, rank in enumerate(grid.ranks)}
@@ -137,7 +137,7 @@ def named(grid: Grid, hosts: Sequence[str], width: int) -> Grid:
         on = {rank: host for host, ranks in zip(hosts, grid.nodes.values(), strict=True) for rank in ranks}
     else:
         return grid
-    return replace(grid, places=tuple(replace(p, node=on[p.rank], told=True) for p in grid.places))
+    return replace(grid, places=tuple(replace(p, node=on[p.rank], named=True) for p in grid.places))
 
 
 def _ordinal(number: int) -> str:
@@ -147,16 +147,16 @@ def _ordinal(number: int) -> str:
 
 
 def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
-    """The grid of a job whose topology nobody said: ranks 0 to the highest seen."""
+    """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
     grid = regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts)
     return Grid(places=grid.places, known=False)
 
 
 def from_json(values: Mapping[str, Any]) -> Grid | None:
-    """The grid of a topology.json, or of a plan.json; None where it holds no sizes and no ranks.
+    """The grid of a topology.json or a plan.json; None where it holds neither sizes nor ranks.
 
-    Either {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 where it is not said), or
-    {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list counts.
+    Either {"tp": .., "pp": .., "dp": .., "gpus_per_node": ..} (gpus_per_node 8 by default), or
+    {"ranks": [{"rank": .., "tp": .., "pp": .., "dp": .., "node": ..}, ..]}, or both: then the list takes precedence.
     """
     if not isinstance(values, Mapping):
         return None
@@ -177,18 +177,18 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     hosts: defaultdict[Any, set[str]] = defaultdict(set)
     for facts in given.values():
         hosts[facts.get("node")] |= {str(facts["host"])} if facts.get("host") else set()
-    heard = {node: names for node, names in hosts.items() if names and node is not None}
+    by_node = {node: names for node, names in hosts.items() if names and node is not None}
     origin = {r: base[r] if r in base else base.places[0] for r in {*base.ranks, *given}}
-    places = [_place(origin[r], r, given.get(r, {}), heard) for r in origin]
+    places = [_place(origin[r], r, given.get(r, {}), by_node) for r in origin]
     return Grid(places=tuple(sorted(places, key=lambda p: p.rank)), known=base.known or "tp" in listed[0])
 
 
 def _place(base: Place, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> Place:
-    """`hosts` are those heard of each node: where there are any, "node" is only what they are called here."""
+    """A rank of topology.json. `hosts` are the known hosts of each node: then "node" is only a label."""
     coordinates = {name: int(facts.get(name, getattr(base, name))) for name in ("tp", "pp", "dp")}
     node = facts.get("node", base.node)
-    heard = {str(facts["host"])} if facts.get("host") else hosts.get(node, set())
-    host = next(iter(heard)) if len(heard) == 1 else ""
+    names = {str(facts["host"])} if facts.get("host") else hosts.get(node, set())
+    host = next(iter(names)) if len(names) == 1 else ""
     step = facts.get("step", -1)
     return Place(
         rank=rank,
@@ -197,7 +197,7 @@ def _place(base: Place, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any,
         state=str(facts.get("state") or ""),
         step=-1 if step is None else int(step),
         phase=str(facts.get("phase") or ""),
-        told=bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.told),
+        named=bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.named),
     )
 
 

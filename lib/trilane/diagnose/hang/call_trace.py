@@ -1,4 +1,4 @@
-"""The last call of each rank from the tail of its trace, however large: of Python's `trace`, or of our ring."""
+"""The last call of each rank, read from the end of its trace: of Python's `trace`, or of trilane's ring buffer."""
 
 import os
 import re
@@ -9,30 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.utils.validation import require
-from trilane.workspace.call_trace import read_calls
+from trilane.workspace.heartbeat import read_calls
 
 # Library/trace.py: a function entered, then its lines as they are run.
 ENTERED = re.compile(rb"^ --- modulename: (.+?), funcname: (.+?)\s*$", re.M)
-
-
 RAN = re.compile(rb"^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", re.M)
-
-
 RING_LINE = re.compile(r"^\d+\.\d+ ([<>]) (.*)$")
-
-
 WINDOW = 64 << 10  # bytes read first; more, up to LARGEST, where no call begins in them
-
-
 LARGEST = 8 << 20
-
-
 THREADS = 8  # the time goes in waiting for a shared file system
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastCall:
-    """Where a rank's trace ends: the function that it entered last, and the last line that it ran."""
+    """The end of a rank's trace: the function entered last, and the last line run."""
 
     rank: str
     function: str
@@ -43,8 +33,8 @@ class LastCall:
 def last_calls(folder: Path) -> list[LastCall]:
     """The last call of every trace file below `folder`, in the order of their names; ValueError where there is none.
 
-    Python's `trace` writes ` --- modulename: M, funcname: F` and then `file.py(12): code` for each line; a ring is a
-    file `<rank>.calls`. Files that are neither are passed over. Only the end of a file is read.
+    Python's `trace` writes ` --- modulename: M, funcname: F` and then `file.py(12): code` for each line; a ring buffer
+    is a file `<rank>.calls`. Other files are ignored. Only the end of a file is read.
     """
     require(folder.is_dir(), "folder", folder, "no such folder")
     paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: _natural(p.name))
@@ -55,10 +45,10 @@ def last_calls(folder: Path) -> list[LastCall]:
 
 
 def last_call(path: Path) -> LastCall | None:
-    """Where one trace ends; None for a file that is no trace."""
+    """The end of one trace; None for a file that is no trace."""
     size = path.stat().st_size
     if path.suffix == ".calls":
-        return _of_ring(path, size)
+        return _ring_call(path, size)
     window = WINDOW
     while True:
         tail = _tail(path, size, window)
@@ -66,14 +56,14 @@ def last_call(path: Path) -> LastCall | None:
         if entered is not None:
             function = f"{entered[2].decode('utf-8', 'replace')} ({entered[1].decode('utf-8', 'replace')})"
             return LastCall(rank=label(path), function=function, line=_line(ran), bytes=size)
-        # A loop of a hundred thousand lines calls nothing: look further back, but only in what looks like a trace.
+        # A loop of a hundred thousand lines may call nothing: read further back, but only in what looks like a trace.
         if ran is None or window >= min(size, LARGEST):
             return LastCall(rank=label(path), function="", line=_line(ran), bytes=size) if ran else None
         window *= 8
 
 
 def groups(calls: Iterable[LastCall]) -> list[tuple[str, str, list[str]]]:
-    """(function, line, ranks) for each place where traces end; the fewest first: they are the ones to look at."""
+    """(function, line, ranks) for each place where traces end; the rarest first, which are the suspects."""
     same: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for call in calls:
         same[call.function, call.line].append(call.rank)
@@ -81,22 +71,24 @@ def groups(calls: Iterable[LastCall]) -> list[tuple[str, str, list[str]]]:
 
 
 def label(path: Path) -> str:
-    """Who wrote a trace: the number in `rank_12` or `12.calls`, else the name (`trace-iam01-3-835990`) as it is."""
+    """The rank of a trace: the number in `rank_12` or `12.calls`, else the file's stem (`trace-iam01-3-835990`)."""
     match = re.search(r"rank[_-]?(\d+)", path.name) or re.fullmatch(r"(\d+)\.\w+", path.name)
     return match[1] if match else path.stem
 
 
-def _of_ring(path: Path, size: int) -> LastCall | None:
-    # Our own ring, or its dump as text below stacks/.
+def _ring_call(path: Path, size: int) -> LastCall | None:
+    # The ring buffer, or its dump as text below stacks/.
     with path.open("rb") as file:
         numbered = re.match(rb"\d{12} ", file.read(16)) is not None
     calls = read_calls(path) if numbered else path.read_text(encoding="utf-8", errors="replace").splitlines()
     entered = [m for m in map(RING_LINE.match, calls) if m]
     if not entered:
         return None
-    into = next((m[2] for m in reversed(entered) if m[1] == ">"), "")
+    function = next((m[2] for m in reversed(entered) if m[1] == ">"), "")
     last = entered[-1]
-    return LastCall(rank=label(path), function=into, line=("in " if last[1] == ">" else "left ") + last[2], bytes=size)
+    return LastCall(
+        rank=label(path), function=function, line=("in " if last[1] == ">" else "left ") + last[2], bytes=size
+    )
 
 
 def _tail(path: Path, size: int, window: int) -> bytes:

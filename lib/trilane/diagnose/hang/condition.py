@@ -1,4 +1,4 @@
-"""Condition: what each rank of a hanging job does - waits, works, is silent, is gone - judged from its evidence."""
+"""The condition of each rank of a hanging job: waiting, busy, without a dump, gone."""
 
 import re
 from collections import Counter, defaultdict
@@ -10,31 +10,21 @@ from trilane.diagnose.hang.waits import Wait, soft_wait, wait_of
 
 # From the strongest evidence against a rank to the weakest.
 HARD = ("gone", "crashed", "stopped", "locked")
-
-
 KINDS = (*HARD, "silent", "busy", "soft", "waiting", "unreadable", "unknown")
+NO_EVIDENCE = ("unreadable", "unknown")  # nothing is concluded from these
 
-
-UNHEARD = ("unreadable", "unknown")  # nothing is concluded from these
-
-
-# What a rank says that broke because another was gone.
+# Errors of a rank that failed because another was gone.
 FOLLOWS = re.compile(
     r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|by peer|[Tt]imed? ?out|NCCL|DistBackend|[Ww]atchdog|SIGTERM"
     r"|SignalException|gloo|Interrupt",
 )
 
-
-# The share of missing ranks up to which their silence speaks against them; above, nobody asked them.
+# The share of missing dumps below which a missing dump counts against its rank; above it, those ranks were not dumped.
 SILENT_SHARE = 0.5
+LOCKED_SHARE = 1 / 8  # in more ranks than this a thread that holds the GIL is not the cause
 
-
-LOCKED_SHARE = 1 / 8  # threads that hold the lock in more ranks than that are no accident's cause
-
-
-# A stack outside communication that more than this share of the dumps have is no culprit's: they wait for their card.
+# A stack outside communication in more than this share of the dumps is no suspect's: these ranks wait for their GPU.
 CROWD = 0.5
-
 
 ACTIVITIES = [
     ("in the data loader", r"data_?loader|/data/|dataset|get_batch|sampler|_next_data|tokenizer|microbatches"),
@@ -46,13 +36,13 @@ ACTIVITIES = [
     ("in the forward pass", r"forward|nn/modules|attention|mlp"),
 ]
 
-
 ACTIVITY = [(name, re.compile(pattern, re.I)) for name, pattern in ACTIVITIES]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What one rank does: a word of KINDS, the words for a person, its stack, and what it waits for."""
+    """What one rank does: one of KINDS, a description, its stack, what it waits for, and whether it `moves`: an earlier
+    dump has another stack."""
 
     rank: int
     kind: str
@@ -66,15 +56,17 @@ def conditions(evidence: Evidence) -> dict[int, Condition]:
     """The condition of every rank of the grid."""
     grid = evidence.grid
     seen = {*evidence.dumps, *evidence.recordings}
-    silence_speaks = 1 - len(seen | set(evidence.unreadable)) / len(grid.ranks) < SILENT_SHARE
-    found = {rank: _one(rank, evidence, silence_speaks) for rank in grid.ranks}
+    missing = 1 - len(seen | set(evidence.unreadable)) / len(grid.ranks)
+    without = "silent" if missing < SILENT_SHARE else "unknown"
+    found = {rank: _condition(rank, evidence, without) for rank in grid.ranks}
     locked = [rank for rank, c in found.items() if c.kind == "locked"]
     if len(locked) > max(1, LOCKED_SHARE * len(seen)):
-        found |= {rank: _standing(rank, evidence.dumps[rank], evidence) for rank in locked}
-    return _crowd(found)
+        found |= {rank: _by_stack(rank, evidence.dumps[rank], evidence) for rank in locked}
+    return _device_waits(found)
 
 
-def _one(rank: int, evidence: Evidence, silence_speaks: bool) -> Condition:
+def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
+    """The condition of a rank; its kind is `without` where there is no stack of it."""
     place, dump = evidence.grid[rank], evidence.dumps.get(rank)
     frames = dump.main.frames if dump else ()
     if place.state in ("gone", "Z", "X"):
@@ -88,27 +80,25 @@ def _one(rank: int, evidence: Evidence, silence_speaks: bool) -> Condition:
             return Condition(rank=rank, kind="busy" if idle else "waiting", text=text)
         if rank in evidence.unreadable:
             return Condition(rank=rank, kind="unreadable", text="its dump cannot be read")
-        kind = "silent" if silence_speaks else "unknown"
-        return Condition(rank=rank, kind=kind, text="there is no dump of it")
+        return Condition(rank=rank, kind=without, text="it has no dump")
     if not frames and dump.cut:
-        return Condition(rank=rank, kind="unreadable", text="its dump breaks off before its main thread")
+        return Condition(rank=rank, kind="unreadable", text="its dump is truncated before its main thread")
     if not frames:
-        kind = "silent" if silence_speaks else "unknown"
-        return Condition(rank=rank, kind=kind, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
+        return Condition(rank=rank, kind=without, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
     if dump.error and not FOLLOWS.search(dump.error) and "py-spy" not in dump.error:
         return Condition(rank=rank, kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
-    holder = dump.held_by
+    holder = dump.gil_holder
     if holder is not None:
         text = f"its thread {holder.name or '(unnamed)'} holds Python's global lock in {holder.frames[0]}"
         return Condition(rank=rank, kind="locked", text=text, frames=frames)
-    return _standing(rank, dump, evidence)
+    return _by_stack(rank, dump, evidence)
 
 
-def _standing(rank: int, dump: Dump, evidence: Evidence) -> Condition:
-    """By its stack alone."""
+def _by_stack(rank: int, dump: Dump, evidence: Evidence) -> Condition:
+    """The condition by the stack alone."""
     frames = dump.main.frames
     before = evidence.earlier.get(rank)
-    moves = before is not None and bool(before.main.frames) and keys(before.main.frames) != keys(frames)
+    moves = before is not None and bool(before.main.frames) and stack_key(before.main.frames) != stack_key(frames)
     wait = wait_of(frames)
     if wait is not None:
         return Condition(rank=rank, kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
@@ -117,15 +107,15 @@ def _standing(rank: int, dump: Dump, evidence: Evidence) -> Condition:
     return Condition(rank=rank, kind=kind, text=activity(frames), frames=frames, wait=soft, moves=moves)
 
 
-def _crowd(found: dict[int, Condition]) -> dict[int, Condition]:
-    """Where most ranks stand at the very same line outside communication, they wait there for their card."""
-    stands: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+def _device_waits(found: dict[int, Condition]) -> dict[int, Condition]:
+    """The conditions, where most ranks are at the same line outside communication changed to waiting for their GPU."""
+    same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, c in found.items():
         if c.kind in ("busy", "soft") and c.frames:
-            stands[keys(c.frames)].append(rank)
-    heard = sum(1 for c in found.values() if c.frames)
-    for ranks in stands.values():
-        if len(ranks) > CROWD * heard and heard > 1:
+            same[stack_key(c.frames)].append(rank)
+    stacks = sum(1 for c in found.values() if c.frames)
+    for ranks in same.values():
+        if len(ranks) > CROWD * stacks and stacks > 1:
             for rank in ranks:
                 c = found[rank]
                 wait = c.wait or Wait(op="device", site=c.frames[0], axis="")
@@ -133,18 +123,18 @@ def _crowd(found: dict[int, Condition]) -> dict[int, Condition]:
     return found
 
 
-def keys(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
-    """What makes two stacks equal, whichever tool wrote them."""
+def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
+    """Identifies a stack across tools."""
     return tuple(frame.key for frame in frames)
 
 
 def activity(frames: tuple[Frame, ...]) -> str:
-    """What a rank that does not wait is doing, in words, by the names nearest to the innermost frame."""
+    """What a rank that does not wait is doing, in words, by the names closest to the innermost frame."""
     names = [f"{f.function} {f.file}" for f in frames[:8]]
     return next((text for name in names for text, pattern in ACTIVITY if pattern.search(name)), "outside communication")
 
 
 def majority_step(evidence: Evidence) -> int:
-    """The iteration that most ranks are in, by their heartbeats; -1 where nobody wrote one."""
+    """The iteration that most ranks are in, by their heartbeats; -1 where there are none."""
     steps = Counter(p.progress for p in evidence.grid.places if p.step >= 0)
     return steps.most_common(1)[0][0] if steps else -1

@@ -1,4 +1,4 @@
-"""Evidence: what a folder of dumps holds for each rank, whatever wrote it, and what is odd about it."""
+"""Evidence on a hang: what a folder of dumps holds for each rank, from any tool, with notes on what is odd."""
 
 import json
 import re
@@ -15,38 +15,25 @@ from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
 RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
-
-
 NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
-
-
 LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
-
-
 LOCAL = re.compile(r"--local[-_]rank[= ](\d+)")
 
-
-# Processes beside those that train: a launcher, a worker of a data loader (forked, its stack holds its parent's too).
-BESIDE = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
-
+# Functions of processes that do not train: a launcher, a data loader's worker (forked: its stack holds its parent's).
+NOT_TRAINING = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
 
 LAUNCHER = re.compile(
     r"torch\.distributed\.(?:run|launch)|torchrun|deepspeed\.launcher|py-spy|\bsrun\b|resource_tracker"
 )
 
-
-SPREAD_S = 120.0  # dumps written further apart than this are of two moments
-
-
-LARGEST = 64 << 20  # bytes of a file that is still read as a dump
-
-
+SPREAD_S = 120.0  # dumps written further apart than this are of different moments
+LARGEST = 64 << 20  # bytes; larger files are not read
 META = {"plan.json", "topology.json", "status.json", "env.json", "ds_config.json", "verdict.json", "failures.json"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was found: dumps and recordings by rank, earlier dumps of the same ranks, the grid, and remarks."""
+    """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and notes."""
 
     grid: Grid
     dumps: dict[int, Dump]
@@ -57,16 +44,16 @@ class Evidence:
 
 
 def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
-    """Everything a folder of dumps, or a run folder with `stacks/`, says. ValueError where it holds no dump at all.
+    """The evidence in a folder of dumps, or in a run folder with `stacks/`. Raises ValueError where there is no dump.
 
     Rank and moment come from the names: `rank_12.json`, `12.txt`, `nccl_trace_rank_12`; a file of one node
     (`trace-node7.out`) holds its ranks in the order of --local_rank, else of pid. Subfolders are moments, in the order
-    of their names; the last counts. `grid` overrules topology.json and plan.json.
+    of their names; the last counts. `grid` takes precedence over topology.json and plan.json.
     """
     require(folder.is_dir(), "folder", folder, "no such folder")
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=_natural)
-    found = [(path, *_read(path)) for path in paths if not _beside(path)]
+    found = [(path, *_read(path)) for path in paths if not _is_no_dump(path)]
     grid = grid or _grid(folder, paths)
     series: defaultdict[int, list[tuple[Path, Dump]]] = defaultdict(list)
     recordings, notes, unreadable, nodes = {}, [], set(), []
@@ -76,7 +63,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
             notes.append(f"{path.name}: {complaint}")
             unreadable |= {rank} if rank is not None else set()
         elif recording is not None and rank is None:
-            notes.append(f"{path.name}: the name does not tell the rank; set aside")
+            notes.append(f"{path.name}: the name holds no rank; ignored")
         elif recording is not None and rank is not None:
             recordings[rank] = recording
         elif dumps and rank is not None:
@@ -85,16 +72,16 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
             nodes.append((path, [d for d in dumps if is_trainer(d)]))
     width = max((len(dumps) for _, dumps in nodes), default=0)
     hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
-    grid = rank_grid.named(grid, hosts, width) if grid else None
-    _spread(nodes, grid, series)
+    grid = rank_grid.with_hosts(grid, hosts, width) if grid else None
+    _assign_ranks(nodes, grid, series)
     seen = {*series, *recordings, *unreadable}
     require(bool(seen), "folder", folder, "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read")
     if grid is None:
         grid = rank_grid.unknown(seen, width or 8, hosts)
-        notes.append("no topology file: tp, pp and dp are not known (give --tp, --pp, --dp)")
+        notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     outside = sorted(seen - set(grid.ranks))
     if outside:
-        notes.append(f"ranks {outside[:5]} lie outside tp x pp x dp = {len(grid.ranks)}; they are set aside")
+        notes.append(f"ranks {outside[:5]} lie outside tp x pp x dp = {len(grid.ranks)}; they are ignored")
     main = {rank: _best(dumps) for rank, dumps in series.items() if rank in grid}
     return Evidence(
         grid=grid,
@@ -107,9 +94,9 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
 
 
 def rank_of(path: Path, *, alone: bool = False) -> int | None:
-    """The rank that a file's name tells; None for a file of a whole node, unless it is of one rank `alone`.
+    """The rank in a file's name; None for a file of a whole node. `alone`: the file is of one rank.
 
-    The Flight Recorder writes its rank right behind the prefix that it was given: `trace12`.
+    The Flight Recorder writes its rank directly behind the configured prefix: `trace12`.
     """
     match = RANK.search(path.name) or NUMBER.search(path.name.split(".")[0])
     match = None if path.name.startswith("trace-") else match
@@ -117,18 +104,18 @@ def rank_of(path: Path, *, alone: bool = False) -> int | None:
     return int(next(filter(None, match.groups()))) if match else None
 
 
-def _beside(path: Path) -> bool:
-    """Whether a file is no dump by its name: facts about the run, the kernel's letters for the processes of a host."""
+def _is_no_dump(path: Path) -> bool:
+    """Whether a file is no dump by its name, such as facts about the run or process states of a host."""
     return path.name in META or path.name.startswith("states-") or path.suffix in (".beat", ".sh")
 
 
 def is_trainer(dump: Dump) -> bool:
-    """Whether that process trains, and is not a launcher or a data loader's worker."""
-    return not LAUNCHER.search(dump.command) and not any(f.function in BESIDE for f in dump.main.frames)
+    """Whether the process trains, and is not a launcher or a data loader's worker."""
+    return not LAUNCHER.search(dump.command) and not any(f.function in NOT_TRAINING for f in dump.main.frames)
 
 
 def _read(path: Path) -> tuple[list[Dump], Recording | None, str]:
-    """The dumps of a file, or its recording, or why it is neither; nothing of the three for a file of another kind."""
+    """The dumps in a file, its recording, or the reason why it cannot be read; all empty for other kinds of file."""
     if path.stat().st_size > LARGEST:
         return [], None, "larger than any dump"
     data = path.read_bytes()
@@ -141,7 +128,7 @@ def _read(path: Path) -> tuple[list[Dump], Recording | None, str]:
     text = data.decode("utf-8", "replace")
     if head[:1] == b"[" and (b'"frames"' in data or b'"pid"' in data):
         dump = pyspy.read_json(text)
-        return ([dump], None, "") if dump.threads else ([], None, "py-spy's JSON breaks off before the first frame")
+        return ([dump], None, "") if dump.threads else ([], None, "py-spy's JSON is truncated before the first frame")
     if "most recent call first" in text:
         return [faulthandler.read_faults(text)], None, ""
     if "Thread " in text or "Process " in text:
@@ -161,7 +148,8 @@ def _best(dumps: list[tuple[Path, Dump]]) -> tuple[Path, Dump]:
 
 
 def _grid(folder: Path, paths: Iterable[Path]) -> Grid | None:
-    """From the topology.json of the last moment, else beside the dumps, else from plan.json here or one above."""
+    """The grid by the topology.json of the last moment, else of the folder, else by plan.json here or up to two folders
+    above."""
     listed = [p for p in paths if p.name == "topology.json"]
     for path in [*reversed(listed), folder / "topology.json", folder / "plan.json", *_above(folder)]:
         if path.is_file():
@@ -178,15 +166,15 @@ def _above(folder: Path) -> list[Path]:
     return [parent / name for parent in list(folder.resolve().parents)[:2] for name in ("topology.json", "plan.json")]
 
 
-def _spread(
+def _assign_ranks(
     nodes: list[tuple[Path, list[Dump]]],
     grid: Grid | None,
     series: defaultdict[int, list[tuple[Path, Dump]]],
 ) -> None:
-    """Give the processes of node files their ranks."""
+    """Add the processes of node files to `series` under their ranks."""
     width = max((len(dumps) for _, dumps in nodes), default=0)
     order = {name: i for i, name in enumerate(dict.fromkeys(_host(path) for path, _ in nodes))}
-    hosts = {p.node for p in grid.places if p.told} if grid else set()
+    hosts = {p.node for p in grid.places if p.named} if grid else set()
     for path, dumps in nodes:
         host = _host(path)
         local = {d.pid: LOCAL.search(d.command) for d in dumps}
@@ -206,25 +194,23 @@ def _host(path: Path) -> str:
 
 
 def _moments(paths: Iterable[Path]) -> list[str]:
-    """Whether the dumps are of one moment: of one folder, written within SPREAD_S."""
+    """A note where the dumps are not of one moment: of one folder, written within SPREAD_S."""
     chosen = list(paths)
     folders = Counter(str(path.parent.name) for path in chosen if path.suffix != ".log")
     times = sorted(path.stat().st_mtime for path in chosen)
     notes = []
     if len(folders) > 1:
         (last, _), *rest = sorted(folders.items(), reverse=True)
-        notes.append(
-            f"{sum(n for _, n in rest)} dumps are of an earlier moment than {last}: those may have moved since"
-        )
+        notes.append(f"{sum(n for _, n in rest)} dumps are earlier than {last}: these ranks may have moved since")
     elif times and times[-1] - times[0] > SPREAD_S:
         apart = (times[-1] - times[0]) / 60
-        notes.append(f"the dumps are of two moments, up to {apart:.0f} minutes apart: ranks may have moved between")
+        notes.append(f"the dumps are up to {apart:.0f} minutes apart: ranks may have moved in between")
     return notes
 
 
 def _cut(main: dict[int, tuple[Path, Dump]]) -> list[str]:
     cut = [rank for rank, (_, dump) in sorted(main.items()) if dump.cut]
-    return [f"half-written dumps: ranks {cut[:8]}; what they hold is used"] if cut else []
+    return [f"truncated dumps: ranks {cut[:8]}; their frames are used as far as they go"] if cut else []
 
 
 def _natural(path: Path) -> list[object]:

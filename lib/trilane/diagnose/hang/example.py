@@ -9,10 +9,7 @@ import json
 from pathlib import Path
 
 ROOT = [("pretrain", "megatron/training.py", 187), ("<module>", "pretrain_gpt.py", 239)]
-
-
 DONE = [("train", "megatron/training.py", 915), *ROOT]
-
 
 STEP = [
     ("train_batch", "deepspeed/runtime/pipe/engine.py", 330),
@@ -21,24 +18,16 @@ STEP = [
     *ROOT,
 ]
 
-
 LOSS = [
     ("broadcast", "torch/distributed/distributed_c10d.py", 1191),
     ("_aggregate_total_loss", "deepspeed/runtime/pipe/engine.py", 540),
     *STEP,
 ]
 
-
 # Our addition: the one rank that, in each of the two broadcasts' groups, never came.
 LATE = [("_exec_reduce_tied_grads", "deepspeed/runtime/pipe/engine.py", 249), *STEP]
-
-
 TP, PP, DP, PER_NODE = 8, 10, 4, 8
-
-
 WAITING = (3, 6)  # tensor ranks that are still in the broadcast
-
-
 CULPRITS = (67, 70)  # in stage 2 of replica 0
 
 

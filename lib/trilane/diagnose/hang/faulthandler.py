@@ -1,28 +1,20 @@
-"""What faulthandler writes (the fallback where py-spy may not attach), and Python's own tracebacks in a rank's log."""
+"""Readers of faulthandler's dumps (the fallback where py-spy may not attach) and of Python tracebacks in a log."""
 
 import re
 
 from trilane.diagnose.hang.stack import Dump, Frame, Thread, frame
 
 THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*?)\])? \(most recent call first\)")
-
-
 FRAME = re.compile(r'^\s*File "(.*)", line (\d+|\?\?\?) in (.*?)\s*$')
-
-
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
-
-
 CALL = re.compile(r'^\s*(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d+), in (.*?)\s*$')
-
-
 RAISED = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)$")
 
 
 def read_faults(text: str) -> Dump:
-    """The last dump of the text: faulthandler adds to its file at every signal, or each time that a timer ends.
+    """The last dump in the text: faulthandler appends to its file at every signal, or each time a timer ends.
 
-    One dump holds each thread once; a timer's begins with a line of its own, and has no current thread.
+    One dump holds each thread once; that of a timer begins with a line of its own, and has no current thread.
     """
     threads: dict[str, tuple[bool, list[Frame]]] = {}
     frames: list[Frame] = []
@@ -40,12 +32,12 @@ def read_faults(text: str) -> Dump:
 
 
 def read_traceback(text: str) -> Dump | None:
-    """The first traceback of a log as a stack, and what was raised as its `error`; None where there is none."""
+    """The first traceback of a log as a stack, with the exception as its `error`; None where there is none."""
     frames: list[Frame] = []
     inside = False
     for line in text.splitlines():
         if TRACEBACK.search(line):
-            # A chained traceback follows the first, which holds the cause.
+            # Of chained tracebacks the first holds the cause.
             inside = True
         elif inside and (match := CALL.match(line)):
             frames.append(frame(match[3], match[1], int(match[2])))

@@ -1,4 +1,4 @@
-"""PyTorch's Flight Recorder: which collectives a rank entered and finished, in each process group."""
+"""Reader of PyTorch's Flight Recorder dumps: which collectives a rank entered and finished, per process group."""
 
 import ast
 import io
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective as a rank recorded it. `group` is the process group's name, `ranks` who belongs to it."""
+    """One collective as a rank recorded it. `group` is the process group's name, `ranks` its members."""
 
     group: str
     desc: str
@@ -25,7 +25,7 @@ class Call:
 
     @property
     def number(self) -> tuple[str, bool, int]:
-        """What calls of one batch share."""
+        """Identifies the batch of the call."""
         return self.group, self.p2p, self.sequence
 
 
@@ -39,19 +39,20 @@ class Recording:
 
     @property
     def waiting(self) -> Call | None:
-        """The oldest call that is not done: what everything after it waits for."""
+        """The oldest unfinished call, which all later ones wait for; None where all are done."""
         return next((call for call in self.calls if not call.done), None)
 
 
 class _Plain(pickle.Unpickler):
-    """A dump is lists, dicts, text and numbers: whatever else a pickle asks for could run code, and is refused."""
+    """Reads lists, dicts, text and numbers only: any other object in a pickle could run code, and is refused."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"asks for {module}.{name}, which no Flight Recorder dump needs")
 
 
 def read_recording(data: bytes) -> Recording:
-    """A dump as pickle or as JSON (`_dump_nccl_trace`, `_dump_fr_trace_json`); ValueError where it is none, or cut.
+    """The recording in a dump, pickle or JSON (`_dump_nccl_trace`, `_dump_fr_trace_json`); ValueError for other data,
+    also truncated.
 
     Format 2.x of torch 2.3 to 2.13 (torch/csrc/distributed/c10d/FlightRecorder.hpp). Left out: C++ stacks, timings.
     """
@@ -59,12 +60,12 @@ def read_recording(data: bytes) -> Recording:
         values = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
         members = {name: _ranks(config.get("ranks")) for name, config in (values.get("pg_config") or {}).items()}
         calls = tuple(_call(entry, members) for entry in values["entries"])
-        # pg_status counts the groups of this rank (pg_id); all else has their names, which all ranks share
+        # pg_status numbers the groups of this rank (pg_id); the rest has their names, which all ranks share
         names = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in values["entries"] if "pg_id" in entry}
         status = {names[k]: v for k, v in (values.get("pg_status") or {}).items() if k in names}
         entered = {name: int(v["last_enqueued_collective"]) for name, v in status.items()}
     except (pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"no Flight Recorder dump, or one that breaks off ({error})") from None
+        raise ValueError(f"no Flight Recorder dump, or truncated ({error})") from None
     for call in calls:
         if not call.p2p:
             entered[call.group] = max(entered.get(call.group, 0), call.sequence)
@@ -72,17 +73,17 @@ def read_recording(data: bytes) -> Recording:
 
 
 def _in_order(calls: tuple[Call, ...]) -> tuple[Call, ...]:
-    """The calls, those done that are only "scheduled" though a later one of their group is done: NCCL keeps order.
+    """The calls; a "scheduled" one counts as done where a later one of its group is, since NCCL keeps order.
 
-    So stay, for ever, the calls of a batch (batch_isend_irecv, a coalescing manager): timed is only the entry
-    `nccl:coalesced` that closes it, with their group and number (torch/distributed/flight_recorder/components/utils.py,
+    The calls of a batch (batch_isend_irecv, a coalescing manager) stay "scheduled": only the entry `nccl:coalesced`
+    that closes the batch is timed, with their group and number (torch/distributed/flight_recorder/components/utils.py,
     find_coalesced_group).
     """
     done: set[str] = set()
     found = []
     for call in reversed(calls):
         found.append(replace(call, done=call.done or (call.state == "scheduled" and call.group in done)))
-        done |= {call.group} if call.state == "completed" else set()  # gloo, which keeps none, never says that
+        done |= {call.group} if call.state == "completed" else set()  # gloo, which keeps no order, never reports that
     return tuple(reversed(found))
 
 
@@ -103,12 +104,12 @@ def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Call:
         op=str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
         sizes=str(entry.get("input_sizes", "")),
         state=state,
-        # NCCL says "completed"; gloo never does, and only retires the entry
+        # NCCL reports "completed"; gloo only retires the entry
         done=state == "completed" or (bool(entry.get("retired")) and state != "started"),
         where=where,
     )
 
 
-def _ranks(said: Any) -> tuple[int, ...]:
-    """ "[0, 1]" in torch's dumps, a list in others'."""
-    return tuple(int(rank) for rank in (ast.literal_eval(said) if isinstance(said, str) and said else said or ()))
+def _ranks(value: Any) -> tuple[int, ...]:
+    """The ranks of a group, which torch writes as text "[0, 1]", other tools as a list."""
+    return tuple(int(rank) for rank in (ast.literal_eval(value) if isinstance(value, str) and value else value or ()))

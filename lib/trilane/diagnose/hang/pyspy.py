@@ -1,36 +1,29 @@
-"""What `py-spy dump` writes, as text (of any number of processes in one file) or as JSON."""
+"""Readers of `py-spy dump` output: text (of any number of processes in one file) or JSON."""
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from trilane.diagnose.hang.stack import Dump, Frame, Thread, frame
 
 PROCESS = re.compile(r"^.{0,80}?Process (\d+): (.*)$")
-
-
 THREAD = re.compile(r'^.{0,80}?Thread (?:0x)?[0-9a-fA-F]+ \(([\w+ ]+)\)(?:: "(.*)")?')
-
-
 FRAME = re.compile(r"^(?:.{0,60}?:)?\s+(\S.*) \((.+?)(?::(\d+))?\)\s*$")
 
-
-# What --native adds: `pthread_cond_wait (libc.so.6)`, without a line, or with that of a C++ source.
+# Frames that --native adds: `pthread_cond_wait (libc.so.6)`, without a line, or with that of a C++ source.
 NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|inl|S|rs)$")
-
-
 ERROR = re.compile(r"^.{0,80}?(?:Error|Failed to [\w ]+): ?(.*)$")
 
-
-# A frame object of a JSON text that breaks off.
+# A frame object in truncated JSON.
 PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)".*?"line":\s*(-?\d+)', re.S)
 
 
 def read_text(text: str) -> list[Dump]:
-    """The processes of a text, in order; prefixes of pdsh and srun (`node3: `) are passed over.
+    """The processes in a text, in order; prefixes of pdsh and srun (`node3: `) are ignored.
 
-    A process whose stacks py-spy could not get has no threads, and the error as its reason. What stands deeper than a
-    thread's first frame are values (--locals), and may look like anything.
+    A process whose stacks py-spy could not get has no threads, and an `error`. Lines indented deeper than a thread's
+    first frame are values (--locals) and may have any form.
     """
     found: list[Dump] = []
     head: tuple[int, str] | None = None
@@ -39,8 +32,9 @@ def read_text(text: str) -> list[Dump]:
 
     def close() -> None:
         if head is not None or threads or error:
-            said = tuple(Thread(name=n, owns_gil="gil" in s, frames=_python(f)) for s, n, f in threads)
-            found.append(Dump(threads=said, pid=(head or (0, ""))[0], command=(head or (0, ""))[1], error=error))
+            made = tuple(Thread(name=n, owns_gil="gil" in s, frames=_python(f)) for s, n, f in threads)
+            pid, command = head or (0, "")
+            found.append(Dump(threads=made, pid=pid, command=command, error=error))
 
     lines = text.splitlines()
     for line in lines:
@@ -58,11 +52,11 @@ def read_text(text: str) -> list[Dump]:
         elif match := ERROR.match(line):
             error = error or match[0].strip()
     close()
-    return [*found[:-1], _cut(found[-1])] if found and not _is_whole(text) else found
+    return [*found[:-1], replace(found[-1], cut=True)] if found and not _is_whole(text) else found
 
 
 def read_json(text: str) -> Dump:
-    """The process of `py-spy dump --json`; of a text that breaks off, the frames that it holds."""
+    """The process in the output of `py-spy dump --json`; of truncated output, the frames that it holds."""
     try:
         threads = json.loads(text)
         return Dump(threads=tuple(map(_thread, threads)), pid=int(threads[0]["pid"]) if threads else 0)
@@ -71,12 +65,12 @@ def read_json(text: str) -> Dump:
 
 
 def _python(frames: list[Frame]) -> tuple[Frame, ...]:
-    """The frames without those of C and C++, which say the same of whoever waits; all where none is Python's."""
+    """The frames without those of C and C++, which are alike for all waits; all frames where none is Python's."""
     return tuple(f for f in frames if f.line > 0 and not NATIVE.search(f.file)) or tuple(frames)
 
 
 def _thread(values: dict[str, Any]) -> Thread:
-    # The file's whole name where there is one: stack.frame() shortens all tools' names alike.
+    # The full path where there is one: stack.frame() shortens the paths of all tools alike.
     frames = [frame(f["name"], f.get("filename") or f["short_filename"], int(f["line"])) for f in values["frames"]]
     gil = values.get("owns_gil")
     return Thread(frames=_python(frames), name=values.get("thread_name") or "", owns_gil=gil)
@@ -95,10 +89,6 @@ def _salvaged(text: str) -> Dump:
     return Dump(threads=tuple(threads), cut=True)
 
 
-def _cut(dump: Dump) -> Dump:
-    return Dump(threads=dump.threads, pid=dump.pid, command=dump.command, error=dump.error, cut=True)
-
-
 def _is_whole(text: str) -> bool:
-    """py-spy ends every line; a text that breaks off within a line was cut."""
+    """Whether the text ends with a whole line, as py-spy's does."""
     return text.endswith("\n") or bool(FRAME.match(text.splitlines()[-1]))

@@ -1,18 +1,17 @@
-"""Frame, Thread, Dump: where the threads of one process stood, whichever tool said so."""
+"""Stack dump of one process, independent of the tool that wrote it: Frame, Thread, Dump."""
 
 from dataclasses import dataclass, field
 
-# Outermost functions of a thread that Python started: never the one that trains.
+# Outermost functions of a thread that Python started: never the training thread.
 THREAD_STARTS = {"_bootstrap", "_bootstrap_inner"}
 
-
-# Innermost function of the thread that waits for autograd's own (torch/autograd/graph.py; older: autograd/__init__.py).
+# Innermost function of a thread that waits for autograd's own (torch/autograd/graph.py; older: autograd/__init__.py).
 AUTOGRAD = {"_engine_run_backward", "run_backward", "backward"}
 
 
 @dataclass(frozen=True, order=True)
 class Frame:
-    """A line of a stack: the function's own name (its class left out), the end of the file's path, the line."""
+    """A stack frame: the function without its class, the end of the file's path, the line."""
 
     function: str
     file: str
@@ -23,14 +22,14 @@ class Frame:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What makes two frames equal: tools name the same file from different folders."""
+        """Identifies the frame across tools, which report one file relative to different folders."""
         return self.function, self.file.rpartition("/")[2], self.line
 
 
 def frame(function: str, file: str, line: int) -> Frame:
-    """The Frame of a function that may be qualified by its class, in a file that may be named from the root.
+    """The Frame of a function, which may be qualified by its class, in a file, which may have an absolute path.
 
-    Tools shorten paths differently: what is kept are the last three parts, below site-packages where that is named.
+    Tools shorten paths differently: the last three parts are kept, below site-packages where the path has it.
     """
     inside = file.replace("\\", "/").rpartition("site-packages/")[2]
     return Frame(function.rpartition(".")[2] or function, "/".join(inside.split("/")[-3:]), line)
@@ -38,7 +37,7 @@ def frame(function: str, file: str, line: int) -> Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Thread:
-    """One thread: its frames, innermost first, and whether it held Python's lock (None: unknown)."""
+    """One thread: its frames, innermost first, and whether it held Python's GIL (None: unknown)."""
 
     frames: tuple[Frame, ...]
     name: str = ""
@@ -48,7 +47,7 @@ class Thread:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """The stacks of one process: `pid` 0, `command` "" where the tool did not say; `cut` where its text breaks off."""
+    """The stacks of one process. `pid` is 0 and `command` "" where unknown; `cut`: the text is truncated."""
 
     threads: tuple[Thread, ...]
     pid: int = 0
@@ -58,21 +57,21 @@ class Dump:
     main: Thread = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "main", trained_in(self.threads, self.cut))
+        object.__setattr__(self, "main", training_thread(self.threads, self.cut))
 
     @property
-    def held_by(self) -> Thread | None:
-        """The thread that held the global lock while the one that trains could not have it; None where nobody did."""
+    def gil_holder(self) -> Thread | None:
+        """The helper thread that holds the GIL while the training thread waits for it; None where there is none."""
         others = [t for t in self.threads if t.owns_gil and t.frames and t.frames != self.main.frames]
         helper = [t for t in others if t.name != self.main.name and _outermost(t) in THREAD_STARTS]
         return helper[0] if helper else None
 
 
-def trained_in(threads: tuple[Thread, ...], cut: bool) -> Thread:
-    """The thread that trains: the main one, with autograd's frames on top where it waits for its backward pass.
+def training_thread(threads: tuple[Thread, ...], cut: bool) -> Thread:
+    """The main thread, with autograd's frames on top where it waits for its backward pass.
 
     With CUDA the backward pass, and so the collectives in it, runs in a thread of autograd that Python did not start.
-    Of a dump that is `cut`, a thread that nothing marks as the main one may be any: then there are no frames.
+    In a truncated dump (`cut`) an unmarked thread may be any: then the result has no frames.
     """
     if not threads:
         return Thread(frames=())

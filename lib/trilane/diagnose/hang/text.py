@@ -2,10 +2,12 @@
 
 import argparse
 
-from trilane.diagnose.hang.verdict import Verdict, shown, span
+from trilane.diagnose.hang.verdict import Verdict
 from trilane.utils.validation import require
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
+
+as_text = Verdict.to_text
 
 
 def grid_of(args: argparse.Namespace) -> Grid | None:
@@ -16,15 +18,3 @@ def grid_of(args: argparse.Namespace) -> Grid | None:
     if not any(given.values()):
         return None
     return rank_grid.regular(args.tp or 1, args.pp or 1, args.dp or 1, args.gpus_per_node)
-
-
-def as_text(verdict: Verdict) -> str:
-    """The verdict for a person: the paragraph, the groups, what is odd about the evidence."""
-    lines = [verdict.paragraph, "", "stacks (innermost first):"]
-    for group in verdict.groups:
-        mark = "! " if set(group.ranks) & set(verdict.suspects) else "  "
-        lines.append(f"{mark}{len(group.ranks):4d}  ranks {span(group.ranks)}: {group.text}")
-        if group.frames:
-            lines.append(f"          {shown(group.frames)}")
-    lines += ["", *(f"note: {note}" for note in verdict.notes)]
-    return "\n".join(lines).rstrip()

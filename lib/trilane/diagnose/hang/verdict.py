@@ -1,28 +1,31 @@
-"""Verdict: the groups of equal stacks, who waits for whom, the suspects and their nodes, and all of it in words."""
+"""Verdict on a hang: groups of equal stacks, suspect ranks and their nodes, and a summary in words."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trilane.diagnose.hang.condition import UNHEARD, Condition, conditions, keys
-from trilane.diagnose.hang.evidence import Evidence, read_folder
+from trilane.diagnose.hang.condition import NO_EVIDENCE, Condition, conditions, stack_key
+from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.suspects import Blame, blame
+from trilane.diagnose.hang.suspects import Suspects, find_suspects
+from trilane.utils.tables import Table, Text, literal
 from trilane.workspace.rank_grid import Grid
 
-WAYS = {"device": "for the card", "wait": "for an operation begun earlier"}  # waits that the stack does not name
+if TYPE_CHECKING:
+    import pandas as pd
 
-
-SHOWN = 6  # frames of a stack that a person is shown
-
-
-PLUMBING = ("runpy.py", "run_module", "threading.py", "<module>")
+WAITS = {
+    "device": "for the GPU",
+    "wait": "for an operation begun earlier",
+}  # waits whose collective is not in the stack
+SHOWN = 6  # frames of a stack in text
+TOP_LEVEL = ("runpy.py", "run_module", "threading.py", "<module>")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks with the same stack. `axis` is the group over which they wait, `op` in what; "" where they do not."""
+    """Ranks with the same stack. `op` is what they wait in, `axis` over which group; "" where they do not wait."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -35,9 +38,11 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a folder of dumps amounts to. `nodes` hold the suspects; `exclude` is sbatch's option, "" where it cannot
-    help, or nobody told the nodes' names; `reasons` has one line a suspect; `notes` say what is odd about the evidence.
+class Verdict(Table):
+    """The cause of a hang, from a folder of dumps; as a table the groups of equal stacks, the largest first.
+
+    `nodes` are the suspects' nodes; `exclude` is sbatch's option to leave them out, "" where it cannot help or the
+    nodes' names are unknown; `reasons` has one line per suspect; `notes` report what is odd about the evidence.
     """
 
     grid: Grid
@@ -49,8 +54,46 @@ class Verdict:
     paragraph: str
     notes: tuple[str, ...]
 
+    def to_frame(self) -> "pd.DataFrame":
+        """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "ranks": [span(group.ranks) for group in self.groups],
+                "how many": [len(group.ranks) for group in self.groups],
+                "state": [group.kind for group in self.groups],
+                "over": [group.axis for group in self.groups],
+                "stack, innermost first": [stack_line(group.frames[:4]) for group in self.groups],
+            }
+        )
+
+    @property
+    def suspect_table(self) -> "SuspectTable":
+        """The suspects with coordinates, node and reason."""
+        return SuspectTable(verdict=self)
+
+    def summary(self) -> Text:
+        """The paragraph as Markdown: which ranks wait where, the suspects, what to do."""
+        return Text(literal(self.paragraph))
+
+    def advice(self) -> Text:
+        """The option for the next submission, and the notes on the evidence, as Markdown."""
+        notes = "".join(f"\n- {literal(note)}" for note in self.notes) or "\n- nothing odd about the dumps"
+        lead = f"For the next submission: sbatch {literal(self.exclude)} job.sbatch\n" if self.exclude else ""
+        return Text(lead + notes)
+
+    def to_text(self) -> str:
+        """The verdict for a terminal: the paragraph, the groups, the notes."""
+        lines = [self.paragraph, "", "stacks (innermost first):"]
+        for group in self.groups:
+            mark = "! " if set(group.ranks) & set(self.suspects) else "  "
+            lines.append(f"{mark}{len(group.ranks):4d}  ranks {span(group.ranks)}: {group.text}")
+            lines += [f"          {stack_line(group.frames)}"] if group.frames else []
+        return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
+
     def to_json(self) -> dict[str, Any]:
-        """For programs: groups, waiting_for, suspects, nodes, exclude, verdict, reasons, notes."""
+        """As a JSON object: groups, waiting_for, suspects, nodes, exclude, verdict, reasons, notes."""
         groups = [
             {
                 "ranks": list(g.ranks),
@@ -80,46 +123,65 @@ class Verdict:
         }
 
 
-def diagnose(folder: Path, grid: Grid | None = None) -> Verdict:
-    """The verdict on a folder of dumps or a run folder; ValueError where it holds none."""
-    return judge(read_folder(folder, grid))
+@dataclass(frozen=True, kw_only=True)
+class SuspectTable(Table):
+    """The suspects of a verdict."""
+
+    verdict: Verdict
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""
+        import pandas as pd
+
+        places = [self.verdict.grid[rank] for rank in self.verdict.suspects]
+        return pd.DataFrame(
+            {
+                "rank": [p.rank for p in places],
+                "tp, pp, dp": [f"{p.tp}, {p.pp}, {p.dp}" for p in places],
+                "node": [p.node for p in places],
+                "reason": [self.verdict.reasons[p.rank] for p in places],
+            }
+        )
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """The verdict on what was found."""
+def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
+    """The verdict on a folder of stack dumps or a run folder.
+
+    `grid` replaces the topology that the folder names. Raises ValueError where the folder holds no dump.
+    """
+    evidence = read_folder(folder, grid)
     found = conditions(evidence)
-    blamed = blame(evidence, found)
-    groups = _groups(found, blamed)
-    nodes = tuple(dict.fromkeys(evidence.grid[rank].node for rank in blamed.suspects))
-    told = all(evidence.grid[rank].told for rank in blamed.suspects)
-    exclude = f"--exclude={','.join(nodes)}" if told and 0 < len(nodes) < len(evidence.grid.nodes) else ""
-    notes = (*evidence.notes, *_missing(found), *_moving(found))
+    suspects = find_suspects(evidence, found)
+    groups = _groups(found, suspects)
+    nodes = tuple(dict.fromkeys(evidence.grid[rank].node for rank in suspects.ranks))
+    named = all(evidence.grid[rank].named for rank in suspects.ranks)
+    exclude = f"--exclude={','.join(nodes)}" if named and 0 < len(nodes) < len(evidence.grid.nodes) else ""
     return Verdict(
         grid=evidence.grid,
         groups=groups,
-        suspects=blamed.suspects,
-        reasons=blamed.reasons,
+        suspects=suspects.ranks,
+        reasons=suspects.reasons,
         nodes=nodes,
         exclude=exclude,
-        paragraph=" ".join(_sentences(evidence, found, groups, blamed, exclude)),
-        notes=notes,
+        paragraph=" ".join(_sentences(evidence.grid, found, suspects, exclude)),
+        notes=(*evidence.notes, *_missing(found), *_moving(found)),
     )
 
 
-def _groups(found: dict[int, Condition], blamed: Blame) -> tuple[Group, ...]:
+def _groups(found: dict[int, Condition], suspects: Suspects) -> tuple[Group, ...]:
     same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, c in sorted(found.items()):
-        same[c.kind, keys(c.frames), "" if c.frames else c.text].append(rank)
+        same[c.kind, stack_key(c.frames), "" if c.frames else c.text].append(rank)
     groups = []
     for ranks in same.values():
         c = found[ranks[0]]
-        targets = sorted({t for r in ranks for t in blamed.edges.get(r, ())})
+        targets = sorted({t for r in ranks for t in suspects.edges.get(r, ())})
         group = Group(
             ranks=tuple(ranks),
             kind=c.kind,
             text=c.text,
             op=c.wait.op if c.wait else "",
-            axis=blamed.axes.get(ranks[0], "") if c.wait else "",
+            axis=suspects.axes.get(ranks[0], "") if c.wait else "",
             site=str(c.wait.site) if c.wait else str(c.frames[0]) if c.frames else "",
             frames=c.frames,
             waits_for=tuple(targets),
@@ -128,59 +190,55 @@ def _groups(found: dict[int, Condition], blamed: Blame) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda g: (-len(g.ranks), g.ranks)))
 
 
-def _sentences(
-    evidence: Evidence, found: dict[int, Condition], groups: tuple[Group, ...], blamed: Blame, exclude: str
-) -> list[str]:
-    """The paragraph: who waits where, who never came and where it stands, what to do."""
-    grid, said = evidence.grid, []
-    for (op, site, axis), ranks in _waiting(found, blamed)[:3]:
+def _sentences(grid: Grid, found: dict[int, Condition], suspects: Suspects, exclude: str) -> list[str]:
+    """The paragraph: which ranks wait where, which never came and where they are, what to do."""
+    text = []
+    for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
         over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
-        said.append(f"{_many(ranks, len(grid.ranks))} wait {WAYS.get(op, f'in {op}')}{over}, asked for by {site}.")
-    if not blamed.suspects:
-        if blamed.complete:
-            said.append(
-                "Everybody came: no member of any group is elsewhere, so that the operation itself does not "
-                "end; suspect the network or NCCL, and compare a second dump."
-            )
-        elif unheard := [r for r in set().union(*blamed.edges.values()) if found[r].kind in UNHEARD]:
-            said.append(f"Whoever they wait for is among ranks {span(unheard)}, of which there is no dump to read.")
-        else:
-            said.append("Nobody waits for anybody that the dumps show: this is no hang that they could explain.")
-        return said
-    for text, ranks in _same_reason(blamed)[:4]:
+        many = f"{len(ranks)} of {len(grid.ranks)} ranks ({span(ranks)})"
+        text.append(f"{many} wait {WAITS.get(op, f'in {op}')}{over}, called by {site}.")
+    if not suspects.ranks:
+        return [*text, _without_suspects(found, suspects)]
+    same: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in suspects.ranks:
+        same[suspects.reasons[rank]].append(rank)
+    for reason, ranks in list(same.items())[:4]:
         c = found[ranks[0]]
-        stands = f"; it stands in {shown(c.frames)}" if c.frames and len(ranks) == 1 else ""
-        stands = f"; they stand in {shown(c.frames)}" if c.frames and len(ranks) > 1 else stands
-        said.append(f"{_who(grid, ranks)}: {text}{stands}.")
-    steps = {grid[r].step for r in blamed.suspects if grid[r].step >= 0}
+        where = f"; {'it is' if len(ranks) == 1 else 'they are'} in {stack_line(c.frames)}" if c.frames else ""
+        text.append(f"{_name(grid, ranks)}: {reason}{where}.")
+    steps = {grid[r].step for r in suspects.ranks if grid[r].step >= 0}
     if len(steps) == 1:
-        phases = sorted({grid[r].phase for r in blamed.suspects} - {""})
-        said.append(f"Last heartbeat in iteration {steps.pop()}{', phase ' + ' or '.join(phases) if phases else ''}.")
+        phases = sorted({grid[r].phase for r in suspects.ranks} - {""})
+        text.append(f"Last heartbeat in iteration {steps.pop()}{', phase ' + ' or '.join(phases) if phases else ''}.")
     if exclude:
-        said.append(f"To go on without: {exclude} (if it comes back on other nodes, it is the code).")
-    return said
+        text.append(f"To continue without: {exclude} (a hang that recurs on other nodes is in the code).")
+    return text
 
 
-def _waiting(found: dict[int, Condition], blamed: Blame) -> list[tuple[tuple[str, str, str], list[int]]]:
+def _without_suspects(found: dict[int, Condition], suspects: Suspects) -> str:
+    if suspects.complete:
+        return (
+            "All members of every group are in the same collective, so that the operation itself does not end; "
+            "suspect the network or NCCL, and compare a second dump."
+        )
+    if missing := [r for r in set().union(*suspects.edges.values()) if found[r].kind in NO_EVIDENCE]:
+        return f"The rank that they wait for is among ranks {span(missing)}, of which there is no readable dump."
+    return "No rank waits for another in these dumps: they show no hang."
+
+
+def _waiting(found: dict[int, Condition], suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
     """The waiting ranks that are no suspects, by what they wait in; the largest first."""
     same: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, c in sorted(found.items()):
-        if c.wait is not None and rank not in blamed.suspects:
-            same[c.wait.op, str(c.wait.site), blamed.axes.get(rank, "")].append(rank)
+        if c.wait is not None and rank not in suspects.ranks:
+            same[c.wait.op, str(c.wait.site), suspects.axes.get(rank, "")].append(rank)
     return sorted(same.items(), key=lambda item: -len(item[1]))
 
 
-def _same_reason(blamed: Blame) -> list[tuple[str, list[int]]]:
-    same: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in blamed.suspects:
-        same[blamed.reasons[rank]].append(rank)
-    return list(same.items())
-
-
-def _who(grid: Grid, ranks: list[int]) -> str:
-    """Ranks with their coordinates: the node where they are all of its ranks."""
+def _name(grid: Grid, ranks: list[int]) -> str:
+    """Ranks with their coordinates; only the nodes where they are all ranks of these."""
     on = list(dict.fromkeys(grid[r].node for r in sorted(ranks)))
-    nodes = [grid.where(node) for node in on]
+    nodes = [grid.node_name(node) for node in on]
     if len(ranks) == 1:
         p = grid[ranks[0]]
         return f"Rank {p.rank} ({f'tp {p.tp}, pp {p.pp}, dp {p.dp}, ' if grid.known else ''}{nodes[0]})"
@@ -196,7 +254,7 @@ def _who(grid: Grid, ranks: list[int]) -> str:
 
 
 def span(ranks: list[int] | tuple[int, ...]) -> str:
-    """Ranks in short: 0-3, 7, 9-11."""
+    """Ranks as ranges, such as 0-3, 7, 9-11."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
@@ -207,28 +265,24 @@ def span(ranks: list[int] | tuple[int, ...]) -> str:
     return ", ".join(words[:8]) + (f", ... ({len(ranks)} in all)" if len(words) > 8 else "")
 
 
-def shown(frames: tuple[Frame, ...]) -> str:
-    """A stack in one line, innermost first, without what stands below every program."""
-    real = [f for f in frames if not any(f.file.endswith(p) or f.function == p for p in PLUMBING)] or list(frames)
+def stack_line(frames: tuple[Frame, ...]) -> str:
+    """A stack in one line, innermost first, without the frames that start every program."""
+    real = [f for f in frames if not any(f.file.endswith(p) or f.function == p for p in TOP_LEVEL)] or list(frames)
     return " < ".join(map(str, real[:SHOWN]))
 
 
-def _many(ranks: list[int], of: int) -> str:
-    return f"{len(ranks)} of {of} ranks ({span(ranks)})"
-
-
 def _missing(found: dict[int, Condition]) -> list[str]:
-    """What is said about ranks without a dump: that their silence counts, or that nobody asked them."""
+    """Notes on ranks without a dump: whether that counts against them."""
     kinds = Counter(c.kind for c in found.values())
     notes = []
     if kinds["silent"]:
         silent = [r for r, c in found.items() if c.kind == "silent"]
-        notes.append(f"missing: ranks {span(silent)} gave no stack though most did; that counts against them")
+        notes.append(f"missing: ranks {span(silent)} have no stack though most do; this counts against them")
     if kinds["unknown"]:
-        notes.append(f"missing: {kinds['unknown']} of {len(found)} ranks have no dump; nothing is concluded from that")
+        notes.append(f"missing: {kinds['unknown']} of {len(found)} ranks have no dump; nothing is concluded from this")
     if kinds["unreadable"]:
         bad = [r for r, c in found.items() if c.kind == "unreadable"]
-        notes.append(f"missing: the dumps of ranks {span(bad)} cannot be read; nothing is concluded from that")
+        notes.append(f"missing: the dumps of ranks {span(bad)} cannot be read; nothing is concluded from this")
     return notes
 
 
@@ -237,3 +291,6 @@ def _moving(found: dict[int, Condition]) -> list[str]:
     if not moving:
         return []
     return [f"between the two moments ranks {span(moving)} moved: slow rather than stuck"]
+
+
+diagnose = diagnose_hang

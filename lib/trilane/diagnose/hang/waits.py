@@ -1,4 +1,4 @@
-"""What a stack waits for: the collective, the line that asked for it, and over which of the rank's groups it goes."""
+"""What a stack waits for: the collective, the line that called it, and the group axis that it runs over."""
 
 import re
 from collections.abc import Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from trilane.diagnose.hang.stack import Frame
 
-# Functions that stand between the caller and the collective, and say nothing.
+# Functions between the caller and the collective, without information.
 WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "inner_wrapper", "log_wrapper", "wrapped_fn", "__call__",
             "__exit__", "__enter__"}  # fmt: skip
-
 
 COLLECTIVES = {
     "all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "barrier", "monitored_barrier",
@@ -20,8 +19,7 @@ COLLECTIVES = {
     "destroy_process_group", "allgather_fn", "reduce_scatter_fn", "inference_all_reduce",
 }  # fmt: skip
 
-
-# Files whose functions only communicate; a rank that stands in one of them waits for others.
+# Files whose functions only communicate; a rank in one of them waits for others.
 LIBRARIES = re.compile(
     r"distributed/distributed_c10d\.py|distributed/c10d_logger\.py|distributed/_functional_collectives\.py"
     r"|distributed/rendezvous\.py|distributed/elastic/utils/store\.py|deepspeed/comm/\w+\.py|^comm/\w+\.py"
@@ -29,16 +27,12 @@ LIBRARIES = re.compile(
     r"|nccl\.py$|distributed_c10d\.py$"
 )
 
-
-# What is done to wait for a card: everything queued on it, collectives included.
+# Waits for the GPU: for everything queued on it, collectives included.
 DEVICE = re.compile(r"(?:cuda/(?:__init__|streams|_utils)\.py|accelerator/.*\.py|cuda_accelerator\.py)$")
-
-
 DEVICE_WAITS = {"synchronize", "wait", "wait_stream", "wait_event", "current_stream", "query", "_sync", "elapsed_time"}
 
-
-# The group that code means, read from names of functions and files, innermost first. What goes over several axes at
-# once comes before what goes over one. Read in megatron-core 0.16, Megatron-DeepSpeed and DeepSpeed 0.19.
+# The group axis by names of functions and files, innermost first. Groups of several axes come before those of one.
+# Taken from megatron-core 0.16, Megatron-DeepSpeed and DeepSpeed 0.19.
 HINTS = [
     ("embedding", r"embedding_grads|embedding_grad_sync|allreduce_word_embedding|position_embedding_grads|reduce_tied"),
     ("previous", r"recv_forward|recv_activations|RecvActivation|send_backward|send_grads|SendGrad"),
@@ -50,32 +44,32 @@ HINTS = [
     ("dp", r"data_parallel|allreduce_gradients|allreduce_bucket|distributed/finalize_model_grads|param_and_grad_buffer"
            r"|zero/|stage_1_and_2|stage3|partition_parameters|partitioned_param|distrib_optimizer|grad_sync|param_sync"
            r"|reduce_grads|average_losses|fsdp|buffered_allreduce|allreduce_no_retain|dp_process_group"
-           r"|^_mean .*engine/megatron"),
+           r"|^_mean .*engine/(?:backends/)?megatron"),
     ("world", r"checkpoint|\bbarrier|initialize|init_process_group|new_group|rendezvous|timers|exit|print_rank"
-              r"|shutdown|destroy_process|broadcast_object_list|shared_prefix|build_train_valid|engine/requests\.py"),
+              r"|shutdown|destroy_process|broadcast_object_list|shared_prefix|build_train_valid|engine/(?:stop_)?requests\.py"),
 ]  # fmt: skip
 
+CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 
-CALLERS = 4  # frames that still say what a collective is for; further out stands the training loop
-
-
-EVERYBODY = {"barrier", "monitored_barrier", "new_group", "init_process_group", "_store_based_barrier", "rendezvous",
+ALL_RANKS = {"barrier", "monitored_barrier", "new_group", "init_process_group", "_store_based_barrier", "rendezvous",
              "destroy_process_group"}  # fmt: skip
-
 
 PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in HINTS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A rank waits in `op`, asked for by `site`; `axis` names the group where names in the stack tell it, else "".
+    """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, "" where they do not show it.
 
-    `op` "device" is a wait for the card, whose queue holds some collective that the stack does not show.
+    `op` "device" is a wait for the GPU, whose queue holds some collective that the stack does not show.
     """
 
     op: str
     site: Frame
     axis: str
+
+    def __str__(self) -> str:
+        return f"{self.op}, called by {self.site}"
 
     @property
     def p2p(self) -> bool:
@@ -84,7 +78,7 @@ class Wait:
 
 
 def wait_of(frames: Sequence[Frame]) -> Wait | None:
-    """What a stack (innermost frame first) waits for; None where it does not stand in communication."""
+    """What a stack (innermost frame first) waits for; None where its innermost frame does not communicate."""
     inner = next((i for i, f in enumerate(frames) if f.function not in WRAPPERS or _communicates(f)), len(frames))
     if inner == len(frames):
         return None
@@ -100,21 +94,21 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
     callers = list(frames[last + 1 :])
     ops = [f.function for f in frames[inner : last + 1] if f.function in COLLECTIVES]
     op = ops[0] if ops else at.function
-    axis = _direction(frames[inner : last + 1]) or _axis(callers[:CALLERS]) or ("world" if op in EVERYBODY else "")
+    axis = _direction(frames[inner : last + 1]) or _axis(callers[:CALLERS]) or ("world" if op in ALL_RANKS else "")
     return Wait(op=op, site=callers[0] if callers else at, axis=axis)
 
 
 def _direction(frames: Sequence[Frame]) -> str:
-    """To or from which neighbour a pipeline's own communication goes; "pp" where only that it is one is known."""
+    """The neighbour stage ("next", "previous") of pipeline communication; "pp" where unknown, "" for other frames."""
     names = [f.function for f in frames if "p2p" in f.file]
-    told = next((axis for name in names for axis, pattern in PATTERNS[1:3] if pattern.search(name)), "")
-    return told or ("pp" if names else "")
+    axis = next((axis for name in names for axis, pattern in PATTERNS[1:3] if pattern.search(name)), "")
+    return axis or ("pp" if names else "")
 
 
 def soft_wait(frames: Sequence[Frame]) -> Wait | None:
-    """The wait of a stack that ends in code which communicates, but not in a collective.
+    """The wait of a stack whose innermost frame communicates, but is not in a collective; None for other stacks.
 
-    `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's own.
+    `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
     """
     axis = _axis(frames[:1])
     return Wait(op="wait", site=frames[0], axis=axis) if axis else None

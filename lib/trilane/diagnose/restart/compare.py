@@ -1,26 +1,61 @@
-"""A restart: what two folders know of the same moment, compared over time and over replicas, and what is wrong."""
+"""Comparison of a restart: the states in two folders, over time and across replicas, with what is wrong."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trilane.diagnose.restart.adam_moments import pairs
-from trilane.diagnose.restart.finding import RestartFinding
+from trilane.diagnose.restart.finding import KINDS, RestartFinding
 from trilane.diagnose.restart.over_time import changed
-from trilane.diagnose.restart.replicas import torn
-from trilane.diagnose.restart.rules import decaying, stale, unclipped
+from trilane.diagnose.restart.pairs import pairs
+from trilane.diagnose.restart.replicas import differing_replicas
+from trilane.diagnose.restart.rules import stale_copies, unclipped, wrong_decay
 from trilane.diagnose.restart.snapshot import SAVED, RankPrint, Snapshot
+from trilane.utils.tables import Table, Text, literal
 from trilane.utils.validation import require
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHOWN = 6  # findings of one kind in text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
-    """What was compared with what, what is wrong, and what the reader should know besides."""
+class RestartComparison(Table):
+    """What was compared, the findings, and notes; as a table the findings."""
 
     compared: tuple[str, ...]
     findings: tuple[RestartFinding, ...]
     notes: tuple[str, ...]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A row per finding: its kind, the tensor, the ranks, the difference."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "finding": [KINDS[finding.kind] for finding in self.findings],
+                "tensor": [finding.tensor for finding in self.findings],
+                "where": [finding.where for finding in self.findings],
+                "difference": [finding.what for finding in self.findings],
+            }
+        )
+
+    def summary(self) -> Text:
+        """What was compared, the number of findings, and the notes, as Markdown."""
+        notes = "".join(f"\n- {literal(note)}" for note in self.notes)
+        return Text(f"Compared: {literal('; '.join(self.compared))}. {len(self.findings)} findings.\n{notes}")
+
+    def to_text(self) -> str:
+        """The comparison for a terminal: what was compared, the findings by kind, the largest first, the notes."""
+        lines = [f"compared {line}" for line in self.compared]
+        for kind in dict.fromkeys(finding.kind for finding in self.findings):
+            same = [finding for finding in self.findings if finding.kind == kind]
+            lines += ["", f"{KINDS[kind]} ({len(same)}):"]
+            lines += [f"  {finding.line()}" for finding in sorted(same, key=lambda f: -(f.size or 0))[:SHOWN]]
+            lines += [f"  ... and {len(same) - SHOWN} more; --json has them all"] if len(same) > SHOWN else []
+        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([*lines, "", f"{len(self.findings)} findings" if self.findings else "nothing is wrong"])
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -28,9 +63,12 @@ class Audit:
         return {"compared": self.compared, "findings": findings, "notes": self.notes}
 
 
-def audit(before: Path, after: Path) -> Audit:
-    """Compare what the folders know (see moments.py). ValueError where one knows nothing, is damaged, or holds another
-    model than the other."""
+def compare_restart(before: Path, after: Path) -> RestartComparison:
+    """Compare what one folder saved with what the other loaded or saved; pairs.py chooses the states.
+
+    Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one holds no state, is
+    damaged, or holds another model.
+    """
     findings: dict[tuple[str, str, str], RestartFinding] = {}
     compared, notes = [], []
     for one, two in pairs(before, after):
@@ -41,39 +79,35 @@ def audit(before: Path, after: Path) -> Audit:
         notes += [*a.notes, *b.notes, *_notes(a, b)]
         moved = changed(a, b) if a.iteration == b.iteration else []
         if b.moment == SAVED and len(moved) > 1 and len(moved) == sum(f.kind == "not-restored" for f in moved):
-            notes += [_consequence(a, b, moved)] if known else []
-            moved = [] if known else [_gone_apart(a, moved)]
-        for finding in (*within(a, b), *moved, *beside(a, b)):
+            rest = f"{b.name} differs from {a.name} in {len(moved)} tensors, as the findings of the restart imply"
+            notes += [rest] if known else []
+            moved = [] if known else [_diverged(a, moved)]
+        for finding in (*within_each(a, b), *moved, *other_state(a, b)):
             findings.setdefault((finding.kind, finding.tensor, finding.where), finding)
-    return Audit(compared=tuple(compared), findings=tuple(findings.values()), notes=tuple(dict.fromkeys(notes)))
+    unique = tuple(dict.fromkeys(notes))
+    return RestartComparison(compared=tuple(compared), findings=tuple(findings.values()), notes=unique)
 
 
-def within(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
-    """What is wrong inside each of two snapshots; what is wrong in both is said once."""
+def within_each(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
+    """What is wrong inside each of two snapshots; what is wrong in both is one finding."""
     found: dict[tuple[str, str], tuple[RestartFinding, list[str]]] = {}
     for snapshot in (a, b):
-        for finding in (*decaying(snapshot), *unclipped(snapshot), *torn(snapshot), *stale(snapshot)):
+        rules = (wrong_decay, unclipped, differing_replicas, stale_copies)
+        for finding in (finding for rule in rules for finding in rule(snapshot)):
             found.setdefault((finding.kind, finding.tensor), (finding, []))[1].append(snapshot.name)
     return [replace(finding, what=f"{finding.what} (in {' and '.join(names)})") for finding, names in found.values()]
 
 
-def beside(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
-    """What, beside tensors, is not what it was at the same iteration."""
+def other_state(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
+    """Differences other than in tensors, at the same iteration."""
     return [*_generators(a, b), *_data(a, b), *_optimizer(a, b)] if a.iteration == b.iteration else []
 
 
-def _gone_apart(a: Snapshot, moved: list[RestartFinding]) -> RestartFinding:
-    """A run that went on otherwise than the one it continues differs everywhere: that is one finding."""
+def _diverged(a: Snapshot, moved: list[RestartFinding]) -> RestartFinding:
+    """One finding for a run that diverged from the one it continues, and so differs in all tensors."""
     worst = max(moved, key=lambda finding: finding.size or 0)
-    what = (
-        f"{len(moved)} tensors differ between the runs at iteration {a.iteration}; most of all {worst.tensor}, whose "
-    )
-    what += worst.what
-    return replace(worst, tensor="", ranks=(), what=what)
-
-
-def _consequence(a: Snapshot, b: Snapshot, moved: list[RestartFinding]) -> str:
-    return f"{b.name} differs from {a.name} in {len(moved)} tensors, as what was found at the restart lets expect"
+    what = f"{len(moved)} tensors differ between the runs at iteration {a.iteration}; most of all {worst.tensor}, whose"
+    return replace(worst, tensor="", ranks=(), what=f"{what} {worst.what}")
 
 
 def _require_same_model(a: Snapshot, b: Snapshot) -> None:
@@ -84,16 +118,16 @@ def _require_same_model(a: Snapshot, b: Snapshot) -> None:
 
 def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
     if a.iteration != b.iteration:
-        yield f"{a.name} is after iteration {a.iteration}, {b.name} after {b.iteration}: only each by itself was judged"
+        yield f"{a.name} is after iteration {a.iteration}, {b.name} after {b.iteration}: each is checked by itself"
     elif a.layout != b.layout:
         yield (
-            f"{a.name} and {b.name} have other layouts {list(a.layout)} and {list(b.layout)}: tensors are compared as "
-            "wholes where they are cut in another way, random number generators begin anew"
+            f"{a.name} and {b.name} have different layouts {list(a.layout)} and {list(b.layout)}: tensors that are cut "
+            "differently are compared as wholes, random number generators start again"
         )
 
 
 def _generators(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
-    """Each rank's own, where it is the same rank."""
+    """Random number generators, per rank; not compared between layouts."""
     if a.layout != b.layout:
         return
     wrong: dict[str, list[RankPrint]] = {}
@@ -109,7 +143,7 @@ def _generators(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
 
 def _data(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
     if a.consumed != b.consumed:
-        what = f"{a.consumed} samples were consumed, now {b.consumed} are counted"
+        what = f"{b.consumed} samples are counted as consumed, {a.consumed} were"
         yield RestartFinding(kind="data", tensor="", ranks=(), what=what, size=abs(b.consumed - a.consumed))
         return
     if a.layout == b.layout:
@@ -117,7 +151,7 @@ def _data(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
     else:
         odd = list(b.ranks) if _differs(a.samples, b.samples) else []
     if odd:
-        what = f"the next iteration, after {b.consumed} samples, gets other samples than it would have had"
+        what = f"the next iteration, after {b.consumed} samples, gets other samples than without the restart"
         yield RestartFinding(kind="data", tensor="", ranks=tuple(odd) if len(odd) < len(b.ranks) else (), what=what)
 
 
@@ -126,7 +160,7 @@ def _differs(a: object, b: object) -> bool:
 
 
 def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
-    """Adam's step, the loss scale and what decides when it changes, the next learning rate, and what was set."""
+    """Adam's step, the loss scale and its counters, the next learning rate, and the optimizer's settings."""
     for name, value in a.scalars.items():
         if name in b.scalars and b.scalars[name] != value:
             what = f"{name} is {b.scalars[name]:g}, it was {value:g}"
@@ -140,3 +174,7 @@ def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
         old, new = a.optimizer.get(name), b.optimizer.get(name)
         if old is not None and new is not None and old != new:
             yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=f"{name} is {new:g}, it was {old:g}")
+
+
+audit = compare_restart
+Audit = RestartComparison

@@ -15,17 +15,9 @@ from trilane.workspace.fingerprints import Part, file_of, mark
 from trilane.workspace.rank_grid import Place, regular
 
 TP, PP, DP, HIDDEN, ROWS = 2, 4, 2, 64, 128
-
-
 WORD, NORM = "embedding.word_embeddings.weight", "embedding.layernorm.weight"
-
-
 ITERATION = 805
-
-
 OPTIMIZER = {"clip_grad": 1.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1}
-
-
 Tensors = dict[str, np.ndarray]
 
 

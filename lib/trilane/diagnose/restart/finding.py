@@ -1,4 +1,4 @@
-"""A finding of a restart: what went wrong, in which tensor, on which ranks, and how big it is."""
+"""A finding of a restart: what is wrong, in which tensor, on which ranks, and how large the difference is."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from trilane.diagnose.restart.snapshot import RankPrint
 KINDS = {
     "reset": "reset to its defaults",
     "not-restored": "not what was saved",
-    "missing": "not there at all",
+    "missing": "missing",
     "tied": "the tied embedding differs at the ends of the pipeline",
     "tensor-replicas": "replicas differ across tensor-parallel ranks",
     "data-replicas": "replicas differ across data-parallel ranks",
@@ -24,7 +24,7 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RestartFinding:
-    """One of KINDS. `tensor` is "" where it is about none; `size` how big, relative, where there is a measure."""
+    """A finding of one of KINDS. `tensor` is "" where it concerns none; `size` is the relative difference, if any."""
 
     kind: str
     tensor: str
@@ -49,7 +49,7 @@ class RestartFinding:
         return f"ranks {span([r.rank for r in self.ranks])}" + (f" ({', '.join(shared)})" if shared else "")
 
     def line(self) -> str:
-        """For a person."""
+        """The finding in one line."""
         return f"{self.kind}: {self.tensor + ', ' if self.tensor else ''}{self.where}: {self.what}"
 
     def to_json(self) -> dict[str, Any]:
@@ -59,5 +59,5 @@ class RestartFinding:
 
 
 def share(size: float) -> str:
-    """A relative size in percent."""
+    """A relative difference as a percentage."""
     return f"{100 * size:.2g} %" if size < 0.995 else f"{100 * size:.0f} %"

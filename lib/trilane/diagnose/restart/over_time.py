@@ -1,4 +1,4 @@
-"""Over time: what was saved against what stands in memory after the load, tensor by tensor and rank by rank."""
+"""Comparison over time: what was saved with what is in memory after the load, by tensor and rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from trilane.diagnose.restart.snapshot import LOADED, RankPrint, Snapshot
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, Part, default_of, must_decay
 
-# Two trainings of the same samples drift apart by rounding, more so on two layouts: relative, of a matrix. With three
-# replicas the two copies of a tied embedding differ by rounding, and a load makes them one: 8e-6 after five iterations.
+# Relative difference of a matrix by rounding between two trainings on the same samples, by whether their layouts are
+# equal. With three replicas the copies of a tied embedding differ by rounding; a load merges them: 8e-6 after 5 steps.
 DRIFT = {True: 1e-3, False: 1e-2}
 
 
 @dataclass
 class Difference:
-    """How one tensor differs: on which ranks, in which kind most."""
+    """The difference of one tensor: on which ranks, and its largest case."""
 
     ranks: list[RankPrint] = field(default_factory=list)
     size: float = 0.0
@@ -24,7 +24,7 @@ class Difference:
     reset: bool = False
 
     def add(self, rank: RankPrint | None, kind: str, before: Mark, after: Mark, name: str) -> None:
-        """One more kind or rank."""
+        """Include one more kind or rank."""
         if rank and rank not in self.ranks:
             self.ranks.append(rank)
         value = default_of(name) if kind in ("weight", COPY) else None
@@ -35,10 +35,10 @@ class Difference:
 
 
 def changed(before: Snapshot, after: Snapshot) -> list[RestartFinding]:
-    """Every tensor that is not what it was.
+    """A finding for every tensor that differs.
 
-    After a load bits are compared. Between two runs only matrices count, and only beyond DRIFT: the gradient of a key's
-    bias is 0 but for rounding, which Adam makes as large as any other step.
+    After a load, bits are compared. Between two runs only matrices count, and only beyond DRIFT: the gradient of a key
+    bias is 0 but for rounding, which Adam scales to the size of any other step.
     """
     exact, drift = after.moment == LOADED, DRIFT[_alike(before, after)]
     found: dict[str, Difference] = {}
@@ -52,7 +52,7 @@ def changed(before: Snapshot, after: Snapshot) -> list[RestartFinding]:
 
 
 def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPrint | None, Mark, Mark]]:
-    """Whatever both know: of the same rank in the same layout, else of the same part, else of the whole tensor."""
+    """Pairs of marks in both snapshots: of the same rank in the same layout, else of the part, else of the whole."""
     kinds = (*KINDS, COPY) if before.precision == after.precision else KINDS
     for (name, box), held in after.holders.items():
         there = before.holders.get((name, box))
@@ -72,7 +72,7 @@ def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPr
 
 
 def _elsewhere(there: Sequence[tuple[RankPrint, Part]], kind: str, mark: Mark) -> bool:
-    """Whether some rank held just that: replicas were apart before, which is another finding, and one was taken."""
+    """Whether another rank held exactly these bits: replicas differed before, which is another finding."""
     return any(kind in part.marks and part.marks[kind].hash == mark.hash for _, part in there)
 
 
@@ -81,7 +81,7 @@ def _alike(before: Snapshot, after: Snapshot) -> bool:
 
 
 def _missing(before: Snapshot, after: Snapshot) -> Iterator[RestartFinding]:
-    if before.notes or after.notes:  # ranks are missing, and are said: their tensors are not missed twice
+    if before.notes or after.notes:  # ranks without fingerprints are noted: their tensors are no findings
         return
     for name in before.tensors.keys() - after.tensors.keys():
         yield RestartFinding(kind="missing", tensor=name, ranks=(), what=f"is in {before.name}, not in {after.name}")
@@ -92,7 +92,9 @@ def _finding(name: str, difference: Difference) -> RestartFinding:
     before, after = difference.marks
     kind = difference.kind if difference.kind != COPY else "the model's copy of the weight"
     if difference.reset:
-        what = f"{kind} was trained (norm {before.norm:.6g}) and is all {after.low:g} now: reset to its defaults"
+        what = (
+            f"{kind} was trained (norm {before.norm:.6g}) and every element is {after.low:g} now: reset to its defaults"
+        )
     else:
         what = f"{kind} is {share(difference.size)} of its norm away from what was saved"
         what += f" (norm {before.norm:.6g}, now {after.norm:.6g})"

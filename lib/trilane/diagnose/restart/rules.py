@@ -1,5 +1,4 @@
-"""Rules that a state keeps at any one moment: who decays, that gradients were clipped, that the model computes with the
-weights that the optimizer holds."""
+"""Rules for one state: weight-decay groups, gradient clipping, and equal weights in model and optimizer."""
 
 from collections.abc import Iterator
 
@@ -8,16 +7,15 @@ from trilane.diagnose.restart.replicas import scale
 from trilane.diagnose.restart.snapshot import RankPrint, Snapshot
 from trilane.workspace.fingerprints import COPY, Part, must_decay
 
-# bf16 has 8 bits: a weight and its copy are 2e-3 apart, relative; a tensor of denormal fp16 somewhat more.
+# bf16 has 8 bits: a weight and its copy differ by 2e-3, relative; a tensor of denormal fp16 somewhat more.
 ROUNDED = 2e-2
 
-
-# The gradient norm is a sum in half precision for some, and clipped to within that.
+# Some engines sum the gradient norm in half precision, and clip to within its rounding.
 SLACK = 1.02
 
 
-def decaying(snapshot: Snapshot) -> list[RestartFinding]:
-    """Norms and biases that decay, and matrices that do not."""
+def wrong_decay(snapshot: Snapshot) -> list[RestartFinding]:
+    """Findings for norms and biases that decay, and matrices that do not."""
     wrong: dict[tuple[str, float], list[RankPrint]] = {}
     usual = snapshot.optimizer.get("weight_decay", 0.0)
     for r in snapshot.ranks:
@@ -33,8 +31,8 @@ def decaying(snapshot: Snapshot) -> list[RestartFinding]:
     return findings
 
 
-def stale(snapshot: Snapshot) -> list[RestartFinding]:
-    """Weights of which the model computes with something else than the optimizer holds."""
+def stale_copies(snapshot: Snapshot) -> list[RestartFinding]:
+    """Findings for weights where the model's copy is not what the optimizer holds."""
     found: dict[str, tuple[float, list[RankPrint]]] = {}
     for r in snapshot.ranks:
         for part in r.parts:
@@ -49,12 +47,12 @@ def stale(snapshot: Snapshot) -> list[RestartFinding]:
 
 
 def unclipped(snapshot: Snapshot) -> list[RestartFinding]:
-    """A stage whose gradients were larger than clipping lets them be.
+    """A finding where gradients were larger than clipping allows, with the pipeline stages concerned.
 
     Adam's second moment after t steps is v = sum over k of (1 - b) b^(t-k) g_k^2, b = beta2 (Kingma and Ba 2015).
     Summed over all elements of the model, v / (1 - b^t) is a mean of |g_k|^2 with weights that add up to 1; and
     |g_k| <= clip_grad for every step. So it is at most clip_grad^2, whatever the gradients were. Left out: a limit that
-    was lowered on the way, and a clipping that failed too rarely, or by too little, to show in the mean.
+    was lowered during the run, and a failure too rare or too small to show in the mean.
     """
     limit, step = snapshot.optimizer.get("clip_grad", 0.0), snapshot.scalars.get("step", 0)
     moments = [marks["exp_avg_sq"].total for marks in snapshot.wholes.values() if "exp_avg_sq" in marks]
@@ -75,8 +73,8 @@ def unclipped(snapshot: Snapshot) -> list[RestartFinding]:
 
 
 def _stages(snapshot: Snapshot, mean: float, limit: float) -> set[int]:
-    """The stages to blame: that of the larger copy of a tied embedding, where one is a multiple of the other; else
-    those beyond the limit by themselves; else the one that adds most."""
+    """The stages that were not clipped: that of the larger copy of a tied embedding, where one is a multiple of the
+    other; else those above the limit by themselves; else the one that adds most."""
     ends = dict(_tied(snapshot))
     if len(ends) == 2:
         (first, one), (last, other) = sorted(ends.items())
@@ -94,7 +92,7 @@ def _stages(snapshot: Snapshot, mean: float, limit: float) -> set[int]:
 
 
 def _tied(snapshot: Snapshot) -> Iterator[tuple[int, Part]]:
-    """Pipeline stage and part, of what is on several stages."""
+    """Pipeline stage and part of the tensor that several stages hold."""
     for held in snapshot.holders.values():
         if len({r.pp for r, _ in held}) > 1:
             yield from ((r.pp, part) for r, part in held)

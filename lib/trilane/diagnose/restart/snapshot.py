@@ -1,4 +1,4 @@
-"""Snapshots: the fingerprints of all ranks at one moment, read from a checkpoint, a run folder, or the slices alone."""
+"""Snapshot: the fingerprints of all ranks at one moment, from their files or made from a checkpoint's slices."""
 
 import hashlib
 import json
@@ -17,14 +17,12 @@ from trilane.workspace.fingerprints import Box, Mark, Part, part_from_json
 from trilane.workspace.rank_grid import Grid, regular
 
 PRINTS = "fingerprint_*.json"
-
-
 SAVED, LOADED = "saved", "loaded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPrint:
-    """What one rank said of itself."""
+    """The fingerprint of one rank."""
 
     rank: int
     tp: int
@@ -36,14 +34,14 @@ class RankPrint:
 
     @property
     def place(self) -> str:
-        """For a person."""
+        """The rank with its coordinates, in words."""
         return f"rank {self.rank} (tp {self.tp}, pp {self.pp}, dp {self.dp})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All ranks at one moment. `live`: they said it themselves; else it was made from a checkpoint's slices, which hold
-    each tensor once and say nothing of replicas, groups and copies."""
+    """All ranks at one moment. Made from a checkpoint's slices it holds each tensor once, without replicas, optimizer
+    groups and copies; its notes report this."""
 
     name: str
     moment: str
@@ -57,17 +55,16 @@ class Snapshot:
     scalars: Mapping[str, float]
     next_lr: float | None
     ranks: tuple[RankPrint, ...]
-    live: bool
     notes: tuple[str, ...] = ()
 
     @cached_property
     def by_rank(self) -> dict[int, RankPrint]:
-        """The ranks by their number."""
+        """The ranks by number."""
         return {r.rank: r for r in self.ranks}
 
     @cached_property
     def holders(self) -> dict[tuple[str, Box], list[tuple[RankPrint, Part]]]:
-        """(tensor, box) -> who holds it, in the order of ranks."""
+        """(tensor, box) -> the ranks that hold it, in order."""
         found: dict[tuple[str, Box], list[tuple[RankPrint, Part]]] = {}
         for r in self.ranks:
             for part in r.parts:
@@ -76,7 +73,7 @@ class Snapshot:
 
     @cached_property
     def wholes(self) -> dict[str, dict[str, Mark]]:
-        """Tensor -> the mark of each kind over all of it, each part counted once; only where all parts are there."""
+        """Tensor -> the mark of each kind over the whole, each part counted once; only where no part is missing."""
         boxes: dict[str, list[Part]] = {}
         for held in self.holders.values():
             boxes.setdefault(held[0][1].name, []).append(held[0][1])
@@ -90,23 +87,23 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that some rank holds a part of, and its whole shape."""
+        """Every tensor of which a rank holds a part, with its whole shape."""
         return {part.name: part.shape for r in self.ranks for part in r.parts}
 
     @property
     def samples(self) -> int | None:
-        """The hash of the next iteration's samples over all replicas; None where a replica did not say."""
-        said = {r.dp: r.samples for r in self.ranks}
+        """The hash of the next iteration's samples over all replicas; None where that of a replica is unknown."""
+        by_replica = {r.dp: r.samples for r in self.ranks}
         replicas = self.layout[3] if len(self.layout) > 3 else 0
-        hashes = [h for h in said.values() if h is not None]
+        hashes = [h for h in by_replica.values() if h is not None]
         return sum(hashes) % fingerprints.WORD if hashes and len(hashes) == replicas else None
 
 
 def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
-    """The snapshot in a folder of fingerprints. A rank that is missing is noted; ValueError for one cut short."""
+    """The snapshot in a folder of fingerprints. Missing ranks are noted; ValueError for a truncated file."""
     files = sorted(folder.glob(PRINTS))
-    said = [_read(path) for path in files]
-    first, ranks = said[0], tuple(_rank(values, path) for values, path in zip(said, files, strict=True))
+    prints = [_read(path) for path in files]
+    first, ranks = prints[0], tuple(_rank(values, path) for values, path in zip(prints, files, strict=True))
     try:
         missing = sorted({*range(first["world"])} - {r.rank for r in ranks})
         notes = (f"{name}: no fingerprint of rank {', '.join(map(str, missing))}",) if missing else ()
@@ -120,11 +117,10 @@ def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
             precision=str(first["precision"]),
             shape=first["shape"],
             optimizer=first["optimizer"],
-            # A rank that updates nothing, as with many replicas some may, has taken no steps.
-            scalars=max((values["scalars"] for values in said), key=lambda scalars: scalars["step"]),
+            # A rank that updates no parameters, as some may with many replicas, has taken no steps.
+            scalars=max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"]),
             next_lr=first["next_lr"],
             ranks=ranks,
-            live=True,
             notes=notes,
         )
     except (KeyError, TypeError, ValueError):
@@ -132,7 +128,7 @@ def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
 
 
 def read_slices(folder: Path, name: str) -> Snapshot:
-    """The snapshot of a checkpoint without fingerprints, from its slices. ValueError where a file is not whole."""
+    """The snapshot of a checkpoint without fingerprints, from its slices. ValueError where a file is truncated."""
     manifest = checkpoints.read_manifest(folder)
     layout = tuple(manifest["layout"] or ())  # an imported checkpoint has none
     grid = regular(layout[1], layout[2], layout[3], 8) if layout else regular(1, 1, 1, 8)
@@ -156,8 +152,7 @@ def read_slices(folder: Path, name: str) -> Snapshot:
         scalars=manifest["scalars"],
         next_lr=None,
         ranks=tuple(_from_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks),
-        live=False,
-        notes=(f"{name}: has no fingerprints; its slices say nothing of replicas, optimizer groups and data order",),
+        notes=(f"{name}: has no fingerprints; its slices do not show replicas, optimizer groups and data order",),
     )
 
 
@@ -183,7 +178,7 @@ def _rank(values: Mapping[str, Any], path: Path) -> RankPrint:
 
 
 def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, Any]) -> Part:
-    """A part with its marks, read without torch. ValueError where the file ends too early."""
+    """A part with its marks, read without torch. ValueError where the file is missing or truncated."""
     box = tuple((first, end) for first, end in piece["box"])
     marks = {}
     for kind in KINDS:
@@ -200,12 +195,12 @@ def _from_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> Rank
     file, place = folder / f"rank_{rank:05d}.json", grid[rank]
     states = read_json(file, "generators") if file.exists() else {}
     flat = {**{k: v for k, v in states.items() if k != "tracked"}, **states.get("tracked", {})}
-    said = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
-    return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=said)
+    hashes = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
+    return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=hashes)
 
 
 def _optimizer(checkpoint: Path) -> Mapping[str, float]:
-    """The optimizer of the run that the checkpoint lies in; empty where it lies elsewhere."""
+    """The optimizer of the run folder that holds the checkpoint; empty where none does."""
     plan = checkpoint.parent.parent / "plan.json"
     return read_json(plan, "plan").get("optimizer", {}) if plan.exists() else {}
 

@@ -11,20 +11,10 @@ from trilane.workspace.rank_grid import Grid
 
 # Phases in which a rank does its own work, and those in which it mostly waits for others (engine/phases.py).
 OWN = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
-
-
 LINKS = ("p2p-wait", "all-grads-sync")
-
-
 SUSPICIOUS = 5.0  # a score: robust standard deviations
-
-
 IN_A_NODE = 2.5  # enough where most ranks of a node agree
-
-
 AT_LEAST = 0.03  # of the median: less is not worth a restart
-
-
 SAME_NODE = 0.75  # this share of a node's ranks slow: it is the node
 
 

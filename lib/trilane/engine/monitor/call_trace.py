@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from trilane.workspace.call_trace import SLOT
+from trilane.workspace.heartbeat import SLOT
 
 TOOL = 4  # sys.monitoring's number of this tool: debuggers, coverage and profilers have 0, 1 and 2
 

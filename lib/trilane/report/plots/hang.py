@@ -8,11 +8,7 @@ from trilane.diagnose.hang.verdict import Verdict
 from trilane.report.plots.style import COLORS, figure
 
 NAMED = len(COLORS)  # groups that get a colour of their own; the rest shares a grey
-
-
 GREY = "#c4ccd3"
-
-
 WORDS = 64  # characters of a group's name in the legend
 
 

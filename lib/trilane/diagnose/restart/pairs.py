@@ -1,4 +1,4 @@
-"""Moments: what a folder that a person names knows about, and which moments of two folders belong together."""
+"""Which recorded states of two folders are compared with each other."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +10,15 @@ from trilane.workspace.fingerprints import FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """A checkpoint ("saved"), or what stood in memory after one was loaded ("loaded")."""
+class Record:
+    """A state on disk: a checkpoint ("saved"), or the fingerprints of memory after one was loaded ("loaded")."""
 
     path: Path
     moment: str
     iteration: int
 
     def read(self) -> Snapshot:
-        """Its snapshot; ValueError where its files are not what was written."""
+        """Its snapshot; ValueError where its files are damaged."""
         inside = self.path.parent.name in (FOLDER, checkpoints.FOLDER)
         name = f"{self.path.parent.parent.name}/{self.path.name}" if inside else self.path.name
         if not list(self.path.glob(PRINTS)):
@@ -26,44 +26,44 @@ class Moment:
         return read_prints(self.path, self.moment, name)
 
 
-def moments(field: str, folder: Path) -> list[Moment]:
-    """What `folder` (a run, its checkpoints, one checkpoint, a folder of fingerprints) knows, by iteration.
+def records(field: str, folder: Path) -> list[Record]:
+    """The states in `folder` (a run, its checkpoints, one checkpoint, or fingerprints), by iteration.
 
-    ValueError that begins with `field` where it knows nothing.
+    Raises ValueError that begins with `field` where there is none.
     """
     require(folder.is_dir(), field, folder, "no such folder")
     saved = checkpoints.found_in(folder)
-    found = [Moment(path=path, moment=SAVED, iteration=_iteration(path)) for path in saved]
+    found = [Record(path=path, moment=SAVED, iteration=_manifest_iteration(path)) for path in saved]
     loads = [folder] if not saved and list(folder.glob(PRINTS)) else sorted((folder / FOLDER).glob("load_*"))
     for path in loads:
         files = sorted(path.glob(PRINTS))
         if files:
             moment = SAVED if path.name.startswith("save") else LOADED
-            found.append(Moment(path=path, moment=moment, iteration=_said(files[0])))
+            found.append(Record(path=path, moment=moment, iteration=_print_iteration(files[0])))
     rule = "holds no complete checkpoint and no fingerprints (a run folder, or one of its checkpoints, is wanted)"
     require(bool(found), field, folder, rule)
-    return sorted(found, key=lambda moment: moment.iteration)
+    return sorted(found, key=lambda record: record.iteration)
 
 
-def pairs(before: Path, after: Path) -> list[tuple[Moment, Moment]]:
-    """Which moments to compare: what `after` loaded or saved, each with what `before` saved after that iteration.
+def pairs(before: Path, after: Path) -> list[tuple[Record, Record]]:
+    """The states to compare: each that `after` loaded or saved, with what `before` saved after the same iteration.
 
     Where they have no iteration in common, the newest of both.
     """
-    a, b = moments("A", before), moments("B", after)
+    a, b = records("A", before), records("B", after)
     saved = {m.iteration: m for m in a if m.moment == LOADED} | {m.iteration: m for m in a if m.moment == SAVED}
     found = [(saved[m.iteration], m) for m in b if m.iteration in saved and saved[m.iteration].path != m.path]
     return found or [(next((m for m in a[::-1] if m.moment == SAVED), a[-1]), b[-1])]
 
 
-def _iteration(checkpoint: Path) -> int:
+def _manifest_iteration(checkpoint: Path) -> int:
     try:
         return int(checkpoints.read_manifest(checkpoint)["iteration"])
     except ValueError as error:
         raise ValueError(f"checkpoint={checkpoint}: {error}") from None
 
 
-def _said(path: Path) -> int:
+def _print_iteration(path: Path) -> int:
     try:
         return int(read_json(path, "fingerprint")["iteration"])
     except (ValueError, KeyError, TypeError):

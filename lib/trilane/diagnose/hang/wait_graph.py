@@ -1,0 +1,161 @@
+"""The wait graph: which rank waits for which, from the collective in its stack or from its Flight Recorder dump."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Condition
+from trilane.diagnose.hang.evidence import Evidence
+from trilane.diagnose.hang.flight_recorder import Call
+from trilane.workspace.rank_grid import Grid
+
+Edges = dict[int, set[int]]
+
+
+def axes_of(grid: Grid, found: dict[int, Condition]) -> dict[int, str]:
+    """The group axis of each waiting rank's collective: by names in its stack, else by which ranks are absent.
+
+    Of all ways to group the ranks, the one is taken with the fewest, but at least one, members absent from that line;
+    among equals the one with the largest groups.
+    """
+    sites: defaultdict[object, list[int]] = defaultdict(list)
+    axes: dict[int, str] = {}
+    for rank, c in found.items():
+        if c.wait is not None:
+            axes[rank] = c.wait.axis
+            if not c.wait.axis:
+                sites[c.wait.site.key].append(rank)
+    known = {r for r, c in found.items() if c.kind != "unknown"}
+    for ranks in sites.values():
+        here, latest = set(ranks), max(grid[r].progress for r in ranks)
+        best: tuple[tuple[int, int], str] = ((2, 0), "world")
+        for axis in ("world", "model", "stage", "pp-dp", "dp", "pp", "tp"):
+            absent = {m for r in ranks for m in grid.group(axis, r)} & known - here
+            # A rank that is an iteration ahead has passed this collective already.
+            late = {m for m in absent if grid[m].progress <= latest}
+            if absent:
+                best = min(best, ((0 if late else 1, len(absent)), axis), key=lambda b: b[0])
+        axes |= dict.fromkeys(ranks, best[1])
+    return axes
+
+
+def wait_edges(evidence: Evidence, found: dict[int, Condition], axes: dict[int, str]) -> Edges:
+    """For each waiting rank, the members of its group that are not in the same collective."""
+    edges = _recorded_edges(evidence, found)
+    for rank, c in found.items():
+        if rank not in edges and c.wait is not None and c.kind in ("waiting", "soft"):
+            group = evidence.grid.group(axes[rank], rank)
+            members = {m for m in group if m != rank and found[m].kind != "unknown"}
+            edges[rank] = members - _together(evidence, found, rank, group)
+    return {rank: edges[rank] for rank in found if rank in edges}
+
+
+def _together(evidence: Evidence, found: dict[int, Condition], rank: int, group: frozenset[int]) -> set[int]:
+    """The members in the same collective: called by the same line, in the same iteration."""
+    own, step = found[rank].wait, evidence.grid[rank].progress
+    assert own is not None
+    if own.axis in ("next", "previous"):
+        return set()
+    peers = set()
+    for member in group:
+        wait = found[member].wait
+        if found[member].kind in ("waiting", "soft") and wait is not None and wait.site.key == own.site.key:
+            other = evidence.grid[member].progress
+            same_step = min(step, other) < 0 or step == other
+            peers |= {member} if same_step and (wait.op == own.op or "wait" in (wait.op, own.op)) else set()
+    return peers
+
+
+def _recorded_edges(evidence: Evidence, found: dict[int, Condition]) -> Edges:
+    """The edges by the Flight Recorder: to the members that never entered the call, or entered another."""
+    calls: dict[int, Call] = {r: w for r, rec in evidence.recordings.items() if (w := rec.waiting) is not None}
+    entered: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+    for rank, recording in evidence.recordings.items():
+        for call in recording.calls:
+            if not call.p2p:
+                entered[call.group, call.sequence].setdefault(rank, call)
+    edges: Edges = {}
+    for rank, call in calls.items():
+        if found[rank].kind in HARD:
+            continue
+        group = [m for m in (call.ranks or evidence.grid.ranks) if m in found and m != rank]
+        there = entered[call.group, call.sequence]
+        late = {m for m in group if _never_entered(evidence, found, call, m)}
+        other = {m for m in group if m in there and (there[m].op, there[m].sizes) != (call.op, call.sizes)}
+        batch = [c for c in evidence.recordings[rank].calls if not c.done and c.number == call.number]
+        peers = {peer for c in batch if (peer := _peer(c)) is not None}
+        if peers:
+            edges[rank] = peers & found.keys()
+        else:
+            late |= other if call.op not in ("gather", "scatter", "all_to_all") else set()
+            # Where all ranks with a recording are there, it is one of the others, or none.
+            edges[rank] = late or {m for m in group if m not in evidence.recordings and found[m].kind in NO_EVIDENCE}
+    return edges
+
+
+def _peer(call: Call) -> int | None:
+    """The other end of a send or a receive, which names group members by their index in the group."""
+    match = re.search(r"recv \d+<-(\d+)|send \d+->(\d+)", call.op)
+    if match is None:
+        return None
+    number = int(match[1] or match[2])
+    return sorted(call.ranks)[number] if number < len(call.ranks) else number
+
+
+def _never_entered(evidence: Evidence, found: dict[int, Condition], call: Call, member: int) -> bool:
+    """Whether a member never entered the call; False for a member that was not dumped."""
+    recording = evidence.recordings.get(member)
+    if recording is None:
+        return found[member].kind in (*HARD, "silent", "busy")
+    return not call.p2p and recording.entered.get(call.group, 0) < call.sequence
+
+
+def reaching(edges: Edges, targets: Iterable[int]) -> set[int]:
+    """The ranks from which a path of edges leads to one of the targets."""
+    back: defaultdict[int, set[int]] = defaultdict(set)
+    for rank, others in edges.items():
+        for other in others:
+            back[other].add(rank)
+    found: set[int] = set()
+    queue = list(targets)
+    while queue:
+        for rank in back[queue.pop()] - found:
+            found.add(rank)
+            queue.append(rank)
+    return found
+
+
+def components(edges: Edges) -> list[set[int]]:
+    """The strongly connected components of a graph (Tarjan 1972, without recursion)."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on: set[int] = set()  # the same ranks
+    found = []
+    for root in edges:
+        if root in order:
+            continue
+        work = [(root, iter(edges[root]))]
+        order[root] = low[root] = len(order)
+        stack.append(root)
+        on.add(root)
+        while work:
+            node, targets = work[-1]
+            fresh = next((t for t in targets if t in edges and (t not in order or t in on)), None)
+            if fresh is not None and fresh not in order:
+                order[fresh] = low[fresh] = len(order)
+                stack.append(fresh)
+                on.add(fresh)
+                work.append((fresh, iter(edges[fresh])))
+            elif fresh is not None:
+                low[node] = min(low[node], order[fresh])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == order[node]:
+                    cut = stack.index(node)
+                    found.append(set(stack[cut:]))
+                    on -= set(stack[cut:])
+                    del stack[cut:]
+    return found
