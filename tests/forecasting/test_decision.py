@@ -52,7 +52,7 @@ def calendar(found):
 
 def decision(calendar, **changes):
     plans = {"plans": [{"id": calendar["plan_id"], "prediction": calendar["prediction"]}]}
-    return Decision(**{"calendar": calendar, "plans": plans, "sizing": {}, **changes})
+    return Decision(**{"record": calendar, "plans": plans, "sizing": {}, **changes})
 
 
 def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(calendar):
@@ -74,7 +74,7 @@ def test_the_measured_run_stands_beside_its_prediction(calendar):
 
 
 def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(calendar, found):
-    text = decision(calendar, title="a_b <b>").summary()
+    text = decision(calendar, title="a_b <b>").headline()
     for part in ("70 layers × 14336", "TP 4 × PP 12 × DP 8", "GPU-hours", "overrun with", "is missed with", "2027-"):
         assert part in text
     assert text.startswith(r"a\_b &lt;b&gt; ") and text.endswith(found.summary())

@@ -11,10 +11,9 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
-from trilane.forecasting import record as records
 from trilane.forecasting.energy import energy_text
 from trilane.forecasting.forecast import Forecast
-from trilane.forecasting.record import Record
+from trilane.forecasting.record import Described, Record
 from trilane.utils.tables import Columns, Table, Text, literal, show
 from trilane.utils.validation import read_json, require
 from trilane.workspace.study import Study, load_cluster
@@ -78,14 +77,11 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
     """What calendar.json holds: the forecast, its plan with prediction and source, alternatives, causes of delay."""
     r, p = found.request, found.prediction
     return {
-        **found.to_json(),
+        **found.record,
         "plan_id": plan_id(r.plan),
         "plan_json": r.plan.to_json(),
         "prediction": p.to_json(),
         "source": vars(source),
-        "shape": vars(r.plan.shape),
-        "topology": vars(r.plan.topology),
-        "cluster": r.plan.cluster.name,
         "sec_per_it": p.sec_per_it,
         "sec_interval": [p.sec_lo, p.sec_hi],
         "memory_bytes": p.memory_bytes,
@@ -93,11 +89,9 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
         "oom_probability": p.oom_probability,
         "fitted_rows": r.calibration.rows,
         "half_width": r.calibration.half_width,
-        "parameters": r.plan.shape.parameters,
         "measured": [{"row": row.row_id, "seconds": row.seconds} for row in measured_like(r.plan)],
         "schedules": [other.to_json() for other in found.alternatives.schedules],
         "rivals": [other.to_json() for other in found.alternatives.topologies],
-        "dangers": found.dangers,
     }
 
 
@@ -162,10 +156,10 @@ class Pictures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(Described):
     """A study's calendar.json, and what its other files add: proposed shapes, the backtest, the current plans."""
 
-    calendar: Record
+    record: Record
     plans: Record
     sizing: Record
     backtest_error: float | None = None
@@ -173,14 +167,14 @@ class Decision:
     reports: frozenset[str] = frozenset()
     figures: Pictures = Pictures(())
 
-    def summary(self) -> Text:
-        """One sentence: what is recommended, when it is finished, what it costs, how likely it fails either limit."""
-        return Text(f"{literal(self.title)} {records.headline(self.calendar)}")
+    def headline(self) -> Text:
+        """The title and the forecast's summary."""
+        return Text(f"{literal(self.title)} {self.summary()}")
 
     @property
     def inconsistencies(self) -> list[str]:
         """Files of the study that belong to another plan than the forecast, or predict it differently."""
-        c, source = self.calendar, self.calendar["source"]
+        c, source = self.record, self.record["source"]
         by, file = source["made_by"].get("notebook", ""), source["file"]
         again = "run 07_calendar again"
         found = []
@@ -200,7 +194,7 @@ class Decision:
 
     def notes(self) -> Text:
         """The plan and the files that the figures come from, and what in the study belongs to another plan."""
-        c, source = self.calendar, self.calendar["source"]
+        c, source = self.record, self.record["source"]
         by = source["made_by"]
         origin = f", made by {literal(by['notebook'])} on {literal(by['time'])}" if by.get("notebook") else ""
         first = f"Plan `{html.escape(c['plan_id'])}` of {literal(source['file'])}{origin}."
@@ -209,27 +203,27 @@ class Decision:
     @property
     def _agrees(self) -> bool:
         """Whether the plan's file predicts exactly what the forecast uses."""
-        given = self.calendar["source"]["prediction"]
-        return all(name not in given or given[name] == self.calendar[name] for name in PREDICTED)
+        given = self.record["source"]["prediction"]
+        return all(name not in given or given[name] == self.record[name] for name in PREDICTED)
 
     @property
     def _proposals(self) -> list[Record]:
         """The shapes that 01_sizing proposed, the plan's own among them; none where they are for another model."""
-        own = (self.calendar["shape"]["num_layers"], self.calendar["shape"]["hidden_size"])
+        own = (self.record["shape"]["num_layers"], self.record["shape"]["hidden_size"])
         found = self.sizing.get("proposals", [])
         return found if own in [(p["layers"], p["hidden"]) for p in found] else []
 
     def risks(self, most: int = 3) -> Columns:
         """The largest causes of delay, and what helps against each."""
-        worst = self.calendar["dangers"][:most]
-        return records.delays(worst, **{"what helps": [REMEDIES.get(row["what"], "") for row in worst]})
+        columns = {head: values[:most] for head, values in self.delays.columns.items()}
+        return Columns({**columns, "what helps": [REMEDIES.get(cause, "") for cause in columns["cause"]]}, digits=1)
 
     def alternatives(self, most: int = 3) -> Columns:
         """Other shapes, topologies and schedules: cost in GPU-hours and days, relative to the plan's.
 
         Shapes are not equally large: theirs are per parameter.
         """
-        c, s = self.calendar, self.calendar["shape"]
+        c, s = self.record, self.record["shape"]
         rows: list[tuple[str, str, float, float]] = []
         own = [p for p in self._proposals if (p["layers"], p["hidden"]) == (s["num_layers"], s["hidden_size"])]
         for p in [p for p in self._proposals if p not in own][:most]:
@@ -250,12 +244,17 @@ class Decision:
     @property
     def facts(self) -> Facts:
         """Every figure of the page with its provenance."""
-        c, made_by = self.calendar, self.calendar.get("made_by", {}).get("notebook", "07_calendar")
+        c, made_by = self.record, self.record.get("made_by", {}).get("notebook", "07_calendar")
         seconds, (low, high) = c["sec_per_it"], c["sec_interval"]
         planner = (self._agrees and c["source"]["made_by"].get("notebook")) or made_by
         fitted = f"constants fitted to {c['fitted_rows']} measured rows" if c["fitted_rows"] else "unfitted constants"
-        hours, days = c["gpu_hours_interval"], c["days_interval"]
-        free, card, oom = c["card_bytes"] - c["memory_bytes"], c["card_bytes"] / 2**30, c["oom_probability"]
+        free, card, ideal = c["card_bytes"] - c["memory_bytes"], c["card_bytes"] / 2**30, c["ideal"]
+        known, most = "fitted" if c["fitted_rows"] else "assumed", "maximum of the node's data sheet, building 1.2"
+        interval = f"90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}"
+        memory = f"{free / 2**30:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
+        days, hours, lost = c["days_interval"], c["gpu_hours_interval"], sum(c["lost_days"].values())
+        days_text = f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})"
+        hours_text = f"{c['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})"
         rows = [
             ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}", planner),
             ("tokens, start, ramp, capacity", f"{c['tokens'] / 1e9:,.4g} billion tokens", "given", "the request", ""),
@@ -263,65 +262,36 @@ class Decision:
             (
                 "seconds per iteration",
                 f"{seconds:.4g} ({low:.4g} to {high:.4g})",
-                "fitted" if c["fitted_rows"] else "assumed",
-                f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}",
+                known,
+                f"{fitted}, {interval}",
                 planner,
-            ),
-            *[
-                (
-                    "the same run, measured",
-                    f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}",
-                    "measured",
-                    f"row {m['row']} of the public documents",
-                    "06_backtest",
-                )
-                for m in c["measured"][:2]
-            ],
-            (
-                "free memory",
-                f"{free / 2**30:.3g} of {card:.3g} GiB, P(out of memory) {oom:.1%}",
-                "fitted",
-                "the fullest stage; docs/planner.md",
-                planner,
-            ),
-            (
-                "days",
-                f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})",
-                "simulated",
-                f"{c['ideal']['days']:.4g} without interruptions, which are below",
-                made_by,
-            ),
-            (
-                "GPU-hours",
-                f"{c['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})",
-                "simulated",
-                f"{c['ideal']['gpu_hours']:,.0f} of iterations",
-                made_by,
-            ),
-            (
-                "interruptions, restarts, evaluation, saving",
-                f"{sum(c['lost_days'].values()):.3g} days",
-                "assumed",
-                "rates of published runs, waits assumed (docs/calendar.md)",
-                made_by,
             ),
         ]
+        for m in c["measured"][:2]:
+            ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
+            source = f"row {m['row']} of the public documents"
+            rows.append(("the same run, measured", ratio, "measured", source, "06_backtest"))
+        rows += [
+            ("free memory", memory, "fitted", "the fullest stage; docs/planner.md", planner),
+            ("days", days_text, "simulated", f"{ideal['days']:.4g} without the interruptions below", made_by),
+            ("GPU-hours", hours_text, "simulated", f"{ideal['gpu_hours']:,.0f} of iterations", made_by),
+            ("interruptions, evaluation, saving", f"{lost:.3g} days", "assumed", "docs/calendar.md", made_by),
+        ]
         if c.get("energy_kwh"):
-            text = "maximum of the node's data sheet, building 1.2: an upper bound"
-            rows.append(("energy", energy_text(c["energy_kwh"]), "assumed", text, made_by))
+            rows.append(("energy", energy_text(c["energy_kwh"]), "assumed", f"{most}: an upper bound", made_by))
         if c.get("cost"):
             rows.append(("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price", made_by))
         if self.backtest_error is not None:
-            error, text = f"{self.backtest_error:.1%} (median)", "rows that the constants were not fitted to"
-            rows.append(("error of predicted time", error, "measured", text, "06_backtest"))
+            error, source = f"{self.backtest_error:.1%} (median)", "rows that the constants were not fitted to"
+            rows.append(("error of predicted time", error, "measured", source, "06_backtest"))
         found = [Fact(what=w, value=v, kind=k, source=s, notebook=n) for w, v, k, s, n in rows]
         return Facts(tuple(found), self.reports)
 
     def to_json(self) -> Record:
         """What decision.json holds."""
         return {
-            "headline": str(records.headline(self.calendar)),
-            "plan_id": self.calendar["plan_id"],
+            "headline": str(self.summary()),
+            "plan_id": self.record["plan_id"],
             "inconsistencies": self.inconsistencies,
             "facts": [vars(fact) for fact in self.facts.facts],
         }
@@ -339,7 +309,7 @@ def decide(study: Study, title: str = "") -> Decision:
         return study.load(name, made_by) if (study.folder / name).exists() else {}
 
     return Decision(
-        calendar=study.load("calendar.json", "07_calendar"),
+        record=study.load("calendar.json", "07_calendar"),
         plans=optional("plans.json", "02_topology"),
         sizing=optional("sizing.json", "01_sizing"),
         backtest_error=optional("backtest.json", "06_backtest").get("summary", {}).get("median"),

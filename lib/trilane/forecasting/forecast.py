@@ -8,11 +8,10 @@ import numpy as np
 
 from trilane.config.batch_rampup import Phase
 from trilane.costmodel.predict import Prediction, predict
-from trilane.forecasting import record as records
 from trilane.forecasting.alternatives import Alternatives, alternatives
 from trilane.forecasting.energy import energy_kwh
 from trilane.forecasting.failures import QUEUE
-from trilane.forecasting.record import Record
+from trilane.forecasting.record import MEANING, Described, Record, assumptions_of
 from trilane.forecasting.request import Z90, ForecastRequest
 from trilane.forecasting.schedule import Schedule
 from trilane.forecasting.simulation import Outcomes, simulate
@@ -27,14 +26,13 @@ from trilane.forecasting.timeline import (
     stretches_of,
     undisturbed,
 )
-from trilane.utils.tables import Columns, Text
 from trilane.utils.validation import require
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class Forecast(Described):
     """The schedule of every window, the run without interruptions, the expected run, and the simulated ones.
 
     `ideal` has no interruptions, `expected` every random number at its mean.
@@ -155,33 +153,6 @@ class Forecast:
         """Other schedules and topologies for the same tokens, a table."""
         return alternatives(self.request)
 
-    @property
-    def costs(self) -> Columns:
-        """GPU-hours, energy and money."""
-        return records.costs(self._record)
-
-    @property
-    def delays(self) -> Columns:
-        """The causes of delay, the worst first."""
-        return records.delays(self.dangers)
-
-    @property
-    def assumptions(self) -> Columns:
-        """Every assumption with its source."""
-        return records.assumption_table(self._record)
-
-    def summary(self) -> Text:
-        """One sentence: the plan, when it is finished, what it costs, and how likely it fails either limit."""
-        return records.headline(self._record)
-
-    def ramp_summary(self) -> Text:
-        """One sentence: the iterations and days of the ramp."""
-        return records.ramp_text(self._record)
-
-    def checkpoint_summary(self) -> Text:
-        """One sentence: the interval between checkpoints."""
-        return records.checkpoint_text(self._record)
-
     def to_json(self) -> Record:
         """Days, GPU-hours, ISO dates, probabilities, jobs, and the assumptions behind them."""
         r, price = self.request, self.request.price
@@ -221,19 +192,16 @@ class Forecast:
             "checkpoint": {"interval_s": r.interval_s, "save_s": r.save_s},
             "lost_days": self.lost_days,
             "schedule": [job.to_json() for job in self.jobs()],
-            "assumptions": records.assumptions(r, self.spare_nodes),
-            "meaning": records.MEANING,
+            "assumptions": assumptions_of(r, self.spare_nodes),
+            "meaning": MEANING,
         }
 
-    def as_text(self) -> str:
-        """The forecast as lines of text."""
-        return records.as_text(self._record)
-
     @cached_property
-    def _record(self) -> Record:
+    def record(self) -> Record:  # type: ignore[override]
+        """to_json() and what describes the plan."""
         plan = self.request.plan
         parts = {"shape": vars(plan.shape), "topology": vars(plan.topology), "cluster": plan.cluster.name}
-        return {**self.to_json(), **parts, "parameters": plan.shape.parameters}
+        return {**self.to_json(), **parts, "parameters": plan.shape.parameters, "dangers": self.dangers}
 
 
 def forecast(request: ForecastRequest) -> Forecast:

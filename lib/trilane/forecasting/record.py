@@ -1,4 +1,4 @@
-"""A forecast as one JSON object, and the sentences and tables that show such an object: in 07, 08 and the command."""
+"""The JSON object of a forecast in sentences and tables: the same ones in 07, in 08 and on the command line."""
 
 import dataclasses
 import html
@@ -19,7 +19,7 @@ MEANING = {
 MOST_LINES = 12  # changes of topology that are printed
 
 
-def assumptions(request: ForecastRequest, spare_nodes: int) -> list[Record]:
+def assumptions_of(request: ForecastRequest, spare_nodes: int) -> list[Record]:
     """Every assumption: a name, a value, a source. `spare_nodes` are those that the jobs leave."""
     r = dataclasses.replace(request.risks, spare_nodes=spare_nodes)
     stops = [
@@ -34,109 +34,108 @@ def probability_text(probability: float) -> str:
     return "under 0.1 %" if probability < 0.001 else f"{probability:.1%}"
 
 
-def headline(record: Record) -> Text:
-    """The plan, when it is finished, what it costs, and how likely it fails either limit."""
-    s, t = record["shape"], record["topology"]
-    low, high = (day[:10] for day in (record["finish"]["p05"], record["finish"]["p95"]))
-    text = (
-        f"**{s['num_layers']} layers × {s['hidden_size']}** ({record['parameters'] / 1e9:.4g} B parameters, "
-        f"{s['num_attention_heads']} heads) as `{html.escape(record['plan'])}`: "
-        f"TP {t['tp']} × PP {t['pp']} × DP {t['dp']}, "
-        f"microbatch {t['mbs']}, {t['tp'] * t['pp'] * t['dp']} GPUs of `{record['cluster']}`. "
-        f"{record['tokens'] / 1e9:,.4g} billion tokens are trained by **{record['finish']['p50'][:10]}** "
-        f"({low} to {high} in nine of ten runs), after **{record['days']:,.4g} days** and "
-        f"**{record['gpu_hours']:,.0f} GPU-hours**"
-    )
-    if (p := record["p_overrun_allocation"]) is not None:
-        text += f" of {record['allocation']:,.0f}: overrun with probability **{probability_text(p)}**"
-    if (p := record["p_miss_deadline"]) is not None:
-        text += f"; the deadline {record['deadline']} is missed with probability **{probability_text(p)}**"
-    return Text(text + ".")
+class Described:
+    """The sentences and tables of a forecast, all of them from `record`: its JSON, with plan and `dangers`."""
 
+    record: Record
 
-def ramp_text(record: Record) -> Text:
-    """What the ramp takes, and from which batch size on every pipeline stage is at work."""
-    ramp = record["ramp"]
-    return Text(
-        f"The ramp takes **{ramp['iterations']:,}** of {record['iterations']:,} iterations and **{ramp['days']:.3g} "
-        f"days** of work, at the predicted seconds of each of its {ramp['batch_sizes']} batch sizes. From "
-        f"{ramp['first_full_gbs']} sequences on every pipeline stage has a microbatch."
-    )
+    def summary(self) -> Text:
+        """The plan, when it is finished, what it costs, and how likely it fails either limit."""
+        r, s, t = self.record, self.record["shape"], self.record["topology"]
+        finish = {name: day[:10] for name, day in r["finish"].items()}
+        text = (
+            f"**{s['num_layers']} layers × {s['hidden_size']}** ({r['parameters'] / 1e9:.4g} B parameters, "
+            f"{s['num_attention_heads']} heads) as `{html.escape(r['plan'])}`: "
+            f"TP {t['tp']} × PP {t['pp']} × DP {t['dp']}, "
+            f"microbatch {t['mbs']}, {t['tp'] * t['pp'] * t['dp']} GPUs of `{html.escape(r['cluster'])}`. "
+            f"{r['tokens'] / 1e9:,.4g} billion tokens are trained by **{finish['p50']}** ({finish['p05']} to "
+            f"{finish['p95']} in nine of ten runs), after **{r['days']:,.4g} days** and "
+            f"**{r['gpu_hours']:,.0f} GPU-hours**"
+        )
+        if (p := r["p_overrun_allocation"]) is not None:
+            text += f" of {r['allocation']:,.0f}: overrun with probability **{probability_text(p)}**"
+        if (p := r["p_miss_deadline"]) is not None:
+            text += f"; the deadline {r['deadline']} is missed with probability **{probability_text(p)}**"
+        return Text(text + ".")
 
+    def ramp_summary(self) -> Text:
+        """What the ramp takes, and from which batch size on every pipeline stage is at work."""
+        r, ramp = self.record, self.record["ramp"]
+        return Text(
+            f"The ramp takes **{ramp['iterations']:,}** of {r['iterations']:,} iterations and **{ramp['days']:.3g} "
+            f"days** of work, at the predicted seconds of each of its {ramp['batch_sizes']} batch sizes. From "
+            f"{ramp['first_full_gbs']} sequences on every pipeline stage has a microbatch."
+        )
 
-def checkpoint_text(record: Record) -> Text:
-    """How often the run saves, and why."""
-    every, save_s = record["checkpoint"]["interval_s"] / 60, record["checkpoint"]["save_s"]
-    daly = next(a["value"] for a in record["assumptions"] if a["what"] == "checkpoint_s") == 0
-    reason = f"Daly's optimum for these interruptions and {save_s:.0f} s a save" if daly else "as given"
-    return Text(f"A checkpoint every **{every:.0f} minutes**: {reason}.")
+    def checkpoint_summary(self) -> Text:
+        """How often the run saves, and why."""
+        every, save_s = self.record["checkpoint"]["interval_s"] / 60, self.record["checkpoint"]["save_s"]
+        daly = next(a["value"] for a in self.record["assumptions"] if a["what"] == "checkpoint_s") == 0
+        reason = f"Daly's optimum for these interruptions and {save_s:.0f} s a save" if daly else "as given"
+        return Text(f"A checkpoint every **{every:.0f} minutes**: {reason}.")
 
-
-def costs(record: Record) -> Columns:
-    """GPU-hours, energy and money: median, 5 % and 95 % of the simulated runs. Unknown rows are left out."""
-    energy = [record["energy_kwh"], *record["energy_interval"]]
-    unit, kwh = energy_unit(energy[0])
-    rows = {
-        "GPU-hours": [record["gpu_hours"], *record["gpu_hours_interval"]],
-        f"energy ({unit})": [e / kwh if e else None for e in energy],
-        "money": [record["cost"], *record["cost_interval"]],
-    }
-    known = {name: row for name, row in rows.items() if row[0] is not None}
-    heads = ("median", "5 % below", "95 % below")
-    return Columns({"": list(known), **{h: [row[i] for row in known.values()] for i, h in enumerate(heads)}}, digits=1)
-
-
-def delays(rows: list[Record], **columns: Any) -> Columns:
-    """The causes of delay (`dangers` of a record): mean days, and the days that one run in twenty exceeds."""
-    return Columns(
-        {
-            "cause": [row["what"] for row in rows],
-            "days on average": [row["mean_days"] for row in rows],
-            "one run in 20 loses more than": [row["days_95"] for row in rows],
-            **columns,
-        },
-        digits=2,
-    )
-
-
-def assumption_table(record: Record) -> Columns:
-    """Every assumption with its source."""
-    rows = record["assumptions"]
-    return Columns(
-        {
-            "what": [a["what"] for a in rows],
-            "value": [str(a.get("value", a.get("per_node_year") or a.get("per_year"))) for a in rows],
-            "per": ["node and year" if a.get("per_node_year") else "year" if a.get("per_year") else "" for a in rows],
-            "source": [a["source"] for a in rows],
+    @property
+    def costs(self) -> Columns:
+        """GPU-hours, energy and money: median, 5 % and 95 % of the simulated runs. Unknown rows are left out."""
+        r = self.record
+        unit, kwh = energy_unit(r["energy_kwh"])
+        energy = [e / kwh if e else None for e in (r["energy_kwh"], *r["energy_interval"])]
+        rows = {
+            "GPU-hours": [r["gpu_hours"], *r["gpu_hours_interval"]],
+            f"energy ({unit})": energy,
+            "money": [r["cost"], *r["cost_interval"]],
         }
-    )
+        known = {name: row for name, row in rows.items() if row[0] is not None}
+        heads = ("median", "5 % below", "95 % below")
+        columns = {head: [row[i] for row in known.values()] for i, head in enumerate(heads)}
+        return Columns({"": list(known), **columns}, digits=1)
 
+    @property
+    def delays(self) -> Columns:
+        """The causes of delay, the worst first: mean days, and the days that one run in twenty exceeds."""
+        rows = self.record["dangers"]
+        names = {"cause": "what", "days on average": "mean_days", "one run in 20 loses more than": "days_95"}
+        return Columns({head: [row[name] for row in rows] for head, name in names.items()}, digits=2)
 
-def as_text(record: Record) -> str:
-    """The forecast as `trilane plan calendar` prints it."""
-    ramp, ideal = record["ramp"], record["ideal"]
-    batches = f"{ramp['batch_sizes']} batch sizes"
-    days, hours = record["days_interval"], record["gpu_hours_interval"]
-    finish = {name: day[:10] for name, day in record["finish"].items()}
-    lines = [
-        f"{record['plan']}: {record['tokens']:g} tokens, {record['iterations']} iterations from {record['start']}",
-        f"ramp      {ramp['iterations']} iterations, {batches}, {ramp['days']:.2f} days of work",
-        f"days      {record['days']:.1f} ({days[0]:.1f} to {days[1]:.1f}); {ideal['days']:.1f} without interruptions",
-        f"GPU-hours {record['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f}); {ideal['gpu_hours']:,.0f} of work",
-        f"finish    {finish['p50']} ({finish['p05']} to {finish['p95']})",
-    ]
-    if record["p_miss_deadline"] is not None:
-        lines.append(f"deadline  {record['deadline']}: missed with probability {record['p_miss_deadline']:.1%}")
-    if (p := record["p_overrun_allocation"]) is not None:
-        lines.append(f"allocation {record['allocation']:,.0f} GPU-hours: overrun with probability {p:.1%}")
-    if record["energy_kwh"] is not None:
-        money = f", money {record['cost']:,.0f}" if record["cost"] else ""
-        lines.append(f"energy    {energy_text(record['energy_kwh'])}{money}")
-    lines.append("lost days " + ", ".join(f"{name} {days:.1f}" for name, days in record["lost_days"].items()))
-    jobs = [
-        f"  day {j['from_day']:5.1f} to {j['to_day']:5.1f}: gbs {j['gbs'][0]} to {j['gbs'][1]} on {j['nodes']} nodes, "
-        f"tp {j['tp']} pp {j['pp']} dp {j['dp']} mbs {j['mbs']} recompute {j['recompute']}"
-        for j in record["schedule"]
-    ]
-    more = [f"  and {len(jobs) - MOST_LINES} more (--json shows all)"] if len(jobs) > MOST_LINES else []
-    return "\n".join([*lines, *jobs[:MOST_LINES], *more])
+    @property
+    def assumptions(self) -> Columns:
+        """Every assumption with its source."""
+        rows = self.record["assumptions"]
+        per = {"value": "", "per_node_year": "node and year", "per_year": "year"}
+        kinds = [next((name for name in per if a.get(name)), "value") for a in rows]
+        return Columns(
+            {
+                "what": [a["what"] for a in rows],
+                "value": [str(a.get(kind, 0.0)) for kind, a in zip(kinds, rows, strict=True)],
+                "per": [per[kind] for kind in kinds],
+                "source": [a["source"] for a in rows],
+            }
+        )
+
+    def as_text(self) -> str:
+        """The forecast as `trilane plan calendar` prints it."""
+        r, ramp, ideal = self.record, self.record["ramp"], self.record["ideal"]
+        days, hours, batches = r["days_interval"], r["gpu_hours_interval"], f"{ramp['batch_sizes']} batch sizes"
+        finish = {name: day[:10] for name, day in r["finish"].items()}
+        lines = [
+            f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}",
+            f"ramp      {ramp['iterations']} iterations, {batches}, {ramp['days']:.2f} days of work",
+            f"days      {r['days']:.1f} ({days[0]:.1f} to {days[1]:.1f}); {ideal['days']:.1f} without interruptions",
+            f"GPU-hours {r['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f}); {ideal['gpu_hours']:,.0f} of work",
+            f"finish    {finish['p50']} ({finish['p05']} to {finish['p95']})",
+        ]
+        if r["p_miss_deadline"] is not None:
+            lines.append(f"deadline  {r['deadline']}: missed with probability {r['p_miss_deadline']:.1%}")
+        if (p := r["p_overrun_allocation"]) is not None:
+            lines.append(f"allocation {r['allocation']:,.0f} GPU-hours: overrun with probability {p:.1%}")
+        if r["energy_kwh"] is not None:
+            money = f", money {r['cost']:,.0f}" if r["cost"] else ""
+            lines.append(f"energy    {energy_text(r['energy_kwh'])}{money}")
+        lines.append("lost days " + ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items()))
+        jobs = [
+            f"  day {j['from_day']:5.1f} to {j['to_day']:5.1f}: gbs {j['gbs'][0]} to {j['gbs'][1]} on {j['nodes']} "
+            f"nodes, tp {j['tp']} pp {j['pp']} dp {j['dp']} mbs {j['mbs']} recompute {j['recompute']}"
+            for j in r["schedule"]
+        ]
+        more = [f"  and {len(jobs) - MOST_LINES} more (--json shows all)"] if len(jobs) > MOST_LINES else []
+        return "\n".join([*lines, *jobs[:MOST_LINES], *more])
