@@ -97,7 +97,7 @@ def test_the_next_run_saves_what_simulated_decisions_save():
     """The knowledge gradient against its own definition: worlds are drawn from the belief, the run is made in each of
     them, the belief is updated by Bayes' rule, and the choice is made again."""
     belief = posterior(CASES[:1], [seconds(CASES[0], Calibration())], Calibration())
-    best = next_run.next_runs(CASES, belief, CASES, startup_s=0)[0]
+    best = next_run.short_runs(CASES, belief, CASES, startup_s=0)[0]
     mean, cov = next_run._per_sequence(CASES, belief), belief.covariance(CASES)
     x = CASES.index(best.case)
     rng = np.random.default_rng(1)
@@ -113,16 +113,16 @@ def test_a_run_of_what_is_known_tells_less_than_one_of_its_rival_and_cost_counts
     measured = seconds(CASES[0], Calibration())
     belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration())
     near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
-    known, rival = next_run.next_runs([CASES[0], near], belief, [CASES[0], near], startup_s=0)[::-1]
+    known, rival = next_run.short_runs([CASES[0], near], belief, [CASES[0], near], startup_s=0)[::-1]
     assert rival.case == near and rival.regret_saved > known.regret_saved
-    longer = next_run.next_runs([CASES[0], near], belief, [near], iterations=200, startup_s=0)[0]
+    longer = next_run.short_runs([CASES[0], near], belief, [near], iterations=200, startup_s=0)[0]
     assert longer.gpu_hours == pytest.approx(10 * rival.gpu_hours) and longer.worth < rival.worth
 
 
 def test_where_the_choice_is_clear_the_winners_time_is_what_a_run_tells():
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
     belief = posterior([], [], Calibration())
-    best = next_run.next_runs([CASES[0], slow], belief)[0]
+    best = next_run.short_runs([CASES[0], slow], belief)[0]
     decision = next_run.decide([CASES[0], slow], belief)
     assert decision.winner == 0 and decision.chances[0] > 0.99 and decision.regret < 1e-3
     assert best.case.topology.tp == 8, "the winner, or it with fewer replicas: the other would not fit"
@@ -141,7 +141,7 @@ def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
     runs = [measure_log(log(sec_per_it=s), plan, name=plan.label) for s, plan in zip((2.0, 3.0), plans, strict=True)]
     lesson = recalibrate.recalibrate(runs)
-    recalibrate.table(lesson).to_csv(tmp_path / "measured.csv", index=False)
+    lesson.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
     cluster = tmp_path / "local.json"
     cluster.write_text(json.dumps(dataclasses.asdict(plans[0].cluster)))
     rows, skipped = read_rows(tmp_path / "measured.csv", str(cluster))
@@ -155,11 +155,11 @@ def test_a_lesson_brings_predictions_nearer_and_says_how_sure_they_are(tmp_path,
     true = [1.5 * p.sec_per_it for p in recalibrate.predictions(blank, default(blank[0].cluster))]
     runs = [measure_log(log(sec_per_it=s), p, name=p.label) for s, p in zip(true, plans, strict=True)]
     lesson = recalibrate.recalibrate(runs)
-    table = pd.DataFrame(lesson.columns())
+    table = lesson.to_frame()
     assert (table["recalibrated / measured"] - 1).abs().max() < (table["predicted / measured"] - 1).abs().min()
     assert all(p.sec_lo < m.sec_per_it < p.sec_hi for p, m in zip(lesson.after, lesson.runs, strict=True))
     assert len(recalibrate.choices(Study.open("s"), lesson)) >= 3, "without plans.json: the rivals of the first run"
-    assert recalibrate.recalibrate([measure_log(log())]) is None
+    assert not recalibrate.recalibrate([measure_log(log())])
 
 
 def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):

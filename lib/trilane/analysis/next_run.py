@@ -1,35 +1,37 @@
-"""The next best short run: which measurement tells most about the decision, per GPU-hour that it costs."""
+"""The next short run: which measurement is worth most to the choice of a plan, per GPU-hour that it costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trilane.analysis.recalibrate import NOTHING, Recalibration, choices
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.uncertainty import Posterior
+from trilane.utils.tables import Table, Text
 from trilane.utils.validation import require
+from trilane.workspace.study import Study
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ITERATIONS = 20  # of a short run
-
-
 STARTUP_S = {"cuda": 120.0, "cpu": 15.0}  # its start: imports, NCCL, first kernels; guessed, not measured
-
-
 DRAWS = 401  # values of a standard normal that stand for all of them
-
-
-CERTAIN = 1e-4  # of ln(seconds): less regret than this, and the question is how fast and no longer which
+CERTAIN = 1e-4  # of ln(seconds): below this regret the choice is clear, and the winner's time is the question
+SHOWN = 8  # runs in the table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is believed of the plans: which is fastest, with what chance each, and what choosing now may cost.
+    """The belief about the plans: which is fastest, the chance of each, and the expected cost of choosing now.
 
-    `regret` is how much of an iteration's time is expected to be lost by taking `winner` and not what would prove to
-    be the fastest; `seconds` and `half_width` are the winner's (90 % interval, of ln(seconds)).
+    `regret` is the share of an iteration's time that choosing `winner` is expected to lose against the plan that would
+    prove fastest; `seconds` and `half_width` are the winner's (90 % interval, of ln(seconds)).
     """
 
     winner: int
@@ -41,12 +43,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class ShortRun:
-    """A run that could be made: its cost, and what is expected to be known after it.
+    """A possible run: its cost, and what is expected to be known after it.
 
-    regret_saved       of Decision.regret, what this run is expected to save: its worth as a share of the training
+    regret_saved       the part of Decision.regret that this run is expected to save, as a share of the training's time
     half_width_after   of the winner's predicted time
-    worth              the objective over the cost: regret saved (or, once that is certain, variance of the winner's
-                       time taken away) per GPU-hour
+    worth              regret saved (or, once the choice is certain, variance of the winner's time removed) per GPU-hour
     """
 
     case: Configuration
@@ -54,6 +55,55 @@ class ShortRun:
     regret_saved: float
     half_width_after: float
     worth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextRuns(Table):
+    """The plans to choose among, the choice as it stands, and possible runs, the best first; false where there is none."""
+
+    plans: tuple[Configuration, ...] = ()
+    decision: Decision | None = None
+    runs: tuple[ShortRun, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.decision is not None
+
+    def summary(self) -> Text:
+        """Which plan is believed to be the fastest, and what choosing it now costs."""
+        if not (d := self.decision):
+            return NOTHING
+        return Text(
+            f"Of {len(self.plans)} plans `{self.plans[d.winner].topology.label}` is believed to be the fastest (chance "
+            f"{d.chances[d.winner]:.0%}), {d.seconds:.3g} s an iteration ± {d.half_width:.1%}. Choosing it now costs "
+            f"{d.regret:.2%} of the time, on average."
+        )
+
+    def to_frame(self) -> "pd.DataFrame":
+        """The SHOWN best runs: cost, expected saving, and the interval of the winner's time now and after."""
+        import pandas as pd
+
+        best, now = self.runs[:SHOWN], f"± {self.decision.half_width:.1%}" if self.decision else ""
+        return pd.DataFrame(
+            {
+                f"short run ({ITERATIONS} iterations)": [run.case.topology.label for run in best],
+                "gbs": [run.case.topology.gbs for run in best],
+                "GPU-hours": [run.gpu_hours for run in best],
+                "expected saving of time": [f"{run.regret_saved:.3%}" for run in best],
+                "winner's time, now": [now] * len(best),
+                "after it": [f"± {run.half_width_after:.1%}" for run in best],
+            }
+        )
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() if self else f"<p>{NOTHING}</p>"
+
+
+def next_runs(study: Study, lesson: Recalibration) -> NextRuns:
+    """The choice among the study's plans after the lesson, and the short runs that would serve it best."""
+    if not (plans := choices(study, lesson)):
+        return NextRuns()
+    decision, runs = decide(plans, lesson.belief), short_runs(plans, lesson.belief)
+    return NextRuns(plans=tuple(plans), decision=decision, runs=tuple(runs))
 
 
 def decide(plans: Sequence[Configuration], belief: Posterior) -> Decision:
@@ -72,19 +122,19 @@ def decide(plans: Sequence[Configuration], belief: Posterior) -> Decision:
     )
 
 
-def next_runs(
+def short_runs(
     plans: Sequence[Configuration],
     belief: Posterior,
     runs: Sequence[Configuration] = (),
     iterations: int = ITERATIONS,
     startup_s: float | None = None,
 ) -> list[ShortRun]:
-    """The runs (those given, else the plans and their smaller siblings), the most worthwhile first.
+    """The runs (those given, else the plans and smaller versions of them), the most worthwhile first.
 
     A run of plan x moves the belief about plan i by s_i z, z standard normal, s_i = cov(i, x) / sd of x's measured
     ln(seconds). The regret that it saves is min(mean) - E min(mean + s z): the knowledge gradient (Frazier, Powell and
     Dayanik 2009, 'The knowledge-gradient policy for correlated normal beliefs', section 3), here summed over
-    DRAWS quantiles of z. Left out: that several runs together may tell more than each of them.
+    DRAWS quantiles of z. Left out: that several runs together may be worth more than their sum.
     """
     runs = list(runs) or siblings(plans)
     mean, everything = _per_sequence(plans, belief), belief.covariance([*plans, *runs])
@@ -115,9 +165,9 @@ def next_runs(
 
 
 def siblings(plans: Sequence[Configuration]) -> list[Configuration]:
-    """The plans, and each with a half, a quarter, ... of its replicas and of its batch: the same pipeline for less.
+    """The plans, and each with a half, a quarter, ... of its replicas and batch: the same pipeline on fewer GPUs.
 
-    Those that would rather run out of memory than not are left out: they would teach nothing.
+    Those that more likely than not run out of memory are left out: nothing would be measured.
     """
     found: dict[tuple[object, Topology], Configuration] = {}
     for plan in plans:
@@ -138,7 +188,7 @@ def _fits(case: Configuration) -> bool:
 
 
 def _per_sequence(plans: Sequence[Configuration], belief: Posterior) -> np.ndarray:
-    """ln(seconds) per sequence: what plans of several batch sizes are compared by."""
+    """ln(seconds) per sequence, which compares plans of different batch sizes."""
     return belief.expected(plans) - np.log([p.topology.gbs for p in plans])
 
 

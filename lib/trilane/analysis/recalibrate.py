@@ -1,9 +1,10 @@
-"""Learning: what measured runs teach the planner: predictions before and after, each with its interval."""
+"""Recalibration: what measured runs teach the planner: constants and predictions before and after, with intervals."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,22 +12,26 @@ from trilane.analysis.measure import Measurement
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.costmodel.calibration import Calibration, Configuration, default
+from trilane.costmodel import calibration
+from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import cells_of
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
+from trilane.utils.tables import Columns, Table, Text
 from trilane.workspace.study import Study
 
 if TYPE_CHECKING:
     import pandas as pd
 
+NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Recalibration:
-    """The runs that could be predicted, as cases, and what is believed before and after having seen them."""
+class Recalibration(Table):
+    """The runs that could be predicted, as cases, and what is predicted before and after; false where there is none."""
 
     runs: tuple[Measurement, ...]
     cases: tuple[Configuration, ...]
@@ -36,28 +41,75 @@ class Recalibration:
     before: tuple[Prediction, ...]
     after: tuple[Prediction, ...]
 
-    def columns(self) -> dict[str, list[Any]]:
-        """Measured against predicted, a row a run."""
+    def __bool__(self) -> bool:
+        return bool(self.cases)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Measured against predicted seconds, a row a run."""
+        import pandas as pd
+
         measured = [m.sec_per_it for m in self.runs]
-        columns: dict[str, list[Any]] = {"run": [m.name for m in self.runs], "measured s/it": measured}
+        columns: dict[str, list[object]] = {"run": [m.name for m in self.runs], "measured s/it": [*measured]}
         for name, predictions in (("predicted", self.before), ("recalibrated", self.after)):
             columns[name] = [p.sec_per_it for p in predictions]
             columns[f"{name} / measured"] = [p.sec_per_it / s for p, s in zip(predictions, measured, strict=True)]
             columns[f"{name} ±"] = [f"{p.sec_hi / p.sec_per_it - 1:.0%}" for p in predictions]
-        return columns
+        return pd.DataFrame(columns)
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() if self else f"<p>{NOTHING}</p>"
+
+    def memory(self) -> Table | Text:
+        """Measured against predicted memory, a row for each run that printed it."""
+        pairs = [(m, p) for m, p in zip(self.runs, self.before, strict=True) if m.memory_bytes > 0]
+        columns: dict[str, list[object]] = {
+            "run": [m.name for m, _ in pairs],
+            "measured, fullest rank (GiB)": [m.memory_bytes / 2**30 for m, _ in pairs],
+            "predicted (GiB)": [p.memory_bytes / 2**30 for _, p in pairs],
+            "predicted / measured": [p.memory_bytes / m.memory_bytes for m, p in pairs],
+        }
+        return Columns(columns) if pairs else NOTHING
+
+    def constants(self) -> Table | Text:
+        """The planner's constants before and after."""
+        then, now = (calibration.to_json(c) for c in (self.prior, self.fitted))
+        names = [name for name in now if name != "regimes"]
+        values = {when: [f"{c[name]:.3g}" for name in names] for when, c in (("before", then), ("after", now))}
+        return Columns({"constant": names, **values}) if self else NOTHING
+
+    @property
+    def worst_ratio(self) -> float:
+        """Of recalibrated / measured the one furthest from 1; NaN without a run."""
+        ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(self.after, self.runs, strict=True)]
+        return max(ratios, key=lambda ratio: abs(ratio - 1), default=math.nan)
+
+    def measured_rows(self) -> "pd.DataFrame":
+        """The measured runs in the columns that measured_rows.read_rows takes: `trilane plan backtest` fits to them."""
+        import pandas as pd
+
+        rows = zip(self.runs, self.cases, strict=True)
+        return pd.DataFrame([cells_of(m.name, case, m.sec_per_it, m.memory_bytes) for m, case in rows])
+
+    def save(self, study: Study, made_by: str) -> list[Path]:
+        """Write calibration.json, predicted.csv and measured.csv into the study, where there is something to write."""
+        if not self:
+            return []
+        return [
+            study.save("calibration.json", calibration.to_json(self.fitted), made_by),
+            study.save_table("predicted.csv", self.to_frame()),
+            study.save_table("measured.csv", self.measured_rows()),
+        ]
 
 
-def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration | None:
-    """The lesson of the runs whose shape and topology are known, on `cluster` unless they have a plan; else None."""
+def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
+    """The constants fitted to the runs whose shape and topology are known, on `cluster` unless they have a plan."""
     pairs = [(m, case) for m in runs if m.sec_per_it > 0 and (case := case_of(m, cluster))]
-    if not pairs:
-        return None
     cases, seconds = [case for _, case in pairs], [m.sec_per_it for m, _ in pairs]
-    prior = default(cases[0].cluster, stack(pairs[0][0]))
-    fitted = fit_time(cases, seconds, prior)
-    # what is written down for later plans: the width for one like those that ran
-    width = float(np.median(posterior(cases, seconds, fitted).half_widths(cases)))
-    fitted = replace(fitted, half_width=width)
+    prior = calibration.default(cases[0].cluster, stack(pairs[0][0])) if pairs else Calibration()
+    fitted = fit_time(cases, seconds, prior) if pairs else prior
+    if pairs:  # what is written down for later plans: the width for one like those that ran
+        width = float(np.median(posterior(cases, seconds, fitted).half_widths(cases)))
+        fitted = replace(fitted, half_width=width)
     belief = posterior(cases, seconds, fitted)
     return Recalibration(
         runs=tuple(m for m, _ in pairs),
@@ -71,7 +123,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
 
 
 def stack(m: Measurement) -> str:
-    """Which of rows.STACKS a log's dialect and arguments show, "" for none: it chooses among shipped calibrations."""
+    """The one of measured_rows.STACKS that a log's dialect and arguments show, "" for none: it selects the prior."""
     if m.plan or m.log.dialect not in ("megatron-2021", "megatron-lm", "megatron-deepspeed-2022"):
         return ""
     if m.log.arguments.get("deepspeed.zero_optimization_stage") == 3:
@@ -80,10 +132,10 @@ def stack(m: Measurement) -> str:
 
 
 def predictions(
-    cases: Sequence[Configuration], calibration: Calibration, belief: Posterior | None = None
+    cases: Sequence[Configuration], known: Calibration, belief: Posterior | None = None
 ) -> list[Prediction]:
-    """What is predicted for each case, with the belief's intervals where it is given."""
-    found = [predict(c.shape, c.topology, c.cluster, calibration) for c in cases]
+    """The prediction for each case, with the belief's intervals where it is given."""
+    found = [predict(c.shape, c.topology, c.cluster, known) for c in cases]
     if belief is None:
         return found
     factors = [math.exp(width) for width in belief.half_widths(cases)]
@@ -127,31 +179,25 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
     return None if invalid_reason(c.shape, topology) else case
 
 
-def rivals(case: Configuration, calibration: Calibration, keep: int = 8) -> list[Configuration]:
-    """The best plans beside `case` that train the same model with the same batch on as many GPUs."""
+def alternatives(case: Configuration, known: Calibration, keep: int = 8) -> list[Configuration]:
+    """The best plans that train the model of `case` with its batch on as many GPUs."""
     t = case.topology
     space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}))
-    found = search_space(case.shape, case.cluster, space, calibration, top=64)
+    found = search_space(case.shape, case.cluster, space, known, top=64)
     return [replace(case, topology=c.topology) for c in found.best_lanes(keep)]
 
 
 def choices(study: Study, lesson: Recalibration) -> list[Configuration]:
-    """The plans to decide among: those of the study's plans.json, else the rivals of the lesson's first run.
+    """The plans to decide among: those of the study's plans.json, else alternatives to the lesson's first run.
 
-    The measured plans of the same model and batch are always among them.
+    The measured plans of the same model and batch are always included. None where the lesson has no run.
     """
+    if not lesson:
+        return []
     first = lesson.cases[0]
-    found = _planned(study, first) or rivals(first, lesson.fitted)
+    found = _planned(study, first) or alternatives(first, lesson.fitted)
     alike = [c for c in lesson.cases if (c.shape, c.topology.gbs) == (first.shape, first.topology.gbs)]
     return list({(c.shape, c.topology): c for c in [*found, *alike]}.values())
-
-
-def table(lesson: Recalibration) -> "pd.DataFrame":
-    """The measured runs in the columns that rows.read_rows takes: what `trilane backtest` can be calibrated on."""
-    import pandas as pd
-
-    rows = zip(lesson.runs, lesson.cases, strict=True)
-    return pd.DataFrame([cells_of(m.name, case, m.sec_per_it, m.memory_bytes) for m, case in rows])
 
 
 def _planned(study: Study, like: Configuration) -> list[Configuration]:

@@ -30,6 +30,7 @@ class RunConfig:
     gpus, gbs          GPUs of the run, and sequences per iteration
     seq_length         tokens of a sequence; may be known without the shape
     recompute          "none", "selective" or "full"
+    card_bytes         the card's memory; 0 unknown
     peak_flops_per_s   the card's matmul rate in the run's precision, of data sheets (data/clusters); 0 unknown
     note               why there is no shape, where the log shows a model that is not a plain GPT
     """
@@ -47,6 +48,7 @@ class RunConfig:
     interleaving: int = 1
     precision: str = ""
     card: str = ""
+    card_bytes: float = 0.0
     peak_flops_per_s: float = 0.0
     note: str = ""
 
@@ -82,6 +84,7 @@ def _of_plan(plan: Plan) -> RunConfig:
         interleaving=t.interleaving,
         precision=t.precision,
         card=gpu.name,
+        card_bytes=gpu.memory_bytes,
         peak_flops_per_s=peak,
     )
 
@@ -111,6 +114,7 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         interleaving=max(1, layers // (pp * per_stage)) if per_stage and layers else 1,
         precision=precision,
         card=gpu.name if gpu else "",
+        card_bytes=gpu.memory_bytes if gpu else 0.0,
         peak_flops_per_s=peak,
     )
 

@@ -1,4 +1,4 @@
-"""Figures of measured runs: loss, time, rates, memory, and predictions beside them. Each returns a Figure."""
+"""Figures of measured runs: loss, time, rates, memory, predictions. Each returns a Text if there is nothing to draw."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,18 +7,25 @@ from matplotlib.figure import Figure
 
 from trilane.analysis.loss_curve import Curve
 from trilane.analysis.measure import Measurement
-from trilane.analysis.next_run import ShortRun
-from trilane.analysis.phase_times import ORDER
+from trilane.analysis.measure import memory_by_rank as bytes_by_rank
+from trilane.analysis.next_run import NextRuns
+from trilane.analysis.phase_times import ORDER, phases
+from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.report.plots.style import COLORS, GIB, figure, legend, stacked_bars, title
+from trilane.utils.tables import Text
+
+LIMIT = "#b3261e"  # the colour of a limit
 
 
-def loss_curves(curves: Mapping[str, Curve]) -> Figure:
-    """Loss (nats per token) over samples, one line a training, so that topologies of one plan lie on each other.
+def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
+    """Loss (nats per token) over samples, one line a training; topologies of one plan coincide.
 
-    A dotted upright line is a restart; what was done again is drawn thin as it was the first time.
+    A dotted vertical line is a restart; iterations that were repeated are drawn thin as they were the first time.
     """
+    if not curves:
+        return Text("No log prints a loss.")
     made, axes = figure()
-    # drawn thick to thin where they may lie on each other: a line that hides another would look like a missing run
+    # thick to thin where lines may coincide: one that hides another would look like a missing run
     ends = [float(c.table["lm_loss"].dropna().iloc[-1]) for c in curves.values() if c.table["lm_loss"].notna().any()]
     widths = [5.0, 3.0, 1.5, 0.8] if ends and max(ends) - min(ends) < 0.05 else [1.5]
     labels = set()
@@ -39,8 +46,10 @@ def loss_curves(curves: Mapping[str, Curve]) -> Figure:
     return made
 
 
-def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure:
+def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
     """Seconds of each iteration, one line a run; hollow dots are left out of the medians, the dotted lines."""
+    if not measurements:
+        return Text("No log prints times.")
     made, axes = figure()
     for i, m in enumerate(measurements):
         table, color = m.log.iterations, COLORS[i % len(COLORS)]
@@ -62,20 +71,21 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure:
 
 
 def _far_apart(values: Sequence[float]) -> bool:
-    """Whether values need a logarithmic axis to be seen beside each other."""
+    """Whether the values need a logarithmic axis."""
     return max(values) > 20 * min(values)
 
 
-def predicted_against_measured(
-    labels: Sequence[str],
-    measured: Sequence[float],
-    before: Sequence[tuple[float, float, float]],
-    after: Sequence[tuple[float, float, float]],
-) -> Figure:
-    """Seconds per iteration, predicted (with its 90 % interval) over measured, before and after calibration.
+def predicted_against_measured(lesson: Recalibration) -> Figure | Text:
+    """Seconds per iteration, predicted (with its 90 % interval) against measured, before and after calibration.
 
-    `before` and `after` hold (predicted, low, high). On the diagonal a prediction is right.
+    On the diagonal a prediction is exact.
     """
+    if not lesson:
+        return NOTHING
+    labels, measured = [m.label for m in lesson.runs], [m.sec_per_it for m in lesson.runs]
+    before, after = (
+        [(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (lesson.before, lesson.after)
+    )
     made, axes = figure(7.0, 4.2)
     groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
     for predictions, color, marker, name in groups:
@@ -86,7 +96,7 @@ def predicted_against_measured(
     lowest = 0.5 * min([*measured, *(p[1] for p in (*before, *after))]) if _far_apart(measured) else 0.0
     axes.plot([lowest, highest], [lowest, highest], color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
     for number, (label, x) in enumerate(sorted(zip(labels, measured, strict=True), key=lambda pair: pair[1])):
-        # below the axis' end, one above the other: runs of one speed would write on each other
+        # from the axis upwards: labels of runs of one speed would overlap
         spot = (x, 0.02 + 0.06 * number)
         side = "right" if x > 0.7 * max(measured) else "left"
         axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
@@ -100,24 +110,26 @@ def predicted_against_measured(
     return made
 
 
-def rates_by_definition(measurements: Sequence[Measurement]) -> Figure:
-    """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where it is in sight."""
-    told = [m for m in measurements if m.flops_per_s]
-    every = list(dict.fromkeys(name for m in told for name in m.flops_per_s))
+def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
+    """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where it is within range."""
+    rated = [m for m in measurements if m.flops_per_s]
+    if not rated:
+        return Text("The logs give neither shape nor FLOPs.")
+    every = list(dict.fromkeys(name for m in rated for name in m.flops_per_s))
     names = sorted(every, key=lambda name: name in ("printed", "profiler"))
-    highest = max(rate for m in told for rate in m.flops_per_s.values())
+    highest = max(rate for m in rated for rate in m.flops_per_s.values())
     scale, unit = (1e12, "TFLOP/s") if highest >= 1e12 else (1e9, "GFLOP/s")
-    made, axes = figure(8.0, 1.1 + 0.17 * (len(names) + 1) * len(told))
+    made, axes = figure(8.0, 1.1 + 0.17 * (len(names) + 1) * len(rated))
     for i, name in enumerate(names):
-        places = [row + (i - (len(names) - 1) / 2) * 0.8 / len(names) for row in range(len(told))]
-        # logs print one decimal: below a TFLOP/s that is no number
-        rates = [m.flops_per_s.get(name, 0.0) for m in told]
+        places = [row + (i - (len(names) - 1) / 2) * 0.8 / len(names) for row in range(len(rated))]
+        # logs print one decimal, which is too few below a TFLOP/s
+        rates = [m.flops_per_s.get(name, 0.0) for m in rated]
         widths = [rate / scale if name != "printed" or rate >= 1e12 else 0.0 for rate in rates]
         axes.barh(places, widths, height=0.8 / len(names), color=COLORS[i], label=name.replace("_", " "))
-    peaks = {m.config.peak_flops_per_s for m in told if m.config.peak_flops_per_s}
+    peaks = {m.config.peak_flops_per_s for m in rated if m.config.peak_flops_per_s}
     if len(peaks) == 1 and (peak := peaks.pop()) < 3 * highest:
-        axes.axvline(peak / scale, color="#b3261e", lw=1.5, label="the card's peak")
-    axes.set_yticks(range(len(told)), [m.label for m in told])
+        axes.axvline(peak / scale, color=LIMIT, lw=1.5, label="the card's peak")
+    axes.set_yticks(range(len(rated)), [m.label for m in rated])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(xlabel=f"{unit} per GPU (process)")
@@ -126,39 +138,51 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure:
     return made
 
 
-def memory_by_rank(measurements: Sequence[Measurement], limit_bytes: float = 0.0) -> Figure:
-    """The most that each rank held, GiB, a row a run and a dot a rank; the card's memory is the line where given."""
-    told = [m for m in measurements if m.memory_bytes > 0]
-    made, axes = figure(8.0, 1.1 + 0.42 * len(told))
-    for row, m in enumerate(told):
-        column = next(c for c in ("max_allocated", "max_reserved") if c in m.log.memory)
-        held = m.log.memory[column].dropna().to_numpy(float) / GIB
+def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
+    """Peak memory of each rank, GiB, a row a run and a dot a rank; the line is the card's memory, where all have one."""
+    known = [m for m in measurements if m.memory_bytes > 0]
+    if not known:
+        return Text("No log prints memory.")
+    cards = {m.config.card_bytes for m in known}
+    limit = max(cards) if len(cards) == 1 else 0.0
+    made, axes = figure(8.0, 1.1 + 0.42 * len(known))
+    for row, m in enumerate(known):
+        held = np.array([*bytes_by_rank(m.log).values()]) / GIB
         axes.plot(held, np.full(len(held), row), "o", ms=6, mfc="none", mec=COLORS[0], mew=1.2)
         axes.annotate(f"{held.max():.3g}", (held.max(), row), (7, -3), textcoords="offset points", fontsize=8)
-    if limit_bytes:
-        axes.axvline(limit_bytes / GIB, color="#b3261e", lw=1.5)
-        spot = (limit_bytes / GIB, 1.0)
-        axes.annotate("limit ", spot, xycoords=("data", "axes fraction"), color="#b3261e", fontsize=8, ha="right")
-    axes.set_yticks(range(len(told)), [m.label for m in told])
-    axes.set_ylim(len(told) - 0.5, -0.5)
-    axes.set_xlim(left=0, right=1.12 * max([limit_bytes / GIB, *(m.memory_bytes / GIB for m in told)]))
-    axes.set(xlabel="GiB, the most that a rank (a dot) allocated")
+    if limit:
+        axes.axvline(limit / GIB, color=LIMIT, lw=1.5)
+        spot = (limit / GIB, 1.0)
+        axes.annotate("limit ", spot, xycoords=("data", "axes fraction"), color=LIMIT, fontsize=8, ha="right")
+    axes.set_yticks(range(len(known)), [m.label for m in known])
+    axes.set_ylim(len(known) - 0.5, -0.5)
+    axes.set_xlim(left=0, right=1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)]))
+    axes.set(xlabel="GiB, peak of a rank (a dot)")
     title(axes, "Measured memory")
     return made
 
 
-def phases_measured(phases: Mapping[str, Mapping[str, float]], seconds: Sequence[float]) -> Figure:
-    """Where an iteration goes by the log's own timers, in percent, one bar a run; `other` is what they do not tell."""
-    names = [name for name in ORDER if any(name in told for told in phases.values())]
+def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
+    """Where an iteration goes by the log's own timers, in percent, one bar a run; `other` is what no timer covers."""
+    timed = {m.label: (found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))}
+    if not timed:
+        return Text("No log has timers of an iteration, so only the prediction splits it (below).")
+    names = [name for name in ORDER if any(name in found for found, _ in timed.values())]
     parts = []
-    for told, whole in zip(phases.values(), seconds, strict=True):
-        part = {name: told.get(name, 0.0) for name in names}
+    for found, whole in timed.values():
+        part = {name: found.get(name, 0.0) for name in names}
         parts.append({**part, "other": max(whole - sum(part.values()), 0.0)})
-    return shares(list(phases), parts, "Measured time by part (the printing rank)")
+    return _shares(list(timed), parts, "Measured time by part (the printing rank)")
 
 
-def shares(labels: Sequence[str], parts: Sequence[Mapping[str, float]], heading: str) -> Figure:
-    """What each part has of its bar's whole, in percent: bars of any length beside each other."""
+def phases_predicted(lesson: Recalibration) -> Figure | Text:
+    """Where an iteration goes by the prediction after calibration, in percent, one bar a run."""
+    labels, parts = [m.label for m in lesson.runs], [vars(p.time) for p in lesson.after]
+    return _shares(labels, parts, "Predicted time by part, after calibration") if lesson else NOTHING
+
+
+def _shares(labels: Sequence[str], parts: Sequence[Mapping[str, float]], heading: str) -> Figure:
+    """Each part's share of its bar, in percent, which compares bars of any length."""
     wholes = [sum(part.values()) for part in parts]
     percent = [{name: 100 * v / whole for name, v in p.items()} for p, whole in zip(parts, wholes, strict=True)]
     named = [f"{label}, {whole:.3g} s" for label, whole in zip(labels, wholes, strict=True)]
@@ -167,24 +191,24 @@ def shares(labels: Sequence[str], parts: Sequence[Mapping[str, float]], heading:
     return made
 
 
-def next_runs(runs: Sequence[ShortRun], now: float) -> Figure:
-    """What each possible short run costs and what it leaves of the doubt about the winner's time, in percent."""
+def next_runs(choice: NextRuns) -> Figure | Text:
+    """What each possible short run costs, and the interval of the winner's time after it, in percent."""
+    if not choice.decision:
+        return NOTHING
     made, axes = figure(8.0, 3.4)
+    runs, now = choice.runs, 100 * float(np.expm1(choice.decision.half_width))
     cost = [run.gpu_hours for run in runs]
-    doubt = [100 * float(np.expm1(run.half_width_after)) for run in runs]
-    axes.scatter(cost, doubt, s=36, color=COLORS[0], label="a possible run")
-    axes.scatter(cost[:1], doubt[:1], s=110, facecolors="none", edgecolors=COLORS[1], linewidths=1.8, label="the best")
-    axes.axhline(100 * float(np.expm1(now)), color="#b3261e", lw=1.2, ls="--", label="now")
-    axes.set(
-        xlabel="GPU-hours (process-hours) of the run",
-        ylabel="doubt left (± %, 90 %)",
-    )
+    after = [100 * float(np.expm1(run.half_width_after)) for run in runs]
+    axes.scatter(cost, after, s=36, color=COLORS[0], label="a possible run")
+    axes.scatter(cost[:1], after[:1], s=110, facecolors="none", edgecolors=COLORS[1], linewidths=1.8, label="the best")
+    axes.axhline(now, color=LIMIT, lw=1.2, ls="--", label="now")
+    axes.set(xlabel="GPU-hours (process-hours) of the run", ylabel="uncertainty left (± %, 90 %)")
     if _far_apart(cost):
         axes.set_xscale("log")
     name = runs[0].case.topology.label
-    axes.annotate(name, (cost[0], doubt[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
+    axes.annotate(name, (cost[0], after[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
     axes.margins(x=0.15)
-    axes.set_ylim(0, 115 * float(np.expm1(now)))
+    axes.set_ylim(0, 1.15 * now)
     title(axes, "How well the winner's time is known after one more run")
     legend(axes)
     return made
