@@ -10,6 +10,12 @@ __version__ = "0.1.0"
 
 # Each public name and the module that defines it.
 _MODULES = {
+    "analysis.collect": ("measure_runs",),
+    "analysis.compare": ("compare",),
+    "analysis.measure": ("measure",),
+    "analysis.next_run": ("next_runs",),
+    "analysis.recalibrate": ("recalibrate",),
+    "analysis.spikes": ("find_spikes",),
     "config.cluster": ("Cluster",),
     "config.model": ("ModelShape",),
     "config.parallelism": ("Topology",),

@@ -24,7 +24,7 @@ def course(n):
 
 def found(loss, norm=None):
     columns = {"lm_loss": loss} if norm is None else {"lm_loss": loss, "grad_norm": norm}
-    return spikes.events(join([log(len(loss), **columns)]))
+    return spikes.find_spikes(join([log(len(loss), **columns)]))
 
 
 def noisy(n, deviation=0.02, seed=1, freedom=0):
@@ -121,7 +121,7 @@ def restarted(factor, first=801, seed=3):
     """A log up to 1000, and one that goes on from `first`; its loss is `factor` times what it should be."""
     loss = noisy(1400, 0.01, seed)
     later = loss[first - 1 :] * factor
-    return spikes.events(join([log(1000, lm_loss=loss[:1000]), log(len(later), first=first, lm_loss=later)]))
+    return spikes.find_spikes(join([log(1000, lm_loss=loss[:1000]), log(len(later), first=first, lm_loss=later)]))
 
 
 def test_a_restart_that_changed_the_loss_is_found_and_a_clean_one_is_not():
@@ -137,7 +137,7 @@ def test_the_real_logs_raise_no_alarm():
     if not RAW.exists():
         pytest.skip("the real logs are not on this machine")
     logs = [this for file in sorted(RAW.glob("gpt2*")) for this in read_runs(file)]
-    told = [(e.kind, e.iteration) for group in trainings(logs) for e in spikes.events(join(group))]
+    told = [(e.kind, e.iteration) for group in trainings(logs) for e in spikes.find_spikes(join(group))]
     assert told == []
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trilane.analysis.compare import compare, sides
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
-from trilane.analysis.spikes import LEAST, events
+from trilane.analysis.spikes import LEAST, find_spikes
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
@@ -114,7 +114,7 @@ class MeasuredRuns(Table):
 
     def spikes(self) -> Text:
         """Spikes, restart jumps and divergences of all trainings."""
-        found = [f"- `{name}`: {event.sentence}" for name, c in self.curves().items() for event in events(c)]
+        found = [f"- `{name}`: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)]
         text = "\n".join(found) + "\n\n" if found else "No spike, no restart jump, no divergence. "
         return Text(f"{text}The first {LEAST} lines of a training are not judged.")
 

@@ -1,4 +1,4 @@
-"""A/B: whether the runs of B are faster than those of A by more than runs of one and the same thing differ."""
+"""A/B comparison: whether the runs of B differ from those of A by more than repeated runs of one configuration do."""
 
 import math
 from collections.abc import Sequence
@@ -10,28 +10,22 @@ from trilane.analysis.measure import Measurement
 from trilane.utils.validation import require
 
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
-# 15.5 % (tests recompute it). Their mean square is what a claim on single runs has to beat; their median is what a run
-# usually differs by, so that is what repeats are counted with. On another day it may be another network: 76 % once.
+# 15.5 % (tests recompute it). A claim on single runs must exceed their mean square; the number of repeats is computed
+# from their median, the usual difference. On another day the network may differ: 76 % once.
 SINGLE_DEVIATION, SINGLE_FREEDOM = 0.049, 7
-
-
 USUAL_DEVIATION = 0.0144
-
-
 POWER = 0.8
-
-
 MOST_REPEATS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """B against A by the medians of their runs; `change` is ln(B / A) of the time, below 0 where B is faster.
+    """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0 where B is faster.
 
     low, high      its confidence interval; `decided` where 0 lies outside
-    deviation      of ln(seconds) between runs of one side, and `source`, where that number comes from
-    repeats        runs a side that would decide a difference as large as the one seen, four times of five; 0 for more
-                   than MOST_REPEATS
+    deviation      of ln(seconds) between runs of one side; `source` says where that number comes from
+    repeats        runs a side that would decide a difference as large as the one seen with 80 % power; 0 for more than
+                   MOST_REPEATS
     """
 
     runs_a: int
@@ -55,7 +49,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The verdict in words."""
+        """The result in words."""
         if self.decided:
             near, far = sorted(abs(math.expm1(c)) for c in (self.low, self.high))
             word = "faster" if self.change < 0 else "slower"
@@ -70,7 +64,7 @@ class Comparison:
 
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:
-    """The verdict on two sets of runs; ValueError where a side has no run with a time.
+    """The comparison of two sets of runs; ValueError where a side has no run with a time.
 
     Several runs on both sides: Welch's t on the logarithms of the runs' medians. Several on one side: its spread
     counts for both. One run a side: iterations of one run share its nodes and its day, so their spread is not the
@@ -105,7 +99,7 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
 def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement], list[Measurement]]:
     """The runs with `a` in their names or paths, and those with `b`; without both the two fastest topologies.
 
-    ValueError where a word fits no run, or only one word is given. Where there are not two topologies, empty.
+    Raises ValueError where a word fits no run, or only one is given. Both empty where there are not two topologies.
     """
     require(bool(a) == bool(b), "b" if a else "a", "''", "name both sides, or none")
     if a:
@@ -153,13 +147,13 @@ def _spread(x: np.ndarray, y: np.ndarray, floor: float) -> tuple[float, float, f
 
 
 def _floor(runs: Sequence[Measurement]) -> float:
-    """Standard error of a run's own median: no two runs can be known to agree better."""
+    """Standard error of a run's own median, a lower bound of any comparison's."""
     errors = [1.25 * 1.4826 * m.spread / math.sqrt(m.iterations) for m in runs if m.iterations and m.spread == m.spread]
     return max(errors, default=0.0) or 1e-6
 
 
 def _times(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[list[np.ndarray], str]:
-    """Each side's times, and of what: of an iteration, or of a token where iterations differ in size."""
+    """Each side's times and their unit: per iteration, or per token where iterations differ in size."""
     runs = [*a, *b]
     sizes = {m.tokens_per_s * m.sec_per_it for m in runs}
     per_token = all(s == s for s in sizes) and max(sizes, default=0) > 1.001 * min(sizes, default=0)

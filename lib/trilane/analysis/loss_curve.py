@@ -1,4 +1,4 @@
-"""Curve: the loss of one training over samples or tokens, its logs joined where it was stopped and started again."""
+"""Curve: the loss of one training over samples or tokens, its logs joined where it was stopped and restarted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,12 @@ from trilane.logs.run import RunLog
 from trilane.utils.validation import require
 
 COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "sec_per_it")
-
-
-SAME = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "train_samples")  # of one training
+SAME = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "train_samples")  # in all logs of a training
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """A log that goes on where another stopped: its first iteration, and how many of the earlier it did again."""
+    """A log that continues another: its first iteration, and how many iterations of the other it repeated."""
 
     iteration: int
     redone: int
@@ -29,7 +27,7 @@ class Restart:
 class Curve:
     """One training. `table` has each iteration once, rising: iteration, log (its number), COLUMNS where they are known.
 
-    `redone` holds what a later log did again, as the earlier log had it: the loss there should be the same.
+    `redone` has the iterations that a later log repeated, as the earlier one had them: the loss should be the same.
     """
 
     table: pd.DataFrame
@@ -38,7 +36,7 @@ class Curve:
     names: tuple[str, ...]
 
     def axis(self) -> tuple[str, np.ndarray]:
-        """What to draw the loss over, with its unit: samples, tokens, or iterations where neither is known."""
+        """The x axis of a loss curve, label and values: samples, tokens, or iterations where neither is known."""
         for name, words in (("consumed_samples", "samples (sequences)"), ("consumed_tokens", "tokens")):
             if name in self.table and self.table[name].notna().all():
                 return f"consumed {words}", self.table[name].to_numpy(float)
@@ -48,8 +46,8 @@ class Curve:
 def join(logs: Sequence[RunLog]) -> Curve:
     """One curve of the logs of one training, in the order in which they ran.
 
-    A log that begins at an iteration which another already had went back to a checkpoint: from there on its own
-    iterations count, once. ValueError where no log has an iteration.
+    A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its iterations count.
+    Raises ValueError where no log has an iteration.
     """
     tables = [_columns(log, number) for number, log in enumerate(logs) if len(log.iterations)]
     require(bool(tables), "logs", ", ".join(log.source.name for log in logs) or "none", "hold no iteration")
@@ -67,8 +65,8 @@ def join(logs: Sequence[RunLog]) -> Curve:
 def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     """The logs of each training, in the order given, which should be the order in which they ran.
 
-    A log goes on with the training whose iterations reach to just before its first one, or beyond, if that first one
-    is above 1 and the arguments that both tell agree. All others begin a training.
+    A log continues the training whose iterations reach to just before its first one, or beyond, if that first one is
+    above 1 and the arguments that both print agree. All others begin a training.
     """
     found: list[list[RunLog]] = []
     for log in (log for log in logs if len(log.iterations)):
@@ -86,7 +84,7 @@ def _columns(log: RunLog, number: int) -> pd.DataFrame:
     chosen = table[["iteration", *(name for name in COLUMNS if name in table)]].assign(log=number)
     if "consumed_samples" not in table:
         batch = run_config(log).gbs
-        if batch:  # a constant batch: a ramp prints its samples
+        if batch:  # constant: logs of a ramp-up print samples
             chosen["consumed_samples"] = table["iteration"] * batch
     return chosen
 
@@ -101,5 +99,5 @@ def _interval(log: RunLog) -> float:
 
 
 def _agree(one: RunLog, other: RunLog) -> bool:
-    told = [name for name in SAME if name in one.arguments and name in other.arguments]
-    return one.dialect == other.dialect and all(one.arguments[name] == other.arguments[name] for name in told)
+    both = [name for name in SAME if name in one.arguments and name in other.arguments]
+    return one.dialect == other.dialect and all(one.arguments[name] == other.arguments[name] for name in both)

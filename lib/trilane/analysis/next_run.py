@@ -59,7 +59,7 @@ class ShortRun:
 
 @dataclass(frozen=True, kw_only=True)
 class NextRuns(Table):
-    """The plans to choose among, the choice as it stands, and possible runs, the best first; false where there is none."""
+    """The plans to choose among, the choice as it stands, and possible runs, best first; false where there is none."""
 
     plans: tuple[Configuration, ...] = ()
     decision: Decision | None = None

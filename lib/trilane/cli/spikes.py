@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trilane.analysis.loss_curve import Curve, join, trainings
-from trilane.analysis.spikes import events
+from trilane.analysis.spikes import find_spikes
 from trilane.documents.runs import read_runs
 from trilane.logs.run import RunLog
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def record(group: Sequence[RunLog], curve: Curve) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
-    told = [{k: None if v != v else v for k, v in asdict(event).items()} for event in events(curve)]
+    told = [{k: None if v != v else v for k, v in asdict(event).items()} for event in find_spikes(curve)]
     for event in told:
         event["size"] = event["peak"] and event["level"] and math.log(event["peak"] / event["level"])
     return {
@@ -62,5 +62,5 @@ def text(group: Sequence[RunLog], curve: Curve) -> str:
     """A training in a line, and a line for each restart and event."""
     files = ", ".join(str(log.source) for log in group)
     restarts = [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
-    lines = [f"  {event.sentence}" for event in events(curve)] or ["  no spike, jump or divergence"]
+    lines = [f"  {event.sentence}" for event in find_spikes(curve)] or ["  no spike, jump or divergence"]
     return "\n".join([f"{files}: {len(curve.table)} lines", *restarts, *lines])

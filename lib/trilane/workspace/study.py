@@ -117,10 +117,11 @@ class Study:
         return write_text(self.folder / name, table.to_csv(index=False))
 
     def save_figure(self, name: str, figure: Any) -> Path:
-        """Write a matplotlib figure as `figures/NAME.png`."""
+        """Write a matplotlib figure as `figures/NAME.png`; nothing for a text, where there is no figure."""
         path = self.folder / "figures" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, dpi=150, bbox_inches="tight")
+        if not isinstance(figure, str):
+            figure.savefig(path, dpi=150, bbox_inches="tight")
         return path
 
     def run_folders(self) -> list[Path]:

@@ -83,9 +83,7 @@ def predicted_against_measured(lesson: Recalibration) -> Figure | Text:
     if not lesson:
         return NOTHING
     labels, measured = [m.label for m in lesson.runs], [m.sec_per_it for m in lesson.runs]
-    before, after = (
-        [(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (lesson.before, lesson.after)
-    )
+    before, after = ([(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (lesson.before, lesson.after))
     made, axes = figure(7.0, 4.2)
     groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
     for predictions, color, marker, name in groups:
@@ -111,7 +109,7 @@ def predicted_against_measured(lesson: Recalibration) -> Figure | Text:
 
 
 def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
-    """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where it is within range."""
+    """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where in range."""
     rated = [m for m in measurements if m.flops_per_s]
     if not rated:
         return Text("The logs give neither shape nor FLOPs.")
@@ -139,7 +137,7 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
 
 
 def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
-    """Peak memory of each rank, GiB, a row a run and a dot a rank; the line is the card's memory, where all have one."""
+    """Peak memory of each rank, GiB, a row a run and a dot a rank; the line is the card's memory, if all have one."""
     known = [m for m in measurements if m.memory_bytes > 0]
     if not known:
         return Text("No log prints memory.")
