@@ -174,31 +174,31 @@ class Decision(Described):
     @property
     def inconsistencies(self) -> list[str]:
         """Files of the study that belong to another plan than the forecast, or predict it differently."""
-        c, source = self.record, self.record["source"]
-        by, file = source["made_by"].get("notebook", ""), source["file"]
-        again = "run 07_calendar again"
-        found = []
-        entry = next((p for p in self.plans.get("plans", []) if (p.get("id") or p["label"]) == c["plan_id"]), None)
-        if by and entry is None:
-            found.append(f"{file} was written again and no longer holds plan {c['plan_id']} of this forecast; {again}")
-        elif by and entry and any(entry["prediction"][name] != source["prediction"][name] for name in PREDICTED):
-            found.append(f"{file} was written again and predicts plan {c['plan_id']} differently; {again}")
+        source, file, plan = self.record["source"], self.record["source"]["file"], self.record["plan_id"]
+        given, entry, found = source["prediction"], self._entry, []
+        if source["made_by"] and entry is None:
+            found.append(f"{file} was written again and no longer holds plan {plan}; run 07_calendar again")
+        elif source["made_by"] and entry and any(entry["prediction"][n] != given[n] for n in PREDICTED):
+            found.append(f"{file} was written again and predicts plan {plan} differently; run 07_calendar again")
         if not self._agrees:
-            numbers = " and ".join(
-                f"{name}={source['prediction'][name]:.6g}" for name in PREDICTED if name in source["prediction"]
-            )
-            found.append(f"{file} predicts {numbers} for plan {c['plan_id']}, with another calibration")
-        if self.sizing.get("proposals") and not self._proposals:
-            found.append("sizing.json proposes shapes for another model; they are not compared")
+            numbers = " and ".join(f"{name}={given[name]:.6g}" for name in PREDICTED if name in given)
+            found.append(f"{file} predicts {numbers} for plan {plan}, with another calibration")
         return found
 
     def notes(self) -> Text:
-        """The plan and the files that the figures come from, and what in the study belongs to another plan."""
-        c, source = self.record, self.record["source"]
-        by = source["made_by"]
-        origin = f", made by {literal(by['notebook'])} on {literal(by['time'])}" if by.get("notebook") else ""
-        first = f"Plan `{html.escape(c['plan_id'])}` of {literal(source['file'])}{origin}."
-        return Text("\n\n".join([first, *(f"**Attention:** {literal(text)}." for text in self.inconsistencies)]))
+        """The plan and the file that the figures come from, and what in the study belongs to another plan."""
+        source, by = self.record["source"], self.record["source"]["made_by"]
+        origin = f", made by {literal(by['notebook'])} on {literal(by['time'])}" if by else ""
+        text = [f"Plan `{html.escape(self.record['plan_id'])}` of {literal(source['file'])}{origin}."]
+        if not by and self.plans and self._entry is None:
+            text.append("The plans of 02\\_topology in this study are other ones; none of these figures is theirs.")
+        return Text("\n\n".join([*text, *(f"**Attention:** {literal(note)}." for note in self.inconsistencies)]))
+
+    @property
+    def _entry(self) -> Record | None:
+        """The forecast's plan in plans.json as it is now."""
+        plan = self.record["plan_id"]
+        return next((p for p in self.plans.get("plans", []) if (p.get("id") or p["label"]) == plan), None)
 
     @property
     def _agrees(self) -> bool:

@@ -42,12 +42,12 @@ class Described:
     def summary(self) -> Text:
         """The plan, when it is finished, what it costs, and how likely it fails either limit."""
         r, s, t = self.record, self.record["shape"], self.record["topology"]
-        finish = {name: day[:10] for name, day in r["finish"].items()}
+        finish, gpus = {name: day[:10] for name, day in r["finish"].items()}, t["tp"] * t["pp"] * t["dp"]
         text = (
             f"**{s['num_layers']} layers × {s['hidden_size']}** ({r['parameters'] / 1e9:.4g} B parameters, "
             f"{s['num_attention_heads']} heads) as `{html.escape(r['plan'])}`: "
             f"TP {t['tp']} × PP {t['pp']} × DP {t['dp']}, "
-            f"microbatch {t['mbs']}, {t['tp'] * t['pp'] * t['dp']} GPUs of `{html.escape(r['cluster'])}`. "
+            f"microbatch {t['mbs']}, {gpus} GPU{'s' * (gpus > 1)} of `{html.escape(r['cluster'])}`. "
             f"{r['tokens'] / 1e9:,.4g} billion tokens are trained by **{finish['p50']}** ({finish['p05']} to "
             f"{finish['p95']} in nine of ten runs), after **{r['days']:,.4g} days** and "
             f"**{r['gpu_hours']:,.0f} GPU-hours**"
