@@ -8,12 +8,16 @@ import dataclasses
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from support import REPOSITORY
+
+from trilane.cli.app import root
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
@@ -60,6 +64,35 @@ def test_tutorial_and_guides_run_something() -> None:
     assert sum(len(blocks(page)) for page in pages) >= 20
 
 
+def commands(page: Path) -> list[list[str]]:
+    """The words of each `trilane ...` on a page, in blocks of bash and in inline code."""
+    text = page.read_text(encoding="utf-8")
+    lines = "\n".join(BASH.findall(text)).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`(trilane [^`]+)`", FENCE.sub("", text))
+    found = re.findall(r"(?:^|&& |exec )\s*(?:srun .* )?(?:python -m )?trilane ([^|;&<>\n]+)", "\n".join(lines), re.M)
+    return [shlex.split(line, comments=True) for line in found]
+
+
+def mistake(words: list[str]) -> str:
+    """The first word that names no command or option; empty where all do."""
+    command, rest, context = root, list(words), click.Context(root)
+    options = {"--help", "--version"}
+    while isinstance(command, click.Group):
+        if not rest or not re.fullmatch(r"[a-z-]+", rest[0]) or rest[0].startswith("-"):
+            return next((w for w in rest if w.startswith("-") and w not in options), "")  # `trilane --help`
+        word = rest.pop(0)
+        command = command.get_command(context, word)
+        if command is None:
+            return word
+    options |= {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return next((word for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in options), "")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")], ids=name)
+def test_commands_and_options_exist(page: Path) -> None:
+    assert not {" ".join(words): mistake(words) for words in commands(page) if mistake(words)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
@@ -76,6 +109,14 @@ def test_every_page_is_reachable_from_the_readme() -> None:
             links = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
             open_ += [Path(os.path.normpath(page.parent / link)) for link in links if not re.match(r"\w+:|#", link)]
     assert not {page for page in PAGES if page.is_relative_to(DOCS)} - found
+
+
+def test_the_architecture_names_every_package_and_modules_that_exist() -> None:
+    text, lib = (DOCS / "architecture.md").read_text(encoding="utf-8"), REPOSITORY / "lib" / "trilane"
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M))
+    assert set(rows) == {path.parent.name for path in lib.glob("*/__init__.py")}
+    named = [lib / package / path for package, row in rows.items() for path in re.findall(r"`([\w/]+\.py)`", row)]
+    assert not [path for path in named if not path.exists()]
 
 
 def test_the_readme_is_short() -> None:
