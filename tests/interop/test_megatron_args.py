@@ -141,6 +141,15 @@ srun hostname
     }
 
 
+def test_a_command_in_quotes_is_read_and_quotes_at_the_end_of_a_variable_stay() -> None:
+    script = """
+ARGS="--seed 7 --pp-partition-method 'type:transformer|embedding'"
+srun bash -c "pretrain_gpt.py $ARGS --lr 1e-4"
+"""
+    found = read_arguments(script)
+    assert found == {"seed": ["7"], "pp_partition_method": ["type:transformer|embedding"], "lr": ["1e-4"]}
+
+
 def test_iterations_become_samples() -> None:
     said = text(megatron_arguments(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
     said = said.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(

@@ -25,8 +25,8 @@ def read_arguments(text: str) -> dict[str, list[str]]:
     """
     text = COMMENT.sub("", HEREDOC.sub("", text))
     text = TRACED.sub("", text.replace("\\\n", " "))
-    known = {name: value.strip("\"'") for name, value in ASSIGNED.findall(text)}
-    text = ASSIGNED.sub(lambda found: "\n" + found[2].strip("\"'").replace("\n", "\f"), text)
+    known = {name: _unquoted(value) for name, value in ASSIGNED.findall(text)}
+    text = ASSIGNED.sub(lambda found: "\n" + _unquoted(found[2]).replace("\n", "\f"), text)
     text = text.replace("\n", f"\n{END} ").replace("\f", "\n")  # but not within quotes
     for _ in range(MAX_DEPTH):
         text = VARIABLE.sub(lambda found: known.get(found[1] or found[2], found[0]), text)
@@ -37,7 +37,7 @@ def read_arguments(text: str) -> dict[str, list[str]]:
         raise ValueError(f"arguments: not a command line ({error})") from None
     given: dict[str, list[str]] = {}
     name = ""
-    for word in words:
+    for word in _opened(words):
         if word.startswith("--") and len(word) > 2:
             name, _, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -49,3 +49,19 @@ def read_arguments(text: str) -> dict[str, list[str]]:
         else:
             name = ""
     return given
+
+
+def _opened(words: list[str]) -> list[str]:
+    """The words, those of a command in quotes (`bash -c "..."`) one by one where its own quotes close."""
+    found: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        try:
+            found += shlex.split(word) if before == "-c" else [word]
+        except ValueError:
+            found.append(word)
+    return found
+
+
+def _unquoted(value: str) -> str:
+    """An assigned value without its own quotes; quotes inside it stay, also at its end."""
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value

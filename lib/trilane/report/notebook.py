@@ -25,16 +25,18 @@ from trilane.workspace.study import Study, outputs_root, shipped
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
 
 
-def kernel_manager(stderr: IO[bytes]) -> type[AsyncKernelManager]:
+def kernel_manager(stderr: IO[bytes], sockets: str) -> type[AsyncKernelManager]:
     """A manager of kernels that listen on socket files: any user of a shared node can connect to a TCP port.
 
-    The kernel process writes its own stderr to the file `stderr`; the notebook's stderr is an output of its cell.
+    The files are in the folder `sockets`, by default in the working directory, where two kernels started at once would
+    share them. The kernel process writes its own stderr to the file `stderr`; the notebook's stderr is an output of its cell.
     """
 
     class SocketFileKernelManager(AsyncKernelManager):
         transport = Unicode("ipc")
 
         async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
+            self.ip = f"{sockets}/kernel"
             await super().start_kernel(**{**options, "stderr": stderr})
 
     return SocketFileKernelManager
@@ -144,13 +146,14 @@ def run(name: str, study: Study, **given: object) -> Path:
     outer = {key: os.environ.get(key) for key in inherited}
     os.environ.update(inherited)
     kernel_stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed below
+    sockets = tempfile.TemporaryDirectory(prefix="trilane-")  # removed below
     try:
         papermill.execute_notebook(
             source,
             executed,
             parameters={**values, "study": study.name},
             kernel_name="python3",
-            kernel_manager_class=kernel_manager(kernel_stderr),
+            kernel_manager_class=kernel_manager(kernel_stderr, sockets.name),
             cwd=str(source.parent),
             progress_bar={"desc": name, "unit": "cell"},
             stdout_file=sys.stderr,
@@ -169,6 +172,7 @@ def run(name: str, study: Study, **given: object) -> Path:
         raise NotebookError(name, cell, "; ".join([str(error), *last]), is_input=False) from None
     finally:
         kernel_stderr.close()
+        sockets.cleanup()
         for key, value in outer.items():
             os.environ.pop(key)
             os.environ.update({key: value} if value is not None else {})
