@@ -17,8 +17,6 @@ import click
 import pytest
 from support import REPOSITORY
 
-from trilane.cli.app import root
-
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
 RUN = re.compile(r"^<!-- run(?:: exit code (\d+))? -->\n+```bash\n(.*?)^```$", re.M | re.S)
@@ -75,6 +73,8 @@ def commands(page: Path) -> list[list[str]]:
 
 def mistake(words: list[str]) -> str:
     """The first word that names no command or option; empty where all do."""
+    from trilane.cli.app import root
+
     command, rest, context = root, list(words), click.Context(root)
     options = {"--help", "--version"}
     while isinstance(command, click.Group):
