@@ -29,7 +29,8 @@ def kernel_manager(stderr: IO[bytes], sockets: str) -> type[AsyncKernelManager]:
     """A manager of kernels that listen on socket files: any user of a shared node can connect to a TCP port.
 
     The files are in the folder `sockets`, by default in the working directory, where two kernels started at once would
-    share them. The kernel process writes its own stderr to the file `stderr`; the notebook's stderr is an output of its cell.
+    share them. The kernel process writes its own stderr to the file `stderr`; the notebook's stderr is an output of its
+    cell.
     """
 
     class SocketFileKernelManager(AsyncKernelManager):
