@@ -94,7 +94,7 @@ waits_for_ever()
 
 
 def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "spied", lambda pid, stopped: ("", "Permission denied"))
+    monkeypatch.setattr(capture, "pyspy_dump", lambda pid, stopped: ("", "Permission denied"))
     (tmp_path / "ranks").mkdir()
     command = [sys.executable, "-c", STUCK, str(tmp_path / "ranks" / "0.stack")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=real_hangs.library()) as child:

@@ -1,4 +1,4 @@
-"""The notebook of a hang tells the same as the door, for a study that hung and for one that did not."""
+"""The notebook of a hang shows the same as the command, for a study that hung and for one that did not."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,14 @@ from random import Random
 import pytest
 from plants import PLANTS, write
 
-from trilane.diagnose.hang.example import CULPRITS, write_example
 from trilane.diagnose.hang.verdict import diagnose_hang
-from trilane.diagnose.restart.example import NORM, WORD
+from trilane.diagnose.study import write_hang_example
 from trilane.report import notebook
 from trilane.report.plots.hang import hang_grid
 from trilane.workspace.study import Study
+
+CULPRITS = (67, 70)  # of the example
+WORD, NORM = "embedding.word_embeddings.weight", "embedding.layernorm.weight"
 
 
 @pytest.mark.slow
@@ -33,8 +35,8 @@ def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folde
 
 
 def test_the_example_is_written_once_and_its_grid_frames_the_suspects(tmp_path: Path) -> None:
-    folder = write_example(tmp_path / "example")
-    assert write_example(folder) == folder and len(list(folder.glob("rank_*"))) == 320
+    folder = write_hang_example(tmp_path / "example")
+    assert write_hang_example(folder) == folder and len(list(folder.glob("rank_*"))) == 320
     figure = hang_grid(diagnose_hang(folder))
     frames = [p for p in figure.axes[0].patches if not p.get_fill()]
     assert len(frames) == len(CULPRITS) and len(figure.axes[0].patches) == 322

@@ -9,7 +9,7 @@ from trilane.diagnose.hang.condition import NO_EVIDENCE, Condition, conditions, 
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.suspects import Suspects, find_suspects
-from trilane.utils.tables import Table, Text, literal
+from trilane.utils.tables import Columns, Table, Text, literal
 from trilane.workspace.rank_grid import Grid
 
 if TYPE_CHECKING:
@@ -42,9 +42,11 @@ class Verdict(Table):
     """The cause of a hang, from a folder of dumps; as a table the groups of equal stacks, the largest first.
 
     `nodes` are the suspects' nodes; `exclude` is sbatch's option to leave them out, "" where it cannot help or the
-    nodes' names are unknown; `reasons` has one line per suspect; `notes` report what is odd about the evidence.
+    nodes' names are unknown; `reasons` has one line per suspect; `notes` report what is odd about the evidence;
+    `example`: the dumps are made up.
     """
 
+    folder: Path
     grid: Grid
     groups: tuple[Group, ...]
     suspects: tuple[int, ...]
@@ -53,6 +55,7 @@ class Verdict(Table):
     exclude: str
     paragraph: str
     notes: tuple[str, ...]
+    example: bool = False
 
     def to_frame(self) -> "pd.DataFrame":
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
@@ -68,10 +71,24 @@ class Verdict(Table):
             }
         )
 
-    @property
-    def suspect_table(self) -> "SuspectTable":
-        """The suspects with coordinates, node and reason."""
-        return SuspectTable(verdict=self)
+    def suspect_table(self) -> Columns:
+        """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""
+        places = [self.grid[rank] for rank in self.suspects]
+        return Columns(
+            {
+                "rank": [p.rank for p in places],
+                "tp, pp, dp": [f"{p.tp}, {p.pp}, {p.dp}" for p in places],
+                "node": [p.node for p in places],
+                "reason": [self.reasons[p.rank] for p in places],
+            }
+        )
+
+    def source(self) -> Text:
+        """The folder of the dumps, the number of ranks and of different stacks, as Markdown."""
+        lead = literal(self.folder.name)
+        if self.example:
+            lead = "**Nothing hangs in this study.** Shown is an example, made up from the text of document 003"
+        return Text(f"{lead}: {len(self.grid.ranks)} ranks, {len(self.groups)} different stacks.")
 
     def summary(self) -> Text:
         """The paragraph as Markdown: which ranks wait where, the suspects, what to do."""
@@ -122,26 +139,9 @@ class Verdict(Table):
             "notes": list(self.notes),
         }
 
-
-@dataclass(frozen=True, kw_only=True)
-class SuspectTable(Table):
-    """The suspects of a verdict."""
-
-    verdict: Verdict
-
-    def to_frame(self) -> "pd.DataFrame":
-        """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""
-        import pandas as pd
-
-        places = [self.verdict.grid[rank] for rank in self.verdict.suspects]
-        return pd.DataFrame(
-            {
-                "rank": [p.rank for p in places],
-                "tp, pp, dp": [f"{p.tp}, {p.pp}, {p.dp}" for p in places],
-                "node": [p.node for p in places],
-                "reason": [self.verdict.reasons[p.rank] for p in places],
-            }
-        )
+    def record(self) -> dict[str, Any]:
+        """The same with the folder of the dumps, for a study's result file."""
+        return {"folder": str(self.folder), "example": self.example, **self.to_json()}
 
 
 def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
@@ -157,6 +157,7 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     named = all(evidence.grid[rank].named for rank in suspects.ranks)
     exclude = f"--exclude={','.join(nodes)}" if named and 0 < len(nodes) < len(evidence.grid.nodes) else ""
     return Verdict(
+        folder=folder,
         grid=evidence.grid,
         groups=groups,
         suspects=suspects.ranks,

@@ -22,11 +22,14 @@ SHOWN = 6  # findings of one kind in text
 
 @dataclass(frozen=True, kw_only=True)
 class RestartComparison(Table):
-    """What was compared, the findings, and notes; as a table the findings."""
+    """What was compared, the findings, and notes; as a table the findings. `example`: the states are made up."""
 
+    before: Path
+    after: Path
     compared: tuple[str, ...]
     findings: tuple[RestartFinding, ...]
     notes: tuple[str, ...]
+    example: bool = False
 
     def to_frame(self) -> "pd.DataFrame":
         """A row per finding: its kind, the tensor, the ranks, the difference."""
@@ -44,7 +47,9 @@ class RestartComparison(Table):
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""
         notes = "".join(f"\n- {literal(note)}" for note in self.notes)
-        return Text(f"Compared: {literal('; '.join(self.compared))}. {len(self.findings)} findings.\n{notes}")
+        example = "**No run of this study was restarted.** Shown is an example, made up from the text of document 003."
+        lead = f"{example}\n\n" if self.example else ""
+        return Text(f"{lead}Compared: {literal('; '.join(self.compared))}. {len(self.findings)} findings.\n{notes}")
 
     def to_text(self) -> str:
         """The comparison for a terminal: what was compared, the findings by kind, the largest first, the notes."""
@@ -61,6 +66,10 @@ class RestartComparison(Table):
         """As a JSON object."""
         findings = [finding.to_json() for finding in self.findings]
         return {"compared": self.compared, "findings": findings, "notes": self.notes}
+
+    def record(self) -> dict[str, Any]:
+        """The same with the compared folders, for a study's result file."""
+        return {"before": str(self.before), "after": str(self.after), "example": self.example, **self.to_json()}
 
 
 def compare_restart(before: Path, after: Path) -> RestartComparison:
@@ -85,7 +94,9 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
         for finding in (*within_each(a, b), *moved, *other_state(a, b)):
             findings.setdefault((finding.kind, finding.tensor, finding.where), finding)
     unique = tuple(dict.fromkeys(notes))
-    return RestartComparison(compared=tuple(compared), findings=tuple(findings.values()), notes=unique)
+    return RestartComparison(
+        before=before, after=after, compared=tuple(compared), findings=tuple(findings.values()), notes=unique
+    )
 
 
 def within_each(a: Snapshot, b: Snapshot) -> list[RestartFinding]:

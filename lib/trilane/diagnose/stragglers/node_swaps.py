@@ -1,9 +1,9 @@
-"""The search for a bad node with spares: which nodes to swap out at the next restart, in the fewest restarts.
+"""Search for a bad node with spares: which nodes to leave out at the next restart, in the fewest restarts.
 
-A job needs n nodes, k spares stand by, and a run only tells whether it was good. Each restart leaves out up to k of the
-nodes that are still suspected; if the run is good, a bad one is among them. Group testing for one defective (Dorfman
-1943; Du and Hwang 2000, chapter 2), with groups no larger than k: ceil(m / k) - 1 tests at most find the group
-of m, and ceil(log2 k) more the node in it.
+A job needs n nodes, k spares are available, and a run only shows whether it was good. Each restart leaves out up to k
+of the suspect nodes; if the run is good, the bad one is among them. Group testing for one defective (Dorfman 1943; Du
+and Hwang 2000, chapter 2), with groups of at most k: ceil(m / k) - 1 tests at most find the group of m, and
+ceil(log2 k) more the node in it.
 """
 
 import math
@@ -15,7 +15,7 @@ from trilane.utils.validation import require, require_integer
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is known: `suspects` hold the one bad node; `left_out` is what the next restart must do without."""
+    """The state of the search: one of `suspects`, which are distinct, is bad; the next restart omits `left_out`."""
 
     suspects: tuple[str, ...]
     spares: int
@@ -33,11 +33,11 @@ class Search:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The nodes to swap for spares: half of the suspects, but never more than there are spares."""
+        """The nodes to swap for spares: half of the suspects, at most as many as there are spares."""
         return self.suspects[: min(self.spares, len(self.suspects) // 2)]
 
     def told(self, good: bool) -> "Search":
-        """What is known after the run without `left_out`: where it was good, the bad node is among those."""
+        """The state after a run without `left_out`: if it was good, the bad node is one of these."""
         out = self.left_out
         rest = tuple(node for node in self.suspects if node not in out)
         keep, clear = (out, rest) if good else (rest, out)
@@ -50,7 +50,7 @@ def restarts_at_most(suspects: int, spares: int) -> int:
     while suspects > 1:
         out = min(spares, suspects // 2)
         if out < suspects - out and out == spares:
-            # Bad luck: the run is bad again. Inside a group the worst case is the logarithm.
+            # Worst case: the run is bad again. Inside a group it is the logarithm.
             later = math.ceil(math.log2(out)) if out > 1 else 0
             rest = restarts_at_most(suspects - out, spares)
             return count + 1 + max(later, rest)
@@ -59,7 +59,7 @@ def restarts_at_most(suspects: int, spares: int) -> int:
 
 
 def search(nodes: Sequence[str], spares: int, is_good: Callable[[tuple[str, ...]], bool]) -> Search:
-    """Run the search: `is_good(nodes left out)` restarts the job without them and tells how it went."""
+    """Run the search: `is_good(nodes left out)` restarts the job without them and returns whether it was good."""
     state = Search(suspects=tuple(nodes), spares=spares)
     while not state.done:
         state = state.told(is_good(state.left_out))

@@ -1,26 +1,31 @@
-"""Stragglers: which rank, node or link makes the others wait, from the seconds that each rank spends in each phase."""
+"""Stragglers: the rank, node or link that makes the others wait, from the seconds of each rank in each phase."""
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trilane.utils.tables import Table
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import Grid
 
-# Phases in which a rank does its own work, and those in which it mostly waits for others (engine/phases.py).
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Phases in which a rank does its own work, and those in which it mostly waits for others (engine/monitor/phases.py).
 OWN = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
 LINKS = ("p2p-wait", "all-grads-sync")
-SUSPICIOUS = 5.0  # a score: robust standard deviations
-IN_A_NODE = 2.5  # enough where most ranks of a node agree
-AT_LEAST = 0.03  # of the median: less is not worth a restart
-SAME_NODE = 0.75  # this share of a node's ranks slow: it is the node
+RANK_SCORE = 5.0  # robust standard deviations
+NODE_SCORE = 2.5  # of each rank, where most ranks of a node are slow
+MIN_EXCESS = 0.03  # of the median; less is not worth a restart
+NODE_SHARE = 0.75  # of a node's ranks that must be slow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """What is slow: `kind` "rank", "node" or "link", its name, the phase, seconds above its equals, the score."""
+    """A slow "rank", "node" or "link" (`kind`): its name, the phase, the seconds above its peers, the score."""
 
     kind: str
     name: str
@@ -33,29 +38,41 @@ class Straggler:
         return f"{self.kind} {self.name}: {self.phase} takes {self.excess_s:.3g} s longer (score {self.score:.1f})"
 
 
-def find_stragglers(grid: Grid, seconds: Mapping[int, Mapping[str, float]]) -> list[Straggler]:
-    """The slow ones, the slowest first. `seconds[rank][phase]` are medians over iterations.
+class Stragglers(list[Straggler], Table):
+    """Stragglers, the highest score first; as a table a row for each."""
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Kind, name, phase, excess in seconds, score."""
+        import pandas as pd
+
+        columns = ["kind", "name", "phase", "excess (s)", "score"]
+        return pd.DataFrame([(s.kind, s.name, s.phase, s.excess_s, s.score) for s in self], columns=columns)
+
+
+def find_stragglers(grid: Grid, seconds: Mapping[int, Mapping[str, float]]) -> Stragglers:
+    """The stragglers by `seconds[rank][phase]`, medians over iterations. ValueError for a rank outside the grid.
 
     A rank's own work is compared with that of its stage, since stages differ: score = (x - median) / (1.4826 MAD), MAD
-    at least 1 % of the median, so that equal times do not make a hair's breadth suspicious. A node is slow where most
+    at least 1 % of the median, so that tiny differences between equal times do not count. A node is slow where most
     of its ranks are. A link is slow where ranks that do their own work as fast as others communicate longer than
-    their equals: both ends of a slow link do, so a pair of nodes of which each alone is innocent is named; who waits
-    for a slow rank waits in communication too, so where a rank is slow, links are not judged. Left out: a link that
-    slows the whole ring of a collective evenly shows at no rank.
+    their peers: this holds at both ends, so that the pair of nodes is named although each alone is not slow. Ranks
+    that wait for a slow rank also wait in communication, so where a rank is slow, links are not examined. Left out: a
+    link that slows a whole ring collective evenly shows at no rank.
     """
     for rank in seconds:
         require(rank in grid, "rank", rank, f"must lie below tp x pp x dp = {len(grid.ranks)}")
-    nodes = _nodes(grid, seconds, _scores(grid, seconds, OWN, IN_A_NODE))
+    nodes = _nodes(grid, seconds, _scores(grid, seconds, OWN, NODE_SCORE))
     taken = {rank for node in nodes for rank in node.ranks}
-    slow = _scores(grid, seconds, OWN, SUSPICIOUS)
+    slow = _scores(grid, seconds, OWN, RANK_SCORE)
     found = [*nodes, *(_straggler("rank", str(r), [r], slow) for r in slow if r not in taken)]
-    return sorted(found or _links(grid, _scores(grid, seconds, LINKS, SUSPICIOUS)), key=lambda s: -s.score)
+    found = found or _links(grid, _scores(grid, seconds, LINKS, RANK_SCORE))
+    return Stragglers(sorted(found, key=lambda s: -s.score))
 
 
 def _scores(
     grid: Grid, seconds: Mapping[int, Mapping[str, float]], phases: tuple[str, ...], least: float
 ) -> dict[int, tuple[str, float, float]]:
-    """For each rank that stands out: the phase, the excess in seconds, the score; of its worst phase."""
+    """For each slow rank its worst phase: the phase, the excess in seconds, the score."""
     found: dict[int, tuple[str, float, float]] = {}
     for phase in phases:
         stages: defaultdict[int, list[int]] = defaultdict(list)
@@ -68,7 +85,7 @@ def _scores(
             spread = max(1.4826 * float(np.median(np.abs(values - middle))), 0.01 * middle, 1e-9)
             for rank, value in zip(ranks, values, strict=True):
                 excess, score = float(value) - middle, (float(value) - middle) / spread
-                if score > least and excess > AT_LEAST * middle and score > found.get(rank, ("", 0.0, 0.0))[2]:
+                if score > least and excess > MIN_EXCESS * middle and score > found.get(rank, ("", 0.0, 0.0))[2]:
                     found[rank] = (phase, excess, score)
     return found
 
@@ -78,15 +95,15 @@ def _nodes(
 ) -> list[Straggler]:
     found = []
     for node, ranks in grid.nodes.items():
-        heard = [r for r in ranks if r in seconds]
-        own = [r for r in heard if r in slow]
-        if len(heard) > 1 and len(own) >= SAME_NODE * len(heard):
+        timed = [r for r in ranks if r in seconds]
+        own = [r for r in timed if r in slow]
+        if len(timed) > 1 and len(own) >= NODE_SHARE * len(timed):
             found.append(_straggler("node", node, own, slow))
     return found
 
 
 def _links(grid: Grid, slow: dict[int, tuple[str, float, float]]) -> list[Straggler]:
-    """Ranks that communicate longer than their equals, joined where they are neighbours on different nodes."""
+    """Ranks that communicate longer than their peers, paired where they are neighbours on different nodes."""
     found: list[Straggler] = []
     taken: set[int] = set()
     for rank in sorted(slow):
