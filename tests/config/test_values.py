@@ -67,7 +67,7 @@ def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from():
 
 
 def test_planning_imports_no_torch_and_takes_under_half_a_second_of_processor():
-    modules = "config.plan costmodel.predict search.search search.sizing slurm.client workspace.study report.tables"
+    modules = "config.plan costmodel.predict planning.search planning.sizing slurm.client workspace.study utils.tables"
     code = "import sys, time; t = time.process_time()\n"
     code += f"for m in '{modules}'.split(): __import__('trilane.' + m)\n"
     code += "print(time.process_time() - t, sorted({'torch', 'deepspeed', 'megatron', 'pandas'} & set(sys.modules)))"
@@ -96,7 +96,7 @@ BAD = [
     (lambda: plan(topology=Topology(pp=3)), "pp=3: pp x interleaving = 3 must divide the 4 layers"),
     (
         lambda: plan(topology=Topology(dp=512, gbs=512)),
-        "tp x pp x dp=512: jz-a100-80g has 416",
+        "gpus=512: must not exceed the cluster: jz-a100-80g has 416",
     ),
     (
         lambda: replace(cluster("jz-a100-80g"), latency_s=math.nan),
@@ -199,7 +199,7 @@ BAD = [
     (lambda: Topology(first_stage_layers=1), "first_stage_layers=1: needs pp > 1"),
     (
         lambda: Topology(pp=2, last_stage_layers=1, partition="type:transformer|embedding"),
-        "last_stage_layers=1: contradicts partition=type:transformer|embedding",
+        "partition=type:transformer|embedding: contradicts a number of layers for the first or the last stage",
     ),
     (
         lambda: plan(topology=Topology(pp=2, first_stage_layers=4)),

@@ -5,7 +5,7 @@ import pytest
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel import calibration
+from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import predict
 from trilane.planning.published import planned_models
@@ -32,7 +32,7 @@ def test_the_planning_table_has_the_block_and_embedding_bytes_of_the_chronicles(
 
 def test_parts_sum_to_the_whole():
     topology = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, **BF16)
-    prediction = predict(SHAPE, topology, A100, calibration.default(A100))
+    prediction = predict(Configuration(shape=SHAPE, topology=topology, cluster=A100))
     assert prediction.sec_per_it == prediction.time.total
     assert prediction.sec_lo < prediction.sec_per_it < prediction.sec_hi
     assert prediction.memory_bytes == max(stage.total for stage in prediction.stages)
@@ -53,7 +53,7 @@ def test_offload_moves_the_optimizer_to_the_host_and_says_how_much_it_takes():
     shape, machine = parse_shape("24,2048,16,1024,50304"), A100
     base = {"dp": 8, "gbs": 8, "zero": 3, "precision": "bf16"}
     plain, offloaded = (
-        predict(shape, Topology(**base, offload=where), machine, calibration.default(machine))
+        predict(Configuration(shape=shape, topology=Topology(**base, offload=where), cluster=machine))
         for where in ("none", "optimizer")
     )
     assert plain.host_memory_bytes == 0 and plain.stages[0].optimizer > 0

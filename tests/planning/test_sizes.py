@@ -133,9 +133,9 @@ def test_the_door_answers_the_question_of_the_chronicles(capsys):
 
 
 def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_ones():
-    request = SizeRequest(parameters=20e9, vocabulary=50_257, gpus=8, cluster=A100, calibration=K)
+    request = SizeRequest(parameters=33e9, vocabulary=50_257, gpus=8, cluster=A100, calibration=K)
     found = propose(request)
-    risky = [p.prediction.oom_probability > 0.05 for p in found]
+    risky = [p.prediction.oom_probability > 0.1 for p in found]
     assert any(risky) and risky == sorted(risky), "the safe ones first"
     for p, doubted in zip(found, risky, strict=True):
         said = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"

@@ -5,28 +5,32 @@ from ipywidgets import Widget
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
 from trilane.costmodel import calibration
+from trilane.costmodel.predict import predict
 from trilane.report.widgets import sentence, widgets
 
-SHAPE, MACHINE = parse_shape("72,14336,64,2048,250880"), cluster("jz-a100-80g")
+MACHINE = cluster("jz-a100-80g")
 KNOWN = calibration.default(MACHINE)
+TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full", fp32_gradients=True)
+PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=MACHINE, topology=TOPOLOGY)
 
 
-def test_a_plan_that_can_be_is_a_sentence_with_its_figures():
-    said = sentence(
-        SHAPE, MACHINE, KNOWN, tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full"
-    )
-    assert "on 384 GPUs" in said and " s</b> an iteration" in said and "GiB</b>" in said
+def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
+    text, p = sentence(PLAN, KNOWN), predict(PLAN)
+    assert f"<b>{p.sec_per_it:.3g} s</b> an iteration" in text and f"<b>{p.memory_bytes / 2**30:.3g} GiB</b>" in text
+    assert PLAN.id in text and "on 384 GPUs" in text
 
 
-def test_a_plan_that_cannot_be_names_the_rule():
-    assert sentence(SHAPE, MACHINE, KNOWN, tp=3, gbs=1) == "<b>refused</b>: tp=3: must divide num_attention_heads=64"
-    assert sentence(SHAPE, MACHINE, KNOWN, mbs=3, gbs=4).startswith("<b>refused</b>: gbs=4: must be a multiple")
+def test_a_plan_that_cannot_be_names_the_rule_as_the_search_has_it():
+    assert sentence(PLAN, KNOWN, tp=3, gbs=2112, dp=11).startswith("<b>refused</b>: tp=3: must divide num_attention")
+    assert sentence(PLAN, KNOWN, mbs=3).startswith("<b>refused</b>: gbs=2048: must be a multiple")
+    assert "must stay inside a node" in sentence(PLAN, KNOWN, tp=16, pp=3)
+    assert sentence(PLAN, KNOWN, dp=16).startswith("<b>refused</b>: gpus=768: must not exceed the cluster")
 
 
 def test_the_widgets_begin_at_the_plan_given_reach_every_size_and_say_what_is_chosen():
-    base = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full")
-    explorer = widgets(SHAPE, MACHINE, KNOWN, base, 384)
+    explorer = widgets(PLAN, KNOWN, 384)
     *boxes, said = explorer.children
     chosen = {w.description: w for w in boxes}
     assert {name: w.value for name, w in chosen.items()} == {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "recompute": "full"}

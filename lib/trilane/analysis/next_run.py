@@ -183,7 +183,7 @@ def siblings(plans: Sequence[Configuration]) -> list[Configuration]:
 
 
 def _fits(case: Configuration) -> bool:
-    need = memory_bytes(columns_of(case.shape, case.topology), case.cluster)
+    need = memory_bytes(columns_of(case.shape, case.topology, case.engine), case.cluster)
     return float(oom_probability(need, case.cluster)) <= 0.5
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from trilane.analysis.measure import Measurement
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
+from trilane.config.engines import ENGINES
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel import calibration
 from trilane.costmodel.calibration import Calibration, Configuration
@@ -135,7 +135,7 @@ def predictions(
     cases: Sequence[Configuration], known: Calibration, belief: Posterior | None = None
 ) -> list[Prediction]:
     """The prediction for each case, with the belief's intervals where it is given."""
-    found = [predict(c.shape, c.topology, c.cluster, known) for c in cases]
+    found = [predict(c, known) for c in cases]
     if belief is None:
         return found
     factors = [math.exp(width) for width in belief.half_widths(cases)]
@@ -155,7 +155,7 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
     c, given = m.config, m.log.arguments
     if m.plan:
         topology = replace(m.plan.topology, gbs=int(c.gbs))
-        return Configuration(shape=m.plan.shape, topology=topology, cluster=m.plan.cluster)
+        return Configuration(shape=m.plan.shape, topology=topology, cluster=m.plan.cluster, engine=m.plan.engine)
     if not (cluster and c.shape and c.gpus and c.mbs and c.gbs):
         return None
     zero = given.get("zero_stage", given.get("deepspeed.zero_optimization_stage", 0))
@@ -175,16 +175,17 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
         )
     except ValueError:
         return None
-    case = Configuration(shape=c.shape, topology=topology, cluster=cluster)
+    engine = "megatron" if m.log.dialect == "megatron-lm" else ""
+    case = Configuration(shape=c.shape, topology=topology, cluster=cluster, engine=engine)
     return None if invalid_reason(c.shape, topology) else case
 
 
 def alternatives(case: Configuration, known: Calibration, keep: int = 8) -> list[Configuration]:
     """The best plans that train the model of `case` with its batch on as many GPUs."""
     t = case.topology
-    space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}))
+    space = space_around(t, [t.gpus], [t.gbs], sorted({1, 2, 4, t.mbs}), case.engine or ENGINES[0])
     found = search_space(case.shape, case.cluster, space, known, top=64)
-    return [replace(case, topology=c.topology) for c in found.best_lanes(keep)]
+    return [replace(case, topology=c.topology) for c in found.best_per_sizes(keep).rows]
 
 
 def choices(study: Study, lesson: Recalibration) -> list[Configuration]:
@@ -203,7 +204,5 @@ def choices(study: Study, lesson: Recalibration) -> list[Configuration]:
 def _planned(study: Study, like: Configuration) -> list[Configuration]:
     if not (study.folder / "plans.json").exists():
         return []
-    plans = study.load("plans.json", "02_topology")
-    if ModelShape(**plans["shape"]) != like.shape:
-        return []
-    return [replace(like, topology=Topology(**plan["topology"])) for plan in plans["plans"]]
+    plans = study.plans()
+    return [replace(like, topology=p.topology, engine=p.engine) for p in plans if p.shape == like.shape]

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from trilane.config import cluster as hardware
-from trilane.config.parallelism import ATTENTIONS, PARTITIONS, RECOMPUTE, usual_precision
+from trilane.config.engines import ENGINES
+from trilane.config.parallelism import ATTENTIONS, PARTITIONS, RECOMPUTE
 from trilane.costmodel.calibration import default, load
 from trilane.planning.published import PlannedModel, published_models, size_line
 from trilane.planning.sizing import Proposal, SizeRequest, candidate_json, survey, why_none
@@ -27,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, default=0.03, help="how far from the target (default: 0.03)")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="default: whatever is fastest")
     parser.add_argument("--partition", choices=PARTITIONS)
-    parser.add_argument("--attention", choices=ATTENTIONS, default="fused", help="scores: no flash kernel, as in 2022")
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        help="scores: no flash kernel, as in 2022; default: what card and heads allow",
+    )
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what trains it (default: megatron)")
     parser.add_argument("--precision", choices=hardware.PRECISIONS, help="default: bf16 where the card has it")
     parser.add_argument("--fp32-gradients", action="store_true", help="accumulate 16-bit gradients in fp32")
     parser.add_argument("--calibration", metavar="JSON", help="constants fitted to your own runs")
@@ -39,9 +45,9 @@ def request_of(args: argparse.Namespace) -> SizeRequest:
     """What the options ask for; ValueError names the wrong one."""
     require(args.top >= 1, "top", args.top, "must be a whole number of at least 1")
     cluster = hardware.cluster(args.cluster)
-    space: dict[str, Any] = {"attention": args.attention, "fp32_gradients": args.fp32_gradients}
-    space["precision"] = args.precision or usual_precision(cluster)
-    space |= {name: (value,) for name in ("recompute", "partition") if (value := getattr(args, name))}
+    names = ("attention", "precision", "recompute", "partition")
+    choices: dict[str, Any] = {name: value for name in names if (value := getattr(args, name))}
+    choices |= {"fp32_gradients": True} if args.fp32_gradients else {}
     return SizeRequest(
         parameters=args.params,
         vocabulary=args.vocab,
@@ -52,7 +58,8 @@ def request_of(args: argparse.Namespace) -> SizeRequest:
         gbs=args.gbs,
         seq_length=args.seq,
         tolerance=args.tolerance,
-        space=space,
+        choices=choices,
+        engine=args.engine,
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trilane.cli.slurm_jobs import add_site, line
 from trilane.config.plan import read_plan
-from trilane.costmodel import calibration
 from trilane.costmodel.predict import predict
 from trilane.slurm import chain, jobs, sites
 from trilane.slurm.preflight import check
@@ -47,7 +46,7 @@ def _create(args: argparse.Namespace) -> int:
     made = chain.create(args.folder, plan, stages, sites.site(args.site), request_of(args))
     rows = []
     for path, link in zip(made, chain.read(args.folder), strict=True):
-        seconds = predict(link.shape, link.topology, link.cluster, calibration.default(link.cluster)).sec_per_it
+        seconds = predict(link).sec_per_it
         hours = chain.gpu_hours(link, seconds)
         told = {"run": str(path), "gpus": link.topology.gpus, "first": link.run.start_iteration + 1}
         rows.append({**told, "last": link.run.goal, "gpu_hours": hours, "hours": hours / link.topology.gpus})

@@ -1,26 +1,101 @@
-"""Systems: the engines that can train a plan, and what each of them lacks."""
+"""The engines that can train a plan: what each supports, and which choices it makes where a plan leaves them open.
 
+The defaults of a run have their one place here: precision, attention kernel, gradient sums and ZeRO stage.
+"""
+
+from typing import Any
+
+from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
 
 
+FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
+
 Rule = tuple[bool, str, object, str]
+
+
+def default_precision(cluster: Cluster) -> str:
+    """bf16 where the card has it, else fp16, and fp32 on a CPU."""
+    if cluster.gpu.kind == "cpu":
+        return "fp32"
+    return "bf16" if cluster.gpu.bf16_flops_per_s else "fp16"
+
+
+def default_attention(shape: ModelShape, cluster: Cluster, precision: str) -> str:
+    """ "fused" where torch's scaled_dot_product_attention has a kernel that keeps no s x s scores, else "scores".
+
+    On a GPU such kernels (flash from Ampere on, memory-efficient on a V100) want 16 bits and heads of a multiple of 8
+    channels, 256 at most. A CPU has one for every head.
+    """
+    if cluster.gpu.kind == "cpu":
+        return "fused"
+    fits = precision != "fp32" and shape.head_dim % 8 == 0 and shape.head_dim <= FLASH_HEAD_DIM
+    return "fused" if fits else "scores"
+
+
+def default_fp32_gradients(precision: str, offload: str = "none") -> bool:
+    """bf16 sums its gradients in fp32: its 8 bits of mantissa lose what many microbatches add. Offload has no such sum.
+
+    DeepSpeed's BF16_Optimizer and Megatron-LM's --bf16 do so by default.
+    """
+    return precision == "bf16" and offload == "none"
+
+
+def sums_in_fp32(engine: str, topology: Topology) -> bool:
+    """Whether 16-bit gradients are summed in fp32: by choice, and always in Megatron's DistributedDataParallel."""
+    return topology.precision != "fp32" and (topology.fp32_gradients or engine == "megatron")
+
+
+def default_topology(shape: ModelShape, cluster: Cluster, engine: str = ENGINES[0], **chosen: Any) -> Topology:
+    """The topology of the choices given, with the cluster's and the engine's defaults for the others.
+
+    `zero` is 1 where several replicas train in 16 bits, since an optimizer of 12 bytes a parameter is worth dividing.
+    """
+    precision = chosen.get("precision") or default_precision(cluster)
+    defaults: dict[str, Any] = {
+        "precision": precision,
+        "attention": default_attention(shape, cluster, precision),
+        "fp32_gradients": default_fp32_gradients(precision, chosen.get("offload", "none")),
+        "zero": int(precision != "fp32" and chosen.get("dp", 1) > 1),
+    }
+    return Topology(**defaults | {name: value for name, value in chosen.items() if value is not None})
+
+
+def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: str = ENGINES[0]) -> str:
+    """The topology's label, and every choice beyond the defaults of cluster and engine: no two plans share one.
+
+    Of one shape, cluster and batch size, that is; a label names none of these.
+    """
+    t, precision = topology, default_precision(cluster)
+    sums = sums_in_fp32(engine, t)
+    named = {
+        t.precision: t.precision != precision,
+        t.attention: t.attention != default_attention(shape, cluster, t.precision),
+        "fp32grads" if sums else f"{t.precision}grads": t.precision != "fp32"
+        and sums != (engine == "megatron" or default_fp32_gradients(t.precision, t.offload)),
+        engine: engine != ENGINES[0],
+    }
+    return "-".join([t.label, *(word for word, chosen in named.items() if chosen)])
 
 
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:
     """Why `engine` cannot train `shape` on `topology`, as `field=value: the rule`; None where it can."""
+    broken = unsupported_rule(engine, shape, topology)
+    return f"{broken[0]}={broken[1]}: engine {engine} {broken[2]}" if broken else None
+
+
+def unsupported_rule(engine: str, shape: ModelShape, topology: Topology) -> tuple[str, object, str] | None:
+    """Field, value and rule of the first thing that `engine` does not support; batch sizes never matter."""
     rules = {
         "megatron": _megatron,
         "deepspeed-zero": _deepspeed_zero,
         "deepspeed-3d": _deepspeed_3d,
         "hf-zero3": _hf_zero3,
     }[engine]
-    for ok, field, value, rule in rules(shape, topology):
-        if not ok:
-            return f"{field}={value}: engine {engine} {rule}"
-    return None
+    return next(((field, value, rule) for ok, field, value, rule in rules(shape, topology) if not ok), None)
 
 
 def _megatron(shape: ModelShape, t: Topology) -> list[Rule]:

@@ -1,8 +1,9 @@
 """ModelShape: the sizes of a GPT, its parameters and its FLOPs per iteration."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from trilane.utils.validation import require, require_integer
+from trilane.utils.validation import from_mapping, read_json, require, require_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,14 @@ def padded_vocab_size(tokens: int, tp: int = 1, multiple: int = 128) -> int:
     require_integer("tokens", tokens, 1)
     step = multiple * tp
     return -(-tokens // step) * step
+
+
+def read_shape(text: str) -> ModelShape:
+    """The shape of five numbers (see parse_shape), of a JSON file with a shape's fields, or of a plan's file."""
+    if not text.endswith(".json") and not Path(text).is_file():
+        return parse_shape(text)
+    values = read_json(text, "shape")
+    return from_mapping(ModelShape, values.get("shape", values) if isinstance(values, dict) else values, "shape")
 
 
 def parse_shape(text: str) -> ModelShape:

@@ -1,11 +1,12 @@
 """Topology: how one training run is spread over GPUs, and which combinations exist at all."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trilane.config import cluster as hardware
-from trilane.config.cluster import PRECISIONS
+from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
-from trilane.utils.validation import require, require_integer, require_known
+from trilane.utils.validation import require_integer, require_known
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -36,10 +37,9 @@ class Topology:
     gathers the distributed optimizer's weights while the forward pass runs: Megatron's names; DeepSpeed decides itself.
     `attention` "scores" writes the s x s scores to memory, as Megatron did until 2022; "fused" is a flash kernel.
     `adam` "torch" is torch.optim.Adam, which needs a temporary as large as its states' share; "fused" is apex's kernel.
-    `fp32_gradients` keeps fp32 sums beside 16-bit gradients, as DeepSpeed's BF16_Optimizer; the `megatron` engine sums
-    in fp32 anyway, within its 18 bytes a parameter, and wants it off: on, the planner counts 4.9 bytes too many.
+    `fp32_gradients` sums 16-bit gradients in fp32, as DeepSpeed's BF16_Optimizer does; engine `megatron` always does.
     `buckets` of ZeRO: "layer" fits them to the hidden size, "library" leaves them at DeepSpeed's 5e8 values.
-    Raises ValueError for what no model could make right; what depends on the shape is in refusal().
+    Raises ValueError for what no model could make right; what depends on the shape is in invalid_reason().
     """
 
     tp: int = 1
@@ -66,8 +66,8 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
             require_integer(name, getattr(self, name), 1)
-        require_integer("zero", self.zero, 0)
-        require(self.zero <= 3, "zero", self.zero, "ZeRO stages are 0, 1, 2 and 3")
+        for name in ("zero", "first_stage_layers", "last_stage_layers"):
+            require_integer(name, getattr(self, name), 0)
         require_known("recompute", self.recompute, RECOMPUTE)
         require_known("partition", self.partition, PARTITIONS)
         require_known("offload", self.offload, OFFLOADS)
@@ -75,25 +75,9 @@ class Topology:
         require_known("attention", self.attention, ATTENTIONS)
         require_known("adam", self.adam, ADAMS)
         require_known("buckets", self.buckets, BUCKETS)
-        rule = f"must be a multiple of mbs x dp = {self.mbs} x {self.dp}"
-        require(self.gbs % (self.mbs * self.dp) == 0, "gbs", self.gbs, rule)
-        require(self.tp > 1 or not self.sequence_parallel, "sequence_parallel", True, "needs tp > 1")
-        require(
-            self.pp == 1 or self.zero < 2, "zero", self.zero, f"ZeRO 2 and 3 cannot run with a pipeline (pp={self.pp})"
-        )
-        require(self.zero > 0 or self.offload == "none", "offload", self.offload, "needs ZeRO stage 1 or more")
-        require(
-            self.zero == 3 or self.offload != "full", "offload", "full", "parameters can be offloaded by ZeRO-3 only"
-        )
-        require(self.pp > 1 or self.interleaving == 1, "interleaving", self.interleaving, "needs pp > 1")
-        for name in ("first_stage_layers", "last_stage_layers"):
-            layers = getattr(self, name)
-            require_integer(name, layers, 0)
-            require(layers == 0 or self.pp > 1, name, layers, "needs pp > 1")
-            require(layers == 0 or self.partition == "uniform", name, layers, f"contradicts partition={self.partition}")
-        gathers = self.zero == 1 and self.overlap_grad_reduce
-        rule = "needs ZeRO stage 1 and overlap_grad_reduce"
-        require(gathers or not self.overlap_param_gather, "overlap_param_gather", True, rule)
+        reason = first_broken(TOPOLOGY_RULES, self)
+        if reason:
+            raise ValueError(reason)
 
     @property
     def gpus(self) -> int:
@@ -107,58 +91,175 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """A short name for eyes, such as `tp2-pp2-dp1-mbs4`; nothing parses it back."""
-        extras = [f"zero{self.zero}"] * (self.zero > 0) + [self.recompute] * (self.recompute != "none")
-        extras += [f"vp{self.interleaving}"] * (self.interleaving > 1) + ["sp"] * self.sequence_parallel
-        return "-".join([f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}", *extras])
+        """A short name such as `tp2-pp2-dp1-mbs4`, which names every choice but those with a default of the cluster.
+
+        Precision, attention and fp32 gradients are named by config.plan.label_of(), which knows the cluster. Labels are
+        for people: nothing parses them.
+        """
+        words = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}"]
+        named = {
+            f"zero{self.zero}": self.zero > 0,
+            self.recompute: self.recompute != "none",
+            f"vp{self.interleaving}": self.interleaving > 1,
+            "sp": self.sequence_parallel,
+            "embed": self.partition != "uniform",
+            f"first{self.first_stage_layers}": self.first_stage_layers > 0,
+            f"last{self.last_stage_layers}": self.last_stage_layers > 0,
+            f"offload{self.offload}": self.offload != "none",
+            "torchadam": self.adam == "torch",
+            "librarybuckets": self.buckets == "library",
+            "overlapgrads": self.overlap_grad_reduce,
+            "overlapparams": self.overlap_param_gather,
+        }
+        return "-".join([*words, *(word for word, chosen in named.items() if chosen)])
 
 
-def invalid_reason(shape: ModelShape, topology: Topology) -> str | None:
-    """Why `shape` cannot run on `topology` at all, as `field=value: the rule`; None where it can."""
-    t, heads, microbatches = topology, shape.num_attention_heads, topology.microbatches
-    rules = [
-        (heads % t.tp == 0, "tp", t.tp, f"must divide num_attention_heads={heads}"),
-        (shape.vocab_size % t.tp == 0, "tp", t.tp, f"must divide vocab_size={shape.vocab_size} (pad the vocabulary)"),
-        (shape.hidden_size % t.tp == 0, "tp", t.tp, f"must divide hidden_size={shape.hidden_size}"),
-        *_stage_rules(shape, t),
-        (
-            not t.sequence_parallel or shape.seq_length % t.tp == 0,
-            "tp",
-            t.tp,
-            f"must divide seq_length={shape.seq_length}",
-        ),
-        (
-            t.interleaving == 1 or microbatches % t.pp == 0,
-            "gbs",
-            t.gbs,
-            f"interleaving needs microbatches % pp={t.pp} == 0",
-        ),
-    ]
-    return next((f"{field}={value}: {rule}" for ok, field, value, rule in rules if not ok), None)
+@dataclass(frozen=True)
+class Rule:
+    """What a topology must obey. `holds` takes anything with a Topology's fields, also with arrays as mbs and gbs.
+
+    field   the field to blame
+    text    the rule, the same for every topology: searches count what they refuse by it
+    holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster where it needs one
+    detail  what to add for one topology, such as "=112"
+    whole   the whole message, where the rule has several faces
+    of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
+    """
+
+    field: str
+    text: str
+    holds: Callable[..., Any]
+    detail: Callable[..., object] = lambda *_: ""
+    of_sizes: bool = False
+    whole: Callable[..., str] | None = None
+
+    @property
+    def name(self) -> str:
+        """The rule with the field that it is about."""
+        return f"{self.field}: {self.text}"
+
+    def message(self, *subjects: Any) -> str:
+        """`field=value: the rule` of one topology that breaks it."""
+        message = f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
+        return self.whole(*subjects) if self.whole else message
 
 
-def _stage_rules(shape: ModelShape, t: Topology) -> list[tuple[bool, str, object, str]]:
-    """What the layers ask of the stages, with or without a number of their own for the first and the last."""
+def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
+    """The message of the first rule that one topology breaks, or None."""
+    return next((rule.message(*subjects) for rule in rules if not rule.holds(*subjects)), None)
+
+
+def _uneven_stages(t: Any, shape: ModelShape) -> str:
+    """Why the stages cannot share the layers, with or without a number of layers for the first and the last; or ""."""
     L, v = shape.num_layers, t.interleaving
     named = {n: getattr(t, n) for n in ("first_stage_layers", "last_stage_layers") if getattr(t, n)}
     if not named:
-        units, chunks = L + (0 if t.partition == "uniform" else 2), t.pp * v
-        return [(units % chunks == 0, "pp", t.pp, f"pp x interleaving = {chunks} must divide the {units} layers")]
-    others, left = t.pp - len(named), L - sum(named.values())
-    even = left > 0 and left % others == 0 if others else left == 0
+        units = L + (0 if t.partition == "uniform" else 2)
+        even = units % (t.pp * v) == 0
+        return "" if even else f"pp={t.pp}: pp x interleaving = {t.pp * v} must divide the {units} layers"
     field, value = next(iter(named.items()))
-    rule = f"leaves {left} of {L} layers to {others} other stages, which must share them evenly"
-    own = [(n % v == 0, name, n, f"must be a multiple of interleaving={v}") for name, n in named.items()]
+    others, left = t.pp - len(named), L - sum(named.values())
+    if left % others or left <= 0 if others else left:
+        return f"{field}={value}: leaves {left} of {L} layers to {others} other stages, which must share them evenly"
+    for name, layers in named.items():
+        if layers % v:
+            return f"{name}={layers}: must be a multiple of interleaving={v}"
     shared = left // others if others else 0
-    return [
-        (even, field, value, rule),
-        *own,
-        (shared % v == 0, field, value, f"leaves {shared} layers to a stage: no multiple of interleaving={v}"),
-    ]
+    rule = f"leaves {shared} layers to a stage: no multiple of interleaving={v}"
+    return f"{field}={value}: {rule}" if shared % v else ""
 
 
-def usual_precision(cluster: hardware.Cluster) -> str:
-    """bf16 where the card has it, else fp16, and fp32 on a CPU."""
-    if cluster.gpu.kind == "cpu":
-        return "fp32"
-    return "bf16" if cluster.gpu.bf16_flops_per_s else "fp16"
+# What no topology can be, whatever the model and the machine.
+TOPOLOGY_RULES = (
+    Rule("zero", "ZeRO stages are 0, 1, 2 and 3", lambda t: t.zero <= 3),
+    Rule(
+        "gbs",
+        "must be a multiple of mbs x dp",
+        lambda t: t.gbs % (t.mbs * t.dp) == 0,
+        lambda t: f" = {t.mbs} x {t.dp}",
+    ),
+    Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
+    Rule(
+        "zero", "ZeRO 2 and 3 cannot run with a pipeline", lambda t: t.pp == 1 or t.zero < 2, lambda t: f" (pp={t.pp})"
+    ),
+    Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
+    Rule("offload", "parameters can be offloaded by ZeRO-3 only", lambda t: t.zero == 3 or t.offload != "full"),
+    Rule("interleaving", "needs pp > 1", lambda t: t.pp > 1 or t.interleaving == 1),
+    Rule("first_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.first_stage_layers),
+    Rule("last_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.last_stage_layers),
+    Rule(
+        "partition",
+        "contradicts a number of layers for the first or the last stage",
+        lambda t: t.partition == "uniform" or not (t.first_stage_layers or t.last_stage_layers),
+    ),
+    Rule(
+        "overlap_param_gather",
+        "needs ZeRO stage 1 and overlap_grad_reduce",
+        lambda t: (t.zero == 1 and t.overlap_grad_reduce) or not t.overlap_param_gather,
+    ),
+)
+# What a model asks of a topology.
+SHAPE_RULES = (
+    Rule(
+        "tp",
+        "must divide num_attention_heads",
+        lambda t, s: s.num_attention_heads % t.tp == 0,
+        lambda t, s: f"={s.num_attention_heads}",
+        of_sizes=True,
+    ),
+    Rule(
+        "tp",
+        "must divide vocab_size (pad the vocabulary)",
+        lambda t, s: s.vocab_size % t.tp == 0,
+        lambda t, s: f": {s.vocab_size}",
+        of_sizes=True,
+    ),
+    Rule(
+        "tp",
+        "must divide hidden_size",
+        lambda t, s: s.hidden_size % t.tp == 0,
+        lambda t, s: f"={s.hidden_size}",
+        of_sizes=True,
+    ),
+    Rule(
+        "tp",
+        "must divide seq_length where sequences are parallel",
+        lambda t, s: not t.sequence_parallel or s.seq_length % t.tp == 0,
+        lambda t, s: f": {s.seq_length}",
+    ),
+    Rule(
+        "pp",
+        "stages (times interleaving) must share the layers evenly",
+        lambda t, s: not _uneven_stages(t, s),
+        whole=_uneven_stages,
+    ),
+    Rule(
+        "gbs",
+        "interleaving needs microbatches % pp == 0",
+        lambda t, s: t.interleaving == 1 or t.gbs / (t.mbs * t.dp) % t.pp == 0,
+        lambda t, s: f" (pp={t.pp})",
+    ),
+)
+# What a cluster asks of a topology; a plan may break them, where somebody measures what that costs.
+CLUSTER_RULES = (
+    Rule(
+        "gpus",
+        "must not exceed the cluster",
+        lambda t, c: t.tp * t.pp * t.dp <= c.max_gpus,
+        lambda t, c: f": {c.name} has {c.max_gpus}",
+        of_sizes=True,
+    ),
+    Rule(
+        "tp",
+        "a tensor-parallel group must stay inside a node",
+        lambda t, c: c.gpus_per_node % t.tp == 0 or t.tp * t.pp * t.dp <= c.gpus_per_node,
+        lambda t, c: f" of {c.gpus_per_node} GPUs",
+        of_sizes=True,
+    ),
+)
+
+
+def invalid_reason(shape: ModelShape, topology: Topology, cluster: Cluster | None = None) -> str | None:
+    """Why `shape` cannot run on `topology` (on `cluster`, where given), as `field=value: the rule`; or None."""
+    reason = first_broken(SHAPE_RULES, topology, shape)
+    return reason or (first_broken(CLUSTER_RULES, topology, cluster) if cluster else None)

@@ -1,5 +1,7 @@
 """Plan: shape + cluster + topology + engine + data + run limits. One JSON file, the engine's only input."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,9 +9,9 @@ from typing import Any
 
 from trilane.config.batch_rampup import Batch, Ramp
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, unsupported_reason
+from trilane.config.engines import ENGINES, sums_in_fp32, unsupported_reason
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -21,6 +23,7 @@ from trilane.utils.validation import (
 )
 
 BLEND = "blend"
+DERIVED = ("id", "prediction")  # of a plan in a result: derived from it, so never read back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +181,9 @@ class Plan:
         require_known("engine", self.engine, ENGINES)
         t = self.topology
         reason = unsupported_reason(self.engine, self.shape, t) or invalid_reason(self.shape, t)
+        reason = reason or first_broken(CLUSTER_RULES[:1], t, self.cluster)  # groups over two nodes: run them who will
         if reason:
             raise ValueError(reason)
-        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
-        require(t.gpus <= self.cluster.max_gpus, "tp x pp x dp", t.gpus, rule)
         self.cluster.gpu.flops_per_s(t.precision)
         self._check_ramp()
 
@@ -200,6 +202,17 @@ class Plan:
         require(not failing, "ramp", ", ".join(map(str, failing)), rule)
 
     @property
+    def id(self) -> str:
+        """Ten hexadecimal digits of all that changes a prediction: model, cluster, topology with its batch, engine.
+
+        Plans with one id have one prediction, whatever they are called and wherever they are shown.
+        """
+        topology = to_mapping(self.topology) | {"fp32_gradients": sums_in_fp32(self.engine, self.topology)}
+        cluster = {k: v for k, v in to_mapping(self.cluster).items() if k not in ("sources", "max_nodes")}
+        facts = {"shape": to_mapping(self.shape), "cluster": cluster, "topology": topology, "engine": self.engine}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
+
+    @property
     def samples(self) -> int:
         """Samples that the whole run consumes, its ramp-up counted."""
         return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
@@ -214,8 +227,8 @@ class Plan:
 
 
 def plan_from_json(values: dict[str, Any]) -> Plan:
-    """The plan of a JSON object; a `prediction` beside it, as a search result carries, is set aside."""
-    fields = {k: v for k, v in values.items() if k != "prediction"} if isinstance(values, dict) else values
+    """The plan of a JSON object; an `id` and a `prediction`, as results of a search carry, are set aside."""
+    fields = {k: v for k, v in values.items() if k not in DERIVED} if isinstance(values, dict) else values
     return from_mapping(Plan, fields, "plan")
 
 

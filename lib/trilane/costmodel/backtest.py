@@ -55,9 +55,9 @@ def predict_row(
     """Seconds and memory of one row on its day; `half_width` of the interval, else the calibration's."""
     case = row.case
     on_day = calibration.on(case.day, case.topology.gpus)
-    seconds = iteration_time(case.shape, case.topology, case.cluster, on_day).total
+    seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
     low, high = (replace(calibration, half_width=half_width) if half_width else calibration).interval(seconds)
-    columns = columns_of(case.shape, case.topology)
+    columns = columns_of(case.shape, case.topology, case.engine)
     need = float(memory_bytes(columns, case.cluster, memory))
     return RowPrediction(
         row_id=row.row_id,

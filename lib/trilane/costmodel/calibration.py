@@ -45,12 +45,16 @@ class Regime:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One run to be predicted: what ran where, and on which ISO day ("" where unknown)."""
+    """One run to be predicted: what ran where, in which engine, and on which ISO day ("" where unknown).
+
+    `engine` "" is Megatron-DeepSpeed as the documents of the measured rows used it.
+    """
 
     shape: ModelShape
     topology: Topology
     cluster: Cluster
     day: str = ""
+    engine: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
+from trilane.config.engines import sums_in_fp32
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import RECOMPUTE, Topology
 
@@ -24,7 +25,8 @@ class Columns:
     Choices are numbers too: `recompute` 0 none, 1 selective, 2 full; `embedding_layers` 1 where the pipeline counts
     embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
     `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32;
-    `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size.
+    `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size; `main_grads` 1 where the engine is Megatron's
+    own, whose fp32 gradients are the only ones and stay whole.
     """
 
     layers: Number
@@ -52,6 +54,7 @@ class Columns:
     first_stage_layers: Number = 0  # 0: as many as the others
     last_stage_layers: Number = 0
     library_buckets: Number = 0
+    main_grads: Number = 0
 
     @property
     def microbatches(self) -> Number:
@@ -117,8 +120,8 @@ class Columns:
         return Columns(**{f.name: v[index] if np.ndim(v := getattr(self, f.name)) else v for f in fields(self)})
 
 
-def columns_of(shape: ModelShape, topology: Topology) -> Columns:
-    """One plan as Columns of numbers."""
+def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Columns:
+    """One plan as Columns of numbers; `engine` "" is Megatron-DeepSpeed as the documents used it."""
     t = topology
     return Columns(
         layers=shape.num_layers,
@@ -138,7 +141,7 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         sequence_parallel=int(t.sequence_parallel),
         offload=("none", "optimizer", "full").index(t.offload),
         value_bytes=4 if t.precision == "fp32" else 2,
-        fp32_gradients=int(t.fp32_gradients),
+        fp32_gradients=int(sums_in_fp32(engine, t)) if engine else int(t.fp32_gradients),
         stores_scores=int(t.attention == "scores"),
         torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
@@ -146,6 +149,7 @@ def columns_of(shape: ModelShape, topology: Topology) -> Columns:
         first_stage_layers=t.first_stage_layers,
         last_stage_layers=t.last_stage_layers,
         library_buckets=int(t.buckets == "library"),
+        main_grads=int(engine == "megatron" and t.precision != "fp32"),
     )
 
 

@@ -36,7 +36,7 @@ def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
     groups = []
     for name in dict.fromkeys(names):
         index = np.array([i for i, other in enumerate(names) if other == name])
-        columns = stack([columns_of(cases[i].shape, cases[i].topology) for i in index])
+        columns = stack([columns_of(cases[i].shape, cases[i].topology, cases[i].engine) for i in index])
         groups.append((cases[index[0]].cluster, index, columns))
     return groups
 

@@ -177,18 +177,18 @@ def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) 
 
 
 def iteration_time(
-    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration"
+    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration", engine: str = ""
 ) -> IterationTime:
     """Predicted seconds of one iteration of one plan, by part."""
-    parts = iteration_columns(columns_of(shape, topology), cluster, calibration.constants)
+    parts = iteration_columns(columns_of(shape, topology, engine), cluster, calibration.constants)
     return IterationTime(**{f.name: float(getattr(parts, f.name)) for f in fields(IterationTime)})
 
 
 def seconds_per_stage(
-    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration"
+    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration", engine: str = ""
 ) -> list[float]:
     """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage, first to last."""
-    columns, constants = columns_of(shape, topology), calibration.constants
+    columns, constants = columns_of(shape, topology, engine), calibration.constants
     layer = float(layer_time(columns, cluster, constants).total)
     seconds = [layers * layer for layers in stage_layers(shape, topology)]
     seconds[0] += float(embedding_seconds(columns, cluster, constants))

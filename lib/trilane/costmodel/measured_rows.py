@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster, card_words
+from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
 from trilane.costmodel.calibration import Configuration
@@ -104,6 +105,7 @@ def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float
         "attention": t.attention,
         "adam": t.adam,
         "buckets": t.buckets,
+        "engine": case.engine,
         "date": case.day,
         "sec_per_it": seconds,
         "mem_gb": memory_bytes / 2**30 if memory_bytes == memory_bytes else "",
@@ -118,9 +120,10 @@ def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> Measur
     require(shape.num_attention_heads % topology.tp == 0, "tp", topology.tp, rule)
     seconds, memory = _number(cells, "sec_per_it"), _number(cells, "mem_gb")
     engine = cells.get("engine") or cells.get("set") or ""
+    own = engine if engine in ENGINES else ""  # one of this project's engines, which prediction knows
     return MeasuredRow(
         row_id=name,
-        case=Configuration(shape=shape, topology=topology, cluster=machine, day=cells.get("date", "")),
+        case=Configuration(shape=shape, topology=topology, cluster=machine, day=cells.get("date", ""), engine=own),
         stack=next((stack for stack, names in STACKS.items() if engine in names), engine),
         table=cells.get("table_id", ""),
         seconds=seconds,

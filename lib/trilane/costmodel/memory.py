@@ -119,27 +119,20 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
 
     Per parameter: 16-bit 2 + 2 + optimizer (2 + 2 + 14 without ZeRO), fp32 4 + 4 + 8. ZeRO stage 1 divides the
     optimizer by dp, 2 the gradients too, 3 the weights too: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.
+    Megatron's own engine keeps whole fp32 gradients and no other: 2 + 4 + 12, the last divided by dp with its
+    distributed optimizer (megatron-core's guide to it: 6 + 12/dp). The constants were fitted to Megatron-DeepSpeed.
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
     shard = [np.where(np.greater_equal(x.zero, level), x.dp, 1) for level in (1, 2, 3)]
+    main = np.equal(x.main_grads, 1)
     weights = x.value_bytes * parameters / shard[2]
-    gradients = (x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients)) * parameters / shard[1]
-    whole = np.where(np.equal(x.zero, 0), WHOLE_OPTIMIZER, c.optimizer)
+    each = np.where(main, 4, x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
+    gradients = each * parameters / shard[1]
+    whole = np.where(main, 12.0, np.where(np.equal(x.zero, 0), WHOLE_OPTIMIZER, c.optimizer))
     # torch's Adam makes its denominator, fp32, for the whole flat share at once: 4 bytes. The chronicles' prequel
     # prints 61 and 47 GB with it (first node, others), 51 and 44 with apex's fused kernel.
     return weights, gradients, (np.where(wide, 8, whole) + 4 * x.torch_adam) * parameters / shard[0]
-
-
-def megatron_extra_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:
-    """Bytes by which Megatron's distributed optimizer passes model_states(), on one GPU of the stage; 0 without it.
-
-    It keeps the gradients whole and in fp32: 6 + 12/dp bytes a parameter (megatron-core's guide to its distributed
-    optimizer), where the ZeRO-1 of Megatron-DeepSpeed, which the constants were fitted to, holds 4 + 17.4/dp.
-    """
-    x = columns
-    dealt = np.equal(x.zero, 1) & np.equal(x.value_bytes, 2) & np.equal(x.fp32_gradients, 0)
-    return dealt * stage_parameters(x, stage) * np.maximum(0.0, 2.0 + (12.0 - constants.optimizer) / x.dp)
 
 
 def working_bytes(columns: Columns, stage: Number, constants: MemoryConstants) -> Number:
@@ -201,10 +194,10 @@ def memory_bytes(columns: Columns, cluster: Cluster, constants: MemoryConstants 
 
 
 def memory_per_stage(
-    shape: ModelShape, topology: Topology, cluster: Cluster, constants: MemoryConstants = DEFAULT
+    shape: ModelShape, topology: Topology, cluster: Cluster, constants: MemoryConstants = DEFAULT, engine: str = ""
 ) -> list[StageMemory]:
     """Peak memory of one GPU of each pipeline stage, first to last."""
-    every = stage_memory(columns_of(shape, topology), np.arange(topology.pp), cluster, constants)
+    every = stage_memory(columns_of(shape, topology, engine), np.arange(topology.pp), cluster, constants)
     parts = {f.name: np.broadcast_to(getattr(every, f.name), topology.pp).tolist() for f in fields(StageMemory)}
     return [StageMemory(**{name: values[i] for name, values in parts.items()}) for i in range(topology.pp)]
 

@@ -1,23 +1,33 @@
-"""Prediction: what a plan is expected to cost, each figure with its doubt."""
+"""predict(): the one answer to what a plan is expected to take, seconds and bytes, each with its uncertainty."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.calibration import Calibration, Configuration, default
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import IterationTime, iteration_time
-from trilane.costmodel.memory import (
-    DEFAULT,
-    MemoryConstants,
-    StageMemory,
-    host_bytes,
-    memory_per_stage,
-    oom_probability,
-)
+from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
+from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.utils.validation import to_mapping
+
+RISKY = 0.1  # probability of running out of memory from which a plan is listed apart and never ranked first
+IMPOSSIBLE = 0.5  # from here on a search refuses it
+
+
+class Predictable(Protocol):
+    """What can be predicted: a Plan, or a Configuration."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def engine(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,31 +46,41 @@ class Prediction:
     time: IterationTime
     stages: tuple[StageMemory, ...]
 
+    @property
+    def is_risky(self) -> bool:
+        """Whether it may well run out of memory: more often than in one run of ten."""
+        return self.oom_probability > RISKY
+
     def to_json(self) -> dict[str, Any]:
         """The prediction as a JSON object."""
         return to_mapping(self)
 
 
-def predict(
-    shape: ModelShape,
-    topology: Topology,
-    cluster: Cluster,
-    calibration: Calibration,
-    memory: MemoryConstants = DEFAULT,
-) -> Prediction:
-    """Time and memory of one topology that the shape can run on (see topology.refusal)."""
-    time = iteration_time(shape, topology, cluster, calibration)
-    columns = columns_of(shape, topology)
-    stages = memory_per_stage(shape, topology, cluster, memory)
+def predict(plan: Predictable, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
+    """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
+
+    Without a `calibration`: the shipped constants of the plan's cluster. Every command, notebook and report shows what
+    comes from here, so that one plan (Plan.id) has one number.
+    """
+    shape, t, cluster, engine = plan.shape, plan.topology, plan.cluster, plan.engine
+    known = calibration or default(cluster)
+    time = iteration_time(shape, t, cluster, known, engine)
+    columns = columns_of(shape, t, engine)
+    stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
-    low, high = calibration.interval(time.total)
+    low, high = known.interval(time.total)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=low,
         sec_hi=high,
         memory_bytes=fullest,
-        host_memory_bytes=max(float(host_bytes(columns, i, memory)) for i in range(topology.pp)),
-        oom_probability=float(oom_probability(fullest, cluster, memory.spread)),
+        host_memory_bytes=max(float(host_bytes(columns, i, memory)) for i in range(t.pp)),
+        oom_probability=float(probability_of(fullest, cluster, memory.spread)),
         time=time,
         stages=tuple(stages),
     )
+
+
+def predict_on(plan: Predictable, cluster: Cluster) -> Prediction:
+    """The prediction of a plan on other nodes than its own: those that a SLURM site gives it."""
+    return predict(Configuration(shape=plan.shape, topology=plan.topology, cluster=cluster, engine=plan.engine))

@@ -4,13 +4,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trilane.config.engines import ENGINES, unsupported_reason
 from trilane.config.plan import Run
 from trilane.forecasting.request import ForecastRequest
-from trilane.forecasting.throughput import MICROBATCHES, SOONEST
+from trilane.forecasting.throughput import SOONEST
 from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
-from trilane.planning.search import Candidate, search_space
-from trilane.planning.space import space_around
+from trilane.planning.search import Candidate, search
 from trilane.utils.tables import Table, short, show
 
 if TYPE_CHECKING:
@@ -90,10 +88,12 @@ def other_schedules(request: ForecastRequest) -> list[Alternative]:
 def other_topologies(request: ForecastRequest, count: int = 4) -> list[Alternative]:
     """The fastest other tp x pp x dp of the plan's GPUs at its full batch size, on the same ramp."""
     r, t = request, request.plan.topology
-    space = space_around(t, [t.gpus], [t.gbs], MICROBATCHES)
-    best = search_space(r.plan.shape, r.plan.cluster, space, r.calibration, top=SEARCHED).best_lanes(count + 1)
+    fixed = {name: getattr(t, name) for name in ("precision", "attention", "fp32_gradients", "offload")}
+    sizes: dict[str, Any] = {"gpus": t.gpus, "gbs": t.gbs, "engine": r.plan.engine, **fixed}
+    found = search(r.plan.shape, r.plan.cluster, calibration=r.calibration, top=SEARCHED, **sizes)
+    best = found.best_per_sizes(count + 1).rows
     others = [c for c in best if (c.topology.tp, c.topology.pp, c.topology.dp) != (t.tp, t.pp, t.dp)][:count]
-    return [found for candidate in others if (found := _on_topology(r, candidate))]
+    return [one for candidate in others if (one := _on_topology(r, candidate))]
 
 
 def _scheduled(request: ForecastRequest, name: str, day_worth: float | None, reshape: bool) -> Alternative:
@@ -107,11 +107,10 @@ def _on_topology(request: ForecastRequest, candidate: Candidate) -> Alternative 
     """The plan on another topology; None where some batch size of the ramp fits nothing there."""
     r, other = request, candidate.topology
     failing = r.ramp.failing(other.gbs, other.mbs * other.dp)
-    engine = next((e for e in ENGINES if unsupported_reason(e, r.plan.shape, other) is None), r.plan.engine)
     try:
-        plan = dataclasses.replace(r.plan, topology=other, engine=engine, label=other.label, run=Run())
+        plan = dataclasses.replace(r.plan, topology=other, label=candidate.label, run=Run())
         asked = dataclasses.replace(r, plan=plan, day_worth=SOONEST if failing else None, reshape=False)
-        found = _undisturbed(other.label, asked, candidate.prediction.memory_bytes)
+        found = _undisturbed(candidate.label, asked, candidate.prediction.memory_bytes)
     except ValueError:
         return None
     reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""

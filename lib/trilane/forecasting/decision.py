@@ -59,10 +59,6 @@ def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
     return plan_from_json({k: v for k, v in entries[0].items() if k != "id"}), source
 
 
-def plan_id(plan: Plan) -> str:
-    return getattr(plan, "id", plan.label)
-
-
 def _whole(entry: Record, found: Record) -> Record:
     if "shape" in entry:
         return entry
@@ -70,7 +66,7 @@ def _whole(entry: Record, found: Record) -> Record:
     engine = next((e for e in ENGINES if unsupported_reason(e, shape, topology) is None), ENGINES[0])
     cluster = load_cluster(found["cluster"])
     whole = Plan(label=entry["label"], shape=shape, cluster=cluster, topology=topology, engine=engine)
-    return {**whole.to_json(), "id": plan_id(whole), "prediction": entry["prediction"]}
+    return {**whole.to_json(), "id": whole.id, "prediction": entry["prediction"]}
 
 
 def calendar_record(found: Forecast, source: PlanSource) -> Record:
@@ -78,7 +74,7 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
     r, p = found.request, found.prediction
     return {
         **found.record,
-        "plan_id": plan_id(r.plan),
+        "plan_id": r.plan.id,
         "plan_json": r.plan.to_json(),
         "prediction": p.to_json(),
         "source": vars(source),

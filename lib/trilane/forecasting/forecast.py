@@ -146,7 +146,7 @@ class Forecast(Described):
     def prediction(self) -> Prediction:
         """The plan's prediction at its full batch size."""
         r = self.request
-        return predict(r.plan.shape, r.plan.topology, r.plan.cluster, r.calibration)
+        return predict(r.plan, r.calibration)
 
     @cached_property
     def alternatives(self) -> Alternatives:

@@ -14,7 +14,8 @@ from trilane.costmodel.columns import stack as stacked
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.forecasting.schedule import Schedule, ScheduledTopology, optimize
-from trilane.planning.search import OOM_LIMIT, search_space
+from trilane.costmodel.predict import IMPOSSIBLE
+from trilane.planning.search import search_space
 from trilane.planning.space import divisors, space_around
 from trilane.utils.validation import require
 
@@ -45,8 +46,8 @@ def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: C
     t = plan.topology
     found = [(t.tp, t.pp)]
     for gbs in {min(batches), max(batches)}:
-        space = space_around(t, [gpus], [gbs], MICROBATCHES)
-        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_lanes(OTHER_SIZES)
+        space = space_around(t, [gpus], [gbs], MICROBATCHES, plan.engine)
+        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_per_sizes(OTHER_SIZES).rows
         found += [(c.topology.tp, c.topology.pp) for c in best]
     return list(dict.fromkeys(found))
 
@@ -85,7 +86,7 @@ def choices(
     predicted = iter(seconds_and_oom(plan, [t for group in found for t in group], calibration))
     rows = [[(t, *next(predicted)) for t in group] for group in found]
     return [
-        [choice_of(t, plan, s) for t, s, p_oom in group if p_oom <= OOM_LIMIT or t == _own(plan, t.gbs)]
+        [choice_of(t, plan, s) for t, s, p_oom in group if p_oom <= IMPOSSIBLE or t == _own(plan, t.gbs)]
         for group in rows
     ]
 
@@ -94,7 +95,7 @@ def seconds_and_oom(plan: Plan, options: Sequence[Topology], calibration: Calibr
     """Predicted seconds per iteration and P(out of memory) of the plan on each topology, computed together."""
     if not options:
         return []
-    columns = stacked([columns_of(plan.shape, t) for t in options])
+    columns = stacked([columns_of(plan.shape, t, plan.engine) for t in options])
     seconds = iteration_columns(columns, plan.cluster, calibration.constants).total
     p_oom = oom_probability(memory_bytes(columns, plan.cluster), plan.cluster)
     both = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, p_oom))

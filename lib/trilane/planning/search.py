@@ -1,47 +1,50 @@
-"""Blocks: what a search keeps of the topologies it computes together, and the times that blocks share.
-
-Search: every topology of a space predicted, the refused counted by reason, the rest ranked.
-"""
+"""Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
+from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Calibration
+from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
+from trilane.config.plan import Plan
+from trilane.costmodel.calibration import Calibration, default
 from trilane.costmodel.columns import Columns
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.iteration import assemble
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, oom_probability
-from trilane.costmodel.predict import Prediction, predict
-from trilane.planning.space import (
-    MEMORY_RULE,
-    SCHEDULE_RULE,
-    SearchPoint,
-    Space,
-    block_columns,
-    choice_rule,
-    lane_rule,
-    space_around,
-    topology_of,
-)
+from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
+from trilane.planning.space import SearchPoint, Space, block_columns, space_for, topology_of
+from trilane.utils.tables import Table
 from trilane.utils.validation import require_known
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 ParallelSizes = tuple[int, int, int]
+MEMORY_RULE = "memory must fit the card"
+EXAMPLES_PER_RULE = 50
+OBJECTIVES = {
+    "seconds": "seconds per sequence: seconds per iteration where gbs is the same",
+    "days": "the same order, for a fixed number of tokens",
+    "gpu_hours": "GPU-seconds per sequence",
+    "headroom": "least memory of the fullest stage",
+}
 
 
 @dataclass(frozen=True)
 class Found:
     """Runnable topologies of one block: what they are, their objective, seconds per sequence and memory."""
 
-    lane: ParallelSizes
-    choice: SearchPoint
+    sizes: ParallelSizes
+    point: SearchPoint
     mbs: np.ndarray
     gbs: np.ndarray
     objective: np.ndarray
@@ -53,7 +56,7 @@ class Found:
 
     def take(self, index: np.ndarray) -> "Found":
         rows = (getattr(self, n)[index] for n in ("mbs", "gbs", "objective", "seconds", "memory"))
-        return Found(self.lane, self.choice, *rows)
+        return Found(self.sizes, self.point, *rows)
 
 
 class Microbatches:
@@ -66,7 +69,7 @@ class Microbatches:
     def seconds(self, columns: Columns) -> np.ndarray:
         """Seconds per iteration of a block's rows."""
         sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
-        # a group that leaves the node is slower, but a search refuses it before (space.lane_rule): no part of the key
+        # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
         key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
         if key not in self.known:
             self.known[key] = self._compute(columns)
@@ -97,6 +100,7 @@ def _rows(blocks: Sequence[Found], order: np.ndarray) -> list[Found]:
 
 
 def merged(blocks: Sequence[Found], top: int) -> tuple[list[Found], float]:
+    """The best `top` rows of all blocks, a block each, and the objective that a further row must beat."""
     blocks = [b for b in blocks if len(b)]
     if not blocks:
         return [], np.inf
@@ -106,39 +110,72 @@ def merged(blocks: Sequence[Found], top: int) -> tuple[list[Found], float]:
 
 
 def merged_front(blocks: Sequence[Found]) -> list[Found]:
+    """The rows of all blocks that no other row beats in both seconds and memory, a block each."""
     if not blocks:
         return []
     order = front_of(np.concatenate([b.seconds for b in blocks]), np.concatenate([b.memory for b in blocks]))
     return _rows(blocks, order)
 
 
-OOM_LIMIT = 0.5
-
-
-EXAMPLES_PER_RULE = 50
-
-
-OBJECTIVES = {
-    "seconds": "seconds per sequence: seconds per iteration where gbs is the same",
-    "days": "the same order, for a fixed number of tokens",
-    "gpu_hours": "GPU-seconds per sequence",
-    "headroom": "least memory of the fullest stage",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A topology and what is expected of it."""
+    """A plan of a search and its prediction."""
 
-    topology: Topology
+    plan: Plan
     prediction: Prediction
+
+    @property
+    def topology(self) -> Topology:
+        """The plan's topology."""
+        return self.plan.topology
+
+    @property
+    def label(self) -> str:
+        """The plan's label."""
+        return self.plan.label
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plan.json has it, with its id and its prediction."""
+        return {"id": self.plan.id, **self.plan.to_json(), "prediction": self.prediction.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchResult:
-    """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason."""
+class Candidates(Table):
+    """Plans of a search in their order, as a table."""
 
+    rows: tuple[Candidate, ...]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Rank, id, label, seconds with their 90 % interval, memory and P(OOM), a row a plan."""
+        import pandas as pd
+
+        p = [c.prediction for c in self.rows]
+        columns: dict[str, Any] = {
+            "rank": range(1, len(p) + 1),
+            "plan": [c.label for c in self.rows],
+            "id": [c.plan.id for c in self.rows],
+            "GPUs": [c.topology.gpus for c in self.rows],
+            "microbatches": [c.topology.microbatches for c in self.rows],
+            "s/it": [round(x.sec_per_it, 3) for x in p],
+            "90 % from": [round(x.sec_lo, 3) for x in p],
+            "to": [round(x.sec_hi, 3) for x in p],
+            "memory (GiB)": [round(x.memory_bytes / 2**30, 2) for x in p],
+            "P(out of memory)": [f"{x.oom_probability:.1%}" for x in p],
+        }
+        return pd.DataFrame(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult(Table):
+    """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason.
+
+    candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
+    pareto       what no other beats in both seconds and memory, the risky left out
+    """
+
+    space: Space
     candidates: tuple[Candidate, ...]
+    risky: tuple[Candidate, ...]
     runnable: int
     refused_by_rule: dict[str, int]
     refused: tuple[tuple[Topology, str], ...]
@@ -149,13 +186,24 @@ class SearchResult:
         """Topologies that were looked at."""
         return self.runnable + sum(self.refused_by_rule.values())
 
-    def best_lanes(self, count: int) -> list[Candidate]:
+    def best_per_sizes(self, count: int) -> Candidates:
         """The `count` best candidates that differ in tp, pp or dp."""
         best: dict[ParallelSizes, Candidate] = {}
         for candidate in self.candidates:
             t = candidate.topology
             best.setdefault((t.tp, t.pp, t.dp), candidate)
-        return list(best.values())[:count]
+        return Candidates(rows=tuple(best.values())[:count])
+
+    def to_frame(self) -> "pd.DataFrame":
+        """The candidates, best first."""
+        return Candidates(rows=self.candidates).to_frame()
+
+    def refusals(self) -> "pd.DataFrame":
+        """How many topologies each rule refuses."""
+        import pandas as pd
+
+        rules = self.refused_by_rule
+        return pd.DataFrame({"topologies refused": list(rules.values()), "rule": list(rules)})
 
 
 class _Search:
@@ -165,105 +213,145 @@ class _Search:
         require_known("objective", objective, OBJECTIVES)
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
         self.objective = objective
-        sizes = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.lanes()}] or [np.ones(1)]
-        self.microbatches = Microbatches(cluster, calibration.constants, np.unique(np.concatenate(sizes)))
+        batches = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.sizes()}] or [np.ones(1)]
+        self.microbatches = Microbatches(cluster, calibration.constants, np.unique(np.concatenate(batches)))
+        rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
+        rules += [(rule, (shape,)) for rule in SHAPE_RULES] + [(rule, ()) for rule in TOPOLOGY_RULES]
+        self.size_rules = [pair for pair in rules if pair[0].of_sizes]
+        self.rules = [pair for pair in rules if not pair[0].of_sizes]
+        self.fixed = vars(space.base())
         self.refused: Counter[str] = Counter()
         self.examples: list[tuple[Topology, str]] = []
-        self.shown: Counter[str] = Counter()
         self.runnable = 0
 
-    def refuse(
-        self, rule: str, count: int, lane: ParallelSizes, choice: SearchPoint, mbs: np.ndarray, gbs: np.ndarray
-    ) -> None:
-        """Count `count` topologies under a rule, and keep a few of them as examples."""
-        self.refused[rule] += count
-        for i in range(min(len(mbs), EXAMPLES_PER_RULE - self.shown[rule])):
-            self.shown[rule] += 1
+    def refuse(self, rule: str, sizes: ParallelSizes, point: SearchPoint, gone: np.ndarray | slice) -> None:
+        """Count the rows `gone` of a block under a rule, and keep a few of them as examples."""
+        mbs, gbs = (column[gone] for column in self.space.batches(sizes[2]))
+        shown = EXAMPLES_PER_RULE - self.refused[rule]
+        self.refused[rule] += len(mbs)
+        for i in range(min(len(mbs), shown)):
             try:
-                topology = topology_of(self.space, lane, choice, mbs[i], gbs[i])
+                topology = topology_of(self.space, sizes, point, mbs[i], gbs[i])
             except ValueError:
                 return  # cannot even be written down
             self.examples.append((topology, f"{topology.label}: {rule}"))
 
-    def block(self, lane: ParallelSizes, choice: SearchPoint) -> Found | None:
-        """Predict one block; None where a rule refuses all of it."""
-        tp, pp, dp = lane
-        mbs, gbs = self.space.batches(dp)
-        rule = lane_rule(self.shape, self.cluster, *lane) or choice_rule(self.shape, tp, pp, choice)
-        if rule:
-            self.refuse(rule, len(mbs), lane, choice, mbs[:EXAMPLES_PER_RULE], gbs[:EXAMPLES_PER_RULE])
-            return None
-        columns = block_columns(self.shape, self.space, lane, choice)
+    def allowed(self, sizes: ParallelSizes, point: SearchPoint) -> np.ndarray:
+        """Which batch sizes of a block no rule refuses; the refused are counted under the first rule they break."""
+        mbs, gbs = self.space.batches(sizes[2])
+        names = dict(zip(("tp", "pp", "dp"), sizes, strict=True))
+        block = SimpleNamespace(**{**self.fixed, **vars(point), **names, "mbs": mbs, "gbs": gbs})
         keep = np.ones(len(mbs), bool)
-        if choice.interleaving > 1:
-            keep = self.drop(keep, columns.microbatches % pp == 0, SCHEDULE_RULE, lane, choice)
-        memory = np.broadcast_to(memory_bytes(columns, self.cluster), mbs.shape)
-        fits = oom_probability(memory, self.cluster) <= OOM_LIMIT
-        keep = self.drop(keep, fits, MEMORY_RULE, lane, choice)
+        for rule, subjects in self.rules:
+            holds = rule.holds(block, *subjects)
+            if np.ndim(holds) == 0 and holds:
+                continue
+            gone = keep & ~np.asarray(holds)
+            if gone.any():
+                self.refuse(rule.name, sizes, point, gone)
+                keep = keep & holds
+                if not keep.any():
+                    return keep
+        if len(keep):
+            some = int(np.argmax(keep))
+            topology = topology_of(self.space, sizes, point, mbs[some], gbs[some])
+            broken = unsupported_rule(self.space.engine, self.shape, topology)
+            if broken:
+                self.refuse(f"{broken[0]}: engine {self.space.engine} {broken[2]}", sizes, point, keep)
+                keep = np.zeros(len(mbs), bool)
+        return keep
+
+    def block(self, sizes: ParallelSizes, point: SearchPoint) -> Found | None:
+        """The runnable topologies of one block, predicted; None where there is none."""
+        keep = self.allowed(sizes, point)
+        if not keep.any():
+            return None
+        columns = block_columns(self.shape, self.space, sizes, point)
+        memory = np.broadcast_to(memory_bytes(columns, self.cluster), keep.shape)
+        fits = oom_probability(memory, self.cluster) <= IMPOSSIBLE
+        if (keep & ~fits).any():
+            self.refuse(MEMORY_RULE, sizes, point, keep & ~fits)
+        keep = keep & fits
         columns, memory = columns.take(keep), memory[keep]
         self.runnable += len(memory)
         if not len(memory):
             return None
         seconds = self.microbatches.seconds(columns) / columns.gbs
-        goal = {"seconds": seconds, "days": seconds, "gpu_hours": seconds * tp * pp * dp, "headroom": memory}[
-            self.objective
-        ]
-        return Found(lane, choice, columns.mbs, columns.gbs, goal, seconds, memory)
-
-    def drop(self, keep: np.ndarray, ok: np.ndarray, rule: str, lane: ParallelSizes, choice: SearchPoint) -> np.ndarray:
-        """Refuse what is still kept and not ok."""
-        gone = keep & ~ok
-        if gone.any():
-            mbs, gbs = self.space.batches(lane[2])
-            self.refuse(rule, int(gone.sum()), lane, choice, mbs[gone], gbs[gone])
-        return keep & ok
+        goals = {"gpu_hours": seconds * columns.gpus, "headroom": memory}
+        return Found(sizes, point, columns.mbs, columns.gbs, goals.get(self.objective, seconds), seconds, memory)
 
     def run(self, top: int) -> SearchResult:
-        """All blocks, the best `top` and the Pareto front kept as it goes."""
-        best: list[Found] = []
-        front: list[Found] = []
-        worst = np.inf
-        for lane in self.space.lanes():
-            for choice in self.space.choices(self.shape, lane[0], lane[1]):
-                found = self.block(lane, choice)
+        """All blocks; the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
+        safe, risky, front = _Best(top), _Best(top), list[Found]()
+        for sizes in self.space.sizes():
+            points = self.space.points(self.shape, sizes[0], sizes[1])
+            block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2])
+            broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
+            for point in points:
+                if broken:
+                    self.refuse(broken.name, sizes, point, slice(None))
+                    continue
+                found = self.block(sizes, point)
                 if found is None:
                     continue
-                front.append(found.take(front_of(found.seconds, found.memory)))
-                better = np.flatnonzero(found.objective <= worst)
-                best.append(found.take(better[np.argsort(found.objective[better], kind="stable")[:top]]))
-                if sum(map(len, best)) > 20 * top:
-                    best, worst = merged(best, top)
-        best, _ = merged(best, top)
+                danger = oom_probability(found.memory, self.cluster) > RISKY
+                calm = found.take(~danger)
+                front.append(calm.take(front_of(calm.seconds, calm.memory)) if len(calm) else calm)
+                safe.add(calm)
+                risky.add(found.take(danger))
         return SearchResult(
-            candidates=tuple(self.candidates(best)),
+            space=self.space,
+            candidates=tuple(self.candidates(safe.rows())),
+            risky=tuple(self.candidates(risky.rows())),
             runnable=self.runnable,
             refused_by_rule=dict(self.refused.most_common()),
             refused=tuple(self.examples),
-            pareto=tuple(self.candidates(merged_front(front))),
+            pareto=tuple(self.candidates(merged_front([f for f in front if len(f)]))),
         )
 
     def candidates(self, found: Iterable[Found]) -> list[Candidate]:
-        """Each row predicted in full."""
+        """Each row as a plan, predicted in full."""
+        several = len(self.space.gbs) > 1
         result = []
         for block in found:
             for mbs, gbs in zip(block.mbs, block.gbs, strict=True):
-                topology = topology_of(self.space, block.lane, block.choice, mbs, gbs)
-                prediction = predict(self.shape, topology, self.cluster, self.calibration)
-                result.append(Candidate(topology=topology, prediction=prediction))
+                t = topology_of(self.space, block.sizes, block.point, mbs, gbs)
+                label = label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
+                made: dict[str, Any] = {"shape": self.shape, "cluster": self.cluster, "engine": self.space.engine}
+                plan = Plan(label=label, topology=t, **made)
+                result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
         return result
+
+
+class _Best:
+    """The best `top` rows of the blocks seen so far."""
+
+    def __init__(self, top: int) -> None:
+        self._top, self._blocks, self._worst = top, list[Found](), np.inf
+
+    def add(self, found: Found) -> None:
+        better = np.flatnonzero(found.objective <= self._worst)
+        if len(better):
+            order = np.argsort(found.objective[better], kind="stable")[: self._top]
+            self._blocks.append(found.take(better[order]))
+        if sum(map(len, self._blocks)) > 20 * self._top:
+            self._blocks, self._worst = merged(self._blocks, self._top)
+
+    def rows(self) -> list[Found]:
+        return merged(self._blocks, self._top)[0]
 
 
 def search_space(
     shape: ModelShape,
     cluster: Cluster,
     space: Space,
-    calibration: Calibration,
+    calibration: Calibration | None = None,
     objective: str = "seconds",
     top: int = 200,
 ) -> SearchResult:
     """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
     cluster.gpu.flops_per_s(space.precision)
-    return _Search(shape, cluster, space, calibration, objective).run(top)
+    return _Search(shape, cluster, space, calibration or default(cluster), objective).run(top)
 
 
 def search(
@@ -272,12 +360,17 @@ def search(
     *,
     gpus: int | Sequence[int],
     gbs: int | Sequence[int],
-    calibration: Calibration,
-    mbs: Sequence[int] = (),
-    base: Topology | None = None,
+    engine: str = ENGINES[0],
+    calibration: Calibration | None = None,
+    objective: str = "seconds",
     top: int = 500,
+    **choices: Any,
 ) -> SearchResult:
-    """Every tp x pp x dp of `gpus` GPUs (one or more counts) and microbatch size; other choices are those of `base`."""
-    counts = (gpus,) if isinstance(gpus, int) else gpus
-    batches = (gbs,) if isinstance(gbs, int) else gbs
-    return search_space(shape, cluster, space_around(base or Topology(), counts, batches, mbs), calibration, top=top)
+    """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the engine can train.
+
+    `choices` pins what the search would vary, by Topology's names, each to one value or several: `mbs=(1, 2)`,
+    `recompute="full"`, `sequence_parallel=False`; or says what it holds fixed: `precision`, `attention`,
+    `fp32_gradients`. SearchResult.space.held_fixed names what was not varied.
+    """
+    space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)
+    return search_space(shape, cluster, space, calibration, objective, top)

@@ -1,7 +1,4 @@
-"""From a size back to shapes: layers x hidden of a target, each with its best topology, days and GPU-hours.
-
-How big a model: seconds of a training, and the shapes that a machine at hand can train fast enough.
-"""
+"""Sizing: shapes of a target size, each with its best topology, days and GPU-hours; shapes that a machine can train."""
 
 import dataclasses
 from collections import Counter
@@ -12,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
+from trilane.config.engines import ENGINES, label_of
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
-from trilane.costmodel.predict import Prediction, predict
+from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.published import state_lines
-from trilane.planning.search import OOM_LIMIT, search_space
+from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.shape_rules import TILE, broken_rules, usable_heads
-from trilane.planning.space import MEMORY_RULE, Space
 from trilane.utils.validation import require, require_integer, require_positive, to_mapping
 
 # hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
@@ -30,26 +28,27 @@ LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
 MOST_WIDTHS = 10
 
 
-RISKY = 0.05  # of running out of memory: said, and ranked after what is safe
-
-
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRequest:
-    """What is asked: a number of parameters, the machine, and how much is to be trained with what."""
+    """What is asked: a number of parameters, the machine, and how much is to be trained with what.
+
+    `choices` pins what each shape's search would vary, or sets what it holds fixed (see planning.search.search).
+    """
 
     parameters: float
     vocabulary: int
     gpus: int
     cluster: Cluster
-    calibration: Calibration
+    calibration: Calibration | None = None
+    engine: str = ENGINES[0]
     tokens: float = 300e9
     gbs: int = 2048
     seq_length: int = 2048
     tolerance: float = 0.03
-    space: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("parameters", "tokens", "tolerance"):
@@ -83,12 +82,6 @@ class SizeRequest:
             found = found[found % step == 0]
         return [int(h) for h in found if usable_heads(int(h), 1)]
 
-    @property
-    def whole_space(self) -> Space:
-        """The topologies that each shape is tried on."""
-        given = {"zero": (0, 1), "interleaving": (1,), "mbs": (1, 2, 4, 8), **self.space}
-        return Space(gpus=(self.gpus,), gbs=(self.gbs,), **given)
-
     def shapes(self) -> list[ModelShape]:
         """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
 
@@ -116,12 +109,21 @@ class SizeRequest:
 class Proposal:
     """A shape on its best topology, what training it costs, and which rules it breaks."""
 
-    shape: ModelShape
-    topology: Topology
+    plan: Plan
     prediction: Prediction
     tokens: float
     target: float
     notes: tuple[str, ...]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model."""
+        return self.plan.shape
+
+    @property
+    def topology(self) -> Topology:
+        """Its best topology."""
+        return self.plan.topology
 
     @property
     def ratio(self) -> float:
@@ -167,10 +169,12 @@ def survey(request: SizeRequest) -> tuple[list[Proposal], Counter[str]]:
     refused: Counter[str] = Counter()
     found = []
     for shape in request.shapes():
-        result = search_space(shape, request.cluster, request.whole_space, request.calibration, top=1)
+        r = request
+        given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
+        result = search(shape, r.cluster, top=1, **given)
         refused.update(result.refused_by_rule)
-        found += [_proposal(shape, candidate.topology, request) for candidate in result.candidates]
-    return sorted(found, key=lambda p: (p.prediction.oom_probability > RISKY, p.days_at_target)), refused
+        found += [_proposal(c.plan, request) for c in result.candidates or result.risky]
+    return sorted(found, key=lambda p: (p.prediction.is_risky, p.days_at_target)), refused
 
 
 def why_none(request: SizeRequest, refused: Counter[str]) -> str:
@@ -181,25 +185,32 @@ def why_none(request: SizeRequest, refused: Counter[str]) -> str:
     return f"no shape can run on {asked}; " + "".join(why or ["no dp and microbatch divide that batch"])
 
 
-def _proposal(shape: ModelShape, t: Topology, request: SizeRequest) -> Proposal:
-    r = request
-    usual = predict(shape, t, r.cluster, r.calibration)
-    heads = usable_heads(shape.hidden_size, t.tp)
-    shapes = [dataclasses.replace(shape, num_attention_heads=a) for a in heads] or [shape]
-    tried = [(predict(s, t, r.cluster, r.calibration), s) for s in shapes]
-    able = [(p, s) for p, s in tried if p.oom_probability <= OOM_LIMIT] or [(usual, shape)]
-    # the fewest rules broken, then the quickest: a rule's effect may be one that the model does not see
-    prediction, chosen = min(able, key=lambda pair: (len(broken_rules(pair[1], t, r.cluster)), pair[0].sec_per_it))
+def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
+    """The plan with the heads that break the fewest rules, then the fastest: a rule may see what the model does not."""
+    r, t = request, plan.topology
+    shapes = [
+        dataclasses.replace(plan.shape, num_attention_heads=a) for a in usable_heads(plan.shape.hidden_size, t.tp)
+    ]
+    plans = [_renamed(dataclasses.replace(plan, shape=shape)) for shape in shapes] or [plan]
+    tried = [(predict(p, r.calibration), p) for p in plans]
+    usual = predict(plan, r.calibration)
+    able = [(p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)] or [(usual, plan)]
+    prediction, chosen = min(
+        able, key=lambda pair: (len(broken_rules(pair[1].shape, t, r.cluster)), pair[0].sec_per_it)
+    )
     risk = prediction.oom_probability
-    risky = [f"may run out of memory (P {100 * risk:.0f} %)"] if risk > RISKY else []
+    risky = [f"may run out of memory (P {100 * risk:.0f} %)"] if prediction.is_risky else []
     return Proposal(
-        shape=chosen,
-        topology=t,
+        plan=chosen,
         prediction=prediction,
         tokens=r.tokens,
         target=r.parameters,
-        notes=(*risky, *broken_rules(chosen, t, r.cluster)),
+        notes=(*risky, *broken_rules(chosen.shape, t, r.cluster)),
     )
+
+
+def _renamed(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, label=label_of(plan.shape, plan.cluster, plan.topology, plan.engine))
 
 
 def training_seconds(parameters: float, tokens: float, flops_per_s: float, recompute_full: bool = True) -> float:
@@ -248,7 +259,8 @@ def candidate_json(proposal: Proposal, best: Proposal) -> dict[str, Any]:
         "ratio": round(proposal.ratio, 1),
         "shape": to_mapping(shape),
         "topology": to_mapping(topology),
-        "label": topology.label,
+        "id": proposal.plan.id,
+        "label": proposal.plan.label,
         "sec_per_it": p.sec_per_it,
         "sec_interval": [p.sec_lo, p.sec_hi],
         "tflops": middle,

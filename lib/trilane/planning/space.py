@@ -1,4 +1,4 @@
-"""Space: which topologies a search looks at, as blocks of numbers, and the rules that refuse a whole block at once."""
+"""Space: which topologies a search looks at, in blocks of one tp x pp x dp and all batch sizes."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -10,27 +10,27 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
+from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.utils.validation import require, require_integer, require_known
 
-MEMORY_RULE = "memory must fit the card"
-
-
-SCHEDULE_RULE = "interleaving needs microbatches % pp == 0"
+LARGEST_GBS = 1 << 20  # sequences: 64 times what anybody has trained with, and every divisor of it is tried
 
 
 def divisors(n: int) -> list[int]:
     """The divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """The values that each choice may take; an empty tuple means every value that makes sense.
 
-    `gbs` lists global batch sizes. Raises ValueError for an empty or senseless choice.
+    `gbs` lists global batch sizes. Engine, precision, attention and the sums of gradients are held fixed. Raises
+    ValueError for an empty or senseless choice.
     """
 
     gpus: tuple[int, ...]
@@ -48,6 +48,7 @@ class Space:
     precision: str = "bf16"
     fp32_gradients: bool = False
     attention: str = "fused"
+    engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
         for name in ("gpus", "gbs", "zero", "recompute", "partition", "sequence_parallel", "offload"):
@@ -55,34 +56,56 @@ class Space:
         for name in ("gpus", "gbs", "tp", "pp", "dp", "mbs", "interleaving"):
             for value in getattr(self, name):
                 require_integer(name, value, 1)
+                require(value <= LARGEST_GBS, name, value, f"must be at most {LARGEST_GBS}")
         for zero in self.zero:
             require(zero in (0, 1, 2, 3), "zero", zero, "ZeRO stages are 0, 1, 2 and 3")
         for name, known in (("recompute", RECOMPUTE), ("partition", PARTITIONS), ("offload", OFFLOADS)):
             for value in getattr(self, name):
                 require_known(name, value, known)
+        require_known("engine", self.engine, ENGINES)
+        self._check_pins()
+
+    def _check_pins(self) -> None:
         pinned = [self.tp, self.pp, self.dp]
         if all(pinned):
             products = sorted({t * p * d for t, p, d in product(*pinned)})
             ok = bool(set(products) & set(self.gpus))
             require(ok, "tp x pp x dp", products[0], f"contradicts gpus={self.gpus[0]}")
-
         pins = [(name, getattr(self, name)) for name in ("tp", "pp", "dp") if getattr(self, name)]
-        if pins and next(self.lanes(), None) is None:
+        if pins and next(self.sizes(), None) is None:
             name, values = pins[0]
             raise ValueError(f"{name}={values[0]}: no tp x pp x dp with the pinned sizes makes gpus={self.gpus[0]}")
 
-    def lanes(self) -> Iterator[tuple[int, int, int]]:
+    @property
+    def held_fixed(self) -> str:
+        """What the search does not vary, in words."""
+        sums = "fp32" if self.fp32_gradients or self.engine == "megatron" else self.precision
+        gradients = "" if self.precision == "fp32" else f" with gradients summed in {sums}"
+        words = [f"engine {self.engine}", f"{self.precision}{gradients}", f"attention {self.attention}"]
+        varied = (
+            "tp",
+            "pp",
+            "dp",
+            "mbs",
+            "zero",
+            "recompute",
+            "interleaving",
+            "partition",
+            "sequence_parallel",
+            "offload",
+        )
+        words += [f"{n} {getattr(self, n)[0]}" for n in varied if len(getattr(self, n)) == 1]
+        return ", ".join(words)
+
+    def sizes(self) -> Iterator[tuple[int, int, int]]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
         for gpus in self.gpus:
             for tp in divisors(gpus):
                 for pp in divisors(gpus // tp):
-                    dp = gpus // tp // pp
-                    if (
-                        (not self.tp or tp in self.tp)
-                        and (not self.pp or pp in self.pp)
-                        and (not self.dp or dp in self.dp)
-                    ):
-                        yield tp, pp, dp
+                    found = tp, pp, gpus // tp // pp
+                    pins = zip(found, (self.tp, self.pp, self.dp), strict=True)
+                    if all(not pin or size in pin for size, pin in pins):
+                        yield found
 
     @cached_property
     def _batches(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -99,45 +122,60 @@ class Space:
     def _divisors(self, n: int) -> list[int]:
         return [m for m in self.mbs if n % m == 0] if self.mbs else divisors(n)
 
-    def choices(self, shape: ModelShape, tp: int, pp: int) -> list["SearchPoint"]:
+    def points(self, shape: ModelShape, tp: int, pp: int) -> list["SearchPoint"]:
         """Every combination of the remaining choices that means something on tp x pp."""
         most = max(shape.num_layers // pp, 1)
         chunks = (self.interleaving or tuple(divisors(most))) if pp > 1 else (1,)
         parallel = self.sequence_parallel if tp > 1 else (False,)
-        return [
-            SearchPoint(zero, recompute, v, partition, sp, offload)
-            for zero, recompute, v, partition, sp, offload in product(
-                self.zero, self.recompute, chunks, self.partition, parallel, self.offload
-            )
-            if (offload == "none" or zero > 0) and (offload != "full" or zero == 3)
-        ]
+        choices = product(self.zero, self.recompute, chunks, self.partition, parallel, self.offload)
+        return [SearchPoint(*choice) for choice in choices]
 
     def base(self) -> Topology:
         """A topology with the choices that are the same for all."""
         return Topology(precision=self.precision, fp32_gradients=self.fp32_gradients, attention=self.attention)
 
 
-def space_around(base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = ()) -> Space:
+def space_for(
+    shape: ModelShape,
+    cluster: Cluster,
+    *,
+    gpus: int | Sequence[int],
+    gbs: int | Sequence[int],
+    engine: str = ENGINES[0],
+    **choices: Any,
+) -> Space:
+    """The space of a model on a cluster: what `choices` pins, the cluster's and engine's defaults, the rest free.
+
+    A choice is one value or several; None, "" and () leave it free, or at its default where the space holds it fixed
+    (precision, attention, fp32_gradients). Raises ValueError for what no search can look at.
+    """
+    given = {name: value for name, value in choices.items() if value is not None and value not in ("", ())}
+    precision = given.pop("precision", default_precision(cluster))
+    cluster.gpu.flops_per_s(precision)
+    fixed: dict[str, Any] = {"attention": default_attention(shape, cluster, precision)}
+    fixed["fp32_gradients"] = default_fp32_gradients(precision, _tuple(given.get("offload", "none"))[0])
+    fixed |= {name: given.pop(name) for name in tuple(fixed) if name in given}
+    free: dict[str, Any] = {name: _tuple(value) for name, value in given.items()}
+    return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, precision=precision, **fixed, **free)
+
+
+def space_around(
+    base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = (), engine: str = ENGINES[0]
+) -> Space:
     """Every tp x pp x dp of those GPU counts and batch sizes; all other choices are those of `base`."""
-    return Space(
-        gpus=tuple(gpus),
-        gbs=tuple(gbs),
-        mbs=tuple(mbs),
-        zero=(base.zero,),
-        recompute=(base.recompute,),
-        interleaving=(base.interleaving,),
-        partition=(base.partition,),
-        sequence_parallel=(base.sequence_parallel,),
-        offload=(base.offload,),
-        precision=base.precision,
-        fp32_gradients=base.fp32_gradients,
-        attention=base.attention,
-    )
+    varied = ("zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
+    fixed: dict[str, Any] = {name: getattr(base, name) for name in ("precision", "fp32_gradients", "attention")}
+    pinned: dict[str, Any] = {name: (getattr(base, name),) for name in varied}
+    return Space(gpus=tuple(gpus), gbs=tuple(gbs), mbs=tuple(mbs), engine=engine, **fixed, **pinned)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list, range)) else (value,)
 
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """What a topology is beside its lanes and batch sizes."""
+    """What a topology is apart from its parallel sizes and batch sizes."""
 
     zero: int
     recompute: str
@@ -147,53 +185,28 @@ class SearchPoint:
     offload: str
 
 
-def lane_rule(shape: ModelShape, cluster: Cluster, tp: int, pp: int, dp: int) -> str:
-    """The rule that refuses every topology of tp x pp x dp, or ""."""
-    node, gpus = cluster.gpus_per_node, tp * pp * dp
-    rules = [
-        (gpus <= cluster.max_gpus, f"{cluster.name} has {cluster.max_gpus} GPUs"),
-        (node % tp == 0 or gpus <= node, "a tensor-parallel group must stay inside a node"),
-        (shape.num_attention_heads % tp == 0, "tp must divide num_attention_heads"),
-        (shape.vocab_size % tp == 0, "tp must divide vocab_size (pad the vocabulary)"),
-        (shape.hidden_size % tp == 0, "tp must divide hidden_size"),
-    ]
-    return next((rule for ok, rule in rules if not ok), "")
-
-
-def choice_rule(shape: ModelShape, tp: int, pp: int, choice: SearchPoint) -> str:
-    """The rule that refuses every batch size of one choice, or ""."""
-    layers = shape.num_layers + (0 if choice.partition == "uniform" else 2)
-    rules = [
-        (pp == 1 or choice.zero < 2, "ZeRO 2 and 3 cannot run with a pipeline"),
-        (layers % (pp * choice.interleaving) == 0, "pp x interleaving must divide the layers"),
-        (not choice.sequence_parallel or shape.seq_length % tp == 0, "tp must divide seq_length"),
-    ]
-    return next((rule for ok, rule in rules if not ok), "")
-
-
-def block_columns(shape: ModelShape, space: Space, lane: tuple[int, int, int], choice: SearchPoint) -> Columns:
-    """All batch sizes of one lane and choice as Columns; only mbs and gbs are arrays."""
-    tp, pp, dp = lane
+def block_columns(shape: ModelShape, space: Space, sizes: tuple[int, int, int], point: SearchPoint) -> Columns:
+    """All batch sizes of one tp x pp x dp and point as Columns; only mbs and gbs are arrays."""
+    tp, pp, dp = sizes
     mbs, gbs = space.batches(dp)
-    one = columns_of(shape, space.base())
     return dataclasses.replace(
-        one,
+        columns_of(shape, space.base(), space.engine),
         tp=tp,
         pp=pp,
         dp=dp,
         mbs=mbs,
         gbs=gbs,
-        zero=choice.zero,
-        recompute=RECOMPUTE.index(choice.recompute),
-        interleaving=choice.interleaving,
-        embedding_layers=int(choice.partition != "uniform"),
-        sequence_parallel=int(choice.sequence_parallel),
-        offload=OFFLOADS.index(choice.offload),
+        zero=point.zero,
+        recompute=RECOMPUTE.index(point.recompute),
+        interleaving=point.interleaving,
+        embedding_layers=int(point.partition != "uniform"),
+        sequence_parallel=int(point.sequence_parallel),
+        offload=OFFLOADS.index(point.offload),
     )
 
 
-def topology_of(space: Space, lane: tuple[int, int, int], choice: SearchPoint, mbs: float, gbs: float) -> Topology:
+def topology_of(space: Space, sizes: tuple[int, int, int], point: SearchPoint, mbs: float, gbs: float) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
-    tp, pp, dp = lane
+    tp, pp, dp = sizes
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": int(mbs), "gbs": int(gbs)}
-    return dataclasses.replace(space.base(), **fields, **dataclasses.asdict(choice))
+    return dataclasses.replace(space.base(), **fields, **dataclasses.asdict(point))

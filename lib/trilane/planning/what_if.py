@@ -1,14 +1,12 @@
-"""What if: what would change the winner of a search, and the largest model that fits."""
+"""What would change the best plan of a search: other links, fewer nodes, one microbatch size, blocking launches."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.search import Candidate, search_space
 from trilane.planning.space import Space
-from trilane.utils.validation import require
 
 
 def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration) -> dict[str, Candidate | None]:
@@ -37,15 +35,3 @@ def _scaled(cluster: Cluster, gpu_rate: float = 1.0, **factors: float) -> Cluste
     if "network_bytes_per_s" in factors and cluster.ring_bytes_per_s:
         factors["ring_bytes_per_s"] = factors["network_bytes_per_s"]
     return dataclasses.replace(cluster, gpu=gpu, **{n: getattr(cluster, n) * f for n, f in factors.items()})
-
-
-def largest_model(
-    shapes: Sequence[ModelShape], cluster: Cluster, space: Space, calibration: Calibration
-) -> tuple[ModelShape, Candidate] | None:
-    """The shape with most parameters that some topology of the space can hold, and its fastest; None where none can."""
-    require(len(shapes) > 0, "shapes", 0, "needs at least one shape")
-    for shape in sorted(shapes, key=lambda s: s.parameters, reverse=True):
-        found = search_space(shape, cluster, space, calibration, top=1).candidates
-        if found:
-            return shape, found[0]
-    return None

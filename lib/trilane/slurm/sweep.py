@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trilane.analysis.measure import measure
 from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
-from trilane.costmodel import calibration
-from trilane.costmodel.predict import predict
+from trilane.costmodel.predict import predict_on
 from trilane.slurm import client, jobs, ledger
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import node_count, nodes_of, render
@@ -135,4 +134,4 @@ def _by_shape(plans: list[Plan], site: Site) -> dict[str, list[int]]:
 
 def _memory(plan: Plan, site: Site) -> float:
     cluster = nodes_of(plan, site)
-    return predict(plan.shape, plan.topology, cluster, calibration.default(cluster)).memory_bytes
+    return predict_on(plan, cluster).memory_bytes

@@ -15,7 +15,7 @@ from typing import Any
 import trilane
 from trilane.config import cluster
 from trilane.config.cluster import Cluster
-from trilane.config.plan import Plan
+from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
@@ -112,6 +112,10 @@ class Study:
         """The result file `name` without the stamp of what made it."""
         return {k: v for k, v in self.load(name, made_by).items() if k != "made_by"}
 
+    def plans(self) -> list[Plan]:
+        """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
+        return [plan_from_json(values) for values in self.load("plans.json", "02_topology")["plans"]]
+
     def save_table(self, name: str, table: Any) -> Path:
         """Write a pandas DataFrame as CSV; a different earlier version is kept."""
         return write_text(self.folder / name, table.to_csv(index=False))
@@ -157,8 +161,8 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """A plan.json without the prediction that stands beside the plan."""
-    return {k: v for k, v in values.items() if k != "prediction"}
+    """A plan.json without what was derived from the plan: its id and its prediction."""
+    return {k: v for k, v in values.items() if k not in DERIVED}
 
 
 def local_cluster_file() -> Path:
@@ -166,7 +170,7 @@ def local_cluster_file() -> Path:
     path = outputs_root() / "local.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "trilane.engine.bench.__main__", str(path)]
+        command = [sys.executable, "-m", "trilane.engine.bench", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
-from trilane.costmodel import calibration
-from trilane.costmodel.predict import Prediction, predict
+from trilane.costmodel.predict import Prediction, predict_on
 from trilane.slurm.directives import directives
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, nodes_of
@@ -60,8 +59,7 @@ class JobCheck:
     @cached_property
     def prediction(self) -> Prediction:
         """Time and memory on these nodes."""
-        plan = self.plan
-        return predict(plan.shape, plan.topology, self.cluster, calibration.default(self.cluster))
+        return predict_on(self.plan, self.cluster)
 
     @cached_property
     def directives(self) -> dict[str, str]:

@@ -6,23 +6,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trilane.config import cluster
-from trilane.costmodel.columns import columns_of
-from trilane.costmodel.memory import megatron_extra_bytes, oom_probability
-from trilane.planning.search import OOM_LIMIT
+from trilane.config.parallelism import CLUSTER_RULES
+from trilane.costmodel.predict import IMPOSSIBLE
+from trilane.planning.space import divisors
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.request import seconds_of
 from trilane.workspace.checkpoints import checkpoint_bytes
-
-LIKELY = 0.05  # of running out of memory: worth a warning
-
 
 VOLTA, AMPERE = (7, 0), (8, 0)
 
 
 def nodes(case: JobCheck) -> Iterator[JobFinding]:
-    """The plan's GPUs are the site's, fill its nodes, and a tensor-parallel group stays inside one."""
-    plan, node = case.plan, case.cluster.gpus_per_node
-    t = plan.topology
+    """The plan's GPUs are the site's, and the topology obeys these nodes (parallelism.CLUSTER_RULES)."""
+    plan, node, t = case.plan, case.cluster.gpus_per_node, case.plan.topology
     if case.cluster.gpu.name != plan.cluster.gpu.name or node != plan.cluster.gpus_per_node:
         yield refuse(
             "cluster",
@@ -30,12 +26,12 @@ def nodes(case: JobCheck) -> Iterator[JobFinding]:
             f"but {case.site.name} has {node} x {case.cluster.gpu.name}",
             f"search again with --cluster {case.cluster.name}, or choose the site of {plan.cluster.name}",
         )
-    if t.gpus > case.cluster.max_gpus:
-        says = f"{t.gpus} GPUs, {case.cluster.name} has {case.cluster.max_gpus}"
-        yield refuse("nodes", says, "use fewer GPUs")
-    if t.gpus > node and node % t.tp:
-        says = f"tensor-parallel groups of {t.tp} do not fit into nodes of {node} GPUs: their traffic leaves the node"
-        yield refuse("tp", says, f"choose tp among {', '.join(str(n) for n in range(1, node + 1) if node % n == 0)}")
+    remedies = {"gpus": ("nodes", "use fewer GPUs")}
+    remedies["tp"] = ("tp", f"choose tp among {', '.join(map(str, divisors(node)))}")
+    for rule in CLUSTER_RULES:
+        if not rule.holds(t, case.cluster):
+            name, remedy = remedies[rule.field]
+            yield refuse(name, rule.message(t, case.cluster), remedy)
 
 
 def precision(case: JobCheck) -> Iterator[JobFinding]:
@@ -107,29 +103,17 @@ def limits(case: JobCheck) -> Iterator[JobFinding]:
 def memory(case: JobCheck) -> Iterator[JobFinding]:
     """The fullest stage against the card, and an offload against the node's memory."""
     p, used = case.prediction, min(case.plan.topology.gpus, case.cluster.gpus_per_node)
-    need, card = needed_bytes(case), case.cluster.gpu.memory_bytes
-    risk = float(oom_probability(need, case.cluster))
-    says = f"predicted {need / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
-    if need > p.memory_bytes:
-        says += f"; {(need - p.memory_bytes) / 2**30:.1f} GiB of it are whole fp32 gradients, which only Megatron keeps"
+    card, risk = case.cluster.gpu.memory_bytes, p.oom_probability
+    says = f"predicted {p.memory_bytes / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
     remedy = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
-    if risk > OOM_LIMIT:
+    if risk > IMPOSSIBLE:
         yield refuse("memory", says, remedy)
-    elif risk > LIKELY:
+    elif p.is_risky:
         yield warn("memory", says, remedy)
     host, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
     if host > has:
         says = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
         yield refuse("host memory", says, "more replicas, or no offload")
-
-
-def needed_bytes(case: JobCheck) -> float:
-    """Bytes of the fullest stage in the plan's own engine; the search's prediction does not know the engine."""
-    t, stages = case.plan.topology, case.prediction.stages
-    if case.plan.engine != "megatron":
-        return case.prediction.memory_bytes
-    columns = columns_of(case.plan.shape, t)
-    return max(stage.total + float(megatron_extra_bytes(columns, i)) for i, stage in enumerate(stages))
 
 
 def time(case: JobCheck) -> Iterator[JobFinding]:
