@@ -13,8 +13,8 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.columns import stack as stacked
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import memory_bytes, oom_probability
-from trilane.forecasting.schedule import Schedule, ScheduledTopology, optimize
 from trilane.costmodel.predict import IMPOSSIBLE
+from trilane.forecasting.schedule import Schedule, ScheduledTopology, optimize
 from trilane.planning.search import search_space
 from trilane.planning.space import divisors, space_around
 from trilane.utils.validation import require
