@@ -17,7 +17,6 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
 from trilane.forecasting.capacity import FOREVER, Capacity, CapacityStep, CapacityWindow, capacity_of, constant
-from trilane.forecasting.energy import Price, energy_kwh
 from trilane.forecasting.failures import (
     NODE_YEAR_S,
     FailureModel,
@@ -27,7 +26,7 @@ from trilane.forecasting.failures import (
     young_interval_s,
 )
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.request import ForecastRequest, Price
 from trilane.forecasting.simulation import Stretch, Uncertainty, simulate
 from trilane.forecasting.timeline import schedules_of, stretches_of
 
@@ -48,6 +47,11 @@ RAMP = "192,16,9765625"
 def request(**changes):
     given = {"plan": PLAN, "calibration": K, "tokens": 341e9, "ramp": parse_ramp(RAMP), "start": START, "runs": 2000}
     return ForecastRequest(**{**given, "capacity": None, **changes})
+
+
+def work_days(found):
+    """Days of the iterations on the first window's schedule."""
+    return sum(step.phase.iterations * step.choice.seconds for step in found.schedules[0][1]) / DAY
 
 
 def one_stretch(seconds, gpus=8.0, nodes=1.0):
@@ -108,7 +112,7 @@ def test_a_spare_node_shortens_the_wait_and_none_means_waiting_for_the_repair():
 def test_without_risk_and_doubt_the_run_takes_its_iterations_and_nothing_else():
     found = forecast(request(risks=CALM, calibration=SURE))
     assert found.days(0.05) == pytest.approx(found.days(0.95), rel=1e-6)
-    assert found.days(0.5) == pytest.approx(found.best_schedule.days, rel=1e-6)
+    assert found.days(0.5) == pytest.approx(work_days(found), rel=1e-6)
     assert found.gpu_hours(0.5) == pytest.approx(found.days(0.5) * 24 * 384, rel=1e-6)
     assert sum(p.iterations for p in found.phases) == parse_ramp(RAMP).iterations(request().samples, 2048)
 
@@ -142,7 +146,7 @@ def test_days_on_which_nothing_can_run_are_no_days_of_the_ramp():
 def test_a_calibrations_interval_alone_becomes_the_interval_of_the_days():
     """One batch size, nothing else uncertain: the 5 and 95 % quantiles are the calibration's own factors."""
     found = forecast(request(risks=dataclasses.replace(CALM, common=1.0), ramp=parse_ramp("2048,1,0"), runs=10_000))
-    factors = [found.days(q) / found.best_schedule.days for q in (0.05, 0.95)]
+    factors = [found.days(q) / work_days(found) for q in (0.05, 0.95)]
     assert np.log(factors) == pytest.approx([-K.half_width, K.half_width], rel=0.06)
 
 
@@ -271,14 +275,14 @@ def test_batch_sizes_that_the_plan_cannot_divide_are_run_where_dp_and_mbs_may_fo
         small = dataclasses.replace(PLAN, topology=dataclasses.replace(TOPOLOGY, gbs=256))
         request(plan=small, ramp=parse_ramp("192,8,100000"))
     found = forecast(request(ramp=parse_ramp("192,8,9765625"), day_worth=1e9, runs=100))
-    assert all(s.phase.gbs % (s.choice.mbs * s.choice.dp) == 0 for s in found.best_schedule.steps)
+    assert all(s.phase.gbs % (s.choice.mbs * s.choice.dp) == 0 for s in found.schedules[0][1])
 
 
 def test_energy_is_known_for_known_cards_and_money_where_a_price_is_given():
     """DGX A100 data sheet: 6.5 kW at most for 8 GPUs."""
-    assert energy_kwh(1000, "A100-80GB", Price()) == pytest.approx(1000 * 6.5 / 8 * 1.2)
-    assert energy_kwh(1000, "RTX-9", Price()) is None
-    assert energy_kwh(1000, "RTX-9", Price(watts_per_gpu=500)) == pytest.approx(600)
+    assert Price().energy_kwh(1000, "A100-80GB") == pytest.approx(1000 * 6.5 / 8 * 1.2)
+    assert Price().energy_kwh(1000, "RTX-9") is None
+    assert Price(watts_per_gpu=500).energy_kwh(1000, "RTX-9") == pytest.approx(600)
     assert Price().cost(10) is None and Price(per_gpu_hour=2.0).cost(10) == 20
 
 

@@ -11,9 +11,8 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
-from trilane.forecasting.energy import energy_text
 from trilane.forecasting.forecast import Forecast
-from trilane.forecasting.record import Described, Record
+from trilane.forecasting.record import Described, Record, energy_text
 from trilane.utils.tables import Columns, Table, Text, literal, show
 from trilane.utils.validation import read_json, require
 from trilane.workspace.study import Study, load_cluster

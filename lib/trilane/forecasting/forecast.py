@@ -9,11 +9,9 @@ import numpy as np
 from trilane.config.batch_rampup import Phase
 from trilane.costmodel.predict import Prediction, predict
 from trilane.forecasting.alternatives import Alternatives, alternatives
-from trilane.forecasting.energy import energy_kwh
 from trilane.forecasting.failures import QUEUE
 from trilane.forecasting.record import MEANING, Described, Record, assumptions_of
 from trilane.forecasting.request import Z90, ForecastRequest
-from trilane.forecasting.schedule import Schedule
 from trilane.forecasting.simulation import Outcomes, simulate
 from trilane.forecasting.throughput import first_full_gbs
 from trilane.forecasting.timeline import (
@@ -55,12 +53,6 @@ class Forecast(Described):
     def ramp_end(self) -> int:
         """Index of the piece in `reached_s` that ends the ramp; -1 where the run ends inside the ramp."""
         return -1 if self.ramp_phases == len(self.phases) else self.ramp_phases - 1
-
-    @property
-    def best_schedule(self) -> Schedule:
-        """The schedule on the most GPUs."""
-        able = [(w.gpus, s) for w, s in self.schedules if s is not None]
-        return max(able, key=lambda pair: pair[0])[1]
 
     def days(self, quantile: float) -> float:
         """Days from start to end; this share of the runs takes at most as long."""
@@ -157,7 +149,7 @@ class Forecast(Described):
         """Days, GPU-hours, ISO dates, probabilities, jobs, and the assumptions behind them."""
         r, price = self.request, self.request.price
         hours = [self.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
-        energy = [energy_kwh(h, r.plan.cluster.gpu.name, price) for h in hours]
+        energy = [price.energy_kwh(h, r.plan.cluster.gpu.name) for h in hours]
         ramp_ends = self.outcomes.reached_s[:, self.ramp_end] if self.ramp_phases else self.outcomes.wall_s * 0
         return {
             "plan": r.plan.label,

@@ -4,7 +4,6 @@ import dataclasses
 import html
 from typing import Any
 
-from trilane.forecasting.energy import energy_text, energy_unit
 from trilane.forecasting.failures import SOURCES
 from trilane.forecasting.request import ForecastRequest
 from trilane.utils.tables import Columns, Text
@@ -27,6 +26,17 @@ def assumptions_of(request: ForecastRequest, spare_nodes: int) -> list[Record]:
     ]
     names = [f.name for f in dataclasses.fields(r) if f.name != "stops"]
     return stops + [{"what": name, "value": getattr(r, name), "source": SOURCES[name]} for name in names]
+
+
+def energy_unit(kwh: float | None) -> tuple[str, float]:
+    """The unit for an amount of energy, and its size in kWh: ("MWh", 1000.0), or ("kWh", 1.0) below one MWh."""
+    return ("MWh", 1e3) if kwh is None or kwh >= 1e3 else ("kWh", 1.0)
+
+
+def energy_text(kwh: float) -> str:
+    """ "997 MWh", or "4.58 kWh"."""
+    unit, each = energy_unit(kwh)
+    return f"{kwh / each:,.3g} {unit}" if kwh < 1e3 else f"{kwh / each:,.0f} {unit}"
 
 
 def probability_text(probability: float) -> str:

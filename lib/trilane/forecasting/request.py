@@ -10,12 +10,19 @@ from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, default, load
 from trilane.forecasting.capacity import Capacity, CapacityWindow, constant, parse_day, read_capacity, today
-from trilane.forecasting.energy import Price
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
 from trilane.forecasting.schedule import phases_of
 from trilane.forecasting.simulation import Uncertainty
 from trilane.forecasting.throughput import SOONEST, require_divisible
-from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known, require_positive
+from trilane.utils.validation import (
+    from_mapping,
+    read_json,
+    require,
+    require_integer,
+    require_known,
+    require_not_negative,
+    require_positive,
+)
 from trilane.workspace.checkpoints import checkpoint_bytes
 
 MOST_TOKENS = 1e16  # a thousand times what has been trained
@@ -23,7 +30,35 @@ TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022, arXiv:2203.15556
 CHUNKS = 24  # pieces of the constant phase, so that its progress can be drawn and cut at dates
 MOST_CELLS = 30_000_000  # runs x pieces: 240 MB for each of about eight arrays
 Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
+# Maximum watts of a node per GPU, from the data sheets: DGX-1 V100 3.5 kW / 8, DGX A100 6.5 kW / 8, DGX H100 and H200
+# 10.2 kW / 8. A node in training draws less than its maximum, so these are upper bounds.
+NODE_WATTS_PER_GPU = {"V100": 3500 / 8, "A100": 6500 / 8, "H100": 10200 / 8, "H200": 10200 / 8}
+# Power usage effectiveness: cooling and supply of the building. Assumed; large centres report 1.1 to 1.6.
+PUE = 1.2
 ADAPT = {"no": None, "days": SOONEST, "gpu_hours": 0.0}  # what a day is worth, in GPU-hours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What a GPU-hour costs in money (any currency) and a GPU draws in power; None where not given."""
+
+    per_gpu_hour: float | None = None
+    watts_per_gpu: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("price", self.per_gpu_hour), ("watts", self.watts_per_gpu)):
+            if value is not None:
+                require_not_negative(name, value)
+
+    def cost(self, gpu_hours: float) -> float | None:
+        """Money for so many GPU-hours; None without a price."""
+        return None if self.per_gpu_hour is None else self.per_gpu_hour * gpu_hours
+
+    def energy_kwh(self, gpu_hours: float, gpu: str) -> float | None:
+        """Kilowatt-hours, the building's overhead included; None where the GPU's power is neither known nor given."""
+        known = NODE_WATTS_PER_GPU.get(gpu.partition("-")[0])
+        watts = known if self.watts_per_gpu is None else self.watts_per_gpu
+        return None if watts is None else gpu_hours * watts * PUE / 1000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,39 +40,14 @@ class ScheduledTopology:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleStep:
-    """A phase of the ramp and its topology; `restart` where the job before differs, which takes `pause_s`."""
+    """A phase of the ramp and its topology; `pause_s` is the restart before it, 0 where the job continues."""
 
     phase: Phase
     choice: ScheduledTopology
-    restart: bool
     pause_s: float
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of the phase's iterations."""
-        return self.phase.iterations * self.choice.seconds
 
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Every phase of a run with its topology."""
-
-    steps: tuple[ScheduleStep, ...]
-
-    @property
-    def restarts(self) -> int:
-        """Restarts caused by changes of the topology."""
-        return sum(step.restart for step in self.steps)
-
-    @property
-    def days(self) -> float:
-        """Days of all phases and restarts together."""
-        return sum(step.seconds + step.pause_s for step in self.steps) / 86400
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU-hours of all phases and restarts together."""
-        return sum((s.seconds + s.pause_s) * s.choice.gpus for s in self.steps) / 3600
+Schedule = tuple[ScheduleStep, ...]  # every phase of a run
 
 
 def phases_of(ramp: Ramp, gbs: int, samples: int) -> list[Phase]:
@@ -116,11 +91,8 @@ def optimize(
         chosen.append(int(step[chosen[-1]]))
     picked = [options[i] for options, i in zip(choices, reversed(chosen), strict=True)]
     pauses = [0.0, *(float(_switch_s([a], [b], restart_s, reshape_s)[0, 0]) for a, b in pairwise(picked))]
-    steps = [
-        ScheduleStep(phase=phase, choice=c, pause_s=pause, restart=i > 0 and not c.same_job(picked[i - 1]))
-        for i, (phase, c, pause) in enumerate(zip(phases, picked, pauses, strict=True))
-    ]
-    return Schedule(steps=tuple(steps))
+    parts = zip(phases, picked, pauses, strict=True)
+    return tuple(ScheduleStep(phase=phase, choice=choice, pause_s=pause) for phase, choice, pause in parts)
 
 
 def _switch_s(

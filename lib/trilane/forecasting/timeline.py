@@ -74,7 +74,7 @@ def jobs_of(request: ForecastRequest, schedules: Schedules, reached_s: np.ndarra
         inside = [i for i, (a, b) in enumerate(pairwise([0.0, *reached_s])) if b > window.start_s and a < window.end_s]
         for i in inside if schedule else []:
             assert schedule is not None
-            step, begin = schedule.steps[same[i]], reached_s[i - 1] if i else 0.0
+            step, begin = schedule[same[i]], reached_s[i - 1] if i else 0.0
             new = Job(
                 start_s=float(max(begin, window.start_s)),
                 end_s=float(min(reached_s[i], window.end_s)),
@@ -112,7 +112,7 @@ def pieces_of(phases: list[Phase]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _free_nodes(request: ForecastRequest, window: CapacityWindow, schedule: Schedule) -> int:
-    return max(0, request.nodes_in(window) - max(step.choice.nodes for step in schedule.steps))
+    return max(0, request.nodes_in(window) - max(step.choice.nodes for step in schedule))
 
 
 def _stretch(
@@ -125,7 +125,7 @@ def _stretch(
     if schedule is None:
         none = np.zeros(0)
         return Stretch(window=window, seconds=none, gpus=none, nodes=none)
-    steps, risks = [schedule.steps[i] for i in same], request.risks
+    steps, risks = [schedule[i] for i in same], request.risks
     seconds = iterations * np.array([step.choice.seconds for step in steps])
     first = np.concatenate([[True], np.diff(same) > 0])
     seconds += np.array([step.pause_s for step in steps]) * first
