@@ -57,7 +57,7 @@ class Cluster:
 def started(nodes: str = "", accounting: bool = True) -> Iterator[Cluster]:
     """A cluster until the tests are over; skipped, or failed where it is required, if it cannot be had."""
     needed = os.environ.get("TRILANE_REQUIRE_SLURM")
-    if not client.is_here():
+    if not client.is_installed():
         reason = "SLURM is not installed here (tests/slurm/cluster.sh install --accounting)"
         pytest.fail(reason) if needed else pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as place:

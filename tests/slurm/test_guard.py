@@ -26,7 +26,7 @@ A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder that counts as shared, on a machine without SLURM, with a venv whose torch fits an A100."""
-    monkeypatch.setattr(client, "is_here", lambda: False)
+    monkeypatch.setattr(client, "is_installed", lambda: False)
     monkeypatch.setattr(storage, "left", lambda _: (1e15, 1e9))
     torch(tmp_path, "2.13.0+cu130", "13.0")
     (tmp_path / "run").mkdir()
@@ -205,7 +205,7 @@ def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path,
     text = render("sweep", plan(), A100, JobRequest(account="xyz@a100"), array="1,2,1001")
     script = folder.parent / "sweep-2x8.sbatch"
     script.write_text(text.replace("set -euo pipefail", "set -eu").replace("@a100", "@v100"))
-    monkeypatch.setattr(client, "is_here", lambda: True)
+    monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "call", lambda command: "SlurmctldHost = x\nMaxArraySize            = 1001\n")
     monkeypatch.setattr(client, "test_only", lambda script: "")
     where = replace(A100, local=())

@@ -84,7 +84,7 @@ def test_a_cancellation_leaves_out_what_squeue_forgot_and_refuses_what_is_somebo
     commands.say("squeue", f"[[ $* == *%u* ]] || exit 0\n{forgot}\necho '78|78|me'")
     assert jobs.cancel([folder]) == ["78"] and commands.calls("scancel") == ["scancel 78"]
     commands.say("squeue", "[[ $* != *%u* ]] || printf '78|78|me\\n77|77|you\\n'")
-    with pytest.raises(ValueError, match=r"^job=77: is of user you, not yours$"):
+    with pytest.raises(ValueError, match=r"^job=77: belongs to user you, not to you$"):
         jobs.cancel([folder])
     assert len(commands.calls("scancel")) == 1
 
@@ -160,7 +160,7 @@ def test_capture_names_the_number_that_srun_takes(commands: Commands, folder: Pa
     assert capsys.readouterr().out.startswith("srun --jobid=8 ")
     commands.say("squeue", "true")
     assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 2
-    assert capsys.readouterr().err == "trilane: job=6_1: does not run any more\n"
+    assert capsys.readouterr().err == "trilane: job=6_1: is no longer running\n"
 
 
 def test_a_node_that_is_excluded_joins_those_that_the_job_avoids_already(commands: Commands) -> None:
@@ -202,10 +202,10 @@ def test_the_watching_job_submits_itself_again_once_slurm_is_back(commands: Comm
 def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:
     commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
     commands.say("squeue", AWAY)
-    with pytest.raises(client.SlurmAway) as found:
+    with pytest.raises(client.SlurmUnreachable) as found:
         client.submit(folder / "job.sbatch")
     token = re.search(r"--comment=(\S+)", commands.calls("sbatch")[0])
-    said = "the job may have been taken: look with: squeue -u $USER -t all -o '%i %k' | grep "
+    said = "the job may have been accepted: look with: squeue -u $USER -t all -o '%i %k' | grep "
     assert token and str(found.value).endswith(said + token[1]) and "nothing was changed" not in str(found.value)
     commands.say("squeue", """sed -n 's/.*--comment=\\([^ ]*\\).*/78|\\1/p' "${0%/*}/calls" | tail -n 1""")
     assert client.submit(folder / "job.sbatch") == "78"
@@ -216,7 +216,7 @@ def test_a_test_submission_is_tried_again_and_never_a_traceback(
 ) -> None:
     monkeypatch.setattr(client, "TIMEOUT_S", 0.2)
     commands.say("sbatch", "exec sleep 5")
-    with pytest.raises(client.SlurmAway, match=r"^slurm=sbatch: the controller cannot be reached"):
+    with pytest.raises(client.SlurmUnreachable, match=r"^slurm=sbatch: the controller cannot be reached"):
         client.test_only(folder / "job.sbatch")
     assert len(commands.calls("sbatch")) == 2
 
@@ -229,7 +229,7 @@ def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(command
     commands.say("sbatch", "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'")
     assert client.submit(folder / "job.sbatch") == "4711"
     commands.say("sbatch", "echo Welcome")
-    with pytest.raises(client.SlurmError, match=r"^slurm=sbatch: said 'Welcome', which is no job's number; look with"):
+    with pytest.raises(client.SlurmError, match=r"^slurm=sbatch: printed 'Welcome', which is not a job id; look with"):
         client.submit(folder / "job.sbatch")
 
 

@@ -172,7 +172,7 @@ def test_a_dead_node_joins_those_that_a_waiting_job_avoids(sleeper: Path) -> Non
     client.exclude(job, ["jz-a100-3"])
     found = re.findall(r"ExcNodeList=(\S+)", client.call(["scontrol", "show", "job", job]))
     assert [client.hostnames(nodes) for nodes in found] == [["jz-a100-1", "jz-a100-2", "jz-a100-3"]]
-    with pytest.raises(ValueError, match=r"^job=999999: SLURM knows no such job$"):
+    with pytest.raises(ValueError, match=r"^job=999999: SLURM has no such job$"):
         client.cancel([job, "999999"])
     assert client.owners([job, "999999"]) == {job: getpass.getuser()}
     client.cancel([job])
@@ -191,7 +191,7 @@ def test_a_job_of_somebody_else_is_left_alone(sleeper: Path) -> None:
     ledger.note(sleeper, "submitted", other, site="test", script="")
     try:
         for call in (client.cancel, lambda ids: client.send(ids[0], "USR1")):
-            with pytest.raises(ValueError, match=rf"^job={other}: is of user nobody, not yours$"):
+            with pytest.raises(ValueError, match=rf"^job={other}: belongs to user nobody, not to you$"):
                 call([other])
         assert client.call(["squeue", "-h", "-j", other, "-o", "%T"]).strip() in ("PENDING", "RUNNING")
     finally:
@@ -206,7 +206,7 @@ def test_what_is_no_job_id_never_reaches_slurm(job: str) -> None:
 
 
 def test_a_job_that_slurm_does_not_know_is_one_line(cluster: Cluster) -> None:
-    with pytest.raises(ValueError, match=r"^job=999999: SLURM knows no such job$"):
+    with pytest.raises(ValueError, match=r"^job=999999: SLURM has no such job$"):
         client.cancel(["999999"])
     assert client.states(["999999"])["999999"].state == client.FORGOTTEN
 

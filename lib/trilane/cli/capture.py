@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     nodes = -(-plan.topology.gpus // plan.cluster.gpus_per_node)
     command = here_command(folder, folder / "stacks" / "by-hand")
-    job = client.raw_id(args.job) if args.job and client.is_here() else args.job
+    job = client.raw_id(args.job) if args.job and client.is_installed() else args.job
     if args.commands:
         print("\n".join([shlex.join(srun_command(job or "0", nodes, command)), by_hostfile(command)]))
         print(f"# a program that is not trilane's, then `python -m trilane hang` on the folder:\n{any_program()}")

@@ -14,8 +14,6 @@ from trilane.workspace.run_folder import write_text
 from trilane.workspace.study import Study, stamp
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-
-
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 
 

@@ -18,11 +18,7 @@ from trilane.workspace.run_folder import STOP, is_completed, iteration, put_asid
 from trilane.workspace.status import RunStatus, Status, read_status, write_status
 
 TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
-
-
 TRIES = 3  # attempts that may start at the same iteration: the third without progress is the last
-
-
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 
 

@@ -1,4 +1,4 @@
-"""SLURM's commands behind one small door: sbatch, squeue, sacct, scontrol, scancel; what they say as values."""
+"""SLURM's commands (sbatch, squeue, sacct, scontrol, scancel, sinfo) and their output as values."""
 
 import getpass
 import re
@@ -17,42 +17,31 @@ DOWN = re.compile(
     r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
 )
 
-
-DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # a controller that is restarted is back within such a time
-
-
+DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between two tries: a restarted controller is back within their sum
 TIMEOUT_S = 60.0
-
-
-TOLD = 400  # characters of what a command says
-
-
+MESSAGE_LENGTH = 400  # characters of a command's error text
 JOB_ID = re.compile(r"\d+(_\d+)?")
-
 
 ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
     *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
 )
 
-
-FORGOTTEN = "FORGOTTEN"
-
-
-HERE = "ENDED HERE"  # a run of this machine, which SLURM never saw
+FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job
+ENDED_HERE = "ENDED HERE"  # a run on this machine, without SLURM
 
 
 class SlurmError(ValueError):
-    """What SLURM refused, or that it cannot be reached, in one line."""
+    """A SLURM command failed; its reason in one line."""
 
 
-class SlurmAway(SlurmError):
+class SlurmUnreachable(SlurmError):
     """The controller cannot be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One job as SLURM sees it. `reason` is why it waits; `nodes` is a SLURM node list; times as SLURM prints them."""
+    """One job as SLURM reports it: `reason` is why it waits, `nodes` a SLURM node list, times as SLURM prints them."""
 
     id: str
     state: str
@@ -63,48 +52,48 @@ class JobState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not run any more."""
-        return self.state in (*ENDED, FORGOTTEN, HERE)
+        """Whether it will not run again."""
+        return self.state in (*ENDED, FORGOTTEN, ENDED_HERE)
 
 
-def is_here() -> bool:
+def is_installed() -> bool:
     """Whether SLURM's commands are installed on this machine."""
     return shutil.which("sbatch") is not None
 
 
 def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True) -> str:
-    """What the command prints. It is tried again while the controller is away, unless `again` is False.
+    """The command's standard output; tried again while the controller cannot be reached, unless `again` is False.
 
-    Raises SlurmError with what the command says of its errors where it fails, SlurmAway where the controller stays
-    away, ValueError where the command is not installed.
+    Raises SlurmError with the command's error text where it fails, SlurmUnreachable where the controller stays
+    unreachable, ValueError where the command is not installed.
     """
-    return _done(command, cwd, again).stdout
+    return _completed(command, cwd, again).stdout
 
 
-def _done(command: Sequence[str], cwd: Path | None, again: bool) -> "subprocess.CompletedProcess[str]":
+def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subprocess.CompletedProcess[str]":
     require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
     for delay in (*DELAYS_S, None):
         try:
             done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            said = done.stderr.strip()
+            error = done.stderr.strip()
         except subprocess.TimeoutExpired:
-            said = f"{command[0]}: Socket timed out after {TIMEOUT_S:.0f} s"
+            error = f"{command[0]}: Socket timed out after {TIMEOUT_S:.0f} s"
         else:
             if done.returncode == 0:
                 return done
-        if DOWN.search(said) is None:
-            raise SlurmError(f"slurm={command[0]}: {_told(said)}")
+        if DOWN.search(error) is None:
+            raise SlurmError(f"slurm={command[0]}: {_message(error)}")
         if delay is None or not again:
             break
         time.sleep(delay)
-    raise SlurmAway(f"slurm={command[0]}: the controller cannot be reached ({_told(said)}); nothing was changed")
+    raise SlurmUnreachable(f"slurm={command[0]}: the controller cannot be reached ({_message(error)}); nothing was changed")
 
 
 def submit(script: Path, *options: str) -> str:
-    """The id of the job that `script` becomes, submitted from its folder.
+    """Submit `script` from its folder; the job's id.
 
-    A controller that went away in mid-call may have taken the job: before another try it is looked for by a token, so
-    that nothing is submitted twice. Raises SlurmAway that says how to look for it where that could not be learnt.
+    A controller that failed during the call may have accepted the job: before another try it is looked for by a token,
+    so that nothing is submitted twice. Where even that fails, SlurmUnreachable names the command that looks for it.
     """
     token = f"trilane-{uuid.uuid4().hex[:12]}"
     command = ["sbatch", "--parsable", f"--comment={token}", *options, "--", script.name]
@@ -112,39 +101,39 @@ def submit(script: Path, *options: str) -> str:
     for delay in (*DELAYS_S, None):
         try:
             return _job_of(call(command, cwd=script.parent, again=False), look)
-        except SlurmAway as error:
-            said = str(error).removesuffix("; nothing was changed")
+        except SlurmUnreachable as error:
+            reason = str(error).removesuffix("; nothing was changed")
             try:
                 time.sleep(delay or 0.0)
                 listed = call(["squeue", "-h", "-t", "all", "-o", "%i|%k"])
-            except SlurmAway:
+            except SlurmUnreachable:
                 break
         found = [line.split("|")[0] for line in listed.splitlines() if line.endswith(f"|{token}")]
         if found:
             return found[0].split("_")[0]
-    raise SlurmAway(f"{said}; the job may have been taken: {look}")
+    raise SlurmUnreachable(f"{reason}; the job may have been accepted: {look}")
 
 
-def _job_of(said: str, look: str) -> str:
-    """The id that sbatch --parsable prints as ID[;CLUSTER], the last line of what a site's own sbatch may say."""
-    job = (said.strip().splitlines() or [""])[-1].split(";")[0].strip()
+def _job_of(output: str, look: str) -> str:
+    """The id that sbatch --parsable prints as ID[;CLUSTER], in the last line: a site's own sbatch may print others."""
+    job = (output.strip().splitlines() or [""])[-1].split(";")[0].strip()
     if JOB_ID.fullmatch(job) is None:
-        raise SlurmError(f"slurm=sbatch: said {job!r}, which is no job's number; {look}")
+        raise SlurmError(f"slurm=sbatch: printed {job!r}, which is not a job id; {look}")
     return job
 
 
 def test_only(script: Path, *options: str) -> str:
-    """What `sbatch --test-only` answers: where and when the job could start. SlurmError if never."""
-    done = _done(["sbatch", "--test-only", *options, "--", script.name], script.parent, again=True)
-    return _told(done.stderr)
+    """Where and when the job could start, as `sbatch --test-only` prints it; SlurmError if never."""
+    done = _completed(["sbatch", "--test-only", *options, "--", script.name], script.parent, again=True)
+    return _message(done.stderr)
 
 
 def states(ids: Iterable[str]) -> dict[str, JobState]:
-    """The state of each job of `ids` in two calls, however many there are: squeue for those that it still knows, sacct
-    for the rest. FORGOTTEN where neither knows it, as without accounting after a while."""
-    wanted = list(dict.fromkeys(ids))
-    for job in wanted:
-        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    """The state of each job of `ids` in two calls, however many there are: from squeue, and from sacct for the rest.
+
+    FORGOTTEN where neither knows the job, as on a cluster without accounting after a while.
+    """
+    wanted = _checked(dict.fromkeys(ids))
     if not wanted:
         return {}
     found = _queued(wanted)
@@ -154,8 +143,16 @@ def states(ids: Iterable[str]) -> dict[str, JobState]:
     return {job: found.get(job, JobState(id=job, state=FORGOTTEN)) for job in wanted}
 
 
+def _checked(ids: Iterable[str]) -> list[str]:
+    """The ids as a list; ValueError where one is not a job's id."""
+    wanted = list(ids)
+    for job in wanted:
+        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    return wanted
+
+
 def _queued(ids: Sequence[str]) -> dict[str, JobState]:
-    # `squeue -j` fails where it forgot one of the ids, and that is no error; so it lists all of ours
+    # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
     command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N"]
     jobs: dict[str, JobState] = {}
     for line in call(command).splitlines():
@@ -169,46 +166,44 @@ def _queued(ids: Sequence[str]) -> dict[str, JobState]:
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     names = "jobid,state,elapsed,timelimit,nodelist"
     try:
-        said = call(["sacct", "-X", "-n", "-P", "-j", ",".join(ids), "-o", names])
+        output = call(["sacct", "-X", "-n", "-P", "-j", ",".join(ids), "-o", names])
     except SlurmError:
-        return {}  # "Slurm accounting storage is disabled": the ledger and the log know the rest
+        return {}  # "Slurm accounting storage is disabled": the ledger and the log have to do
     jobs = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         job, state, elapsed, limit, nodes = line.split("|")
-        # "CANCELLED by 1000"
-        jobs[job] = JobState(id=job, state=state.split()[0], elapsed=elapsed, limit=limit, nodes=nodes)
+        word = state.split()[0]  # of "CANCELLED by 1000"
+        jobs[job] = JobState(id=job, state=word, elapsed=elapsed, limit=limit, nodes=nodes)
     return jobs
 
 
 def owners(ids: Iterable[str]) -> dict[str, str]:
     """The user of each job of `ids` that squeue still knows."""
-    wanted = list(ids)
-    for job in wanted:
-        require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    wanted = _checked(ids)
     if not wanted:
         return {}
     try:
-        said = call(["squeue", "-h", "-r", "-t", "all", "-j", ",".join(wanted), "-o", "%i|%F|%u"])
+        output = call(["squeue", "-h", "-r", "-t", "all", "-j", ",".join(wanted), "-o", "%i|%F|%u"])
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-        # one that it forgot, and it says nothing of the others
+        # squeue has forgotten one of them, and lists none
         return {job: user for one in wanted for job, user in owners([one]).items()} if len(wanted) > 1 else {}
-    users = {name: user for line in said.splitlines() for *names, user in [line.split("|")] for name in names}
+    users = {name: user for line in output.splitlines() for *names, user in [line.split("|")] for name in names}
     return {job: users[job] for job in wanted if job in users}
 
 
 def require_own(ids: Iterable[str]) -> None:
-    """ValueError where a job is somebody else's, or none that SLURM knows."""
+    """Raise ValueError where a job belongs to another user, or squeue does not know it."""
     wanted = list(ids)
     users = owners(wanted)
     for job in wanted:
-        require(job in users, "job", job, "SLURM knows no such job")
-        require(users[job] == getpass.getuser(), "job", job, f"is of user {users[job]}, not yours")
+        require(job in users, "job", job, "SLURM has no such job")
+        require(users[job] == getpass.getuser(), "job", job, f"belongs to user {users[job]}, not to you")
 
 
 def cancel(ids: Iterable[str]) -> None:
-    """End the jobs, all of them ours or none."""
+    """Cancel the jobs; none of them where one belongs to another user (ValueError)."""
     jobs = list(ids)
     require_own(jobs)
     if jobs:
@@ -222,17 +217,17 @@ def send(job: str, signal: str) -> None:
 
 
 def raw_id(job: str) -> str:
-    """The number that srun --jobid takes: of a job of an array not ARRAY_INDEX, but one of its own."""
-    require(JOB_ID.fullmatch(job) is not None, "job", repr(job), "must be a job's number, or ARRAY_INDEX")
+    """The number that srun --jobid takes: a job of an array has one of its own beside ARRAY_INDEX."""
+    _checked([job])
     if "_" not in job:
         return job
     found = call(["squeue", "-h", "-j", job, "-o", "%A"]).split()
-    require(bool(found), "job", job, "does not run any more")
+    require(bool(found), "job", job, "is no longer running")
     return found[0]
 
 
 def max_array() -> int | None:
-    """The largest index that a job of an array may have, None where SLURM does not say."""
+    """The largest index of a job array, None where SLURM does not report it."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", call(["scontrol", "show", "config"]), re.M)
     return int(found[1]) - 1 if found else None
 
@@ -243,23 +238,25 @@ def hostnames(nodelist: str) -> list[str]:
 
 
 def down_nodes() -> dict[str, str]:
-    """Nodes that SLURM holds for dead or drained, with the state it gives them."""
+    """The nodes that SLURM lists as down, drained or failing, with their state."""
     pairs = (line.split("|") for line in call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines())
     return {name: state for name, state in pairs if re.match(r"down|drain|fail", state)}
 
 
 def exclude(job: str, nodes: Iterable[str]) -> None:
-    """Keep a waiting job off `nodes`, beside those that it already avoids."""
+    """Keep a waiting job off `nodes`, in addition to those that it already avoids."""
     shown = call(["scontrol", "show", "job", job])
     before = [host for found in re.findall(r"ExcNodeList=([^\s(]+)", shown) for host in hostnames(found)]
-    every = ",".join(dict.fromkeys([*before, *nodes]))  # an update puts the list in the place of the old one
+    every = ",".join(dict.fromkeys([*before, *nodes]))  # an update replaces the list
     call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={every}"])
 
 
-def _told(said: str) -> str:
-    """The lines that tell most, without the command's own prefix: all errors, among which a site's own explanation of a
-    refusal may stand, and the last line."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"\w+: error: ", line)] + lines[-1:]
-    told = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in told))
-    return textwrap.shorten("; ".join(told), TOLD, placeholder=" ...") if told else "it said nothing"
+def _message(text: str) -> str:
+    """The error lines of a command's standard error (a site may explain a refusal there) and its last line.
+
+    Without the command's prefix, in one line of at most MESSAGE_LENGTH characters.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    chosen = [line for line in lines if re.match(r"\w+: error: ", line)] + lines[-1:]
+    chosen = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in chosen))
+    return textwrap.shorten("; ".join(chosen), MESSAGE_LENGTH, placeholder=" ...") if chosen else "no error text"

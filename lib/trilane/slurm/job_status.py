@@ -29,7 +29,7 @@ def telling(folder: Path, states: Sequence[client.JobState]) -> client.JobState 
     def tells(job: client.JobState) -> bool:
         if job.id in began or job.id in refused or job.state == "COMPLETED":
             return job.id in began
-        return job.state not in ("CANCELLED", client.FORGOTTEN, client.HERE) or output(folder, job.id) is not None
+        return job.state not in ("CANCELLED", client.FORGOTTEN, client.ENDED_HERE) or output(folder, job.id) is not None
 
     return next(filter(tells, reversed(states)), states[-1] if states else None)
 

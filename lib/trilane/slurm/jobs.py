@@ -87,7 +87,7 @@ def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str]
 def going(folder: Path) -> list[str]:
     """Ids of the folder's jobs that have not ended: they wait, run, are held or suspended."""
     ids = [job for job in ledger.job_ids(folder) if client.JOB_ID.fullmatch(job)]
-    known = client.states(ids) if ids and client.is_here() else {}
+    known = client.states(ids) if ids and client.is_installed() else {}
     return [job for job, state in known.items() if not state.has_ended]
 
 
@@ -124,7 +124,7 @@ def status(folders: Iterable[Path]) -> list[JobStatus]:
     """One line a run folder: of its jobs the one that runs, else the next that waits, else the last that was."""
     jobs = {folder: ledger.job_ids(folder) for folder in map(Path, folders)}
     ours = [job for ids in jobs.values() for job in ids if client.JOB_ID.fullmatch(job)]
-    known = client.states(ours) if ours and client.is_here() else {}
+    known = client.states(ours) if ours and client.is_installed() else {}
     return [_status(folder, ids, known) for folder, ids in jobs.items()]
 
 
@@ -153,7 +153,7 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
 
 def _unknown(job: str) -> client.JobState:
     """A job that SLURM does not know."""
-    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.HERE)
+    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
 
 
 def _train_here(folder: Path) -> str:

@@ -11,10 +11,7 @@ from trilane.slurm.jobs import JobStatus
 from trilane.utils.validation import require, require_known
 
 STALL_S = 600.0  # without a new iteration: a save of a large checkpoint or a slow start is shorter
-
-
 GOING = ("RUNNING", "COMPLETING")
-
 
 # Every rank of the job, and no launcher, shell or srun whose command line looks alike: only ranks have RANK. A rank of
 # another job of the same user on the node has another SLURM_JOB_ID.
@@ -26,7 +23,6 @@ for pid in $(pgrep -f -- "trilane.engine plan.json"); do
   [ -z "$rank" ] || [ "$job" != "$SLURM_JOB_ID" ] || { echo "== $(hostname) rank $rank pid $pid"; %s; }
 done
 """
-
 
 WHAT = {
     "memory": "echo == $(hostname); "

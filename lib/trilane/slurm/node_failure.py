@@ -63,10 +63,7 @@ def _avoid(folder: Path, job: str, dead: Sequence[str]) -> None:
 
 
 LIMIT_S = 30.0  # a step on a healthy node starts in a second or two
-
-
 OVERLAP_FROM = (20, 11)  # the first SLURM whose steps must say that they share a job's resources
-
 
 GONE = re.compile(
     r"[Cc]ommunication|[Cc]onnection|[Tt]imed out|[Nn]o route|[Nn]ot responding|[Hh]ost is down|NODE_FAIL|[Nn]ode fail"

@@ -9,23 +9,11 @@ from trilane.utils.validation import require, require_integer, require_known
 
 # what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
 PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
-
-
 NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
-
-
 TIME = re.compile(r"(?:\d+-)?\d+:[0-5]\d:[0-5]\d")
-
-
 SBATCH_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-
-
 LAUNCHERS = ("torchrun", "deepspeed")
-
-
 NCCL_DEBUG = ("VERSION", "WARN", "INFO", "TRACE")
-
-
 CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
 
 

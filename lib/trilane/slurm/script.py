@@ -17,18 +17,11 @@ from trilane.utils.validation import require, require_known
 from trilane.workspace.study import checkout, shipped
 
 NAMES = ("train", "sweep", "bench", "monitor", "interactive")
-
-
 SCRIPT = "job.sbatch"  # its name in a run folder
-
-
 WATCH_EVERY_S = 60
-
 
 # wishes that every template may leave out: they are of the script's environment or of one kind of job
 QUIET = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel"}
-
-
 OPEN, CLOSE = "\ue000", "\ue001"  # private characters around what was filled in; no value may hold them
 
 

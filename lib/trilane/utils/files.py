@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import IO
 
 EARLIER = "earlier"
-
-
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted without -o flock, some NFS
 
 

@@ -6,8 +6,6 @@ import signal
 import sys
 
 PARENT = "TRILANE_PARENT_PID"
-
-
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 

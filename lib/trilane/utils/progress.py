@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 BATCH = "TRILANE_BATCH"  # set by whoever executes notebooks: a bar would leave a line for each of its states there
-
-
 LINES = 5  # of a run, in a batch
-
-
 Show = Callable[[Mapping[str, Any]], None]  # takes one step of steps.jsonl
 
 

@@ -21,10 +21,7 @@ STYLE: Any = {
     "axes.axisbelow": True,
 }
 
-
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
-
-
 GIB = 2**30
 
 

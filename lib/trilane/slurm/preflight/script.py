@@ -14,11 +14,9 @@ from trilane.slurm.script import SCRIPT
 
 DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation", "exclude", "mail-user")
 
-
 DOWNLOADS = re.compile(
     r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b", re.M
 )
-
 
 # Our torchrun; a shell that answers by the file `save`; ranks that srun starts itself.
 HEEDS_SIGNAL = re.compile(
@@ -75,7 +73,7 @@ def anew(case: JobCheck) -> str:
 def array(case: JobCheck) -> Iterator[JobFinding]:
     """Whether SLURM takes jobs of such a number in an array."""
     lines = [int(n) for n in re.findall(r"\d+", case.directives.get("array", "").partition("%")[0])]
-    if not lines or case.site.is_local or not client.is_here():
+    if not lines or case.site.is_local or not client.is_installed():
         return
     try:
         largest = client.max_array()
@@ -132,7 +130,7 @@ def accepted(case: JobCheck) -> Iterator[JobFinding]:
     """sbatch --test-only: partition, constraint, account, QoS, node and GPU counts as SLURM itself knows them."""
     if case.site.is_local:
         return
-    if not client.is_here():
+    if not client.is_installed():
         yield warn("sbatch", "sbatch is not installed here, so SLURM was not asked", "run the guard on a login node")
         return
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
