@@ -1,7 +1,7 @@
-"""Chain: a long run as dependent jobs, each going on where the last one stopped; nodes that follow the ramp.
+"""Chain: a long run as dependent jobs, each resuming where the last one stopped; nodes may follow the batch ramp-up.
 
-A link begins when the one before has ended, however it ended (afterany): the job script itself asks attempt.begin
-whether anything is left to do, whether the stop switch is set, and whether the same early failure came again and again.
+A job starts when the one before has ended, however it ended (afterany): its script asks attempt.begin whether
+iterations are left, whether the stop switch is set, and whether the same early failure was repeated.
 """
 
 import json
@@ -22,7 +22,7 @@ INDEX = "chain.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """From the first iteration whose batch is at least `gbs` on, train on `nodes` nodes with microbatches of `mbs`."""
+    """Training on `nodes` nodes with microbatches of `mbs`, from the first iteration whose batch is at least `gbs`."""
 
     gbs: int
     nodes: int
@@ -34,7 +34,7 @@ class Stage:
 
 
 def parse_stages(text: str) -> list[Stage]:
-    """The stages of "GBS:NODES:MBS,...", such as document 004's "32:8:1,64:16:1,128:32:1"; ValueError otherwise."""
+    """The stages in "GBS:NODES:MBS,...", such as document 004's "32:8:1,64:16:1,128:32:1"; ValueError otherwise."""
     stages = []
     for part in text.split(","):
         numbers = part.strip().split(":")
@@ -46,53 +46,50 @@ def parse_stages(text: str) -> list[Stage]:
 
 
 def first_iteration(plan: Plan, gbs: int) -> int:
-    """Iterations before the first one whose batch is at least `gbs`; all of them where none is."""
+    """The number of iterations before the first whose batch is at least `gbs`; all where there is none."""
     found = (batch.number - 1 for batch in plan.batches() if batch.gbs >= gbs)
     return next(found, plan.run.train_iters)
 
 
 def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
-    """One plan a stage: its own DP and MBS, from the checkpoint of the stage before to the beginning of the next.
+    """One plan per stage: its own DP and MBS, from the checkpoint of the stage before to the start of the next.
 
-    All keep the run's ramp, length and learning rate: samples and their order are those of one run. The stages follow
-    the batch size; the same one twice splits evenly what is trained with it. Raises ValueError where a batch size of a
-    stage is no multiple of its mbs x dp.
+    All keep the run's ramp-up, length and learning rate: the samples and their order are those of one run. Stages are
+    in the order of the batch size; two with the same one share its iterations equally. Raises ValueError where a batch
+    size of a stage is not a multiple of its mbs x dp.
     """
-    node, lane = plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
+    node, model_gpus = plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
     starts = [*_starts(plan, stages), plan.run.train_iters]
     made: list[Plan] = []
     for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True), 1):
         gpus = stage.nodes * node
-        require(gpus % lane == 0, "nodes", stage.nodes, f"{gpus} GPUs are no multiple of tp x pp = {lane}")
+        require(gpus % model_gpus == 0, "nodes", stage.nodes, f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}")
         require(start < end, "stages", stage.gbs, "no iteration has such a batch before the next stage")
         before = str(folder.resolve() / made[-1].label) if made else plan.run.load
         last = 0 if end == plan.run.train_iters else end
         run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last)
-        topology = replace(plan.topology, dp=gpus // lane, mbs=stage.mbs)
+        topology = replace(plan.topology, dp=gpus // model_gpus, mbs=stage.mbs)
         made.append(replace(plan, label=f"{plan.label}-{number}-n{stage.nodes}", topology=topology, run=run))
     return made
 
 
 def _starts(plan: Plan, stages: Sequence[Stage]) -> list[int]:
-    """Iterations done before each stage."""
+    """The number of iterations before each stage."""
     sizes = [stage.gbs for stage in stages]
     require(sizes == sorted(sizes), "stages", ",".join(map(str, sizes)), "must be in the order of the batch size")
     require(first_iteration(plan, sizes[0]) == 0, "stages", sizes[0], "the first must hold the ramp's first batch")
     starts = []
     for number, gbs in enumerate(sizes):
-        begin, end = (
-            first_iteration(plan, gbs),
-            first_iteration(plan, min([s for s in sizes if s > gbs], default=10**9)),
-        )
-        twins, mine = sizes.count(gbs), sizes[:number].count(gbs)
-        starts.append(begin + (end - begin) * mine // twins)
+        begin, larger = first_iteration(plan, gbs), min([s for s in sizes if s > gbs], default=10**9)
+        equal, before = sizes.count(gbs), sizes[:number].count(gbs)
+        starts.append(begin + (first_iteration(plan, larger) - begin) * before // equal)
     return starts
 
 
 def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, request: JobRequest) -> list[Path]:
-    """The run folders of a chain's stages, in order; ValueError where one exists.
+    """Write a new chain; its stages' run folders, in order. Raises ValueError where one exists.
 
-    Without stages the chain is one run folder, which every job of the chain goes on in.
+    Without stages the chain is one run folder, in which each job resumes the run.
     """
     plans = links(plan, stages, folder) if stages else [plan]
     for link in plans:
@@ -108,14 +105,14 @@ def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, reques
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
     path = folder / INDEX
-    require(path.exists(), "chain", folder, "holds no chain")
+    require(path.exists(), "chain", folder, "is not the folder of a chain")
     return [folder / label for label in json.loads(path.read_text(encoding="utf-8"))["links"]]
 
 
 def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
-    """Submit each stage `times` times over, each job after the end of the one before; their ids in order.
+    """Submit `times` jobs per stage, each after the end of the one before; their ids in order.
 
-    Stages that are through are left out, so that a chain that broke can be submitted again.
+    Completed stages are left out, so that an interrupted chain can be submitted again.
     """
     require_integer("times", times, 1)
     ids: list[str] = []
@@ -123,15 +120,15 @@ def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
         if is_completed(stage):
             continue
         for _ in range(times):
-            # a job that waits for a job that is gone would wait for ever
+            # a job that depends on one that SLURM has forgotten would wait forever
             after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
             ids.append(client.submit(stage / SCRIPT, *after))
-            jobs.note(stage, ids[-1], site.name, stage / SCRIPT)
+            jobs.note_submission(stage, ids[-1], site.name, stage / SCRIPT)
     return ids
 
 
 def gpu_hours(plan: Plan, seconds: float) -> float:
-    """GPU hours of the iterations that a plan itself trains, at `seconds` each."""
+    """GPU-hours of the iterations from the plan's start to its goal, at `seconds` each."""
     run = plan.run
     return (run.goal - run.start_iteration) * seconds * plan.topology.gpus / 3600
 

@@ -86,7 +86,9 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
         if delay is None or not again:
             break
         time.sleep(delay)
-    raise SlurmUnreachable(f"slurm={command[0]}: the controller cannot be reached ({_message(error)}); nothing was changed")
+    raise SlurmUnreachable(
+        f"slurm={command[0]}: the controller cannot be reached ({_message(error)}); nothing was changed"
+    )
 
 
 def submit(script: Path, *options: str) -> str:

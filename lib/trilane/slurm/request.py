@@ -1,4 +1,4 @@
-"""Request: what is asked of SLURM for a job beyond its plan and site; every value is safe in a script."""
+"""JobRequest: the options of a job beyond its plan and site; every value is safe in a script."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from trilane.utils.validation import require, require_integer, require_known
 
-# what may stand in a directive or an assignment: nothing that bash or sbatch would read a second time
+# characters of a directive or an assignment that neither bash nor sbatch interprets
 PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
 NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
 TIME = re.compile(r"(?:\d+-)?\d+:[0-5]\d:[0-5]\d")
@@ -18,20 +18,20 @@ CHOICES = {"launcher": LAUNCHERS, "nccl_debug": NCCL_DEBUG}
 
 
 def plain(field: str, value: str) -> str:
-    """`value`; ValueError where bash or sbatch would read it as more than a word."""
-    rule = "must hold only letters, digits and _ . , @ : + = % / -, and not begin with a dash"
+    """`value`; ValueError where bash or sbatch would interpret it."""
+    rule = "must consist of letters, digits and _ . , @ : + = % / -, and not begin with a dash"
     require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
     return value
 
 
 def seconds_of(time_limit: str) -> int:
-    """The seconds of a time as sbatch takes it; ValueError for any other.
+    """A time limit in seconds, in any form that sbatch accepts; ValueError for others.
 
     MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS
-    (man sbatch, --time). Left out: 0 and UNLIMITED, which ask for no limit.
+    (man sbatch, --time). Left out: 0 and UNLIMITED, which mean no limit.
     """
     found = SBATCH_TIME.fullmatch(time_limit)
-    rule = "must be a time as sbatch takes it: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
+    rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
     if found is None:
         raise ValueError(f"time_limit={time_limit!r}: {rule}")
     days, *given = found.groups()
@@ -44,14 +44,14 @@ def seconds_of(time_limit: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job's wishes; "" leaves a directive out, or to the site.
+    """The options of a job; "" omits a directive, or leaves it to the site.
 
-    signal_s          seconds before the limit at which the training is told to save (SIGUSR1)
+    signal_s          seconds before the time limit at which the training receives SIGUSR1, to save a checkpoint
     requeue           whether SLURM starts the job again when a node fails
-    launcher          who starts a node's processes: torchrun, or DeepSpeed's own from a hostfile
-    launch_blocking   CUDA_LAUNCH_BLOCKING=1, with which a hang of BigScience's did not come back, at a price
-    environment       "" for the repository's .venv, a folder for another venv (made absolute), or conda:NAME
-    parallel          jobs of a sweep's array that may run at once
+    launcher          what starts a node's processes: torchrun, or DeepSpeed's launcher with a hostfile
+    launch_blocking   CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring, at a price
+    environment       "" for the repository's .venv, a folder of another venv (made absolute), or conda:NAME
+    parallel          jobs of a sweep's array that may run at the same time
     """
 
     account: str = ""
@@ -82,7 +82,7 @@ class JobRequest:
         printable = self.environment.isprintable()
         require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
         if self.environment and not self.environment.startswith("conda:"):
-            # the script runs elsewhere, and there a quoted ~ is no home
+            # the script runs in another folder, and bash does not expand a quoted ~
             folder = os.path.expanduser(self.environment)
             object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))
         rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00"
@@ -101,7 +101,7 @@ class JobRequest:
         return seconds_of(self.time_limit)
 
     def given(self) -> list[str]:
-        """The names of the wishes that differ from what an empty request has."""
+        """The names of the options that differ from their defaults."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
 
 

@@ -1,6 +1,7 @@
-"""Script: a template of slurm_templates/ filled in for a plan, a site and a request, as text."""
+"""Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
 
 import html
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -17,33 +18,40 @@ from trilane.utils.validation import require, require_known
 from trilane.workspace.study import checkout, shipped
 
 NAMES = ("train", "sweep", "bench", "monitor", "interactive")
-SCRIPT = "job.sbatch"  # its name in a run folder
+SCRIPT = "job.sbatch"  # the file name in a run folder
 WATCH_EVERY_S = 60
 
-# wishes that every template may leave out: they are of the script's environment or of one kind of job
-QUIET = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel"}
-OPEN, CLOSE = "\ue000", "\ue001"  # private characters around what was filled in; no value may hold them
+# options that a template may ignore: they concern the environment or one kind of job
+OPTIONAL = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel"}
+OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around filled-in values; no value may contain them
+
+# sbatch's one-letter options that take a value
+SHORT = {
+    **{"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "n": "ntasks", "p": "partition", "q": "qos"},
+    **{"t": "time", "w": "nodelist", "x": "exclude", "o": "output", "e": "error", "a": "array", "c": "cpus-per-task"},
+    **{"d": "dependency", "G": "gpus", "D": "chdir", "b": "begin", "L": "licenses", "M": "clusters"},
+}
 
 
 def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str = "1", marked: bool = False) -> str:
-    """The sbatch script of template `name`. `marked` puts OPEN and CLOSE around what the template did not say itself.
+    """The sbatch script of template `name`; `marked` puts OPEN and CLOSE around each filled-in value.
 
-    Raises ValueError for a value that bash or sbatch would read as something else, a wish for which the template has
-    no place, a partition or QoS that the site does not know, and GPUs that do not fill their nodes.
+    Raises ValueError for a value that bash or sbatch would interpret, an option that the template does not use, a
+    partition or QoS that the site does not have, and GPUs that do not fill their nodes.
     """
     require_known("template", name, NAMES)
     environment = _environment(marked)
     text = f"{name}.sbatch"
     wanted = _blanks(environment, text)
     values = blanks(name, plan, site, request, array)
-    for wish in request.given():
-        has_place = wish in wanted or wish in QUIET or wish in ("environment", "time_limit")
-        require(has_place, wish, getattr(request, wish), f"template {name} has no place for it")
+    for option in request.given():
+        is_used = option in wanted or option in OPTIONAL or option in ("environment", "time_limit")
+        require(is_used, option, getattr(request, option), f"template {name} does not use it")
     return environment.get_template(text).render({blank: values[blank] for blank in wanted})
 
 
 def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = "1") -> dict[str, Any]:
-    """Every value that a template may name."""
+    """Every value that a template may use, by name."""
     cluster = nodes_of(plan, site)
     nodes, used = node_count(plan, cluster)
     gpus = plan.topology.gpus
@@ -86,12 +94,12 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
 
 
 def nodes_of(plan: Plan, site: Site) -> Cluster:
-    """The cluster whose nodes the job gets: the site's, or the plan's own where the site names none."""
+    """The cluster whose nodes the job gets: the site's, else the plan's own."""
     return hardware.cluster(site.cluster) if site.cluster else plan.cluster
 
 
 def node_count(plan: Plan, cluster: Cluster) -> tuple[int, int]:
-    """Nodes of the job and GPUs used on each; ValueError where they do not fill whole nodes."""
+    """Nodes of the job and GPUs used on each; ValueError where the GPUs do not fill whole nodes."""
     gpus, per_node = plan.topology.gpus, cluster.gpus_per_node
     nodes, used = -(-gpus // per_node), min(gpus, per_node)
     require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
@@ -99,21 +107,21 @@ def node_count(plan: Plan, cluster: Cluster) -> tuple[int, int]:
 
 
 def quoted(field: str, text: str) -> str:
-    """`text` as one word of bash, whatever it holds; ValueError where it does not stay on its line."""
+    """`text` quoted as one word of bash; ValueError unless it is printable, on one line."""
     require(text.isprintable() and OPEN not in text, field, repr(text), "must stay on one line")
     return shlex.quote(text)
 
 
 def as_html(marked: str) -> str:
-    """A marked script as HTML: what was filled in stands on yellow."""
+    """A marked script as HTML, with the filled-in values on yellow."""
     text = html.escape(marked).replace(OPEN, '<mark style="background:#ffe9a8">').replace(CLOSE, "</mark>")
     return f'<pre style="line-height:1.35">{text}</pre>'
 
 
 def folded(texts: Mapping[str, str]) -> str:
-    """Files as HTML, each behind its name."""
-    shown = ((html.escape(name), html.escape(text)) for name, text in texts.items())
-    return "".join(f"<details><summary>{name}</summary><pre>{text}</pre></details>" for name, text in shown)
+    """Files as HTML, each folded under its name."""
+    escaped = ((html.escape(name), html.escape(text)) for name, text in texts.items())
+    return "".join(f"<details><summary>{name}</summary><pre>{text}</pre></details>" for name, text in escaped)
 
 
 def _own_environment() -> str:
@@ -124,7 +132,7 @@ def _own_environment() -> str:
 def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int:
     if is_watcher:
         return 1
-    # Jean Zay bills and binds by cores: a part of a node's GPUs gets the same part of its cores
+    # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
     share = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
     return max(1, share // used) if is_bench else share
 
@@ -144,10 +152,63 @@ def _environment(marked: bool) -> jinja2.Environment:
 
 
 def _blanks(environment: jinja2.Environment, name: str) -> set[str]:
-    """The blanks of a template and of what it includes."""
+    """The blanks of a template and of the parts that it includes."""
     assert environment.loader is not None
     parsed = environment.parse(environment.loader.get_source(environment, name)[0])
     found = set(jinja2.meta.find_undeclared_variables(parsed))
     for part in jinja2.meta.find_referenced_templates(parsed):
         found |= _blanks(environment, str(part))
     return found
+
+
+def directives(script: str) -> dict[str, str]:
+    """The #SBATCH options of a script by their long names, "" for one without a value; of duplicates the last.
+
+    As sbatch does, it reads up to the first line that is not a comment. Raises ValueError for an unclosed quote. Left
+    out: abbreviated long names, which sbatch accepts where they are unique.
+    """
+    found: dict[str, str] = {}
+    for line in _before_commands(script):
+        words = _words(line)
+        while words:
+            name, value = _option(words.pop(0))
+            if name and value is None:
+                # `--time 20:00:00`: a word after an option is its value, as sbatch allows no other word there
+                value = words.pop(0) if words and not words[0].startswith("-") else ""
+            if name:
+                found[name] = value or ""
+    return found
+
+
+def gres_gpus(gres: str) -> int:
+    """The number of GPUs in a --gres value: 8 in "gpu:8", "gpu:a100:8" or "gpu:a100:8,nvme:1", 1 in "gpu"."""
+    parts = [part for part in gres.split(",") if part.split(":")[0] == "gpu"]
+    counts = [re.search(r":(\d+)$", part) for part in parts]
+    return sum(int(count[1]) if count else 1 for count in counts)
+
+
+def _before_commands(script: str) -> list[str]:
+    lines = []
+    for line in script.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            break
+        if re.match(r"#SBATCH\s", line):
+            lines.append(line.removeprefix("#SBATCH"))
+    return lines
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise ValueError(f"script=#SBATCH{line}: cannot be read: {error}") from None
+
+
+def _option(word: str) -> tuple[str, str | None]:
+    """Name and value of an option; the value is None where it may be the next word, the name "" for no option."""
+    if word.startswith("--"):
+        name, equals, value = word[2:].partition("=")
+        return name, value if equals else None
+    if re.match(r"-[A-Za-z]", word):
+        return SHORT.get(word[1], word[1]), word[2:] or None
+    return "", None

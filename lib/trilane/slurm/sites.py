@@ -1,4 +1,4 @@
-"""Site: how one SLURM cluster wants to be asked, from data/sites/ or one JSON file of yours."""
+"""Site: the partitions, QoS, modules and rules of one SLURM cluster, from data/sites/ or a JSON file."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ LOCAL = "local"
 
 @dataclass(frozen=True, kw_only=True)
 class Qos:
-    """A quality of service: the longest job in hours and the most GPUs a job may ask for."""
+    """A quality of service: the longest job in hours, and the most GPUs of a job."""
 
     name: str
     hours: float
@@ -28,16 +28,16 @@ class Qos:
 class Site:
     """One set of nodes of a SLURM cluster.
 
-    cluster            the catalogue's name of its nodes (GPUs, cores, counts); "" where the plan's own cluster is meant
-    partition          the partition to name, "" where the constraint or the account leads to it
-    partitions         the partitions that there are; empty where nobody wrote them down
-    service_partition  where a job that only watches costs nothing
-    account_ending     what an account of these nodes ends with
-    modules            what `module load` gets, in order
-    qos, default_qos   the qualities of service and the one that a job gets unasked
+    cluster            its nodes (GPUs, cores, counts) in the catalogue of clusters; "": the cluster of the plan
+    partition          the partition of a job; "": the constraint or the account selects it
+    partitions         all partitions; empty: not known
+    service_partition  the partition in which a job that only monitors costs nothing
+    account_ending     the suffix of an account for these nodes
+    modules            the arguments of `module load`, in order
+    qos, default_qos   the qualities of service, and the one of a job that names none
     offline            whether compute nodes have no internet
-    local              folders that each node has for itself
-    sources            where each number comes from
+    local              folders that are local to each node
+    sources            the source of each number
     """
 
     name: str
@@ -64,11 +64,11 @@ class Site:
 
     @property
     def is_local(self) -> bool:
-        """Whether a plan runs on the machine at hand, without SLURM."""
+        """Whether a plan runs on this machine, without SLURM."""
         return self.name == LOCAL
 
     def limits(self, qos: str) -> Qos | None:
-        """The limits under that QoS ("": the default one), None where the site names none; ValueError if unknown."""
+        """The limits of that QoS ("": the default one), None where the site has none; ValueError if unknown."""
         name = qos or self.default_qos
         if not self.qos or not name:
             return None
@@ -77,7 +77,7 @@ class Site:
 
 
 def catalogue() -> list[str]:
-    """Names of the sites that ship with trilane."""
+    """Names of the sites that are part of trilane."""
     return sorted(p.name.removesuffix(".json") for p in resources.files("trilane").joinpath("data/sites").iterdir())
 
 
@@ -91,6 +91,6 @@ def site(name_or_path: str) -> Site:
 
 def _read(path: Path) -> Site:
     found = from_mapping(Site, read_json(path, "site"), "site")
-    # a cluster's file beside the site's own file, not wherever Python was started
-    beside = path.parent / found.cluster
-    return dataclasses.replace(found, cluster=str(beside)) if found.cluster.endswith(".json") else found
+    # relative to the site's own file, not to the current folder
+    nodes = path.parent / found.cluster
+    return dataclasses.replace(found, cluster=str(nodes)) if found.cluster.endswith(".json") else found

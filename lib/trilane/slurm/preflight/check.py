@@ -1,4 +1,4 @@
-"""Guard: what must be refused before GPUs are spent, each finding with its rule and its remedy."""
+"""The pre-flight check of a job: what would fail or waste GPU hours, each finding with its rule and its remedy."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from trilane.config.plan import Plan, read_plan
 from trilane.slurm import sites
 from trilane.slurm.preflight import resources, storage
-from trilane.slurm.preflight import script as guard_script
+from trilane.slurm.preflight import script as script_checks
 from trilane.slurm.preflight.finding import REFUSAL, WARNING, JobCheck, JobFinding, refuse
 from trilane.slurm.request import JobRequest, add_request, request_of
 from trilane.slurm.script import SCRIPT, render
@@ -27,7 +27,7 @@ def check(
 ) -> list[JobFinding]:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
-    `script` is looked at where it is given, else the folder's job.sbatch, else the script that would be written.
+    It reads `script`, else the folder's job.sbatch, else the script that would be written.
     """
     path = script or folder / SCRIPT
     try:
@@ -37,10 +37,10 @@ def check(
         return [of_error(error)]
     case = JobCheck(plan, site, request, folder, text, path.name)
     found: list[JobFinding] = []
-    for rule in (*resources.RULES, *guard_script.RULES, *storage.RULES):
+    for rule in (*resources.RULES, *script_checks.RULES, *storage.RULES):
         try:
             found += rule(case)
-        except ValueError as error:  # an #SBATCH line that a person wrote
+        except ValueError as error:  # an #SBATCH line edited by hand
             found.append(of_error(error))
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
     return sorted(found, key=lambda f: f.level != REFUSAL)
@@ -57,7 +57,7 @@ REMEDIES = {
 
 
 def of_error(error: ValueError) -> JobFinding:
-    """A refusal out of "field=value: the rule"."""
+    """A ValueError of the form "field=value: the rule" as a refusal."""
     field = str(error).partition("=")[0]
     return refuse(
         field, str(error), REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
@@ -94,5 +94,5 @@ def refused(findings: Collection[JobFinding]) -> list[JobFinding]:
 
 
 def line(finding: JobFinding) -> str:
-    """A finding for the terminal, in two lines."""
+    """A finding as two lines of text."""
     return f"{finding.level:7} [{finding.rule}] {finding.says}\n        {finding.remedy}"

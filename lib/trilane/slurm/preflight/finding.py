@@ -1,4 +1,4 @@
-"""Finding: one thing wrong with a job that is about to be submitted; Case: what the guard looks at."""
+"""The subject of the pre-flight check (`JobCheck`), and one result of it (`JobFinding`)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,9 +8,8 @@ from pathlib import Path
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import Prediction, predict_on
-from trilane.slurm.directives import directives
 from trilane.slurm.request import JobRequest
-from trilane.slurm.script import SCRIPT, nodes_of
+from trilane.slurm.script import SCRIPT, directives, nodes_of
 from trilane.slurm.sites import Site
 from trilane.utils.validation import require_known
 
@@ -19,7 +18,7 @@ REFUSAL, WARNING = "refusal", "warning"
 
 @dataclass(frozen=True, kw_only=True)
 class JobFinding:
-    """One thing that is wrong (a refusal) or likely to be (a warning), and what helps."""
+    """One problem of a job, certain (a refusal) or likely (a warning), with its remedy."""
 
     level: str
     rule: str
@@ -42,7 +41,7 @@ def warn(rule: str, says: str, remedy: str) -> JobFinding:
 
 @dataclass(frozen=True)
 class JobCheck:
-    """What is about to be submitted: the plan of a run folder with its script, edited by hand or not."""
+    """A job before its submission: the plan of a run folder with its script, edited by hand or not."""
 
     plan: Plan
     site: Site
@@ -58,12 +57,12 @@ class JobCheck:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Time and memory on these nodes."""
+        """Predicted time and memory on these nodes."""
         return predict_on(self.plan, self.cluster)
 
     @cached_property
     def directives(self) -> dict[str, str]:
-        """The script's own #SBATCH options, which are what counts; ValueError where they cannot be read."""
+        """The script's own #SBATCH options, which are decisive; ValueError where they cannot be read."""
         return directives(self.script)
 
     @property

@@ -27,7 +27,7 @@ A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder that counts as shared, on a machine without SLURM, with a venv whose torch fits an A100."""
     monkeypatch.setattr(client, "is_installed", lambda: False)
-    monkeypatch.setattr(storage, "left", lambda _: (1e15, 1e9))
+    monkeypatch.setattr(storage, "available", lambda _: (1e15, 1e9))
     torch(tmp_path, "2.13.0+cu130", "13.0")
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
@@ -110,10 +110,10 @@ REFUSED = {
     ),
     "time": (plan(run={"exit_duration_minutes": 1205.0}), A100, "is beyond the limit of 1200 minutes", {}),
     "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file, folder or", {}),
-    "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is no folder here", {}),
+    "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
     "partition": (plan(), A100, "did you mean gpu_p5", {"partition": "gpu_p4"}),
     "qos": (plan(), A100, "did you mean qos_gpu_a100-t3", {"qos": "qos_gpu_a100-t2"}),
-    "label": (replace(plan(), label="$(id)"), A100, "must hold only letters", {}),
+    "label": (replace(plan(), label="$(id)"), A100, "must consist of letters", {}),
 }
 
 
@@ -126,13 +126,13 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
 
 EDITED = {
     "kill-on-bad-exit": (lambda s: s.replace("--kill-on-bad-exit=1 ", ""), "the others wait until the time limit"),
-    "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run would be COMPLETED"),
+    "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run counts as COMPLETED"),
     "signal": (
         lambda s: s.replace("trilane.engine.torchrun", "torch.distributed.run"),
-        "SIGUSR1 before the limit may reach the launcher alone",
+        "SIGUSR1 before the limit may reach only the launcher",
     ),
-    "script": (lambda s: s.replace("--nodes=2", "--nodes=3"), "--nodes=3, the plan's 16 GPUs need 2"),
-    "internet": (lambda s: s + "pip install flash-attn\n", "the script says: pip install"),
+    "script": (lambda s: s.replace("--nodes=2", "--nodes=3"), "--nodes=3: the plan's 16 GPUs need 2"),
+    "internet": (lambda s: s + "pip install flash-attn\n", "the script has: pip install"),
     "bash": (lambda s: s + "if true; then\n", "syntax error"),
 }
 
@@ -159,7 +159,7 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(rule: str, edit: Callable[
 
 def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -> None:
     found = findings(folder, plan(), script=lambda s: s.replace("xyz@a100", "abc@a100"))
-    wanted = "--account xyz@a100 is asked for, job.sbatch says abc@a100"
+    wanted = "--account xyz@a100 is requested, job.sbatch has abc@a100"
     assert wanted in [f.says for f in found if f.rule == "script" and f.level == REFUSAL]
 
 
@@ -170,18 +170,18 @@ def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -
         ("--time=20:00:00", "--time 20:00:00", ""),
         ("--time=20:00:00", "-t 0-20", ""),
         ("--time=20:00:00", "--time=1200:00  # twenty hours", ""),
-        ("--time=20:00:00", "-t100:00:00", "--time 20:00:00 is asked for, job.sbatch says 100:00:00"),
-        ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time as sbatch takes it"),
+        ("--time=20:00:00", "-t100:00:00", "--time 20:00:00 is requested, job.sbatch has 100:00:00"),
+        ("--time=20:00:00", "--time=20h", "time_limit='20h': must be a time in a form of sbatch"),
         ("--account=xyz@a100", "-A xyz@a100", ""),
-        ("--account=xyz@a100", "-A abc@a100", "--account xyz@a100 is asked for, job.sbatch says abc@a100"),
+        ("--account=xyz@a100", "-A abc@a100", "--account xyz@a100 is requested, job.sbatch has abc@a100"),
         ("--gres=gpu:8", "--gres=gpu:a100:8", ""),
         ("--gres=gpu:8", "--gpus-per-node=a100:8", ""),
-        ("--gres=gpu:8", "--gpus-per-node=4", "--gpus-per-node=4, the plan's 16 GPUs need 8"),
-        ("--gres=gpu:8", "--gres=gpu:a100:4", "--gres=gpu:a100:4, the plan's 16 GPUs need gpu:8"),
+        ("--gres=gpu:8", "--gpus-per-node=4", "--gpus-per-node=4: the plan's 16 GPUs need 8"),
+        ("--gres=gpu:8", "--gres=gpu:a100:4", "--gres=gpu:a100:4: the plan's 16 GPUs need gpu:8"),
         ("--nodes=2\n#SBATCH ", "--nodes=2 ", ""),
         ("--nodes=2", "--nodes=2-2 # two", ""),
         ("--nodes=2", "-N 2 # and not --nodes=3", ""),
-        ("--nodes=2", "-N 3", "--nodes=3, the plan's 16 GPUs need 2"),
+        ("--nodes=2", "-N 3", "--nodes=3: the plan's 16 GPUs need 2"),
         ("--nodes=2", "--nodes=2 --comment='two", "#SBATCH --nodes=2 --comment='two: cannot be read: No closing"),
         ("set -euo pipefail", "set -euo pipefail\n#SBATCH --nodes=3", ""),
     ],
@@ -211,9 +211,9 @@ def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path,
     where = replace(A100, local=())
     found = {f.rule: f for f in check.check(plan(), where, JobRequest(account="xyz@a100"), folder, script=script)}
     assert found["pipefail"].level == REFUSAL and found["account"].says.startswith("account xyz@v100 does not end")
-    assert found["array"].says == "--array goes up to 1001, SLURM here takes 1000 (MaxArraySize=1001)"
+    assert found["array"].says == "--array goes up to 1001, SLURM here allows 1000 (MaxArraySize=1001)"
     assert (
-        "sweep-2x8.sbatch says xyz@v100" in found["script"].says and "create the sweep anew" in found["script"].remedy
+        "sweep-2x8.sbatch has xyz@v100" in found["script"].says and "create the sweep again" in found["script"].remedy
     )
     script.unlink()
     (missing,) = check.check(plan(), where, JobRequest(), folder, script=script)
@@ -222,21 +222,21 @@ def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path,
 
 def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> None:
     found = findings(folder, plan(), script=lambda s: s.replace("--nproc-per-node=8", "--nproc-per-node=4"))
-    assert "4 processes a node, the plan's 16 GPUs need 8" in [f.says for f in found]
+    assert "4 processes per node: the plan's 16 GPUs need 8" in [f.says for f in found]
 
 
 def test_no_room_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are kept and one is being written, 12 bytes a parameter each."""
-    monkeypatch.setattr(storage, "left", lambda _: (30e9, 1e9))
+    monkeypatch.setattr(storage, "available", lambda _: (30e9, 1e9))
     found = next(f for f in findings(folder, plan()) if f.rule == "disk")
     assert (found.level, found.says[:32]) == (REFUSAL, "checkpoints take up to 47.4 GB, ")
-    monkeypatch.setattr(storage, "left", lambda _: (60e9, 1e9))
+    monkeypatch.setattr(storage, "available", lambda _: (60e9, 1e9))
     assert next(f for f in findings(folder, plan()) if f.rule == "disk").level == WARNING
 
 
 def test_no_inodes_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 ranks write two files each, in each of three checkpoints."""
-    monkeypatch.setattr(storage, "left", lambda _: (1e15, 100))
+    monkeypatch.setattr(storage, "available", lambda _: (1e15, 100))
     assert "checkpoints take 105 files" in next(f.says for f in findings(folder, plan()) if f.rule == "inodes")
 
 
