@@ -142,7 +142,7 @@ def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
     p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
     p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
     one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
-    before = "stop: ramp-1-n1, which comes before, is at iteration"
+    before = "stop: ramp-1-n1, the link before, is at iteration"
     assert attempt.begin(two, JOB) == f"{before} 0 of 6; it has no checkpoint"
     at(one, 6)
     newest(one, 4)

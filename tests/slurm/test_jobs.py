@@ -94,7 +94,7 @@ def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: 
     commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1'")
     with pytest.raises(ValueError, match=r"has job 77 already; cancel it first$"):
         jobs.submit(folder, SITE, REQUEST)
-    assert jobs.going(folder) == ["77"] and not commands.calls("sbatch")
+    assert jobs.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
 
 
 def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed(

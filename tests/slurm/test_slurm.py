@@ -130,7 +130,7 @@ def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys:
 
 def test_a_job_that_waits_says_why(sleeper: Path) -> None:
     job = client.submit(sleeper / "job.sbatch", "--begin=now+1hour")
-    jobs.note(sleeper, job, "test", sleeper / "job.sbatch")
+    jobs.note_submission(sleeper, job, "test", sleeper / "job.sbatch")
     wait_until(lambda: one(sleeper).reason == "BeginTime", 30, "reason")
     assert (one(sleeper).state, one(sleeper).verdict) == ("PENDING", "waiting")
     assert jobs.cancel([sleeper]) == [job]

@@ -177,6 +177,6 @@ def test_a_time_limit_is_a_verdict(cluster: Cluster, tmp_path: Path) -> None:
         script[: script.index("set -euo")] + "srun bash -c 'trap \"\" USR1; sleep 300'\n"
     )
     job = client.submit(folder / "job.sbatch", "--time=00:01:00")
-    jobs.note(folder, job, "test", folder / "job.sbatch")
+    jobs.note_submission(folder, job, "test", folder / "job.sbatch")
     found = ended(folder)
     assert (found.state, found.verdict) == ("TIMEOUT", "time limit")

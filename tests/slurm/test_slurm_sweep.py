@@ -148,10 +148,10 @@ def test_the_ranking_of_02_is_a_table_of_plans(tmp_path: Path) -> None:
 
 def test_nothing_that_exists_is_swept_over(tmp_path: Path) -> None:
     plans = [plan("one", tmp_path / "d", nodes=1).to_json()]
-    with pytest.raises(ValueError, match=r"^label=one: two plans of a sweep must not have the same$"):
+    with pytest.raises(ValueError, match=r"^label=one: must be unique in a sweep$"):
         sweep.create(tmp_path / "sweep", plans * 2, SITE, REQUEST)
     sweep.create(tmp_path / "sweep", plans, SITE, REQUEST)
     with pytest.raises(ValueError, match=r"^sweep=.*: holds a sweep already; take a new folder$"):
         sweep.create(tmp_path / "sweep", plans, SITE, REQUEST)
-    with pytest.raises(ValueError, match=r"^sweep=.*: holds no sweep$"):
+    with pytest.raises(ValueError, match=r"^sweep=.*: is not the folder of a sweep$"):
         sweep.submit(tmp_path, SITE, 1)

@@ -24,7 +24,7 @@ SLURM_S = 120.0
 def srun_command(job: str, nodes: int, command: str) -> list[str]:
     """The second step that document 003 starts beside a hanging one: a task a node, of no GPU, in the job's share."""
     require(re.fullmatch(r"\d+(_\d+)?", job) is not None, "job", job, "must be a job's number")
-    head = ["srun", f"--jobid={job}", *node_failure.sharing(), f"--nodes={nodes}", f"--ntasks={nodes}"]
+    head = ["srun", f"--jobid={job}", *node_failure.step_options(), f"--nodes={nodes}", f"--ntasks={nodes}"]
     return [*head, "--ntasks-per-node=1", "--input=none", *shlex.split(command)]
 
 

@@ -1,4 +1,4 @@
-"""Reports that can be sent to a colleague: a notebook as one HTML file, and the study's index."""
+"""Reports: an executed notebook as one HTML file, and the index of a study."""
 
 import json
 from importlib import resources
@@ -18,7 +18,7 @@ DATA = Path(str(resources.files("trilane"))) / "data/report"
 
 
 def notebook_html(executed: Path) -> str:
-    """The executed notebook as one HTML text: code folded away, figures inline, nothing loaded from elsewhere."""
+    """The executed notebook as one HTML text: code folded, figures inline, no external resources."""
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.exclude_anchor_links = True
     css = (DATA / "report.css").read_text(encoding="utf-8")
@@ -28,18 +28,18 @@ def notebook_html(executed: Path) -> str:
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
     ]
     for output in (o for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o):
-        output["data"].pop(WIDGET, None)  # what it shows beside stays
+        output["data"].pop(WIDGET, None)  # its text/html output stays
     return exporter.from_notebook_node(notebook, resources={"trilane_css": css})[0]
 
 
 def title(notebook: Any) -> str:
-    """The question that the notebook's first heading asks."""
+    """The notebook's first heading."""
     lines = (line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines())
     return next((line.removeprefix("# ").strip() for line in lines if line.startswith("# ")), "untitled")
 
 
 def write_notebook_report(executed: Path) -> Path:
-    """Write the HTML beside the executed notebook."""
+    """Write the executed notebook's HTML next to it; its path."""
     return write_text(executed.with_suffix(".html"), notebook_html(executed), derived=True)
 
 
@@ -61,7 +61,7 @@ def write_index(study: Study) -> Path:
 
 
 def headline(study: Study) -> list[dict[str, str]]:
-    """The few figures that the last notebook wanted on top, from headline.json."""
+    """The figures on top of the index, from headline.json; empty where there is none."""
     path = study.folder / "headline.json"
     return json.loads(path.read_text(encoding="utf-8"))["cards"] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""Attempt: one start of a run's training inside a job; whether it is worth starting, and how it ended."""
+"""Attempt: one start of a run's training inside a job; whether it should start, and how it ended."""
 
 import contextlib
 import os
@@ -11,32 +11,32 @@ from pathlib import Path
 from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
-from trilane.slurm.node_failure import blame, handle_node_failure, waiting
+from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.validation import read_json
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, read_status, write_status
 
 TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
-TRIES = 3  # attempts that may start at the same iteration: the third without progress is the last
+TRIES = 3  # attempts that may start at the same iteration
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 
 
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
-    """Whether the training should start now: "go: ..." or "stop: " and the reason; noted in the folder's ledger.
+    """Whether the training should start now: "go: ..." or "stop: " and the reason; recorded in the ledger.
 
-    What an earlier attempt left is kept: an attempt that saved no checkpoint is moved to attempts/N, and the run
-    begins anew; otherwise it goes on, and only the earlier status.json is moved.
+    Nothing of an earlier attempt is lost: the files of one without a checkpoint move to attempts/N, and the run starts
+    from the beginning; otherwise it resumes, and only the earlier status.json moves.
     """
     job, at = job_id(env), iteration(folder)
-    reason = done(folder) or in_the_way(folder) or rival(folder, job) or unready(folder)
-    reason = reason or too_large(folder, env.get(SWEEP, ""))
+    reason = finished(folder) or blocked(folder) or competing(folder, job) or unready(folder)
+    reason = reason or pruned(folder, env.get(SWEEP, ""))
     if reason:
         ledger.note(folder, "refused", job, says=reason)
         if reason.startswith("done"):
             _cancel_later(folder, job)
         return f"stop: {reason}"
-    blame(folder)
+    note_lost_nodes(folder)
     newest = latest(folder / FOLDER)
     put_aside(folder, keep=newest is not None)
     nodes = env.get("SLURM_JOB_NODELIST", "")
@@ -47,10 +47,9 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
 
 
 def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStatus:
-    """How the attempt ended by its log and the step's exit code; written to status.json and noted in the ledger.
+    """How the attempt ended, by its log and the step's exit code; written to status.json and to the ledger.
 
-    Where a node is gone, that is the reason; the jobs that still wait are kept off it, and this one is put back into
-    the queue where its script has --requeue: SLURM would do so by itself only while the job still runs.
+    Where a node cannot be reached, that is the reason: see handle_node_failure.
     """
     job = job_id(env)
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
@@ -65,17 +64,19 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
 
 
 def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
-    """The scheduler's word first (here the exit code of the step), then the text of the log."""
+    """The status by the step's exit code first, then by the text of the log."""
     at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
     if code == 0:
-        if (folder / "status.json").exists():  # the engine's own word
-            said = read_status(folder)
-            return _outcome(said.status, said.evidence, code, seconds)
+        if (folder / "status.json").exists():  # written by the engine
+            written = read_status(folder)
+            return _outcome(written.status, written.evidence, code, seconds)
         return _outcome(
-            Status.COMPLETED if done(folder) else Status.STOPPED, f"iteration {at} of {goal}", code, seconds
+            Status.COMPLETED if finished(folder) else Status.STOPPED, f"iteration {at} of {goal}", code, seconds
         )
     if log is None or log.status is Status.COMPLETED or log.status.is_open:
-        return _outcome(Status.CRASHED, f"exit code {code} after iteration {at}; the log says no more", code, seconds)
+        return _outcome(
+            Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason", code, seconds
+        )
     return _outcome(log.status, log.evidence, code, seconds, log.rank)
 
 
@@ -86,8 +87,8 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
     return env.get("SLURM_JOB_ID", "0")
 
 
-def done(folder: Path) -> str:
-    """Why nothing is left to do, "" where something is: an iteration, or the last one's checkpoint where it has one."""
+def finished(folder: Path) -> str:
+    """Why nothing is left to do; "" while iterations are left, or the checkpoint of the last one is missing."""
     at, run = iteration(folder), read_plan(folder / "plan.json").run
     newest = latest(folder / FOLDER)
     is_saved = not run.saves_at_end or is_completed(folder) or (newest and newest.name == name_of(run.goal))
@@ -95,7 +96,7 @@ def done(folder: Path) -> str:
 
 
 def unready(folder: Path) -> str:
-    """Why a link of a chain cannot begin: the run whose checkpoint it loads is not through; "" where it can."""
+    """Why a link of a chain cannot start: the run whose checkpoint it loads has not completed; "" where it can."""
     plan = read_plan(folder / "plan.json")
     before = Path(plan.run.load)
     if not plan.run.start_iteration or latest(folder / FOLDER) or not (before / "plan.json").exists():
@@ -104,24 +105,24 @@ def unready(folder: Path) -> str:
     if newest and newest.name == name_of(plan.run.start_iteration):
         return ""
     at, saved = iteration(before), f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
-    return f"{before.name}, which comes before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
+    return f"{before.name}, the link before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
 
 
-def rival(folder: Path, job: str) -> str:
-    """Which other job trains in this folder now, "" where none does: two would spoil each other's log."""
+def competing(folder: Path, job: str) -> str:
+    """Which other job trains in this folder now, "" where none does: two would mix their logs."""
     ended = {e["id"] for e in ledger.events(folder, "ended")}
     begun = dict.fromkeys(e["id"] for e in ledger.events(folder, "started"))
     others = [i for i in begun if i not in (job, *ended) and client.JOB_ID.fullmatch(i)]
-    with contextlib.suppress(ValueError):  # where SLURM cannot be asked, the training begins
+    with contextlib.suppress(ValueError):  # where SLURM does not answer, the training starts
         going = [i for i, state in client.states(others).items() if state.state in TRAINING]
         return f"job {going[0]} trains here" if going else ""
     return ""
 
 
-def in_the_way(folder: Path) -> str:
-    """The stop switch, or the same early failure again and again since the last submission; "" where nothing is."""
+def blocked(folder: Path) -> str:
+    """The stop switch, or repeated failures at one iteration since the last submission; "" where there is neither."""
     if (folder / STOP).exists():
-        return f"the stop switch is set; remove {folder.resolve() / STOP} to go on"
+        return f"the stop switch is set; remove {folder.resolve() / STOP} to resume"
     events = ledger.events(folder)
     last = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
     starts = [e for e in events[last + 1 :] if e["event"] == "started"]
@@ -133,8 +134,8 @@ def in_the_way(folder: Path) -> str:
     return ""
 
 
-def too_large(folder: Path, sweep: str) -> str:
-    """Which run of the sweep ran out of memory although predicted to need no more than this one; "" where none."""
+def pruned(folder: Path, sweep: str) -> str:
+    """Which run of the sweep ran out of memory though predicted to need no more than this one; "" where none did."""
     if not sweep:
         return ""
     members = read_json(Path(sweep) / "sweep.json", "sweep")["members"]
@@ -152,7 +153,7 @@ def too_large(folder: Path, sweep: str) -> str:
 
 
 def last_log(folder: Path) -> RunLog | None:
-    """What the reader makes of run.log since the last START line; None where there is nothing to read."""
+    """run.log from its last START line on, parsed; None where there is nothing to parse."""
     path = folder / "run.log"
     if not path.exists():
         return None
@@ -168,7 +169,7 @@ def last_log(folder: Path) -> RunLog | None:
 
 
 def _cancel_later(folder: Path, job: str) -> None:
-    with contextlib.suppress(ValueError):  # they would find nothing to do and end by themselves
+    with contextlib.suppress(ValueError):  # they would find nothing to do, and end
         client.cancel(waiting(folder, job))
 
 

@@ -63,7 +63,9 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     made: list[Plan] = []
     for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True), 1):
         gpus = stage.nodes * node
-        require(gpus % model_gpus == 0, "nodes", stage.nodes, f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}")
+        require(
+            gpus % model_gpus == 0, "nodes", stage.nodes, f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
+        )
         require(start < end, "stages", stage.gbs, "no iteration has such a batch before the next stage")
         before = str(folder.resolve() / made[-1].label) if made else plan.run.load
         last = 0 if end == plan.run.train_iters else end

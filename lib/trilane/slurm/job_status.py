@@ -1,4 +1,4 @@
-"""Standing: how a job of a run folder stands, and the line that proves it: SLURM's word first, then its output."""
+"""The status of a job of a run folder and the line that proves it: by SLURM's state first, then by its output."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from trilane.slurm import attempt, client, ledger
 from trilane.utils.validation import require
 from trilane.workspace.status import Status, read_status
 
-# SLURM's word, in the words of the log's reader; the log decides where SLURM only knows that something failed
-WORDS = {
+# SLURM's states that are a reason by themselves; where SLURM reports only a failure, the log decides
+REASONS = {
     "TIMEOUT": Status.TIME_LIMIT,
     "DEADLINE": Status.TIME_LIMIT,
     "NODE_FAIL": Status.NODE_FAILURE,
@@ -19,75 +19,75 @@ WORDS = {
 }
 
 
-def telling(folder: Path, states: Sequence[client.JobState]) -> client.JobState | None:
-    """Of jobs that have ended the last that tells something: it trained, or died before it could.
+def decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobState | None:
+    """Of jobs that have ended the last that trained, or failed before it could; None where there is no job.
 
-    A chain's later links only find that nothing is left to do, or are cancelled before they start.
+    The later jobs of a chain only find that nothing is left to do, or are cancelled before they start.
     """
     began, refused = _ids(folder, "started"), _ids(folder, "refused")
 
-    def tells(job: client.JobState) -> bool:
+    def trained_or_failed(job: client.JobState) -> bool:
         if job.id in began or job.id in refused or job.state == "COMPLETED":
             return job.id in began
         return job.state not in ("CANCELLED", client.FORGOTTEN, client.ENDED_HERE) or output(folder, job.id) is not None
 
-    return next(filter(tells, reversed(states)), states[-1] if states else None)
+    return next(filter(trained_or_failed, reversed(states)), states[-1] if states else None)
 
 
 def job_status(folder: Path, job: client.JobState) -> tuple[Status, str]:
-    """How the job stands, and the line that proves it."""
-    said = read_status(folder) if (folder / "status.json").exists() else None
+    """The job's status, and the line that proves it."""
+    written = read_status(folder) if (folder / "status.json").exists() else None
     if job.state == "NOT SUBMITTED":
-        return (said.status, said.evidence) if said else (Status.NOT_SUBMITTED, "")
+        return (written.status, written.evidence) if written else (Status.NOT_SUBMITTED, "")
     if not job.has_ended:
         return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, _last_line(folder))
     is_last = _is_last(folder, job)
-    if said and (said.status is Status.COMPLETED or (is_last and job.state not in WORDS)):
-        return said.status, said.evidence
-    if job.state in WORDS:
-        return WORDS[job.state], f"SLURM: {job.state}"
+    if written and (written.status is Status.COMPLETED or (is_last and job.state not in REASONS)):
+        return written.status, written.evidence
+    if job.state in REASONS:
+        return REASONS[job.state], f"SLURM: {job.state}"
     return _by_log(folder, job, is_last)
 
 
 def _by_log(folder: Path, job: client.JobState, is_last: bool) -> tuple[Status, str]:
-    """For a job that ended without a word of its own; run.log is an earlier job's where this one never began."""
+    """For a job that ended without a status of its own; run.log is an earlier job's where this one never started."""
     log = attempt.last_log(folder) if is_last else None
     if log is not None and not log.status.is_open:
         return log.status, log.evidence
-    if job.state in ("COMPLETED", client.FORGOTTEN) and attempt.done(folder):
-        return Status.COMPLETED, attempt.done(folder)
+    if job.state in ("COMPLETED", client.FORGOTTEN) and attempt.finished(folder):
+        return Status.COMPLETED, attempt.finished(folder)
     refused = ledger.events(folder, "refused")
     if refused and refused[-1]["id"] == job.id:
         return Status.STOPPED, refused[-1]["says"]
     printed = output(folder, job.id)
     lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
-    told = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log says no more"
-    return Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, told
+    evidence = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log gives no reason"
+    return Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence
 
 
 def _is_last(folder: Path, job: client.JobState) -> bool:
-    """Whether what lies in the folder is of this job: it was the last to begin, end or be refused there.
+    """Whether the files in the folder are of this job: it was the last to start, end or be refused there.
 
-    A job that begins moves the status.json of the one before out of the way, so there is none of an earlier one. Where
-    nobody noted such a thing (a script of one's own), a job that failed is believed to have left nothing.
+    A job that starts moves the status.json of the one before. Without such events in the ledger (a script written by
+    hand) a failed job is assumed to have left no files.
     """
     events = ledger.events(folder, "started", "ended", "refused")
     return events[-1]["id"] == job.id if events else job.state != "FAILED"
 
 
 def output(folder: Path, job: str) -> Path | None:
-    """What SLURM wrote of the job's script, by the templates' --output; None where there is no such file.
+    """The output file of the job's script, by the templates' --output; None where there is none.
 
-    A sweep's array writes into the sweep's folder, two above the run's. Left out: an --output that was edited.
+    The array of a sweep writes into the sweep's folder, two above the run's. Left out: an edited --output.
     """
     places = (folder, folder.resolve().parent.parent)
     return next((p for place in places if (p := place / f"slurm-{job}.out").is_file()), None)
 
 
 def logs(folder: Path, lines: int = 20) -> list[str]:
-    """The last lines of a run's log, or of what its last job printed that died before it began to log.
+    """The last lines of a run's log, or of the output of its last job where this failed before it wrote a log.
 
-    ValueError where there is neither yet.
+    Raises ValueError where there is neither.
     """
     began, refused = _ids(folder, "started"), _ids(folder, "refused")
     outputs = ((job, output(folder, job)) for job in reversed(ledger.job_ids(folder)) if job not in refused)

@@ -1,4 +1,4 @@
-"""Jobs: run folders written, submitted, asked after, cancelled and submitted again; on SLURM or on this machine."""
+"""Jobs: the files of run folders, their submission, status and cancellation; on SLURM or on this machine."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from trilane.interop.megatron_args import ENGINE_OF, megatron_arguments
 from trilane.interop.megatron_args import text as megatron_text
 from trilane.launch import local
 from trilane.slurm import client, ledger
-from trilane.slurm.job_status import job_status, telling
+from trilane.slurm.job_status import decisive, job_status
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import Site
@@ -26,9 +26,9 @@ from trilane.workspace.status import RunStatus, Status
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """One job of one run: SLURM's state, the reader's verdict with its evidence, and how far the training is.
+    """A run's current job: SLURM's state, our status with its evidence, and the progress of the training.
 
-    `reason` is why it waits. `waiting` counts the jobs of the same run that come after it.
+    `reason` is why it waits. `waiting` counts the later jobs of the same run.
     """
 
     run: str
@@ -51,8 +51,10 @@ class JobStatus:
 
 
 def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:
-    """The files of a run folder as text: plan.json, job.sbatch, ds_config.json where the engine is DeepSpeed's, and
-    the same run as Megatron's arguments where that program could do it."""
+    """The texts of a run folder's files by name: plan.json and job.sbatch.
+
+    Also ds_config.json where the engine is one of DeepSpeed's, and megatron_args.txt where Megatron can train the plan.
+    """
     values = plan.to_json() | ({"prediction": prediction} if prediction else {})
     texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
     if plan.engine.startswith("deepspeed"):
@@ -64,52 +66,48 @@ def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any
 
 
 def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = ()) -> str:
-    """Submit the run of a folder; its job's id. Its own job.sbatch where there is one, else one made from the template.
+    """Submit the run of a folder with its job.sbatch, written from the template where there is none; the job's id.
 
-    At site `local` the plan trains here and now, and the id begins with "local". Raises ValueError for a folder whose
-    run is completed, or has a job that has not ended.
+    At site `local` the plan trains here, to its end, and the id begins with "local". Raises ValueError where the run
+    is completed, or has a job that has not ended.
     """
     folder = Path(folder).resolve()
     read_plan(folder / "plan.json")
     require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
-    there = going(folder)
-    require(not there or bool(options), "run folder", folder, f"has job {', '.join(there)} already; cancel it first")
+    active = active_jobs(folder)
+    require(not active or bool(options), "run folder", folder, f"has job {', '.join(active)} already; cancel it first")
     if site.is_local:
         return _train_here(folder)
     script = folder / SCRIPT
     if not script.exists():
         rewrite(folder, site, request)
     job = client.submit(script, *options)
-    note(folder, job, site.name, script)
+    note_submission(folder, job, site.name, script)
     return job
 
 
-def going(folder: Path) -> list[str]:
-    """Ids of the folder's jobs that have not ended: they wait, run, are held or suspended."""
+def active_jobs(folder: Path) -> list[str]:
+    """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
     ids = [job for job in ledger.job_ids(folder) if client.JOB_ID.fullmatch(job)]
     known = client.states(ids) if ids and client.is_installed() else {}
     return [job for job, state in known.items() if not state.has_ended]
 
 
 def rewrite(folder: Path, site: Site, request: JobRequest) -> None:
-    """Write job.sbatch anew from its template; what stood there, edited or not, is kept in earlier/."""
+    """Write job.sbatch from its template; the one before, edited or not, is kept in earlier/."""
     write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
 
 
-def note(folder: Path, job: str, site: str, script: Path) -> None:
-    """Write the submission into the folder's ledger."""
+def note_submission(folder: Path, job: str, site: str, script: Path) -> None:
+    """Record the submission in the folder's ledger."""
     ledger.note(folder, "submitted", job, site=site, script=ledger.fingerprint(script.read_text(encoding="utf-8")))
 
 
-def resubmit(folder: Path, site: Site, request: JobRequest) -> str:
-    """Submit a run again that has not completed; it goes on where its last checkpoint is, or begins anew."""
-    return submit(folder, site, request)
-
-
 def cancel(folders: Iterable[Path]) -> list[str]:
-    """Cancel every job of the runs that squeue knows and that has not ended, all of them or none; their ids.
+    """Cancel every job of the runs that squeue lists and that has not ended; their ids.
 
-    What only the accounting still calls running is gone. ValueError where one is somebody else's.
+    A job that only the accounting lists as running no longer exists. Raises ValueError, and cancels none, where one
+    belongs to another user.
     """
     ids = {job: folder for folder in folders for job in ledger.job_ids(folder) if client.JOB_ID.fullmatch(job)}
     live = [job for job, state in client.states(ids).items() if not state.has_ended]
@@ -121,10 +119,10 @@ def cancel(folders: Iterable[Path]) -> list[str]:
 
 
 def status(folders: Iterable[Path]) -> list[JobStatus]:
-    """One line a run folder: of its jobs the one that runs, else the next that waits, else the last that was."""
+    """The status of each run folder: of its job that runs, else of the next that waits, else of the last."""
     jobs = {folder: ledger.job_ids(folder) for folder in map(Path, folders)}
-    ours = [job for ids in jobs.values() for job in ids if client.JOB_ID.fullmatch(job)]
-    known = client.states(ours) if ours and client.is_installed() else {}
+    submitted = [job for ids in jobs.values() for job in ids if client.JOB_ID.fullmatch(job)]
+    known = client.states(submitted) if submitted and client.is_installed() else {}
     return [_status(folder, ids, known) for folder, ids in jobs.items()]
 
 
@@ -133,7 +131,7 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
     live = [s for s in states if not s.has_ended]
     running = [s for s in live if s.state != "PENDING"]
     none = client.JobState(id="", state="NOT SUBMITTED")
-    current = next(iter(running or live), None) or telling(folder, states) or none
+    current = next(iter(running or live), None) or decisive(folder, states) or none
     word, evidence = job_status(folder, current)
     return JobStatus(
         run=folder.name,
@@ -152,16 +150,16 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
 
 
 def _unknown(job: str) -> client.JobState:
-    """A job that SLURM does not know."""
+    """The state of a job that SLURM has forgotten, or never had."""
     return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
 
 
 def _train_here(folder: Path) -> str:
     job = f"local-{1 + len(ledger.job_ids(folder))}"
-    goes_on = latest(folder / FOLDER) is not None
-    run_folder.put_aside(folder, keep=goes_on)
+    has_checkpoint = latest(folder / FOLDER) is not None
+    run_folder.put_aside(folder, keep=has_checkpoint)
     ledger.note(folder, "submitted", job, site="local", script="")
     ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
-    outcome: RunStatus = local.run_local(folder, resume=goes_on)
+    outcome: RunStatus = local.run_local(folder, resume=has_checkpoint)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
     return job

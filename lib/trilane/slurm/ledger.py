@@ -1,4 +1,4 @@
-"""Ledger: jobs.jsonl of a folder, what was submitted there, what started and how it ended, one JSON object a line."""
+"""Ledger: jobs.jsonl of a run folder, the events of its jobs (submitted, started, ...), one JSON object a line."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ NAME = "jobs.jsonl"
 
 
 def note(folder: Path, event: str, job: str, **facts: Any) -> dict[str, Any]:
-    """Append one event ("submitted", "started", "ended", "cancelled", ...) of a job; what was written is returned."""
+    """Append one event ("submitted", "started", "ended", "cancelled", ...) of a job; the object written."""
     values = {"event": event, "id": job, "time": datetime.now(UTC).isoformat(timespec="seconds"), **facts}
     with (folder / NAME).open("a", encoding="utf-8") as file:
         lock(file)
@@ -21,13 +21,13 @@ def note(folder: Path, event: str, job: str, **facts: Any) -> dict[str, Any]:
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The events of the folder in order, those of `kinds` alone where any is given; a torn last line is left out."""
+    """The events of the folder in order, only those of `kinds` where given; an incomplete line is left out."""
     path, found = folder / NAME, []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
-            continue  # a node died while it wrote
+            continue  # a node failed while it was written
     return [e for e in found if not kinds or e["event"] in kinds]
 
 
@@ -37,5 +37,5 @@ def job_ids(folder: Path) -> list[str]:
 
 
 def fingerprint(text: str) -> str:
-    """What tells one script from another: the start of its SHA-256."""
+    """A short id of a script's text: the first 16 digits of its SHA-256."""
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]

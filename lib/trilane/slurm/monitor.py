@@ -1,4 +1,4 @@
-"""Monitor: look into a running job from outside, and say when one dies, stalls or goes on."""
+"""Monitor: attach to a running job, and report when jobs start, fail, stall or make progress."""
 
 import shlex
 import sys
@@ -10,11 +10,11 @@ from trilane.slurm import client, job_status, jobs, node_failure
 from trilane.slurm.jobs import JobStatus
 from trilane.utils.validation import require, require_known
 
-STALL_S = 600.0  # without a new iteration: a save of a large checkpoint or a slow start is shorter
+STALL_S = 600.0  # without a new iteration; saving a large checkpoint or a slow start takes less
 GOING = ("RUNNING", "COMPLETING")
 
-# Every rank of the job, and no launcher, shell or srun whose command line looks alike: only ranks have RANK. A rank of
-# another job of the same user on the node has another SLURM_JOB_ID.
+# The ranks of this job. A launcher, shell or srun with a similar command line has no RANK; a rank of another job of the
+# same user on the node has another SLURM_JOB_ID.
 RANKS = r"""
 for pid in $(pgrep -f -- "trilane.engine plan.json"); do
   environ=$(tr "\0" "\n" 2>/dev/null <"/proc/$pid/environ" | sed -n "/^RANK=/p; /^SLURM_JOB_ID=/p")
@@ -33,58 +33,56 @@ WHAT = {
 
 
 def step(job: str, what: str, state: client.JobState, version: str) -> list[str]:
-    """The srun command that looks into a running job, one task on each of its nodes; it takes no GPU.
+    """The srun command that inspects a running job, one task on each of its nodes, without a GPU of its own.
 
-    memory      what nvidia-smi shows of every GPU
-    stacks      where every rank stands, by py-spy
-    processes   every rank's process
+    memory      nvidia-smi of every GPU
+    stacks      the stack of every rank, by py-spy
+    processes   the process of every rank
     """
     require_known("what", what, WHAT)
     require(state.state in GOING, "job", job, f"is {state.state}; a step can only be attached to a running job")
     nodes = len(client.hostnames(state.nodes))
     command = ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    command += node_failure.sharing(version)
+    command += node_failure.step_options(version)
     py_spy = Path(sys.executable).with_name("py-spy")
     return [*command, "bash", "-c", WHAT[what].replace("PY_SPY", shlex.quote(str(py_spy)))]
 
 
 def attach(job: str, what: str) -> list[str]:
-    """The command that looks into that job of ours; ValueError where it is not ours, or does not run."""
+    """The command that inspects that job; ValueError where it belongs to another user, or is not running."""
     client.require_own([job])
     state, version = client.states([job])[job], client.call(["srun", "--version"])
     return step(client.raw_id(job), what, state, version)
 
 
 def hostfile(job: str, slots: int) -> str:
-    """The job's nodes as DeepSpeed's and pdsh's hostfile."""
+    """The job's nodes as a hostfile of DeepSpeed and pdsh."""
     client.require_own([job])
     return "".join(f"{host} slots={slots}\n" for host in client.hostnames(client.states([job])[job].nodes))
 
 
 def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = STALL_S) -> Iterator[str]:
-    """A line whenever something changes, until all runs have ended or `seconds` are over.
+    """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
 
-    While SLURM does not answer, that is said once, and asked again at every turn.
+    While SLURM does not answer, one line reports it and the polling goes on.
     """
     end = time.monotonic() + seconds
     before: dict[str, JobStatus] = {}
     stalled: dict[str, bool] = {}
-    away = False
+    is_down = False
     while True:
         try:
             now = {str(folder): job for folder, job in zip(folders, jobs.status(folders), strict=True)}
         except client.SlurmError as error:
-            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not away else []
-            away = True
+            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
+            is_down = True
         else:
-            yield from ["SLURM answers again"] if away else []
-            away = False
-            still = {folder: is_stalled(Path(folder), job, stall_s) for folder, job in now.items()}
+            yield from ["SLURM answers again"] if is_down else []
+            is_down = False
+            idle = {folder: is_stalled(Path(folder), job, stall_s) for folder, job in now.items()}
             yield from changes(before, now)
-            yield from (
-                f"{now[f].run}: STALLED: {still_since(Path(f))}" for f in now if still[f] and not stalled.get(f)
-            )
-            before, stalled = now, still
+            yield from (f"{now[f].run}: STALLED: {idle_text(Path(f))}" for f in now if idle[f] and not stalled.get(f))
+            before, stalled = now, idle
             if not any(job.verdict.is_active for job in now.values()):
                 return
         if time.monotonic() + every_s > end:
@@ -93,31 +91,31 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
 
 
 def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> list[str]:
-    """What is new: a job that began, moved on, died or completed."""
-    said = []
+    """A line for each job that started, made progress, failed or completed."""
+    lines = []
     for folder, job in now.items():
         old = before.get(folder)
         if old is None or (old.id, old.state, old.verdict) != (job.id, job.state, job.verdict):
             word = "DIED: " if job.has_failed else ""
             where = job.reason or job.nodes
-            said.append(f"{job.run}: job {job.id} {job.state} {where}: {word}{job.verdict} {job.evidence}".rstrip())
+            lines.append(f"{job.run}: job {job.id} {job.state} {where}: {word}{job.verdict} {job.evidence}".rstrip())
         elif old.iteration != job.iteration:
-            said.append(f"{job.run}: iteration {job.iteration} of {job.iterations}")
-    return said
+            lines.append(f"{job.run}: iteration {job.iteration} of {job.iterations}")
+    return lines
 
 
 def is_stalled(folder: Path, job: JobStatus, stall_s: float) -> bool:
-    """Whether a job that runs has not finished an iteration, nor begun, for so long."""
-    return job.state == "RUNNING" and still_s(folder) > stall_s
+    """Whether a running job has neither started nor finished an iteration for more than `stall_s` seconds."""
+    return job.state == "RUNNING" and idle_s(folder) > stall_s
 
 
-def still_s(folder: Path) -> float:
-    """Seconds since the training's last sign: an iteration, or where there is none yet the log's last line."""
+def idle_s(folder: Path) -> float:
+    """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
     signs = [p for p in (folder / "steps.jsonl", folder / "jobs.jsonl") if p.exists()]
     return time.time() - max(p.stat().st_mtime for p in signs) if signs else 0.0
 
 
-def still_since(folder: Path) -> str:
-    """How long nothing happened, and the log's last line."""
+def idle_text(folder: Path) -> str:
+    """The seconds without an iteration, and the log's last line."""
     last = job_status.logs(folder, 1) if (folder / "run.log").exists() else []
-    return f"no iteration for {still_s(folder):.0f} s; the log's last line: {last[0] if last else '(nothing)'}"
+    return f"no iteration for {idle_s(folder):.0f} s; the log's last line: {last[0] if last else '(nothing)'}"

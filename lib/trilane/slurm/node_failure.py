@@ -1,6 +1,6 @@
-"""Node loss: an attempt that ended because a node went away: noted, kept off later, and begun again.
+"""Node failures: an attempt that lost a node is recorded, later jobs avoid the node, and the job is requeued.
 
-Probe: which nodes of the job that runs this are gone. SLURM itself knows only minutes later (SlurmdTimeout).
+The job itself probes its nodes: SLURM notices a dead node only minutes later (SlurmdTimeout).
 """
 
 import contextlib
@@ -16,19 +16,19 @@ from trilane.workspace.status import RunStatus, Status, write_status
 
 
 def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
-    """The outcome of an attempt of this very job; "node failure" where a node is gone, once its consequences are drawn.
+    """The outcome of this job's attempt, with status "node failure" where one of its nodes cannot be reached.
 
-    Later jobs are kept off the node; the job goes back into the queue where it may: SLURM itself does that only while
-    the job still runs, and it learns of a dead node minutes after srun has failed.
+    Then the folder's later jobs exclude the node, and the job is requeued if its script allows it: SLURM itself does so
+    only while the job runs, and notices a dead node minutes after srun has failed.
     """
     if not outcome.status.may_be_node_failure:
         return outcome
-    with contextlib.suppress(ValueError):  # a SLURM that cannot be asked changes nothing in how the attempt ended
+    with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
         nodes = client.hostnames(nodelist)
-        dead = gone(nodes) if len(nodes) > 1 else []
+        dead = unreachable(nodes) if len(nodes) > 1 else []
         if not dead:
             return outcome
-        reason = f"{', '.join(dead)} cannot be reached any more; the log: {outcome.evidence}"
+        reason = f"{', '.join(dead)} cannot be reached; the log: {outcome.evidence}"
         outcome = replace(outcome, status=Status.NODE_FAILURE, evidence=reason)
         write_status(folder, outcome)
         _avoid(folder, job, dead)
@@ -37,14 +37,14 @@ def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatu
     return outcome
 
 
-def blame(folder: Path) -> None:
-    """Where the attempt before lost a node that SLURM knows of by now, note it, and keep what still waits off it."""
+def note_lost_nodes(folder: Path) -> None:
+    """Record the nodes of the last attempt that SLURM lists as down by now, and exclude them from waiting jobs."""
     events = ledger.events(folder)
-    begun = [place for place, e in enumerate(events) if e["event"] == "started"]
+    begun = [i for i, e in enumerate(events) if e["event"] == "started"]
     if not begun:
         return
     noted = {node for e in events[begun[-1] :] if e["event"] == "node failure" for node in e["nodes"]}
-    with contextlib.suppress(ValueError):  # a note that cannot be had must not keep the training from starting
+    with contextlib.suppress(ValueError):  # a SLURM that does not answer must not prevent the training
         dead = set(client.hostnames(events[begun[-1]]["nodes"])) & set(client.down_nodes()) - noted
         if dead:
             _avoid(folder, events[begun[-1]]["id"], sorted(dead))
@@ -63,33 +63,33 @@ def _avoid(folder: Path, job: str, dead: Sequence[str]) -> None:
 
 
 LIMIT_S = 30.0  # a step on a healthy node starts in a second or two
-OVERLAP_FROM = (20, 11)  # the first SLURM whose steps must say that they share a job's resources
+OVERLAP_FROM = (20, 11)  # the first SLURM in which a step shares its job's resources only with --overlap
 
-GONE = re.compile(
+UNREACHABLE = re.compile(
     r"[Cc]ommunication|[Cc]onnection|[Tt]imed out|[Nn]o route|[Nn]ot responding|[Hh]ost is down|NODE_FAIL|[Nn]ode fail"
 )
 
 
-def sharing(version: str = "") -> list[str]:
-    """What lets a step run beside others of its job and take no GPU, by what `srun --version` says ("": a new one).
+def step_options(version: str = "") -> list[str]:
+    """The srun options of a step that runs next to the others of its job; `version` is `srun --version` ("": recent).
 
-    Without --overlap it waits for the others' end; with --gres=gpu:0 it asks for no GPU of its own, with --mem=0 for no
-    memory: a step that could not end on a dead node still holds the job's.
+    Without --overlap it would wait until the others end. --gres=gpu:0 and --mem=0 request no GPU and no memory, which
+    a step that could not end on a dead node may still hold.
     """
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2]) or OVERLAP_FROM
     return ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
 
 
-def gone(nodes: Sequence[str], limit_s: float = LIMIT_S) -> list[str]:
-    """Those of the job's `nodes` on which no step can be started any more; to be called inside the job.
+def unreachable(nodes: Sequence[str], limit_s: float = LIMIT_S) -> list[str]:
+    """The nodes on which no step can be started within `limit_s` seconds; to be called inside the job.
 
-    None where that holds for all: then srun is at fault, since this process stands on one of them.
+    Empty where that holds for all: then srun itself fails, since this process runs on one of them.
     """
-    share = sharing(client.call(["srun", "--version"]))
-    one = ["srun", *share, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
-    asked = {node: _started([*one, f"--nodelist={node}", "true"]) for node in nodes}
+    options = step_options(client.call(["srun", "--version"]))
+    one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
+    steps = {node: _started([*one, f"--nodelist={node}", "true"]) for node in nodes}
     end = time.monotonic() + limit_s
-    found = [node for node, step in asked.items() if not _answers(step, end)]
+    found = [node for node, step in steps.items() if not _is_reachable(step, end)]
     return found if len(found) < len(nodes) else []
 
 
@@ -99,12 +99,12 @@ def _started(command: Sequence[str]) -> "subprocess.Popen[str]":
     )
 
 
-def _answers(step: "subprocess.Popen[str]", end: float) -> bool:
-    """Whether the step ended well, or failed for another reason than that nobody is there."""
+def _is_reachable(step: "subprocess.Popen[str]", end: float) -> bool:
+    """Whether the step succeeded, or failed for another reason than an unreachable node."""
     try:
-        _, said = step.communicate(timeout=max(0.1, end - time.monotonic()))
+        _, error = step.communicate(timeout=max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         step.kill()
         step.communicate()
         return False
-    return step.returncode == 0 or GONE.search(said) is None
+    return step.returncode == 0 or UNREACHABLE.search(error) is None

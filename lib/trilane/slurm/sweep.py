@@ -1,4 +1,4 @@
-"""Sweep: many plans as one job array; failures alone run again, and what ran out of memory spares the larger ones."""
+"""Sweep: many plans as one job array; only failures run again, and no plan larger than one that ran out of memory."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ LIST, INDEX = "runs.txt", "sweep.json"
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """Plans with their predictions: what `search --json` prints, 02's plans.json, or a list of plans."""
+    """Plans with their predictions: `trilane plan search --json`, plans.json of 02_topology, or a list of plans."""
     values = read_json(path, "plans")
     plans = values.get("plans") if isinstance(values, dict) else values
     require(isinstance(plans, list) and bool(plans), "plans", path, "must be a list of plans, or hold one as `plans`")
@@ -38,15 +38,15 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
 
 
 def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request: JobRequest) -> list[Path]:
-    """The run folders of a new sweep, one for each plan, and a script for each shape of a job.
+    """Write a new sweep: a run folder for each plan, and a script for each shape of a job; the run folders.
 
-    ValueError where the folder holds a sweep already, or two plans have one label.
+    Raises ValueError where the folder holds a sweep already, or two plans have the same label.
     """
     members = [(plan_from_json(dict(values)), values.get("prediction")) for values in plans]
     require(not (folder / INDEX).exists(), "sweep", folder, "holds a sweep already; take a new folder")
     labels = [plan.label for plan, _ in members]
     for label in labels:
-        require(labels.count(label) == 1, "label", label, "two plans of a sweep must not have the same")
+        require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
     made = [folder / "runs" / label for label in labels]
     for path in made:
         require(not path.exists(), "run folder", path, "exists; take a new folder for the sweep")
@@ -65,24 +65,24 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
 
 
 def script_name(shape: str) -> str:
-    """The script of the plans that take NODESxGPUS."""
+    """The script of the plans of shape NODESxGPUS."""
     return f"sweep-{shape}.sbatch"
 
 
 def members(folder: Path) -> list[Path]:
     """The run folders, in the order of runs.txt."""
-    require((folder / INDEX).exists(), "sweep", folder, "holds no sweep")
+    require((folder / INDEX).exists(), "sweep", folder, "is not the folder of a sweep")
     return [Path(member["folder"]) for member in read_json(folder / INDEX, "sweep")["members"]]
 
 
 def scripts(folder: Path, site: Site) -> dict[int, Path]:
-    """The script that each line of runs.txt is submitted with."""
+    """The script of each line of runs.txt."""
     shapes = _by_shape([read_plan(path / "plan.json") for path in members(folder)], site)
     return {n: folder / script_name(shape) for shape, lines in shapes.items() for n in lines}
 
 
 def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -> list[str]:
-    """Submit these lines of runs.txt (all unless told), at most `parallel` runs at once; the arrays' ids."""
+    """Submit these lines of runs.txt (none given: all), at most `parallel` runs at a time; the arrays' ids."""
     folder = folder.resolve()
     paths = members(folder)
     wanted = sorted(lines) or range(1, len(paths) + 1)
@@ -94,22 +94,22 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
         script = folder / script_name(shape)
         array = client.submit(script, f"--array={','.join(map(str, chosen))}%{parallel}")
         for n in chosen:
-            jobs.note(paths[n - 1], f"{array}_{n}", site.name, script)
+            jobs.note_submission(paths[n - 1], f"{array}_{n}", site.name, script)
         ledger.note(folder, "submitted", array, site=site.name, lines=chosen)
         arrays.append(array)
     return arrays
 
 
 def failures(folder: Path) -> list[int]:
-    """Lines of runs.txt whose run failed in a way that another try may mend."""
+    """Lines of runs.txt whose run failed, and may succeed in another attempt."""
     found = jobs.status(members(folder))
     return [n for n, job in enumerate(found, 1) if job.verdict.can_retry]
 
 
 def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
-    """Submit the failures alone, once everything has ended; the arrays' ids."""
-    going = [job.run for job in jobs.status(members(folder)) if job.verdict.is_active]
-    require(not going, "sweep", folder, f"{', '.join(going)} have not ended")
+    """Submit only the failures; the arrays' ids. Raises ValueError where a run has not ended."""
+    active = [job.run for job in jobs.status(members(folder)) if job.verdict.is_active]
+    require(not active, "sweep", folder, f"{', '.join(active)} have not ended")
     failed = failures(folder)
     return submit(folder, site, parallel, failed) if failed else []
 
@@ -124,7 +124,7 @@ def table(folder: Path) -> "pd.DataFrame":
 
 
 def _by_shape(plans: list[Plan], site: Site) -> dict[str, list[int]]:
-    """Lines of runs.txt (counted from 1) by what a job asks for, such as "2x8": an array has one shape for all."""
+    """Lines of runs.txt (counted from 1) by the job's shape, such as "2x8": all jobs of an array have the same."""
     groups: dict[str, list[int]] = {}
     for line, plan in enumerate(plans, 1):
         nodes, used = node_count(plan, nodes_of(plan, site))

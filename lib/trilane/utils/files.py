@@ -1,4 +1,4 @@
-"""Files that others read while we write: replaced whole or not at all, and kept before they are replaced."""
+"""Files that other processes read while they are written: atomic replacement, kept versions, locks."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted wi
 
 
 def lock(file: IO[str]) -> None:
-    """Wait until no other process holds the file; where the file system has no locks nothing is waited for."""
+    """Lock the file, waiting for other processes; without effect where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
@@ -20,14 +20,14 @@ def lock(file: IO[str]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` at `path` under a temporary name, then rename: a reader never sees half a file."""
+    """Write `text` under a temporary name, then rename it to `path`: a reader never sees half a file."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
 
 def set_aside(path: Path) -> None:
-    """Keep what stands at `path`, if anything, under a second name, earlier/NAME.1, .2, ..., too."""
+    """Keep the file at `path`, if there is one, under a second name too: earlier/NAME.1, .2, ..."""
     if path.exists():
         folder = path.parent / EARLIER
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""No orphans: a process that ends with the one that started it, even when that one is killed."""
+"""Child processes that end with their parent, even when the parent is killed."""
 
 import ctypes
 import os
@@ -10,9 +10,9 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when its parent ends. Linux only; nothing happens where nobody announced himself.
+    """Let the kernel kill this process when its parent ends. Linux only; without effect unless announce() was used.
 
-    The parent announces itself in the environment (announce()), because it may have ended before we asked the kernel.
+    The parent's id comes through the environment, because the parent may end before this call.
     """
     expected = os.environ.get(PARENT)
     if expected is not None:
@@ -20,7 +20,7 @@ def die_with_parent() -> None:
 
 
 def die_with(parent: int) -> None:
-    """SIGKILL for this process when `parent`, which started it, ends; at once where it has ended already."""
+    """Let the kernel kill this process when its parent, of id `parent`, ends; at once where it has ended already."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -29,5 +29,5 @@ def die_with(parent: int) -> None:
 
 
 def announce(environment: dict[str, str]) -> dict[str, str]:
-    """`environment` with this process named as the parent to die with."""
+    """`environment` with this process as the parent of die_with_parent()."""
     return {**environment, PARENT: str(os.getpid())}

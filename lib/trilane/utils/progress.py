@@ -1,4 +1,4 @@
-"""How far a run is, shown where a person watches: a bar in a terminal, one in a notebook, lines in a batch run."""
+"""The progress of a run: a bar in a terminal or a notebook, lines in a batch run."""
 
 import contextlib
 import os
@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-BATCH = "TRILANE_BATCH"  # set by whoever executes notebooks: a bar would leave a line for each of its states there
-LINES = 5  # of a run, in a batch
-Show = Callable[[Mapping[str, Any]], None]  # takes one step of steps.jsonl
+BATCH = "TRILANE_BATCH"  # set while notebooks are executed, where a bar would leave a line for each of its states
+LINES = 5  # per run, in a batch
+Show = Callable[[Mapping[str, Any]], None]  # takes a record of steps.jsonl
 
 
 @contextlib.contextmanager
 def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Show]:
-    """A function that shows one step; nothing is shown where nobody would see it."""
+    """A function that shows one step; it does nothing where `wanted` is False or stderr is not a terminal."""
     if not wanted:
         yield lambda step: None
     elif os.environ.get(BATCH):
@@ -40,7 +40,7 @@ def text(label: str, train_iters: int, step: Mapping[str, Any]) -> str:
 
 
 def _in_kernel() -> bool:
-    """Whether this process is a notebook's kernel; one that merely imported ipykernel is none."""
+    """Whether this process is a notebook's kernel, not only one that has imported ipykernel."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     return getattr(shell, "kernel", None) is not None
 
@@ -53,9 +53,9 @@ def _line(label: str, train_iters: int, step: Mapping[str, Any]) -> None:
 def _notebook_bar(label: str, train_iters: int) -> Show:
     from IPython.display import HTML, display
 
-    def html(done: int, words: str) -> HTML:
+    def html(done: int, caption: str) -> HTML:
         bar = f'<progress style="width: 16em; vertical-align: middle" max="{train_iters}" value="{done}"></progress>'
-        return HTML(f"{bar} <code>{words}</code>")
+        return HTML(f"{bar} <code>{caption}</code>")
 
     handle = display(html(0, f"{label}: starting"), display_id=True)
     return lambda step: handle.update(html(step["iteration"], text(label, train_iters, step)))

@@ -16,10 +16,10 @@ LONG = 44  # characters: a longer text may wrap
 
 
 class Table:
-    """A result that a notebook shows as a table; who inherits says in `to_frame()` what the columns are."""
+    """A result that a notebook shows as a table; subclasses implement `to_frame()`."""
 
     def to_frame(self) -> "pd.DataFrame":
-        """The table as a DataFrame: a row a thing, columns named as a person reads them."""
+        """The table as a DataFrame, with columns named for display."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
@@ -43,14 +43,14 @@ class Columns(Table):
 
 
 class Text(str):
-    """Markdown that a notebook shows as text. What comes from a file is put in with `literal`."""
+    """Markdown that a notebook shows as text; insert text from files with `literal`."""
 
     def _repr_markdown_(self) -> str:
         return str(self)
 
 
 def literal(text: object) -> str:
-    """A text from outside (a log, a dump, a file name) as Markdown in which nothing is markup."""
+    """External text (a log, a dump, a file name) as Markdown without markup."""
     escaped = html.escape(" ".join(str(text).split()))
     return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", escaped)
 
@@ -79,17 +79,17 @@ def show(columns: Any, digits: int = 3) -> "Styler":
 
 
 def short(text: str, most: int = 110) -> str:
-    """One line of at most `most` characters, its runs of blanks folded."""
+    """The text as one line of at most `most` characters, with single blanks."""
     return textwrap.shorten(text, most, placeholder=" …")
 
 
 def middle(text: str, most: int = 38) -> str:
-    """At most `most` characters of a name, its middle left out."""
+    """A name in at most `most` characters: its middle is left out."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """A share as a percentage, empty where it is no number."""
+    """A share as a percentage, empty for NaN."""
     return f"{value:.{digits}%}" if value == value else ""
 
 

@@ -1,4 +1,4 @@
-"""How a mistake is said: one line, `field=value: the rule`, with the nearest right name where a name is wrong."""
+"""Checks of input: a ValueError of one line, `field=value: the rule`, with the nearest name for an unknown one."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ def require(ok: bool, field: str, value: object, rule: str) -> None:
 
 
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
-    """Raise ValueError that lists the known names, the nearest first, unless `value` is one of them."""
+    """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = list(known)
     if value not in names:
         close = difflib.get_close_matches(str(value), names, n=1)
@@ -48,7 +48,7 @@ def require_not_negative(field: str, value: object) -> None:
 def from_mapping(kind: type[T], values: object, where: str) -> T:
     """The dataclass `kind` from a JSON object, nested dataclasses and tuples included.
 
-    `where` names the object in errors ("topology", "plan"). An unknown, missing or ill-typed field is a ValueError.
+    `where` names the object in errors ("topology", "plan"). ValueError for an unknown, missing or ill-typed field.
     """
     require(isinstance(values, Mapping), where, type(values).__name__, "must be a JSON object")
     assert isinstance(values, Mapping)
@@ -86,7 +86,7 @@ def to_mapping(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, what: str) -> Any:
-    """The JSON in `path`; a missing, unreadable or malformed file is a ValueError that names it."""
+    """The JSON in `path`; ValueError with its name where it is missing or not JSON."""
     path = Path(path)
     require(path.is_file(), what, path, "no such file")
     try:
@@ -96,7 +96,7 @@ def read_json(path: Path | str, what: str) -> Any:
 
 
 def parse_integers(field: str, text: str) -> list[int]:
-    """The whole numbers of "1,2,4"; ValueError names `field` otherwise."""
+    """The positive integers in "1,2,4"; ValueError with the name `field` otherwise."""
     parts = [part.strip() for part in text.split(",")]
     ok = all(part.isdecimal() and int(part) > 0 for part in parts)
     require(ok, field, text, "must be whole numbers above zero, separated by commas")

@@ -1,4 +1,4 @@
-"""One function a figure; takes values, returns a matplotlib Figure."""
+"""The style of all figures, and the figures of predicted plans: one function per matplotlib Figure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def figure(width: float = 8.0, height: float = 3.6) -> tuple[Figure, Axes]:
-    """An empty figure in the house style, closed to pyplot so that a notebook shows it once."""
+    """An empty figure in the common style, closed in pyplot so that a notebook shows it once."""
     with plt.rc_context(STYLE):
         made, axes = plt.subplots(figsize=(width, height), layout="constrained")
     plt.close(made)
@@ -44,13 +44,13 @@ def legend(axes: Axes) -> None:
 def stacked_bars(
     labels: Sequence[str], parts: Sequence[dict[str, float]], xlabel: str, heading: str, limit: float | None = None
 ) -> Figure:
-    """One horizontal bar a label, its parts one after the other; `limit` is drawn where it lies in sight."""
+    """A horizontal bar per label, of stacked parts; `limit` is drawn where it is below three times the longest bar."""
     made, axes = figure(8.0, 1.1 + 0.42 * len(labels))
-    for i, name in enumerate(parts[0]):  # a part keeps its colour in every figure, also where others are nothing
+    for i, name in enumerate(parts[0]):  # a part keeps its colour where others are zero
         if any(p[name] > 0 for p in parts):
             left = [sum(list(p.values())[:i]) for p in parts]
-            color, words = COLORS[i % len(COLORS)], name.replace("_", " ")
-            axes.barh(labels, [p[name] for p in parts], left=left, color=color, label=words, height=0.62)
+            color, label = COLORS[i % len(COLORS)], name.replace("_", " ")
+            axes.barh(labels, [p[name] for p in parts], left=left, color=color, label=label, height=0.62)
     longest = max(sum(p.values()) for p in parts)
     if limit is not None and limit < 3 * longest:
         axes.axvline(limit, color="#b3261e", lw=1.5)
@@ -64,7 +64,7 @@ def stacked_bars(
 
 
 def time_by_part(candidates: Sequence[Candidate]) -> Figure:
-    """Where the predicted seconds of an iteration go, one bar a topology."""
+    """The predicted seconds of an iteration by part, a bar per topology."""
     names = IterationTime.__dataclass_fields__
     parts = [{name: getattr(c.prediction.time, name) for name in names} for c in candidates]
     return stacked_bars(
@@ -73,7 +73,7 @@ def time_by_part(candidates: Sequence[Candidate]) -> Figure:
 
 
 def memory_by_part(candidates: Sequence[Candidate], limit_bytes: float) -> Figure:
-    """What fills the fullest stage's GPU, one bar a topology, with the GPU's memory as the limit."""
+    """The predicted memory of the fullest stage by part, a bar per topology, with the GPU's memory as the limit."""
     names = StageMemory.__dataclass_fields__
     fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in candidates]
     parts = [{name: getattr(stage, name) / GIB for name in names} for stage in fullest]
@@ -82,7 +82,7 @@ def memory_by_part(candidates: Sequence[Candidate], limit_bytes: float) -> Figur
 
 
 def shapes_on_the_plane(hidden: Sequence[int], layers: Sequence[int], size_m: Sequence[float], chosen: int) -> Figure:
-    """Candidate shapes, layers over hidden, the dot's area by parameters; the chosen one is filled."""
+    """Candidate shapes: layers against hidden size, area by parameters, the chosen one filled."""
     made, axes = figure(6.5, 3.6)
     area = [40 + 260 * size / max(size_m) for size in size_m]
     faces = [COLORS[1] if i == chosen else "none" for i in range(len(hidden))]
@@ -96,7 +96,7 @@ def shapes_on_the_plane(hidden: Sequence[int], layers: Sequence[int], size_m: Se
 
 
 def _stages(count: int, ylabel: str, title: str) -> tuple[Figure, Sequence[Axes]]:
-    """One panel a plan, side by side, on a common scale."""
+    """Panels side by side with a common scale, one per plan."""
     with plt.rc_context(STYLE):
         made, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 3.2), sharey=True, squeeze=False)
         made.set_layout_engine("constrained")
@@ -107,7 +107,7 @@ def _stages(count: int, ylabel: str, title: str) -> tuple[Figure, Sequence[Axes]
 
 
 def memory_by_stage(candidates: Sequence[Candidate], limit_bytes: float) -> Figure:
-    """What fills a GPU of each pipeline stage, one panel a topology; the GPU's memory is the line where it is near."""
+    """The predicted memory of each pipeline stage by part, a panel per topology; the GPU's memory is a line if near."""
     made, panels = _stages(len(candidates), "GiB per process", "Predicted memory by stage")
     names = list(StageMemory.__dataclass_fields__)
     highest = max(stage.total for c in candidates for stage in c.prediction.stages)
@@ -128,7 +128,7 @@ def memory_by_stage(candidates: Sequence[Candidate], limit_bytes: float) -> Figu
 
 
 def time_by_stage(labels: Sequence[str], seconds: Sequence[Sequence[float]]) -> Figure:
-    """Milliseconds that a microbatch takes on each stage, one panel a topology; the slowest sets the pace."""
+    """Milliseconds per microbatch on each stage, a panel per topology; the slowest stage limits the throughput."""
     made, panels = _stages(len(labels), "ms per microbatch", "Predicted time by stage (orange: the slowest)")
     for axes, label, times in zip(panels, labels, seconds, strict=True):
         slowest = max(times)
