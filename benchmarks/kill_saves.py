@@ -60,7 +60,7 @@ class Trial:
 def fork(plan: Plan, folder: Path) -> list[int]:
     """The plan's workers, started."""
     size, port = plan.topology.gpus, str(free_port(0))
-    return [worker_pool.forked(rank, size, port, str(folder)) for rank in range(size)]
+    return [worker_pool.fork_worker(rank, size, port, str(folder)) for rank in range(size)]
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:

@@ -101,18 +101,18 @@ def data_anew() -> None:
     from trilane.config.batch_rampup import Batch
     from trilane.engine import loop
     from trilane.engine.checkpoint import load
-    from trilane.engine.data.loader import Feed
+    from trilane.engine.data.loader import SampleLoader
 
-    original, microbatches = load.load, Feed.microbatches
+    original, microbatches = load.load, SampleLoader.microbatches
 
     def load_and_forget(checkpoint: Any, *args: Any) -> None:
         original(checkpoint, *args)
         gone = checkpoint.manifest["consumed_samples"]
 
-        def anew(self: Feed, batch: Batch) -> Any:
+        def anew(self: SampleLoader, batch: Batch) -> Any:
             return microbatches(self, Batch(number=batch.number, first=batch.first - gone, gbs=batch.gbs))
 
-        Feed.microbatches = anew  # type: ignore[method-assign]
+        SampleLoader.microbatches = anew  # type: ignore[method-assign]
 
     loop.load = load_and_forget
 

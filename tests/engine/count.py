@@ -24,7 +24,7 @@ def on_rank(plan: Plan, rank: int) -> int:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from trilane.engine.model.gpt import build_chunks, config
+    from trilane.engine.model.gpt import build_chunks, transformer_config
 
     t = plan.topology
     dist.init_process_group("fake", rank=rank, world_size=t.gpus, store=FakeStore())
@@ -33,7 +33,7 @@ def on_rank(plan: Plan, rank: int) -> int:
         t.tp, t.pp, virtual_pipeline_model_parallel_size=chunks, create_gloo_process_groups=False
     )
     with torch.device("meta"):
-        built = build_chunks(plan, config(plan))
+        built = build_chunks(plan, transformer_config(plan))
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     assert all(p.is_meta for chunk in built for p in chunk.parameters())

@@ -20,12 +20,11 @@ def fingerprint(mask: torch.Tensor) -> str:
 
 def drawn(plan: Plan) -> dict:
     """Which values the one layer leaves as they are (both of its dropouts hit), and what attention makes of ones."""
-    from trilane.engine.model.gpt import build_chunk, config
-    from trilane.engine.model.layer_spec import Attention
+    from trilane.engine.model.gpt import Attention, build_chunk, transformer_config
     from trilane.engine.model.rng import seed_streams
 
     shape, t = plan.shape, plan.topology
-    model = build_chunk(plan, config(plan), None).train()
+    model = build_chunk(plan, transformer_config(plan), None).train()
     model.decoder.final_layernorm = None
     seed_streams(plan.run.seed)
     length = shape.seq_length // (t.tp if t.sequence_parallel else 1)
@@ -33,7 +32,7 @@ def drawn(plan: Plan) -> dict:
     untouched = model.decoder(hidden_states=x, attention_mask=None) == x
     q, k = torch.zeros(2, shape.seq_length, 8, 2, 16)  # every position attends to those before it alike
     ones = torch.ones(shape.seq_length, 8, 2, 16)
-    attended = Attention(config(plan))(q, k, ones, None)
+    attended = Attention(transformer_config(plan))(q, k, ones, None)
     first = model.embedding.embedding_dropout(torch.ones(length, 8, shape.hidden_size))
     return {
         "untouched": untouched.float().mean().item(),

@@ -278,7 +278,7 @@ GENERATORS = """
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from trilane.engine import generators
+from trilane.engine.model import rng
 parallel_state.initialize_model_parallel()
 model_parallel_cuda_manual_seed(7)
 def draw():
@@ -287,9 +287,9 @@ def draw():
     return torch.cat([torch.rand(3), inside]).tolist()
 draw()
 import json
-said = json.dumps(generators.states())
+said = json.dumps(rng.states())
 first, other = draw(), draw()
-generators.restore(json.loads(said))
+rng.restore(json.loads(said))
 print(draw() == first != other)
 """
 

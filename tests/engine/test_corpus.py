@@ -12,10 +12,9 @@ import pytest
 from plans import SHAPE
 
 from trilane.config.plan import Data, Part
-from trilane.engine.data import corpus, sources
-from trilane.engine.data.corpus import prepare, prepare_all
-from trilane.engine.data.indexed_dataset import check_pair, write_pair
-from trilane.engine.data.tokenizer import Tokenizer, tokenizer
+from trilane.engine.data import corpus
+from trilane.engine.data.corpus import check_pair, prepare, prepare_all, write_pair
+from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.launch.local import environment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core says while it is imported
@@ -55,7 +54,7 @@ def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_pat
     (tmp_path / "deep").mkdir()
     for name, text in {"b.txt": "second", "a.txt": "first", "deep/c.md": "third", ".hidden": "no"}.items():
         (tmp_path / name).write_text(text)
-    assert list(sources.documents(str(tmp_path))) == ["first", "second", "third"]
+    assert list(documents(str(tmp_path))) == ["first", "second", "third"]
 
 
 def test_a_hugging_face_tokenizer_is_taken_from_a_folder(tmp_path: Path) -> None:
@@ -186,9 +185,9 @@ BAD = [
     (latin, "latin.txt: is not UTF-8 (byte 602)"),
     (short, "short.txt: has 10 tokens, one sample needs 65"),
     (no_text, 'rows.jsonl:2: each line must be {"text": "..."}'),
-    (truncated_index, "pair.idx: is truncated: 57 bytes, its header says 62"),
+    (truncated_index, "pair.idx: is truncated: 57 bytes, its header requires 62"),
     (no_index, "pair.idx: is not a Megatron index"),
-    (truncated_data, "pair.bin: is truncated: 597 bytes, its index says 602"),
+    (truncated_data, "pair.bin: is truncated: 597 bytes, its index requires 602"),
     (lost_data, "pair.bin: is missing from the .bin/.idx pair"),
     (beyond, "pair: holds token 512, the vocabulary ends before vocab_size=512"),
 ]

@@ -8,7 +8,7 @@ from test_engine import ask
 
 BUILD = """
 import torch
-from trilane.engine import deepspeed_start as start
+from trilane.engine.backends import deepspeed_common as start
 class Card:
     def create_op_builder(self, name):
         print("tries", name, file=sys.__stdout__)
@@ -26,7 +26,7 @@ start.dist.all_gather_object = gather
 made = start.settings(plan)
 print(made["optimizer"]["params"].get("torch_adam", False), made.get("zero_force_ds_cpu_optimizer", True))
 """
-SAID = "trilane: torch's AdamW, not DeepSpeed's: 1 ranks lack it, first"
+SAID = "trilane: using torch's AdamW: 1 ranks cannot build DeepSpeed's, first"
 CASES = [
     ("none", "", [], "tries FusedAdamBuilder\nFalse True\n"),
     ("optimizer", "", ["", ""], "tries CPUAdamBuilder\nFalse True\n"),

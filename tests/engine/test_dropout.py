@@ -57,10 +57,10 @@ def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(d
 
 def test_every_stage_and_replica_has_a_seed_of_its_own() -> None:
     """Also once megatron-core has added its 2718 + rank for the tensor-parallel stream."""
-    from trilane.engine.model.rng import own_seed
+    from trilane.engine.model.rng import stream_seed
 
     places = [(stage, replica) for stage in range(64) for replica in range(64)]
-    seeds = {own_seed(1234, *place) + extra for place in places for extra in [0, *range(2718, 2718 + 16)]}
+    seeds = {stream_seed(1234, *place) + extra for place in places for extra in [0, *range(2718, 2718 + 16)]}
     assert len(seeds) == len(places) * 17
 
 

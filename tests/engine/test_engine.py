@@ -18,7 +18,7 @@ def test_the_slices_of_a_tensor_make_up_the_whole(name: str) -> None:
     """By rows for the embedding, by columns for the second matrix of the MLP."""
     import torch
 
-    from trilane.engine.model.init import initial_slice, initial_tensor, split_dim
+    from trilane.engine.model.parameters import initial_slice, initial_tensor, split_dim
 
     whole = initial_tensor(name, (64, 256), 1234, SHAPE)
     dim = split_dim(name)
@@ -31,7 +31,7 @@ def test_the_slices_of_a_tensor_make_up_the_whole(name: str) -> None:
 def test_tensors_differ_by_name_and_by_seed_and_not_by_call() -> None:
     import torch
 
-    from trilane.engine.model.init import initial_tensor
+    from trilane.engine.model.parameters import initial_tensor
 
     first, again = (initial_tensor("a.linear_fc1.weight", (64, 64), 1, SHAPE) for _ in range(2))
     assert torch.equal(first, again)
@@ -42,7 +42,7 @@ def test_tensors_differ_by_name_and_by_seed_and_not_by_call() -> None:
 
 def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
     """0.02 / sqrt(2 L) with L = 4. Radford et al. 2019, section 2.3."""
-    from trilane.engine.model.init import initial_tensor
+    from trilane.engine.model.parameters import initial_tensor
 
     tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), 1, SHAPE)
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
@@ -57,7 +57,7 @@ def ask(plan: Plan, code: str, tmp_path: Path) -> str:
     start = (
         "import os, sys; from trilane.engine.distributed.cpu import enable_cpu; enable_cpu();"
         "from trilane.engine.distributed import world as w; from trilane.config.plan import read_plan;"
-        "plan = read_plan(sys.argv[1]); w.alone(os.environ); world = w.join(plan)\n"
+        "plan = read_plan(sys.argv[1]); w.single_process(os.environ); world = w.join(plan)\n"
     )
     leave = "\nsys.stdout.flush(); os._exit(0)"
     command = [sys.executable, "-W", "ignore", "-c", start + code + leave, str(folder / "plan.json")]
@@ -76,12 +76,12 @@ def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(data: P
 
 FEED = """
 from dataclasses import replace
-from trilane.engine.data.loader import Feed
+from trilane.engine.data.loader import SampleLoader
 from trilane.config.batch_rampup import Batch
 batch = Batch(number=3, first=16, gbs=8)
 for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
     many = replace(plan, topology=replace(plan.topology, **cut))
-    feeds = [Feed(many, world, (replica, many.topology.dp)) for replica in range(many.topology.dp)]
+    feeds = [SampleLoader(many, world, (replica, many.topology.dp)) for replica in range(many.topology.dp)]
     rows = [tuple(row) for feed in feeds for part in feed.microbatches(batch) for row in part.tokens.tolist()]
     print(len(set(rows)), hash(tuple(sorted(rows))))
 """
@@ -97,13 +97,13 @@ def test_the_global_batch_is_the_same_whatever_dp_and_mbs(data: Path, tmp_path: 
 
 MIX = """
 from collections import Counter
-from trilane.engine.data.loader import Feed
+from trilane.engine.data.loader import SampleLoader
 from trilane.config.batch_rampup import Batch
-feed = Feed(plan, world, (0, 1))
+feed = SampleLoader(plan, world, (0, 1))
 counts = [Counter(int(feed._samples[k]["dataset_id"]) for k in range(n)) for n in (10, plan.samples)]
 print(*([count[part] for part in range(len(plan.data.blend))] for count in counts), sep="; ")
 for cut in [(0, 1), (0, 2), (1, 2)]:
-    part = Feed(plan, world, cut)
+    part = SampleLoader(plan, world, cut)
     print(*(hash(tuple(row)) for b in part.microbatches(Batch(number=1, first=8, gbs=8)) for row in b.tokens.tolist()))
 """
 

@@ -43,14 +43,14 @@ import sys, torch
 from transformers import GPT2LMHeadModel
 from trilane.engine.distributed.cpu import enable_cpu; enable_cpu()
 import os
-from trilane.engine import world as places
-from trilane.engine.data.loader import Feed
+from trilane.engine.distributed import world as worlds
+from trilane.engine.data.loader import SampleLoader
 from trilane.config.plan import read_plan
 plan = read_plan(sys.argv[2])
-places.alone(os.environ)
+worlds.single_process(os.environ)
 model = GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
 batch = list(plan.batches(plan.run.train_iters - 1))[0]
-rows = Feed(plan, places.enter("fp32"), (0, 1)).microbatches(batch)
+rows = SampleLoader(plan, worlds.start_process_group("fp32"), (0, 1)).microbatches(batch)
 with torch.no_grad():
     scores = [model(row.tokens).logits for row in rows]
 means = [torch.nn.functional.cross_entropy(s.flatten(0, 1), row.labels.flatten()) for s, row in zip(scores, rows)]

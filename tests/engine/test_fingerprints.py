@@ -9,13 +9,13 @@ from test_engine import ask
 
 SAME = """
 import torch
-from trilane import fingerprint
-from trilane.engine.checkpoint.fingerprints import mark_there
+from trilane.workspace import fingerprints
+from trilane.engine.checkpoint.fingerprints import mark_on_device
 torch.manual_seed(3)
 for size in ((70, 90), (501,)):
     x = torch.randn(size)
     box = [(7, 7 + n) for n in size]
-    a, b = mark_there(x, box), fingerprint.mark(x.numpy(), box)
+    a, b = mark_on_device(x, box), fingerprints.mark(x.numpy(), box)
     close = all(abs(p - q) < 1e-4 * a.norm for p, q in zip(a.sketch, b.sketch, strict=True))
     print(a.hash == b.hash, close, abs(a.squares - b.squares) < 1e-5 * a.squares, (a.low, a.high) == (b.low, b.high))
 """

@@ -11,18 +11,27 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is
 def canonical(tied: bool) -> dict:
     import torch
 
-    from trilane.engine.model.init import whole_sizes
+    from trilane.engine.model.parameters import whole_sizes
 
     generator = torch.Generator().manual_seed(1)
     sizes = whole_sizes(replace(SHAPE, tied_embeddings=tied))
     return {name: torch.randn(size, generator=generator) * 0.1 for name, size in sizes.items()}
 
 
+def gpt2_state(canonical: dict, heads: int) -> dict:
+    """The state dict of GPT2LMHeadModel; a tied head is named twice, as transformers does."""
+    from trilane.engine.checkpoint.gpt2_names import HEAD, gpt2_name, gpt2_tensor
+
+    state = {gpt2_name(name): gpt2_tensor(name, tensor, heads) for name, tensor in canonical.items()}
+    state.setdefault(HEAD, state["transformer.wte.weight"])
+    return state
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_there_and_back_is_the_same_state(tied: bool) -> None:
     import torch
 
-    from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import canonical_state
 
     ours = canonical(tied)
     back = canonical_state(gpt2_state(ours, SHAPE.num_attention_heads), SHAPE.num_attention_heads, tied)
@@ -33,7 +42,7 @@ def test_there_and_back_is_the_same_state(tied: bool) -> None:
 def test_the_sizes_add_up_to_the_shapes_parameters() -> None:
     from math import prod
 
-    from trilane.engine.model.init import whole_sizes
+    from trilane.engine.model.parameters import whole_sizes
 
     for tied in (True, False):
         for norm in (True, False):
@@ -46,7 +55,6 @@ def test_transformers_gpt2_takes_every_tensor_and_gives_the_loss_of_the_referenc
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from trilane.engine.checkpoint.gpt2_names import gpt2_state
     from trilane.engine.reference import loss
 
     sizes = {"n_embd": SHAPE.hidden_size, "n_layer": SHAPE.num_layers, "n_head": SHAPE.num_attention_heads}
@@ -65,7 +73,7 @@ def test_transformers_gpt2_takes_every_tensor_and_gives_the_loss_of_the_referenc
 def test_what_older_files_hold_besides_parameters_is_left_out() -> None:
     import torch
 
-    from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import canonical_state
 
     ours = canonical(True)
     bare = {k.removeprefix("transformer."): v for k, v in gpt2_state(ours, 4).items() if k != "lm_head.weight"}
@@ -84,7 +92,7 @@ def test_a_name_that_gpt2_has_not_is_refused(name: str) -> None:
 def test_a_tied_head_must_be_the_embedding() -> None:
     import torch
 
-    from trilane.engine.checkpoint.gpt2_names import HEAD, canonical_state, gpt2_state
+    from trilane.engine.checkpoint.gpt2_names import HEAD, canonical_state
 
     state = gpt2_state(canonical(True), 4)
     with pytest.raises(ValueError, match="another matrix"):

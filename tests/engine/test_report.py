@@ -9,8 +9,8 @@ import pytest
 from plans import changed, small_plan
 
 from trilane.engine.monitor import phases
+from trilane.engine.monitor.phases import durations
 from trilane.engine.monitor.report import Iteration, average
-from trilane.engine.monitor.timers import durations
 from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
 
@@ -127,9 +127,9 @@ def test_a_phase_counts_its_own_time_and_not_that_of_those_inside() -> None:
 def test_a_phase_that_broke_says_where() -> None:
     with pytest.raises(RuntimeError), phases.phase("optimizer"):
         raise RuntimeError
-    assert phases.now() == "optimizer"
+    assert phases.current() == "optimizer"
     phases.end()
-    assert phases.now() == ""
+    assert phases.current() == ""
 
 
 @pytest.mark.slow

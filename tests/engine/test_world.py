@@ -160,19 +160,19 @@ def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
     if refusal is None:
         assert world.own_device("fp32") == torch.device("cpu")
     else:
-        with pytest.raises(world.HostLacks, match=rf"cannot use {file}: {re.escape(refusal)}; CUDA_VISIBLE_DEVICES=-1"):
+        with pytest.raises(world.HostError, match=rf"cannot use {file}: {re.escape(refusal)}; CUDA_VISIBLE_DEVICES=-1"):
             world.own_device("fp32")
 
 
 def test_what_a_host_lacks_is_said_by_each_of_its_ranks_and_a_common_mistake_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trilane.engine.errors import HostLacks, say
+    from trilane.engine.errors import HostError, print_refusal
 
     for rank in ("0", "3"):
         monkeypatch.setenv("RANK", rank)
-        say(ValueError("mbs=0: must be more"))
-        say(HostLacks("3 GPUs"), "trilane: ")
+        print_refusal(ValueError("mbs=0: must be more"))
+        print_refusal(HostError("3 GPUs"), "trilane: ")
     here = platform.node()
     wanted = ["mbs=0: must be more", f"trilane: rank 0 on {here}: 3 GPUs", f"trilane: rank 3 on {here}: 3 GPUs"]
     assert capsys.readouterr().err.splitlines() == wanted
@@ -190,18 +190,18 @@ def test_what_a_host_lacks_is_said_by_each_of_its_ranks_and_a_common_mistake_onc
 def test_what_overlaps_on_streams_of_its_own_keeps_its_queues(
     engine: str, topology: dict, env: dict[str, str], tmp_path: Path
 ) -> None:
-    from trilane.engine.__main__ import one_queue
+    from trilane.engine.__main__ import limit_queues
 
     found: dict[str, str] = {}
-    one_queue(small_plan(tmp_path, engine=engine, **topology), found)
+    limit_queues(small_plan(tmp_path, engine=engine, **topology), found)
     assert found == env
 
 
 KINDS = """
 import sys, torch
-from trilane.engine import world
+from trilane.engine.distributed import world
 world.own_device = lambda precision: torch.device(sys.argv[1])
-world.enter("fp32")
+world.start_process_group("fp32")
 """
 
 
@@ -214,8 +214,8 @@ def test_gpus_here_and_none_there_is_refused_on_both_sides_and_not_waited_for() 
         command = [sys.executable, "-W", "ignore", "-c", KINDS, device]
         ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert "\nValueError: GPUs=1: 1 of 2 ranks have none, and say so\n" in said[0]
-    assert "HostLacks: no GPU here, while 1 of 2 ranks have one\n" in said[1]
+    assert "\nValueError: GPUs=1: 1 of 2 ranks have none, and report it\n" in said[0]
+    assert "HostError: no GPU here, while 1 of 2 ranks have one\n" in said[1]
 
 
 @pytest.mark.slow

@@ -95,14 +95,14 @@ HERE = {
 
 
 def plant_in_data(module: Any) -> None:
-    original = module.Feed.microbatches
+    original = module.SampleLoader.microbatches
 
     def microbatches(self: Any, batch: Any) -> Any:
         if batch.number == int(ITERATION):
             HERE[KIND]()
         return original(self, batch)
 
-    module.Feed.microbatches = microbatches
+    module.SampleLoader.microbatches = microbatches
 
 
 def plant_in_engine(module: Any) -> None:

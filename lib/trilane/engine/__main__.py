@@ -1,4 +1,4 @@
-"""`python -m trilane.engine plan.json` under torchrun or srun, or alone: train the plan in the folder that holds it."""
+"""`python -m trilane.engine plan.json` under torchrun or srun, or as a single process: train the plan in its folder."""
 
 import os
 import sys
@@ -8,55 +8,53 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.engine.errors import say
+from trilane.engine.errors import print_refusal
 from trilane.engine.signals import Signals
 from trilane.utils.files import set_aside
 from trilane.utils.process import die_with_parent
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
-
-
-# Who breaks because a peer is gone waits this long before he goes too, so that torchrun, which looks ten times a second
-# and stops at the first dead it sees, sees the peer: a killed process may close its connections before it is gone.
-COURTESY_S = 1.0
+# A rank that fails because a peer died waits this long before it exits, so that torchrun, which polls ten times a
+# second and stops at the first dead worker, sees the peer: a killed process may close its connections before it ends.
+EXIT_DELAY_S = 1.0
 
 
 def main(argv: list[str]) -> int:
-    """0 after the last iteration, and where a run ended as it was asked to (status.json says which of the two).
+    """0 after the last iteration or a requested stop (status.json distinguishes them).
 
-    2 and one line where plan, data or checkpoint cannot be trained, or not on this host (refusal.py); 1 otherwise.
+    2 with one line where plan, data or checkpoint cannot be trained, or not on this host (errors.py); 1 otherwise.
     """
     begin, signals = time.monotonic(), Signals()
     die_with_parent()
-    _own_log()
+    _redirect_output()
     if len(argv) != 1:
         print("usage: python -m trilane.engine plan.json", file=sys.stderr)
         return 2
     try:
         train = _prepare(Path(argv[0]), signals, begin)
     except ValueError as error:
-        if not _is_ours(error):
+        if not _is_refusal(error):
             raise
-        say(error)
+        print_refusal(error)
         return 2
     train()
     return 0
 
 
 def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
-    """The training of the plan, ready to start; torch is imported only once the plan is known to be good."""
+    """The plan's training, ready to start; torch is imported only once the plan is found valid."""
     plan = read_plan(path)
-    one_queue(plan, os.environ)
+    limit_queues(plan, os.environ)
     from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
-    from trilane.engine.distributed import world as places
+    from trilane.engine.distributed import world as worlds
     from trilane.engine.monitor import heartbeat
 
-    places.from_slurm(os.environ)
-    places.alone(os.environ)
+    worlds.from_slurm(os.environ)
+    worlds.single_process(os.environ)
     heartbeat.begin(plan, path.parent)
-    world = places.join(plan)
+    world = worlds.join(plan)
     from trilane.engine.checkpoint.stamp import stamp, write_json
     from trilane.engine.loop import Training
 
@@ -68,17 +66,17 @@ def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     return Training(plan, world, path.parent, signals, begin).run
 
 
-def one_queue(plan: Plan, env: MutableMapping[str, str]) -> None:
-    """Megatron-LM's one queue, which keeps communication ahead of the matmuls that it overlaps with; it insists on it.
+def limit_queues(plan: Plan, env: MutableMapping[str, str]) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron-LM requires to launch communication before overlapping matmuls.
 
-    Without tensor parallelism DeepSpeed overlaps on streams of its own, which want queues of their own.
+    Not without tensor parallelism in DeepSpeed, which overlaps on its own streams and needs a queue for each.
     """
     if plan.engine == "megatron" or plan.topology.tp > 1:
         env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def _own_log() -> None:
-    """Send what this process says to ranks/<rank>.log where the launcher asks for it: lines of ranks never glue."""
+def _redirect_output() -> None:
+    """Redirect stdout and stderr to ranks/<rank>.log where the launcher asks for it, so that ranks' lines never mix."""
     folder = os.environ.get(RANK_LOGS)
     if folder:
         log = os.open(f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -86,16 +84,16 @@ def _own_log() -> None:
         os.dup2(log, 2)
 
 
-def _is_ours(error: ValueError) -> bool:
-    """Whether trilane itself raised it: a rule that the user broke. A library's ValueError is our mistake."""
+def _is_refusal(error: ValueError) -> bool:
+    """Whether trilane itself raised it, for a rule that the user broke; a library's ValueError is a bug of ours."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
 
 
-def _leave(code: int) -> None:
-    """End at once: waiting for the other ranks, as the normal way out does, would hide which rank was the first."""
+def _exit(code: int) -> None:
+    """Exit at once: a normal exit waits for the other ranks and would hide which rank failed first."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -106,6 +104,6 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except Exception:
         traceback.print_exc()
-        time.sleep(COURTESY_S)
+        time.sleep(EXIT_DELAY_S)
         code = 1
-    _leave(code)
+    _exit(code)

@@ -1,4 +1,4 @@
-"""What every engine can do, so that the loop need not know which one it drives."""
+"""The interface of the engines, so that the loop is the same for all of them."""
 
 import importlib
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one iteration gave: mean loss in nats (0 on ranks that do not see it), gradient norm before clipping."""
+    """Result of one iteration: mean loss in nats (0 on ranks without it), gradient norm before clipping."""
 
     loss: float
     grad_norm: float
@@ -32,26 +32,26 @@ class Step:
 
 
 class Engine(Protocol):
-    """One system that trains the plan's GPT. A module of this package offers it as `build(plan, world) -> Engine`."""
+    """One system that trains the plan's GPT; its module in `backends` has `build(plan, world) -> Engine`."""
 
     audit: dict[str, str]
     """Every parameter of this rank and its optimizer group, "decay" or "no decay"; checked when the engine is built."""
 
     settings: dict[str, Any]
-    """What was handed to the library, as JSON, by file name; the run folder keeps it."""
+    """File name -> JSON of the settings that the library received; written to the run folder."""
 
     states: States
     """Weights and optimizer, for checkpoints to read and write."""
 
     @property
     def replica(self) -> tuple[int, int]:
-        """Which data-parallel replica this rank works for, of how many."""
+        """(index, number) of this rank's data-parallel replica."""
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """Forward, backward and optimizer step over this replica's share of one global batch."""
 
 
 def build(plan: Plan, world: World) -> Engine:
-    """The plan's engine, its model in the initial state, on every rank together."""
+    """The plan's engine with its model in the initial state; collective over all ranks."""
     assert plan.engine in ENGINES
     return importlib.import_module(f"trilane.engine.backends.{plan.engine.replace('-', '_')}").build(plan, world)

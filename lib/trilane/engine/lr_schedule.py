@@ -1,4 +1,4 @@
-"""The learning rate by samples, so that it does not depend on how the batch grows or is cut."""
+"""The learning rate by consumed samples, independent of batch ramp-up and topology."""
 
 import math
 
@@ -11,8 +11,8 @@ def learning_rate(optimizer: Optimizer, samples: int, total_samples: int) -> flo
         s <= w      lr s / w                                                    linear warm-up over w samples
         s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine down to d samples, then min_lr
 
-    d is decay_samples, or the whole run where that is 0. Megatron-LM's OptimizerParamScheduler, but for one step: it
-    takes the samples before the iteration, so that its first step under warm-up has rate 0 and learns nothing.
+    d is decay_samples, or the whole run where that is 0. As Megatron-LM's OptimizerParamScheduler, but one step ahead:
+    Megatron counts the samples before the iteration, so its first step under warm-up has rate 0 and learns nothing.
     """
     warmup, decay = optimizer.warmup_samples, optimizer.decay_samples or total_samples
     if samples <= warmup:

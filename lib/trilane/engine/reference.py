@@ -1,4 +1,4 @@
-"""The truth that every engine and topology is held to: a plain torch GPT in one process, with torch's own AdamW."""
+"""The reference for every engine and topology: a plain torch GPT in one process with torch's AdamW."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from trilane.engine.data.corpus import prepare_all
 from trilane.engine.data.loader import build_dataset
 from trilane.engine.distributed.world import World
 from trilane.engine.lr_schedule import learning_rate
-from trilane.engine.model.init import EMBEDDING_NORM, initial_tensor, whole_sizes
+from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
 
 WORDS = "embedding.word_embeddings.weight"
 
@@ -45,9 +45,9 @@ def loss(w: Mapping[str, torch.Tensor], shape: ModelShape, tokens: torch.Tensor,
 def train(plan: Plan) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of each iteration; the whole global batch at once, on the CPU in fp32."""
     w, o = initial_weights(plan), plan.optimizer
-    alone = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    samples = build_dataset(plan, alone, prepare_all(plan.data, plan.shape))
-    plain = [n for n in w if n.endswith("bias") or "layernorm" in n]  # said again here: the truth asks no engine
+    single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+    samples = build_dataset(plan, single, prepare_all(plan.data, plan.shape))
+    plain = [n for n in w if n.endswith("bias") or "layernorm" in n]  # repeated here: the reference uses no engine code
     groups = [
         {"params": [p for n, p in w.items() if n not in plain], "weight_decay": o.weight_decay},
         {"params": [w[n] for n in plain], "weight_decay": 0.0},

@@ -1,9 +1,9 @@
-"""Signals: what this process was asked by the system, kept until the loop looks.
+"""Signals received by this process, kept until the loop checks them.
 
 SIGUSR1 asks for a checkpoint, SIGTERM for a checkpoint and the end. SLURM sends both to the tasks of a step, and where
-it does not track processes by cgroup to their children too; our torchrun passes them on as SAVE and STOP. torchrun
-itself also sends SIGTERM, to clear up after a dead rank: where it is ours, what it sends as SIGTERM means just that,
-and the process ends at once.
+it does not track processes by cgroup to their children too; our torchrun forwards them as SAVE and STOP. torchrun
+itself also sends SIGTERM to clean up after a dead rank: from our torchrun SIGTERM means only that, and the process
+ends at once.
 """
 
 import os
@@ -13,22 +13,22 @@ import threading
 FORWARDED = "TRILANE_FORWARDS_SIGNALS"  # in the environment of workers: their parent is our torchrun
 SAVE, STOP = signal.SIGUSR1, signal.SIGUSR2
 ALL = {SAVE, STOP, signal.SIGTERM}
-# Any other torchrun kills its workers 30 s after the SIGTERM that it sends them for whatever reason. Who hangs on a
-# dead peer by then must not take as long as that.
+# Any other torchrun kills its workers 30 s after it sends SIGTERM for whatever reason. A rank that waits for a dead
+# peer must exit before.
 PATIENCE_S = 25.0
 
 
 class Signals:
-    """Listens from the moment it is made, before there are other threads; what came before then has waited.
+    """Listens from its creation, which must precede other threads; signals that came before were blocked and wait.
 
-    A thread takes the signals: the main one may be inside a collective operation, waiting for a peer that is gone.
+    A thread takes the signals, since the main one may be inside a collective, waiting for a dead peer.
     """
 
     def __init__(self) -> None:
         self.save = self.stop = False
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own answer waits for such an operation to return
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait for the collective to return
         signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
-        for number in ALL:  # a job script may have had them ignored, so that torchrun does not die of them
+        for number in ALL:  # a job script may ignore them to keep torchrun alive
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -47,7 +47,7 @@ class Signals:
 
 
 def wait_for(numbers: set[signal.Signals]) -> tuple[int, int]:
-    """The next of these (blocked) signals, and the process that sent it; 0 where the system (macOS) does not say."""
+    """The next of these (blocked) signals and its sender's process id, 0 where the system (macOS) hides it."""
     if hasattr(signal, "sigwaitinfo"):
         found = signal.sigwaitinfo(numbers)
         return found.si_signo, found.si_pid

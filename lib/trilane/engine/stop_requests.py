@@ -1,4 +1,4 @@
-"""Requests: when to save, when to end, agreed on by all ranks after each iteration."""
+"""Requests to save or to stop, agreed on by all ranks after each iteration."""
 
 import time
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from trilane.workspace.run_folder import SAVE, STOP
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
-    """What is asked for, and by what."""
+    """What is requested, and its source."""
 
     reason: str = ""
     save: bool = False
     stop: bool = False
 
 
-# The later, the stronger: who ends saves too.
+# In ascending priority; every stop also saves.
 REQUESTS = (
     StopRequest(),
     StopRequest(reason="SIGUSR1", save=True),
@@ -34,9 +34,9 @@ REQUESTS = (
 
 
 class StopRequests:
-    """Signals that reached any rank, and what rank 0 sees: the clock, and the files `save` and `stop`.
+    """Signals that reached any rank, and rank 0's clock and files `save` and `stop`.
 
-    `save` is taken away once it is seen; `stop` stays, so that a chain of jobs does not go on.
+    `save` is removed once seen; `stop` stays, so that a chain of jobs does not continue.
     """
 
     def __init__(self, folder: Path, run: Run, world: World, signals: Signals, begin: float) -> None:
@@ -44,17 +44,17 @@ class StopRequests:
         self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else float("inf")
 
     def now(self, begun: bool = True) -> StopRequest:
-        """The strongest request of any rank, the same on all: one number goes around, after which all go on.
+        """The highest request of any rank, the same on all: one all-reduce of one number.
 
-        A run that has not `begun` an iteration is only kept from it by those who want the end whatever the clock says.
+        Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the clock.
         """
-        number = torch.tensor(self._iteration_done() if begun else self._end_wanted(), device=self._world.device)
+        number = torch.tensor(self._pending() if begun else self._stop_requested(), device=self._world.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return REQUESTS[int(number)]
 
-    def _iteration_done(self) -> int:
-        """The number of the strongest request that this rank knows of; what asks for one save has been heard."""
-        found = [self._end_wanted()]
+    def _pending(self) -> int:
+        """The number of the highest request on this rank; requests for one save are consumed."""
+        found = [self._stop_requested()]
         if self._signals.save:
             self._signals.save = False
             found.append(1)
@@ -66,7 +66,7 @@ class StopRequests:
                 found.append(3)
         return max(found)
 
-    def _end_wanted(self) -> int:
+    def _stop_requested(self) -> int:
         if self._signals.stop:
             return 5
         return 4 if self._world.is_first and (self._folder / STOP).exists() else 0

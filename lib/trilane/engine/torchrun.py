@@ -1,7 +1,7 @@
-"""torchrun that ends with the process that started it, passes signals on, and writes down which ranks failed, and how.
+"""torchrun that ends with its parent process, forwards signals, and records which ranks failed, and how.
 
 `python -m trilane.engine.torchrun FAILURES.json <torchrun's arguments>`; torchrun itself only prints a report, dies of
-SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, who take the time that a save takes.
+SIGUSR1, and kills its workers 30 s after a SIGTERM. Here both reach the workers, which take the time that a save needs.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from trilane.utils.process import announce, die_with_parent
 
 
 def main(argv: list[str]) -> int:
-    """torchrun's exit code; FAILURES.json holds [{"rank": .., "pid": .., "exitcode": ..}], those that failed first."""
-    # Workers inherit what is held back: a signal that comes while they import torch waits for them and kills nobody.
+    """torchrun's exit code; FAILURES.json gets [{"rank": .., "pid": .., "exitcode": ..}] of those that failed first."""
+    # Workers inherit the mask: a signal that comes while they import torch stays pending and kills no process.
     signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
     die_with_parent()
     os.environ.update(announce({}))
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def _forward_signals() -> None:
-    """From now on SIGUSR1 and SIGTERM go to the workers as SAVE and STOP, and torchrun does not hear of them."""
+    """Forward SIGUSR1 and SIGTERM to the workers as SAVE and STOP from now on; torchrun does not receive them."""
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
     workers: list[Any] = []
@@ -55,7 +55,7 @@ def _forward_signals() -> None:
         while True:
             number = signal.sigwait(ALL)
             if not workers and number != SAVE:
-                os._exit(128 + number)  # nothing has begun yet
+                os._exit(128 + number)  # no worker has started yet
             for pid in workers[-1].pids().values() if workers else ():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, SAVE if number == SAVE else STOP)

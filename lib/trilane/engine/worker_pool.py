@@ -1,8 +1,8 @@
-"""Many small runs one after the other, without the start-up of each: the heavy libraries are imported once.
+"""A pool that trains many small plans in turn and imports the heavy libraries once.
 
-`python -m trilane.engine.worker_pool` says in one JSON line what this machine has. It reads lines
-`PROCESSES PORT FOLDER` (0 processes: the reference) and answers each with the workers' exit codes. Without a GPU the
-workers are forked; with one they are started afresh, since a process that has touched CUDA cannot be forked.
+`python -m trilane.engine.worker_pool` prints one JSON line that describes this machine. It reads lines
+`PROCESSES PORT FOLDER` (0 processes: the reference) and prints the workers' exit codes for each. Without a GPU the
+workers are forked; with one each is a new process, since a process that has initialized CUDA cannot be forked.
 """
 
 import json
@@ -15,14 +15,14 @@ from pathlib import Path
 from trilane.utils.process import PARENT, die_with_parent
 
 
-def surroundings(rank: int, size: int, port: str, folder: str) -> dict[str, str]:
-    """What torchrun would tell a worker; on a CPU each has one thread, as if there were eight."""
+def worker_environment(rank: int, size: int, port: str, folder: str) -> dict[str, str]:
+    """The environment that torchrun would give a worker; on a CPU each gets one thread, as if there were eight."""
     return {
         PARENT: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(max(1, size)),
-        "LOCAL_WORLD_SIZE": "8" if not cards() else str(max(1, size)),
+        "LOCAL_WORLD_SIZE": "8" if not gpu_count() else str(max(1, size)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TRILANE_RANK_LOGS": folder,
@@ -30,7 +30,7 @@ def surroundings(rank: int, size: int, port: str, folder: str) -> dict[str, str]
 
 
 def work(size: int, folder: str) -> int:
-    """The engine, or the reference, which leaves truth.json: [loss, gradient norm] of each iteration."""
+    """Run the engine, or the reference, which writes truth.json: [loss, gradient norm] of each iteration."""
     if size:
         from trilane.engine.__main__ import main
 
@@ -49,18 +49,18 @@ def work(size: int, folder: str) -> int:
     return 0
 
 
-def forked(rank: int, size: int, port: str, folder: str) -> int:
-    """The process number of a worker that shares what this process has imported."""
-    told = surroundings(rank, size, port, folder)
+def fork_worker(rank: int, size: int, port: str, folder: str) -> int:
+    """Fork a worker that shares this process's imports; its process id."""
+    environment = worker_environment(rank, size, port, folder)
     pid = os.fork()
     if pid == 0:
-        os.environ.update(told)
-        leave(size, folder)
+        os.environ.update(environment)
+        work_and_exit(size, folder)
     return pid
 
 
-def leave(size: int, folder: str) -> None:
-    """Do the work and end this process at once."""
+def work_and_exit(size: int, folder: str) -> None:
+    """Run `work` and exit at once with its code."""
     try:
         code = work(size, folder)
     except BaseException:
@@ -71,8 +71,8 @@ def leave(size: int, folder: str) -> None:
     os._exit(code)
 
 
-def cards() -> int:
-    """GPUs of this machine, asked in a way that leaves CUDA untouched."""
+def gpu_count() -> int:
+    """The number of GPUs here, counted without initializing CUDA."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
@@ -80,16 +80,16 @@ def cards() -> int:
 
 
 def machine() -> dict[str, object]:
-    """{"cards": GPUs here, "bf16": whether they have it}; a child asks, so that this process never touches CUDA."""
-    if not cards():
+    """{"cards": number of GPUs, "bf16": whether they support it}; read in a child to keep CUDA uninitialized."""
+    if not gpu_count():
         return {"cards": 0, "bf16": True}
-    asked = "import torch; print(torch.cuda.get_device_capability() >= (8, 0))"
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout
-    return {"cards": cards(), "bf16": said.strip() == "True"}
+    code = "import torch; print(torch.cuda.get_device_capability() >= (8, 0))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return {"cards": gpu_count(), "bf16": printed.strip() == "True"}
 
 
 def load() -> None:
-    """Import what workers need."""
+    """Import the modules that workers need."""
     from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
@@ -102,28 +102,28 @@ def load() -> None:
 
 
 def serve_forked() -> None:
-    """Import everything, then fork the workers of one line after the other."""
+    """Import everything, then fork the workers of each line in turn."""
     load()
     for line in sys.stdin:
         size, port, folder = line.rstrip("\n").split(" ", 2)
-        workers = [forked(rank, int(size), port, folder) for rank in range(max(1, int(size)))]
+        workers = [fork_worker(rank, int(size), port, folder) for rank in range(max(1, int(size)))]
         print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in workers], flush=True)
 
 
 def serve_fresh() -> None:
-    """Start the workers of one line after the other, each a process of its own."""
+    """Start the workers of each line in turn as new processes."""
     for line in sys.stdin:
         size, port, folder = line.rstrip("\n").split(" ", 2)
         command = [sys.executable, "-m", "trilane.engine.worker_pool", size, folder]
-        every = [{**os.environ, **surroundings(r, int(size), port, folder)} for r in range(max(1, int(size)))]
-        workers = [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) for env in every]
+        envs = [{**os.environ, **worker_environment(r, int(size), port, folder)} for r in range(max(1, int(size)))]
+        workers = [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) for env in envs]
         print(*[worker.wait() for worker in workers], flush=True)
 
 
 if __name__ == "__main__":
     die_with_parent()
     if len(sys.argv) == 3:
-        leave(int(sys.argv[1]), sys.argv[2])
-    found = machine()
-    print(json.dumps(found), flush=True)
-    (serve_fresh if found["cards"] else serve_forked)()
+        work_and_exit(int(sys.argv[1]), sys.argv[2])
+    here = machine()
+    print(json.dumps(here), flush=True)
+    (serve_fresh if here["cards"] else serve_forked)()

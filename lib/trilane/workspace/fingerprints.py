@@ -128,7 +128,7 @@ def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def mark(part: np.ndarray, box: Box) -> Mark:
-    """The Mark of `part`, fp32, which is the part `box` of its tensor. engine/marks.py gives the same from torch."""
+    """The Mark of `part`, fp32, the part `box` of its tensor; engine.checkpoint.fingerprints has the same in torch."""
     (first, end), (left, right) = sides(box)
     u, s = weights(first, end, 1)
     v, t = weights(left, right, 2)

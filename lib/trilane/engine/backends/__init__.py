@@ -1,1 +1,1 @@
-"""One module an engine: what builds, steps and states each of the four systems."""
+"""The four engines, one module each, with their shared parts and the access to their weights and optimizer states."""

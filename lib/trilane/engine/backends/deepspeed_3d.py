@@ -22,29 +22,28 @@ from trilane.engine.backends.deepspeed_common import (
     settings,
     start,
     step_of,
+    sum_shared_gradients,
 )
 from trilane.engine.backends.deepspeed_states import DeepSpeedStates
-from trilane.engine.backends.sequence_parallel import sum_shared_gradients
-from trilane.engine.backends.weight_decay_audit import deepspeed_audit
+from trilane.engine.backends.optimizers import deepspeed_audit
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
 from trilane.engine.model import pipeline_layers
-from trilane.engine.model.gpt import config, fill_parameters
+from trilane.engine.model.gpt import fill_parameters, transformer_config
 from trilane.engine.model.rng import seed_streams
 from trilane.engine.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
 
-# Our word for the partition -> DeepSpeed's. Its own "uniform" would count embedding, positions and norm as layers.
+# Our name of the partition -> DeepSpeed's, whose own "uniform" would count embedding, positions and norm as layers.
 METHODS = {"uniform": "type:transformer", "type:transformer|embedding": "type:transformer|embedding"}
-
-
+# Phases of DeepSpeed's instructions; all others send and receive.
 PHASES = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
 
 
-PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}  # of its instructions; the others send and receive
+PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
 
 
 def build(plan: Plan, world: World) -> "DeepSpeed3D":
-    """The engine on every rank together."""
+    """The engine; collective over all ranks."""
     parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp, create_gloo_process_groups=False)
     seed_streams(plan.run.seed)
     start()
@@ -52,7 +51,7 @@ def build(plan: Plan, world: World) -> "DeepSpeed3D":
 
 
 class DeepSpeed3D:
-    """TP, PP and DP of one plan; `step` runs one iteration on all ranks together."""
+    """TP, PP and DP of one plan; `step` runs one iteration, collectively."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -71,7 +70,7 @@ class DeepSpeed3D:
             kind: during(PHASES.get(kind.__name__, P2P), function)
             for kind, function in self._engine._INSTRUCTION_MAP.items()
         }
-        _check_places(self._engine, plan)
+        _check_grid(self._engine, plan)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
         self.audit = deepspeed_audit(named, optimizer, decay)
         self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
@@ -82,7 +81,7 @@ class DeepSpeed3D:
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
-        """One iteration: the pipeline over the microbatches, clipping and update; every rank is told the loss."""
+        """One iteration: the pipeline over the microbatches, clipping and update; every rank gets the loss."""
         begin_step(self._engine, lr, len(microbatches))
         scale = loss_scale(self._engine, self._plan)
         loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
@@ -90,12 +89,12 @@ class DeepSpeed3D:
 
 
 def _stage(plan: Plan) -> PipelineModule:
-    """This rank's layers, not yet in the initial state."""
+    """This rank's layers, not yet initialized."""
     t = plan.topology
-    # A layer inside DeepSpeed's pipeline must not know of it: megatron-core would shift its number.
-    alone = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
+    # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.
+    one_stage = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
     return PipelineModule(
-        pipeline_layers.layers(plan, config(alone)),
+        pipeline_layers.layers(plan, transformer_config(one_stage)),
         topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
         loss_fn=pipeline_layers.mean_loss,
         partition_method=METHODS[t.partition],
@@ -106,12 +105,12 @@ def _stage(plan: Plan) -> PipelineModule:
 
 
 def _recomputed(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-    """megatron-core's checkpoint: DeepSpeed's own does not rewind the generators that megatron-core's dropout uses."""
+    """megatron-core's activation checkpoint: DeepSpeed's does not rewind the generators of megatron-core's dropout."""
     return tensor_parallel.checkpoint(function, False, *inputs)
 
 
-def _check_places(engine: Any, plan: Plan) -> None:
-    """Both libraries put this rank at the same place, and the stages are cut as the planner counts them."""
+def _check_grid(engine: Any, plan: Plan) -> None:
+    """Assert that both libraries give this rank the same coordinates, and the stage the planned layers."""
     grid, module = engine.grid, engine.module
     assert grid.get_data_parallel_rank() == parallel_state.get_data_parallel_rank()
     assert grid.get_slice_parallel_rank() == parallel_state.get_tensor_model_parallel_rank()

@@ -1,7 +1,7 @@
-"""Weights and optimizer of both DeepSpeed engines, piece by piece; each ZeRO stage keeps them elsewhere.
+"""Weights and optimizer of the DeepSpeed engines, piece by piece; each ZeRO stage stores them differently.
 
 Stages 1 and 2, and BF16_Optimizer, lay the parameters of a group end to end and cut that into dp parts; `_hp_mapping`
-of a parameter says what of it lies in this rank's part. Stage 3 cuts each parameter by itself. Stage 0 cuts nothing.
+of a parameter gives the share of it in this rank's part. Stage 3 cuts each parameter separately, stage 0 none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +12,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from megatron.core import parallel_state
 
-from trilane.engine.backends.adam_states import begin, set_step, step_of
-from trilane.engine.backends.weight_decay_audit import deepspeed_decays
+from trilane.engine.backends.optimizers import deepspeed_decays, init_moments, set_step, step_of
 from trilane.engine.model.parameters import Piece, pieces
 
 # What the optimizer updates: the flat parts of stages 1 and 2, of BF16_Optimizer, of stage 3; else the parameters.
@@ -21,7 +20,7 @@ FLAT = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_p
 
 
 class DeepSpeedStates:
-    """`named` parameters (by the names of the whole model) in the optimizer that deepspeed.initialize() gave."""
+    """`named` parameters (whole-model names) in the optimizer that deepspeed.initialize() returned."""
 
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizer: Any, stage: int) -> None:
         self.pieces: list[Piece] = pieces(
@@ -33,15 +32,15 @@ class DeepSpeedStates:
         self._parameters = [parameter for _, parameter in named]
         self._optimizer, self._stage, self._started = optimizer, stage, False
 
-    def settle(self) -> None:
-        """Nothing: DeepSpeed's step ends with every weight in its place."""
+    def finish_step(self) -> None:
+        """Nothing to do: DeepSpeed's step leaves every weight up to date."""
 
     def read(self, number: int, kind: str) -> torch.Tensor:
         """The piece; DeepSpeed gathers it over the replicas."""
         self._start()
         parameter = self._parameters[number]
         if self._stage == 0:
-            return self._ours(
+            return self._to_piece(
                 number, (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).detach()
             )
         if kind == "weight":
@@ -49,24 +48,24 @@ class DeepSpeedStates:
         else:
             found = safe_get_full_optimizer_state(parameter, kind)
         assert found is not None
-        return self._ours(number, found)
+        return self._to_piece(number, found)
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
         self._start()
         parameter = self._parameters[number]
-        write = {0: self._write_plain, 3: self._write_cut}.get(self._stage, self._write_laid_out)
+        write = {0: self._write_whole, 3: self._write_stage_3}.get(self._stage, self._write_flat)
         with torch.no_grad():
-            values = {kind: self._theirs(number, value) for kind, value in values.items()}
+            values = {kind: self._from_piece(number, value) for kind, value in values.items()}
             for kind, value in values.items():
                 write(parameter, kind, value)
-            # Every replica writes the same values; the rank, one among the replicas, is whose values are kept.
+            # Every replica writes the same values; modifier_rank, a rank among the replicas, decides whose are kept.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
                 parameter.copy_(values["weight"])
 
     def copy(self, number: int) -> torch.Tensor | None:
-        """The model's own parameter; stage 3 leaves no rank with the whole of it."""
-        return None if self._stage == 3 else self._ours(number, self._parameters[number].detach())
+        """The model's own parameter; None in stage 3, where no rank holds the whole of it."""
+        return None if self._stage == 3 else self._to_piece(number, self._parameters[number].detach())
 
     def decays(self) -> list[float | None]:
         """Read from DeepSpeed's groups."""
@@ -74,7 +73,7 @@ class DeepSpeedStates:
         return [found.get(id(parameter)) for parameter in self._parameters]
 
     def scalars(self) -> dict[str, float]:
-        """Adam's step, and in fp16 the loss scale and what decides when it changes."""
+        """Adam's step, and in fp16 the loss scale with the counters that decide when it changes."""
         found = {"step": step_of(self._inner())}
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
         if getattr(scaler, "dynamic", False):
@@ -84,7 +83,7 @@ class DeepSpeedStates:
         return found
 
     def set_scalars(self, values: dict[str, float]) -> None:
-        """The same taken over; where the checkpoint's precision had no loss scale, it begins anew."""
+        """Set them; the loss scale starts afresh where the checkpoint's precision had none."""
         set_step(self._inner(), values["step"])
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
         if getattr(scaler, "dynamic", False) and "loss_scale" in values:
@@ -92,46 +91,46 @@ class DeepSpeedStates:
             scaler.cur_iter, scaler.last_overflow_iter = int(values["good_steps"]), -1
             scaler.cur_hysteresis = int(values["hysteresis"])
 
-    def _ours(self, number: int, held: torch.Tensor) -> torch.Tensor:
-        """Parameter `number`, as DeepSpeed hands it out, as a piece."""
+    def _to_piece(self, number: int, held: torch.Tensor) -> torch.Tensor:
+        """DeepSpeed's parameter `number` in the piece's layout."""
         return held.view(self.pieces[number].size)
 
-    def _theirs(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """The piece as the parameter."""
+    def _from_piece(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The piece in the parameter's layout."""
         return value
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         yield self._optimizer if self._stage == 0 else self._optimizer.optimizer
 
     def _start(self) -> None:
-        """Moments exist, and DeepSpeed knows where.
+        """Create the moments and link DeepSpeed to them.
 
-        It makes them in the first step and then links them to the parameters, in stages 1 and 2 when only those of the
-        first group are there (0.19.8): they are linked again.
+        DeepSpeed creates them in the first step and then links them to the parameters; in stages 1 and 2 it does so
+        when only those of the first group exist (0.19.8), so they are linked again.
         """
         if self._started:
             return
         self._started, optimizer = True, self._optimizer
         for inner in self._inner():
-            begin(
+            init_moments(
                 inner, next((getattr(optimizer, name) for name in FLAT if hasattr(optimizer, name)), self._parameters)
             )
         if self._stage in (1, 2):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _write_plain(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+    def _write_whole(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
         (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).copy_(value)
 
-    def _write_laid_out(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
-        place = parameter._hp_mapping
-        if place is not None:
-            part = place.lp_fragment_address
-            held = place.get_hp_fragment(None if kind == "weight" else kind)
+    def _write_flat(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
+        mapping = parameter._hp_mapping
+        if mapping is not None:
+            part = mapping.lp_fragment_address
+            held = mapping.get_hp_fragment(None if kind == "weight" else kind)
             held.detach().copy_(value.reshape(-1)[part.start : part.start + part.numel])
 
-    def _write_cut(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
-        """By hand: DeepSpeed's own setter fails where dp does not divide the parameter."""
+    def _write_stage_3(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
+        """Write directly: DeepSpeed's own setter fails where dp does not divide the parameter."""
         zero = parameter._z3_optimizer
         held, _ = zero._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=None if kind == "weight" else kind

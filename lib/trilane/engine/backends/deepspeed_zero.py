@@ -16,23 +16,23 @@ from trilane.engine.backends.deepspeed_common import (
     begin_step,
     groups,
     loss_scale,
+    mark_phases,
     quiet,
     settings,
     start,
     step_of,
-    tell_phases,
+    sum_shared_gradients,
 )
 from trilane.engine.backends.deepspeed_states import DeepSpeedStates
-from trilane.engine.backends.sequence_parallel import sum_shared_gradients
-from trilane.engine.backends.weight_decay_audit import deepspeed_audit
+from trilane.engine.backends.optimizers import deepspeed_audit
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
-from trilane.engine.model.gpt import canonical_parameters, config, empty_chunk, fill
+from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill, transformer_config
 from trilane.engine.model.rng import seed_streams
 
 
 class Mpu:
-    """What DeepSpeed asks about tensor parallelism, answered by megatron-core."""
+    """DeepSpeed's interface to tensor parallelism, implemented by megatron-core."""
 
     get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
     get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
@@ -43,7 +43,7 @@ class Mpu:
 
 
 def build(plan: Plan, world: World) -> "DeepSpeedZero":
-    """The engine on every rank together."""
+    """The engine; collective over all ranks."""
     parallel_state.initialize_model_parallel(plan.topology.tp, create_gloo_process_groups=False)
     seed_streams(plan.run.seed)
     start()
@@ -51,7 +51,7 @@ def build(plan: Plan, world: World) -> "DeepSpeedZero":
 
 
 class DeepSpeedZero:
-    """TP and ZeRO of one plan; `step` runs one iteration on all ranks together."""
+    """TP and ZeRO of one plan; `step` runs one iteration, collectively."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan = plan
@@ -65,7 +65,7 @@ class DeepSpeedZero:
             self._engine, optimizer, *_ = deepspeed.initialize(
                 model=model, config=ds_config, model_parameters=groups(named, decay), mpu=Mpu()
             )
-        tell_phases(self._engine)
+        mark_phases(self._engine)
         self.audit = deepspeed_audit(named, optimizer, decay)
         self.states = DeepSpeedStates(named, optimizer, plan.topology.zero)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
@@ -82,7 +82,7 @@ class DeepSpeedZero:
         begin_step(self._engine, lr, len(microbatches))
         scale, losses = loss_scale(self._engine, self._plan), []
         for number, batch in enumerate(microbatches, 1):
-            # Its own count goes by the microbatches since the start, which is wrong once the batch has grown.
+            # DeepSpeed counts microbatches since the start of the run, which is wrong once the batch has grown.
             self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
             loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
             self._engine.backward(loss)
@@ -100,20 +100,20 @@ class DeepSpeedZero:
 
 
 def _model(plan: Plan, ds_config: dict[str, Any]) -> torch.nn.Module:
-    """The GPT in its initial state. Under stage 3 no rank ever holds more than one whole parameter of it."""
+    """The GPT in its initial state. Under stage 3 no rank ever holds more than one whole parameter."""
     if plan.topology.zero < 3:
-        model = empty_chunk(plan, config(plan), None)
+        model = empty_chunk(plan, transformer_config(plan), None)
         fill(model, plan)
         return model
     import torch._dynamo  # its first import fails inside zero.Init, which replaces Tensor.__new__
 
     replicas = parallel_state.get_data_parallel_group()
     with deepspeed.zero.Init(config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu()):
-        model = empty_chunk(plan, config(plan), None)
+        model = empty_chunk(plan, transformer_config(plan), None)
 
-    def whole(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
-        # Every replica writes the same values; the rank, one among the replicas, is whose values are kept.
+    def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
+        # Every replica writes the same values; modifier_rank, a rank among the replicas, decides whose are kept.
         return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
-    fill(model, plan, whole)
+    fill(model, plan, gathered)
     return model

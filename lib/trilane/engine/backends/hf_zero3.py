@@ -1,12 +1,10 @@
 """The `hf-zero3` engine: transformers' GPT2LMHeadModel under DeepSpeed's ZeRO, driven through the Hugging Face Trainer.
 
-Of the Trainer: TrainingArguments with our DeepSpeed JSON (which the Trainer checks against them), the model made under
-zero.Init where the JSON says stage 3, accelerate's way into deepspeed.initialize, and training_step for each
-microbatch: inputs, loss, gradient accumulation, backward and, after the last microbatch, DeepSpeed's step. Not of the
-Trainer: its loop, sampler, schedule, logging and checkpoints, so that these are the same for every engine. Nor its
-optimizer groups: with the optimizer in the JSON it would let norms and biases decay.
-
-Weights and optimizer of the `hf-zero3` engine: DeepSpeed's, laid out as transformers' GPT-2 and written as ours.
+Used of the Trainer: TrainingArguments with our DeepSpeed JSON (which it checks against them), the model made under
+zero.Init at stage 3, accelerate's call of deepspeed.initialize, and training_step for each microbatch: inputs, loss,
+gradient accumulation, backward and, after the last microbatch, DeepSpeed's step. Not used: its loop, sampler, schedule,
+logging and checkpoints, which are the same for every engine, and its optimizer groups: with the optimizer in the JSON
+norms and biases would decay.
 """
 
 import logging
@@ -31,33 +29,32 @@ from trilane.engine.backends.deepspeed_common import (
     begin_step,
     groups,
     loss_scale,
+    mark_phases,
     quiet,
     settings,
     start,
     step_of,
-    tell_phases,
 )
 from trilane.engine.backends.deepspeed_states import DeepSpeedStates
-from trilane.engine.backends.weight_decay_audit import deepspeed_audit
+from trilane.engine.backends.optimizers import deepspeed_audit
 from trilane.engine.checkpoint.gpt2_names import canonical_name, canonical_tensor, gpt2_tensor
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
-from trilane.engine.model.init import initial_tensor, whole_sizes
-from trilane.engine.model.parameters import Piece
+from trilane.engine.model.parameters import Piece, initial_tensor, whole_sizes
 from trilane.engine.model.rng import seed_streams
 
 
 def build(plan: Plan, world: World) -> "HfZero3":
-    """The engine on every rank together."""
+    """The engine; collective over all ranks."""
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     start()
-    # It notices that the Trainer counts microbatches by itself and DeepSpeed's JSON says how many there are.
+    # It warns that the number of microbatches is given both to the Trainer and in DeepSpeed's JSON.
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
     return HfZero3(plan)
 
 
 class HfZero3:
-    """ZeRO of one plan; `step` runs one iteration on all ranks together."""
+    """ZeRO of one plan; `step` runs one iteration, collectively."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -70,14 +67,14 @@ class HfZero3:
             named = [(canonical_name(name), p) for name, p in model.named_parameters()]
             self._trainer = Trainer(model=model, args=arguments)
             arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, plan.run.train_iters)
-            # DummyOptim: "make the optimizer of the JSON, over these groups".
-            asked = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
-            self._engine, _ = self._trainer.accelerator.prepare(model, asked)
-        tell_phases(self._engine)
+            # DummyOptim makes accelerate build the optimizer of the JSON over these groups.
+            optimizer = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
+            self._engine, _ = self._trainer.accelerator.prepare(model, optimizer)
+        mark_phases(self._engine)
         self.audit = deepspeed_audit(named, self._engine.optimizer, decay)
         self.states = Gpt2States(named, self._engine.optimizer, plan.topology.zero, plan.shape)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
-        seed_streams(plan.run.seed)  # after the Trainer, which seeds every rank alike
+        seed_streams(plan.run.seed)  # after the Trainer, which gives every rank the same seed
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -92,15 +89,15 @@ class HfZero3:
         trainer.current_gradient_accumulation_steps = len(microbatches)
         for number, batch in enumerate(microbatches, 1):
             trainer.accelerator.gradient_state._set_sync_gradients(number == len(microbatches))
-            # `shift_labels` are labels that are shifted already; `labels` asks the model for a loss at all.
+            # `shift_labels` are already shifted; without `labels` the model returns no loss.
             inputs = {"input_ids": batch.tokens, "labels": batch.labels, "shift_labels": batch.labels}
-            losses.append(trainer.training_step(self._engine, inputs))  # its share: divided by their number
+            losses.append(trainer.training_step(self._engine, inputs))  # divided by the number of microbatches
         norm = self._clipping.norm if self._clipping else None
         return step_of(self._engine, _mean(torch.stack(losses).sum()), scale, norm)
 
 
 def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArguments:
-    """The plan in the Trainer's words. Nothing is written: the folder that it asks for exists already."""
+    """The plan as TrainingArguments. Nothing is written to `output_dir`, which must exist."""
     o, t = plan.optimizer, plan.topology
     return TrainingArguments(
         output_dir=tempfile.gettempdir(),
@@ -127,7 +124,7 @@ def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArgument
 
 
 def _model(plan: Plan) -> torch.nn.Module:
-    """GPT-2 in the plan's initial state; under stage 3 the Trainer's arguments have it made in shards."""
+    """GPT-2 in the plan's initial state; under stage 3 the Trainer's arguments make it sharded."""
     shape, t = plan.shape, plan.topology
     config = GPT2Config(
         vocab_size=shape.vocab_size,
@@ -135,7 +132,7 @@ def _model(plan: Plan) -> torch.nn.Module:
         n_embd=shape.hidden_size,
         n_layer=shape.num_layers,
         n_head=shape.num_attention_heads,
-        activation_function="gelu",  # GPT-2 of transformers takes the tanh form otherwise
+        activation_function="gelu",  # the default of transformers' GPT-2 is the tanh form
         layer_norm_epsilon=1e-5,
         embd_pdrop=plan.dropout.hidden,
         resid_pdrop=plan.dropout.hidden,
@@ -153,7 +150,7 @@ def _model(plan: Plan) -> torch.nn.Module:
 
 
 def _fill(model: torch.nn.Module, plan: Plan) -> None:
-    """Give every parameter its initial tensor, laid out as GPT-2 has it."""
+    """Set every parameter to its initial tensor in GPT-2's layout."""
     shape, sizes = plan.shape, whole_sizes(plan.shape)
     for name, parameter in model.named_parameters():
         ours = canonical_name(name)
@@ -169,7 +166,7 @@ def _mean(loss: torch.Tensor) -> float:
 
 
 class Gpt2States(DeepSpeedStates):
-    """`named` parameters of GPT2LMHeadModel under our names: Conv1D turned round, qkv by head."""
+    """`named` parameters of GPT2LMHeadModel under our names: Conv1D transposed, qkv by head."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizer: Any, stage: int, shape: ModelShape
@@ -178,14 +175,14 @@ class Gpt2States(DeepSpeedStates):
         self._heads, sizes = shape.num_attention_heads, whole_sizes(shape)
         self.pieces = [_whole(name, tuple(sizes[name])) for name, _ in named]
 
-    def _ours(self, number: int, held: torch.Tensor) -> torch.Tensor:
+    def _to_piece(self, number: int, held: torch.Tensor) -> torch.Tensor:
         parameter: Any = self._parameters[number]
-        theirs = held.view(tuple(getattr(parameter, "ds_shape", parameter.shape)))
-        return canonical_tensor(self.pieces[number].name, theirs, self._heads)
+        stored = held.view(tuple(getattr(parameter, "ds_shape", parameter.shape)))
+        return canonical_tensor(self.pieces[number].name, stored, self._heads)
 
-    def _theirs(self, number: int, value: torch.Tensor) -> torch.Tensor:
+    def _from_piece(self, number: int, value: torch.Tensor) -> torch.Tensor:
         return gpt2_tensor(self.pieces[number].name, value, self._heads)
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(name=name, shape=shape, box=tuple((0, n) for n in shape), spoken_for=False)
+    return Piece(name=name, shape=shape, box=tuple((0, n) for n in shape), written_elsewhere=False)

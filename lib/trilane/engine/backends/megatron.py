@@ -14,24 +14,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.megatron_states import MegatronStates
-from trilane.engine.backends.weight_decay_audit import decay_audit
+from trilane.engine.backends.optimizers import decay_audit
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
-from trilane.engine.model.gpt import DTYPES, build_chunks, canonical_parameters, config
+from trilane.engine.model.gpt import DTYPES, build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.rng import seed_streams
 from trilane.engine.monitor.phases import OPTIMIZER, MegatronTimers, phase
 
 LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-
-
 # DeepSpeed's default (initial_scale_power 16); megatron-core's own 2**32 skips the first 16 iterations to get there.
 INITIAL_LOSS_SCALE = 2.0**16
 
 
 def build(plan: Plan, world: World) -> "Megatron":
-    """The engine on every rank together."""
+    """The engine; collective over all ranks."""
     t = plan.topology
-    # The gloo groups beside NCCL's serve megatron-core's own checkpoints, which we do not write.
+    # The additional gloo groups serve megatron-core's own checkpoints, which we do not write.
     parallel_state.initialize_model_parallel(
         t.tp,
         t.pp,
@@ -43,12 +41,12 @@ def build(plan: Plan, world: World) -> "Megatron":
 
 
 class Megatron:
-    """TP, PP (1F1B, interleaved) and DP of one plan; `step` runs one iteration on all ranks together."""
+    """TP, PP (1F1B, interleaved) and DP of one plan; `step` runs one iteration, collectively."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
         self.settings: dict[str, Any] = {}
-        settings = config(plan)
+        settings = transformer_config(plan)
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._chunks = [_distributed(model, settings, plan) for model in models]
@@ -60,9 +58,9 @@ class Megatron:
         settings.finalize_model_grads_func = finalize_model_grads
         settings.grad_scale_func = self._optimizer.scale_loss
         if plan.topology.overlap_grad_reduce:
-            # Gradients are summed as they come, but after the last microbatch only.
-            waits = [chunk.no_sync for chunk in self._chunks]
-            settings.no_sync_func = waits if len(waits) > 1 else waits[0]
+            # Gradients are reduced as they arrive, in the last microbatch only.
+            no_sync = [chunk.no_sync for chunk in self._chunks]
+            settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._schedule = get_forward_backward_func()
         shape = (plan.topology.mbs, plan.shape.seq_length)
         self._positions = torch.arange(shape[1], device=world.device).expand(shape)  # (mbs, seq_length)
@@ -107,7 +105,7 @@ class Megatron:
         return model(batch.tokens, self._positions, None, labels=batch.labels), _mean_loss
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
-        """Mean over microbatches and replicas on the last stage; 0 on the other stages, which never see a loss."""
+        """Mean over microbatches and replicas on the last stage; 0 on the other stages, which have no loss."""
         if not losses:
             return 0.0
         mean = torch.stack(losses).mean()
@@ -156,7 +154,7 @@ def _optimizer_config(plan: Plan) -> OptimizerConfig:
 
 
 def _set_weight_decay(optimizer: MegatronOptimizer, decay: float) -> None:
-    """megatron-core only marks the groups: without this, which Megatron-LM's scheduler does, norms and biases decay."""
+    """Apply `wd_mult`, as Megatron-LM's scheduler does; megatron-core only sets it: norms and biases would decay."""
     for group in optimizer.param_groups:
         group["weight_decay"] = decay * group["wd_mult"]
 

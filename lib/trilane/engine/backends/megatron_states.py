@@ -9,14 +9,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
-from trilane.engine.backends.adam_states import begin, set_step, step_of
-from trilane.engine.backends.weight_decay_audit import weight_decays
+from trilane.engine.backends.optimizers import init_moments, set_step, step_of, weight_decays
 from trilane.engine.model.parameters import Piece, pieces
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
-    """Where an optimizer keeps a parameter on this rank: the values `first` to `end` of it, flat, are `main`."""
+class OptimizerShard:
+    """This rank's share of a parameter in its optimizer: `main` holds the values `first` to `end`, flattened."""
 
     optimizer: torch.optim.Optimizer
     main: torch.Tensor
@@ -24,12 +23,12 @@ class Home:
     end: int
 
     def held(self, kind: str) -> torch.Tensor:
-        """What this rank updates, flat."""
+        """The values that this rank updates, flat."""
         return (self.main if kind == "weight" else self.optimizer.state[self.main][kind]).detach().view(-1)
 
 
 class MegatronStates:
-    """`named` parameters (by the names of the whole model) of DDP `chunks` in megatron-core's chained optimizers."""
+    """`named` parameters (whole-model names) of DDP `chunks` in megatron-core's chained optimizers."""
 
     def __init__(
         self,
@@ -45,37 +44,37 @@ class MegatronStates:
         )
         self._parameters = [parameter for _, parameter in named]
         self._optimizers, self._chunks = optimizers, chunks
-        self._dealt = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
+        self._is_distributed = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
 
-    def settle(self) -> None:
-        """With overlap_param_gather a replica has the others' new weights only in its next forward: gather them now."""
+    def finish_step(self) -> None:
+        """Gather the new weights now: with overlap_param_gather a replica gets the others' in its next forward pass."""
         for chunk in self._chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def read(self, number: int, kind: str) -> torch.Tensor:
-        """The piece; a distributed optimizer's parts of it are added up, everything else being zero."""
+        """The piece; the shards of a distributed optimizer are summed, each zero outside its range."""
         self._start()
-        home, size = self._home(number), self.pieces[number].size
-        if not self._dealt:
-            assert home
-            return home.held(kind).view(size)
+        shard, size = self._shard(number), self.pieces[number].size
+        if not self._is_distributed:
+            assert shard
+            return shard.held(kind).view(size)
         parameter = self._parameters[number]
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if home:
-            whole[home.first : home.end] = home.held(kind)
+        if shard:
+            whole[shard.first : shard.end] = shard.held(kind)
         dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
         return whole.view(size)
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
         self._start()
-        home = self._home(number)
+        shard = self._shard(number)
         with torch.no_grad():
             self._parameters[number].copy_(values["weight"])
-            if home:
+            if shard:
                 for kind, value in values.items():
-                    home.held(kind).copy_(value.reshape(-1)[home.first : home.end])
+                    shard.held(kind).copy_(value.reshape(-1)[shard.first : shard.end])
 
     def copy(self, number: int) -> torch.Tensor | None:
         """The model's own parameter."""
@@ -86,7 +85,7 @@ class MegatronStates:
         return [next(weight_decays(parameter, self._optimizers), None) for parameter in self._parameters]
 
     def scalars(self) -> dict[str, float]:
-        """Adam's step, and in fp16 the loss scale and what decides when it changes."""
+        """Adam's step, and in fp16 the loss scale with the counters that decide when it changes."""
         found = {"step": step_of(self._inner())}
         scaler: Any = getattr(self._optimizers[0], "grad_scaler", None)
         if hasattr(scaler, "growth_interval"):
@@ -95,7 +94,7 @@ class MegatronStates:
         return found
 
     def set_scalars(self, values: dict[str, float]) -> None:
-        """The same taken over; where the checkpoint's precision had no loss scale, it begins anew."""
+        """Set them; the loss scale starts afresh where the checkpoint's precision had none."""
         set_step(self._inner(), values["step"])
         for optimizer in self._optimizers:
             scaler: Any = getattr(optimizer, "grad_scaler", None)
@@ -105,15 +104,15 @@ class MegatronStates:
                 scaler._hysteresis_tracker = int(values["hysteresis"])
 
     def _start(self) -> None:
-        """Moments exist: a step that fp16 skipped, or no step at all, leaves none."""
+        """Create the moments, which do not exist before the first step that fp16 did not skip."""
         for inner in self._inner():
-            begin(inner, (parameter for group in inner.param_groups for parameter in group["params"]))
+            init_moments(inner, (parameter for group in inner.param_groups for parameter in group["params"]))
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         return (optimizer.optimizer for optimizer in self._optimizers)
 
-    def _home(self, number: int) -> Home | None:
-        """None where other replicas update all of the parameter."""
+    def _shard(self, number: int) -> OptimizerShard | None:
+        """The parameter's shard on this rank; None where other replicas update all of it."""
         parameter = self._parameters[number]
         for optimizer in self._optimizers:
             if hasattr(optimizer, "model_param_group_index_map"):  # the distributed optimizer
@@ -122,8 +121,8 @@ class MegatronStates:
                     continue
                 main = optimizer.optimizer.param_groups[place[0]]["params"][place[1]]
                 part = optimizer._get_model_param_range_map(parameter)["param"]
-                return Home(optimizer=optimizer.optimizer, main=main, first=part.start, end=part.end)
+                return OptimizerShard(optimizer=optimizer.optimizer, main=main, first=part.start, end=part.end)
             main = getattr(parameter, "main_param", parameter)
             if any(main is other for group in optimizer.optimizer.param_groups for other in group["params"]):
-                return Home(optimizer=optimizer.optimizer, main=main, first=0, end=parameter.numel())
+                return OptimizerShard(optimizer=optimizer.optimizer, main=main, first=0, end=parameter.numel())
         return None

@@ -1,1 +1,1 @@
-"""What this machine or cluster can do, measured: matmul, memory, collectives."""
+"""Measured rates of this machine or cluster: matmul, memory, collectives."""

@@ -12,7 +12,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
-from trilane.engine.errors import say
+from trilane.engine.errors import print_refusal
 from trilane.utils.validation import require, to_mapping
 
 LOCAL = "local"
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         require(args.out.endswith(".json") or not args.out, "out", args.out, "must end in .json")
         (_alone if size == 1 else _together)(args.out, args.name)
     except ValueError as error:
-        say(error, "trilane: ")
+        print_refusal(error, "trilane: ")
         return 2
     return 0
 
@@ -53,11 +53,11 @@ def _alone(out: str, name: str) -> None:
 
     cards = torch.cuda.device_count()
     if cards == 0:
-        from trilane.engine.bench import single_process as alone
+        from trilane.engine.bench import single_process
         from trilane.engine.distributed.world import own_device
 
-        own_device("fp32")  # refuses where there is a card that torch cannot use
-        return _write(path, alone.measure(name or LOCAL))
+        own_device("fp32")  # raises where there is a GPU that torch cannot use
+        return _write(path, single_process.measure(name or LOCAL))
     if "RANK" in os.environ:  # torchrun's only rank
         return _together(out, name)
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards}"]
@@ -68,23 +68,22 @@ def _alone(out: str, name: str) -> None:
 def _together(out: str, name: str) -> None:
     import torch
 
-    from trilane.engine.distributed import world as places
+    from trilane.engine.distributed import world as worlds
 
-    places.from_slurm(os.environ)
-    from trilane.engine.bench import multi_rank as together
-    from trilane.engine.distributed import gather as agree
+    worlds.from_slurm(os.environ)
+    from trilane.engine.bench import multi_rank
 
-    context = together.context_bytes()
-    world = places.enter("fp32")
+    context = multi_rank.context_bytes()
+    world = worlds.start_process_group("fp32")
 
-    def asked() -> tuple[Path, str]:
-        chosen = name or together.plain_name(platform.node())
+    def target() -> tuple[Path, str]:
+        chosen = name or multi_rank.plain_name(platform.node())
         return destination(out, chosen), chosen
 
     try:
-        path, chosen = agree.told(world, asked)
-        cluster = together.measure(world, context, chosen)
-    except ValueError:  # on all ranks; after any other error the peers may be gone, and saying goodbye could take long
+        path, chosen = worlds.call_on_first(world, target)
+        cluster = multi_rank.measure(world, context, chosen)
+    except ValueError:  # on all ranks; after any other error the peers may be gone, and this could wait for them
         torch.distributed.destroy_process_group()
         raise
     if world.is_first:

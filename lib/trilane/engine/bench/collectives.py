@@ -1,4 +1,4 @@
-"""What moves between processes: all_reduce inside a host and among all, and messages between two."""
+"""Communication rates: all_reduce within a host and among all, and messages between two processes."""
 
 import statistics
 from collections.abc import Callable
@@ -15,9 +15,9 @@ LARGE_CALLS, SMALL_CALLS = 40, 200
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How fast `ranks` processes exchange: a large and a small all_reduce, and a message from one to another.
+    """Rates among `ranks` processes: a large and a small all_reduce, and a message between two.
 
-    `bytes_per_s` is what each sends in a ring; `hop_s` one of its 2 (n - 1) steps, when there is nothing to carry.
+    `bytes_per_s` is what each sends in a ring; `hop_s` the latency of one of its 2 (n - 1) steps.
     """
 
     ranks: int
@@ -33,18 +33,18 @@ def large_bytes(device: torch.device) -> int:
 
 
 def links(world: World, hosts: list[str]) -> tuple[Link | None, Link | None]:
-    """(inside the hosts, among all); None where no two ranks are on one host, or none on another.
+    """(within the hosts, among all); None where a host has one rank, or where there is one host. Collective.
 
-    `hosts` names the host of every rank, each with as many ranks; all ranks call this together. Inside, all hosts work
-    at once, and two ranks of the first host exchange messages; among all, the first ranks of the first two hosts do.
+    `hosts` names the host of every rank; each has the same number of ranks. Within, all hosts work at once, and two
+    ranks of the first host exchange messages; among all, the first ranks of the first two hosts do.
     """
     groups = {host: [rank for rank, h in enumerate(hosts) if h == host] for host in hosts}
     first = next(iter(groups.values()))
-    # Every rank must take part in making every group.
-    made = {host: dist.new_group(ranks) for host, ranks in groups.items()}
+    # new_group is collective over all ranks.
+    by_host = {host: dist.new_group(ranks) for host, ranks in groups.items()}
     inside = among = None
     if len(first) > 1:
-        inside = _link(world, made[hosts[world.rank]], len(first), (first[0], first[1]))
+        inside = _link(world, by_host[hosts[world.rank]], len(first), (first[0], first[1]))
     if len(groups) > 1:
         _, second, *_ = groups.values()
         among = _link(world, dist.group.WORLD, len(hosts), (first[0], second[0]))
@@ -53,24 +53,24 @@ def links(world: World, hosts: list[str]) -> tuple[Link | None, Link | None]:
 
 def _link(world: World, group: dist.ProcessGroup | None, n: int, pair: tuple[int, int]) -> Link:
     large = large_bytes(world.device)
-    moved = reduce_s(world, group, large, LARGE_CALLS)
-    still = reduce_s(world, group, 4, SMALL_CALLS)
-    carried = message_s(world, pair, large, LARGE_CALLS)
-    touched = message_s(world, pair, 4, SMALL_CALLS)
+    large_s = reduce_s(world, group, large, LARGE_CALLS)
+    small_s = reduce_s(world, group, 4, SMALL_CALLS)
+    message_large_s = message_s(world, pair, large, LARGE_CALLS)
+    message_small_s = message_s(world, pair, 4, SMALL_CALLS)
     return Link(
         ranks=n,
-        bytes_per_s=ring_bytes_per_s(large, n, moved),
-        hop_s=still / (2 * (n - 1)),
-        pair_bytes_per_s=large / carried,
-        pair_s=touched,
+        bytes_per_s=ring_bytes_per_s(large, n, large_s),
+        hop_s=small_s / (2 * (n - 1)),
+        pair_bytes_per_s=large / message_large_s,
+        pair_s=message_small_s,
     )
 
 
 def ring_bytes_per_s(bytes_: int, n: int, seconds: float) -> float:
     """What each of `n` ranks sends per second while a ring all_reduce of `bytes_` takes `seconds`.
 
-    2 (n - 1) / n bytes / seconds, as nccl-tests reports its bus bandwidth; over several hosts this is also what a whole
-    host sends, because the rings enter and leave it once. Left out: trees, which NCCL takes for small messages.
+    2 (n - 1) / n bytes / seconds, as nccl-tests defines bus bandwidth; over several hosts this is also what a whole
+    host sends, because each ring enters and leaves it once. Left out: trees, which NCCL uses for small messages.
     """
     return 2 * (n - 1) / n * bytes_ / seconds
 
@@ -82,7 +82,7 @@ def reduce_s(world: World, group: dist.ProcessGroup | None, bytes_: int, calls: 
 
 
 def message_s(world: World, pair: tuple[int, int], bytes_: int, calls: int) -> float:
-    """Median seconds that `bytes_` take from one rank of the pair to the other, told to all ranks."""
+    """Median seconds of a message of `bytes_` from one rank of the pair to the other, on all ranks."""
     tensor, (here, there) = torch.zeros(bytes_ // 4, device=world.device), pair
 
     def there_and_back() -> None:
@@ -94,13 +94,13 @@ def message_s(world: World, pair: tuple[int, int], bytes_: int, calls: int) -> f
             dist.send(tensor, here)
 
     seconds = median_s(there_and_back, world.device, calls) / 2 if world.rank in pair else 0.0
-    told = torch.tensor([seconds], dtype=torch.float64, device=world.device)
-    dist.broadcast(told, here)
-    return float(told.item())
+    result = torch.tensor([seconds], dtype=torch.float64, device=world.device)
+    dist.broadcast(result, here)
+    return float(result.item())
 
 
 def median_s(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Median seconds of `calls` calls, after as many that do not count: gloo takes its time before it runs smoothly."""
+    """Median seconds of `calls` calls, after as many to warm up: gloo's first calls are slow."""
     for _ in range(calls):
         once_s(work, device)
     return statistics.median(once_s(work, device) for _ in range(calls))

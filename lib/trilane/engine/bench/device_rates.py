@@ -1,4 +1,4 @@
-"""Rates of one device, a GPU or one core: matmul, memory, the way to the host, and what a call costs."""
+"""Rates of one device, a GPU or one core: matmul, memory, host to device, and the overhead of a call."""
 
 import os
 import time
@@ -8,30 +8,22 @@ from pathlib import Path
 import torch
 
 CPU = torch.device("cpu")
-
-
 Size = tuple[int, int, int]  # (rows, inner, columns)
 
 
 # A small GPT's MLP and a larger one's.
 CPU_SIZES: tuple[Size, ...] = ((1024, 256, 1024), (2048, 1024, 4096))
-
-
-# Tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 in a GPT 8192 wide, two in one of 12288.
+# Tokens x hidden size x a quarter of the MLP (tp 4): four sequences of 2048 at hidden size 8192, two at 12288.
 CUDA_SIZES: tuple[Size, ...] = ((8192, 8192, 8192), (4096, 12288, 12288))
-
-
 COPY_BYTES = 2**28  # far beyond the caches
 
 
 CALLS = 1000  # small enough for a GPU's queue of launches not to fill up
-
-
 BUDGET_S = 0.4  # for each measurement
 
 
 def of_core() -> dict[str, float]:
-    """What one thread does, by the field of Cluster that takes it; a core has no way to the host but its memory."""
+    """Rates of one thread by the field of Cluster that holds them; a core's PCIe rate is that of its memory."""
     torch.set_num_threads(1)
     copied = copy_bytes_per_s(CPU)
     return {
@@ -45,7 +37,7 @@ def of_core() -> dict[str, float]:
 
 
 def of_gpu(device: torch.device) -> dict[str, float]:
-    """What one GPU does, by the field of Cluster that takes it; 0 for bf16 below compute capability 8.0."""
+    """Rates of one GPU by the field of Cluster that holds them; 0 for bf16 below compute capability 8.0."""
     has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)  # is_bf16_supported() is True on a V100 too
     return {
         "gpu.memory_bytes_per_s": copy_bytes_per_s(device),
@@ -58,12 +50,12 @@ def of_gpu(device: torch.device) -> dict[str, float]:
 
 
 def fastest_flops_per_s(sizes: tuple[Size, ...], device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of the best of these matmuls."""
+    """FLOPs per second of the fastest of these matmuls."""
     return max(matmul_flops_per_s(*size, device, dtype) for size in sizes)
 
 
 def matmul_flops_per_s(m: int, k: int, n: int, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs per second of (m, k) x (k, n). fp32 is fp32: torch leaves TF32 off unless told."""
+    """FLOPs per second of (m, k) x (k, n). fp32 without TF32, torch's default."""
     a, b = (torch.rand(size, device=device, dtype=dtype) for size in ((m, k), (k, n)))
     out = torch.empty(m, n, device=device, dtype=dtype)
     return 2 * m * k * n / best_s(lambda: torch.mm(a, b, out=out), device)
@@ -83,7 +75,7 @@ def host_to_device_bytes_per_s(device: torch.device) -> float:
 
 
 def call_s(device: torch.device) -> float:
-    """Seconds of one torch call that has next to nothing to compute, in a row of CALLS."""
+    """Seconds of one torch call with negligible work, over CALLS in sequence."""
     a = torch.ones(16, device=device)
 
     def many() -> None:
@@ -92,11 +84,11 @@ def call_s(device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return best_s(many, CPU) / CALLS  # the host's clock: it is the host that launches
+    return best_s(many, CPU) / CALLS  # by the host's clock: the host launches
 
 
 def best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of the calls that fit in BUDGET_S: what disturbs a machine only makes it slower."""
+    """Seconds of the fastest call within BUDGET_S: disturbances only make a call slower."""
     once_s(work, device)
     end, best = time.perf_counter() + BUDGET_S, float("inf")
     while time.perf_counter() < end:
@@ -105,7 +97,7 @@ def best_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def once_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, by the device's own clock."""
+    """Seconds of one call, by the device's clock."""
     if device.type != "cuda":
         begin = time.perf_counter()
         work()
@@ -119,7 +111,7 @@ def once_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def available_memory_bytes() -> float:
-    """Host memory that is free or can be freed."""
+    """Bytes of host memory that are free or can be freed."""
     facts = Path("/proc/meminfo")
     if facts.exists():
         lines = dict(line.split(":", 1) for line in facts.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What was found on a machine, as a Cluster that says of every number where it comes from."""
+"""A machine measurement as a Cluster, with the source of every number."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -10,12 +10,10 @@ from trilane.costmodel.constants import PRIOR
 from trilane.engine.bench import device_rates
 from trilane.engine.bench.collectives import Link, large_bytes
 
-# Numbers by the field of Cluster that takes them.
-Found = dict[str, float]
-
-
-# A Cluster holds peaks, of which a calibration expects these shares; what a GPU was seen to reach is such a share.
-SHARES: Found = {
+# Values by the field of Cluster that holds them.
+Rates = dict[str, float]
+# A Cluster holds peaks; a calibration expects these shares of them, and a measured rate is such a share.
+SHARES: Rates = {
     "fp32_flops_per_s": float(PRIOR.matmul),
     "fp16_flops_per_s": float(PRIOR.matmul),
     "bf16_flops_per_s": float(PRIOR.matmul),
@@ -25,7 +23,7 @@ SHARES: Found = {
 
 @dataclass(frozen=True, kw_only=True)
 class MachineMeasurement:
-    """Medians over all ranks: `nodes` hosts like `host`, each with `per_node` ranks on devices like this rank's.
+    """Medians over all ranks of `nodes` hosts like `host`, each with `per_node` ranks on devices like this rank's.
 
     `inside` is None where a host has one rank, `among` where there is one host.
     """
@@ -35,44 +33,44 @@ class MachineMeasurement:
     nodes: int
     per_node: int
     cores: int
-    numbers: Found
+    numbers: Rates
     inside: Link | None
     among: Link | None
 
 
-def as_cluster(found: MachineMeasurement, name: str) -> Cluster:
-    """The cluster of these findings; what one rank, or one rank a host, cannot measure is taken from the next best."""
-    numbers, link = found.numbers, found.inside or found.among
-    network = found.among or found.inside
+def as_cluster(measured: MachineMeasurement, name: str) -> Cluster:
+    """The measurement as a Cluster; what one rank, or one rank a host, cannot measure gets the nearest substitute."""
+    numbers, link = measured.numbers, measured.inside or measured.among
+    network = measured.among or measured.inside
     pcie = numbers["pcie_bytes_per_s"]
     return Cluster(
         name=name,
-        gpu=_gpu(found),
-        gpus_per_node=found.per_node,
-        max_nodes=found.nodes,
+        gpu=_gpu(measured),
+        gpus_per_node=measured.per_node,
+        max_nodes=measured.nodes,
         node_bytes_per_s=link.bytes_per_s if link else pcie,
         network_bytes_per_s=network.bytes_per_s if network else pcie,
         pcie_bytes_per_s=pcie,
         latency_s=link.hop_s if link else numbers["launch_overhead_s"],
-        cores_per_node=found.cores,
+        cores_per_node=measured.cores,
         host_memory_bytes=numbers["host_memory_bytes"],
         launch_overhead_s=numbers["launch_overhead_s"],
-        sources=_sources(found),
+        sources=_sources(measured),
     )
 
 
-def _gpu(found: MachineMeasurement) -> Gpu:
-    numbers = {field.removeprefix("gpu."): n for field, n in found.numbers.items() if field.startswith("gpu.")}
-    if found.device.type != "cuda":
-        return Gpu(name=f"core of {found.host}", kind="cpu", **numbers)  # type: ignore[arg-type]
+def _gpu(measured: MachineMeasurement) -> Gpu:
+    numbers = {field.removeprefix("gpu."): n for field, n in measured.numbers.items() if field.startswith("gpu.")}
+    if measured.device.type != "cuda":
+        return Gpu(name=f"core of {measured.host}", kind="cpu", **numbers)  # type: ignore[arg-type]
     numbers = {field: n / SHARES.get(field, 1.0) for field, n in numbers.items()}
-    card = torch.cuda.get_device_properties(found.device)
+    card = torch.cuda.get_device_properties(measured.device)
     capability = (card.major, card.minor)
     sms = card.multi_processor_count
     return Gpu(name=card.name, kind="cuda", compute_capability=capability, num_sms=sms, **numbers)
 
 
-# What a core has not, and so nobody measures.
+# Fields that a core does not have.
 CORE_LACKS = {
     "gpu.fp16_flops_per_s": "a core has no such units",
     "gpu.bf16_flops_per_s": "a core has no such units",
@@ -80,19 +78,19 @@ CORE_LACKS = {
 }
 
 
-def _sources(found: MachineMeasurement) -> dict[str, str]:
-    how, lacks = (_how_on_cuda(), {}) if found.device.type == "cuda" else (_how_on_cpu(), CORE_LACKS)
-    said = f"measured on {found.host} at {date.today().isoformat()}"
-    ranks = found.nodes * found.per_node
-    many = f", median of {ranks} ranks at work together" if ranks > 1 else ""
-    seen = {
-        "gpus_per_node": f"{said}: ranks per host",
-        "max_nodes": f"{said}: hosts seen; the whole cluster may have more",
-        "cores_per_node": f"{said}: cores that the ranks of a host may use",
-        "host_memory_bytes": f"{said}: memory free on the host{many}",
+def _sources(measured: MachineMeasurement) -> dict[str, str]:
+    how, lacks = (_how_on_cuda(), {}) if measured.device.type == "cuda" else (_how_on_cpu(), CORE_LACKS)
+    origin = f"measured on {measured.host} at {date.today().isoformat()}"
+    ranks = measured.nodes * measured.per_node
+    many = f", median of {ranks} ranks measuring at once" if ranks > 1 else ""
+    counted = {
+        "gpus_per_node": f"{origin}: ranks per host",
+        "max_nodes": f"{origin}: hosts seen; the whole cluster may have more",
+        "cores_per_node": f"{origin}: cores that the ranks of a host may use",
+        "host_memory_bytes": f"{origin}: memory free on the host{many}",
     }
-    measured = {field: f"{said}: {what}{many}" for field, what in how.items()}
-    return {**measured, **lacks, **_link_sources(found, said), **seen}
+    rates = {field: f"{origin}: {what}{many}" for field, what in how.items()}
+    return {**rates, **lacks, **_link_sources(measured, origin), **counted}
 
 
 def _how_on_cuda() -> dict[str, str]:
@@ -100,7 +98,7 @@ def _how_on_cuda() -> dict[str, str]:
     copied = f"{device_rates.COPY_BYTES >> 20} MiB"
     matmul = f"the fastest torch matmul of {sizes}, which reaches {PRIOR.matmul} of the peak"
     return {
-        "gpu.memory_bytes": "the card's total, as its driver says",
+        "gpu.memory_bytes": "the card's total, as its driver reports it",
         "gpu.context_bytes": "memory that is not free before the first tensor",
         "gpu.memory_bytes_per_s": f"copy of {copied} on the card, bytes read and written; {PRIOR.memory} of the peak",
         "gpu.fp32_flops_per_s": f"{matmul}, without TF32",
@@ -122,27 +120,29 @@ def _how_on_cpu() -> dict[str, str]:
     }
 
 
-def _link_sources(found: MachineMeasurement, said: str) -> dict[str, str]:
+def _link_sources(measured: MachineMeasurement, origin: str) -> dict[str, str]:
     """Where node_bytes_per_s, network_bytes_per_s and latency_s come from."""
-    backend = "nccl" if found.device.type == "cuda" else "gloo"
-    large = f"{large_bytes(found.device) >> 20} MiB"
+    backend = "nccl" if measured.device.type == "cuda" else "gloo"
+    large = f"{large_bytes(measured.device) >> 20} MiB"
 
-    def moved(link: Link) -> str:
-        alone = f"a message between two of them {link.pair_bytes_per_s / 1e9:.3g} GB/s"
-        return f"{said}: {backend} all_reduce of {large} by {link.ranks} ranks, 2 (n - 1) / n bytes / seconds; {alone}"
+    def bandwidth_source(link: Link) -> str:
+        pair = f"a message between two of them {link.pair_bytes_per_s / 1e9:.3g} GB/s"
+        return f"{origin}: {backend} all_reduce of {large} by {link.ranks} ranks, 2 (n - 1) / n bytes / seconds; {pair}"
 
-    def still(link: Link) -> str:
-        alone = f"a message between two of them {link.pair_s * 1e6:.3g} us"
-        return f"{said}: {backend} all_reduce of 4 bytes by {link.ranks} ranks / (2 (n - 1)); {alone}"
+    def latency_source(link: Link) -> str:
+        pair = f"a message between two of them {link.pair_s * 1e6:.3g} us"
+        return f"{origin}: {backend} all_reduce of 4 bytes by {link.ranks} ranks / (2 (n - 1)); {pair}"
 
-    link = found.inside or found.among
+    link = measured.inside or measured.among
     if link is None:
-        one = "one rank has nobody to talk to: as"
+        one = "a single rank: as"
         ways = dict.fromkeys(("node_bytes_per_s", "network_bytes_per_s"), f"{one} pcie_bytes_per_s")
         return {**ways, "latency_s": f"{one} launch_overhead_s"}
-    outside = f"; among all {found.among.hop_s * 1e6:.3g} us" if found.inside and found.among else ""
+    outside = f"; among all {measured.among.hop_s * 1e6:.3g} us" if measured.inside and measured.among else ""
     return {
-        "node_bytes_per_s": moved(found.inside) if found.inside else "one rank a host: as network_bytes_per_s",
-        "network_bytes_per_s": moved(found.among) if found.among else "one host: as node_bytes_per_s",
-        "latency_s": still(link) + outside,
+        "node_bytes_per_s": bandwidth_source(measured.inside)
+        if measured.inside
+        else "one rank a host: as network_bytes_per_s",
+        "network_bytes_per_s": bandwidth_source(measured.among) if measured.among else "one host: as node_bytes_per_s",
+        "latency_s": latency_source(link) + outside,
     }

@@ -1,6 +1,6 @@
-"""Fingerprints of this rank's state: marks of all tensors it holds, and all else that a restart must restore.
+"""Fingerprints of this rank's state: marks of its tensors, and all else that a restart must restore.
 
-Marks of tensors where they are, as fingerprint.mark makes them of numpy's.
+Marks are computed on the tensors' device and equal those of workspace.fingerprints.mark.
 """
 
 import contextlib
@@ -15,10 +15,9 @@ import torch
 from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
-from trilane.engine.checkpoint.identity import layout
-from trilane.engine.data.loader import Feed
-from trilane.engine.distributed.gather import told
-from trilane.engine.distributed.world import World
+from trilane.engine.checkpoint.load import layout
+from trilane.engine.data.loader import SampleLoader
+from trilane.engine.distributed.world import World, call_on_first
 from trilane.engine.interface import Engine
 from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.model import rng
@@ -30,14 +29,14 @@ from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Ma
 
 
 class Marks:
-    """Marks of the pieces of `states`, made while somebody reads them piece by piece."""
+    """Marks of the pieces of `states`, collected while they are read piece by piece."""
 
     def __init__(self, states: States) -> None:
         self._states, self.seconds = states, 0.0
         self._found: list[dict[str, Mark]] = [{} for _ in states.pieces]
 
     def add(self, number: int, kind: str, value: torch.Tensor) -> None:
-        """Piece `number` of that kind, and with its weight the copy that the model computes with."""
+        """Mark piece `number` of `kind`; with the weight also the copy that the model computes with."""
         begin, box = time.perf_counter(), self._states.pieces[number].box
         self._found[number][kind] = mark(value, box)
         copy = self._states.copy(number) if kind == "weight" else None
@@ -46,37 +45,37 @@ class Marks:
         self.seconds += time.perf_counter() - begin
 
     def read(self) -> "Marks":
-        """All pieces, all ranks together."""
+        """Read and mark all pieces; collective."""
         for number in range(len(self._states.pieces)):
             for kind in KINDS:
                 self.add(number, kind, self._states.read(number, kind))
         return self
 
     def parts(self) -> list[Part]:
-        """What was found of each piece."""
+        """The marks of each piece."""
         named = zip(self._states.pieces, self._found, self._states.decays(), strict=True)
         return [Part(name=p.name, shape=p.shape, box=p.box, decay=d, marks=found) for p, found, d in named]
 
 
-def outlook(plan: Plan, feed: Feed, done: int) -> dict[str, Any]:
-    """What comes next: the learning rate of the next iteration, and a hash of this replica's samples in it.
+def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
+    """The learning rate of the next iteration, and a hash of this replica's samples in it; None after the last.
 
-    The hash is a sum over samples, mod 2^64: the replicas' add up to that of the batch, whoever takes what of it.
+    The hash is a sum over samples mod 2^64: the replicas' hashes add up to the batch's, however it is divided.
     """
     batch = next(plan.batches(done), None)
     if batch is None:
         return {"next_lr": None, "samples": None}
     samples = 0
-    for microbatch in feed.microbatches(batch):
+    for microbatch in loader.microbatches(batch):
         for row in microbatch.tokens.cpu().numpy():
             samples += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little")
     return {"next_lr": learning_rate(plan.optimizer, batch.end, plan.samples), "samples": f"{samples % WORD:016x}"}
 
 
 def fingerprint(
-    plan: Plan, world: World, engine: Engine, marks: Marks, iteration: int, ahead: Mapping[str, Any]
+    plan: Plan, world: World, engine: Engine, marks: Marks, iteration: int, upcoming: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The rank's fingerprint as JSON: its place, what it was trained with, and all that must come back."""
+    """The rank's fingerprint as JSON: its coordinates, what it was trained with, and all state to restore."""
     replica, _ = engine.replica
     return {
         "rank": world.rank,
@@ -91,7 +90,7 @@ def fingerprint(
         "shape": to_mapping(plan.shape),
         "optimizer": to_mapping(plan.optimizer),
         "scalars": engine.states.scalars(),
-        **ahead,
+        **upcoming,
         "generators": hashed(rng.states()),
         "parts": [part.to_json() for part in marks.parts()],
         "seconds": round(marks.seconds, 6),
@@ -105,21 +104,21 @@ def hashed(states: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_loaded(
-    folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, ahead: Mapping[str, Any]
+    folder: Path, plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]
 ) -> None:
-    """Fingerprints of what stands in memory after a load, all ranks together, below the run folder.
+    """Write fingerprints of the state in memory after a load below the run folder; collective.
 
-    A disk that takes no more keeps nobody from training.
+    A full disk does not prevent training.
     """
-    text = json.dumps(fingerprint(plan, world, engine, Marks(engine.states).read(), iteration, ahead))
-    place = told(world, lambda: _fresh(folder, iteration))
+    text = json.dumps(fingerprint(plan, world, engine, Marks(engine.states).read(), iteration, upcoming))
+    path = call_on_first(world, lambda: _fresh(folder, iteration))
     with contextlib.suppress(OSError):
-        if place:
-            write_durably(Path(place) / file_of(world.rank), text)
+        if path:
+            write_durably(Path(path) / file_of(world.rank), text)
 
 
 def _fresh(folder: Path, iteration: int) -> str:
-    """A new folder for the fingerprints of that load; "" where none can be made."""
+    """A new folder for the fingerprints of a load; "" where it cannot be made."""
     name, number = name_of(iteration).replace("iter", "load"), 2
     path = folder / FOLDER / name
     while path.exists():
@@ -135,13 +134,13 @@ BLOCK = 1 << 24  # values at a time on a GPU: its temporaries are 16 bytes each
 
 
 def mark(part: torch.Tensor, box: Box) -> Mark:
-    """The Mark of `part`, which is the part `box` of its tensor; of a GPU's tensor a few numbers leave the device."""
-    plain = part.detach().to(torch.float32)
-    return mark_there(plain, box) if plain.is_cuda else fingerprints.mark(plain.numpy(), box)
+    """The Mark of `part`, the part `box` of its tensor; from a GPU only a few numbers are copied."""
+    values = part.detach().to(torch.float32)
+    return mark_on_device(values, box) if values.is_cuda else fingerprints.mark(values.numpy(), box)
 
 
-def mark_there(part: torch.Tensor, box: Box) -> Mark:
-    """The same by torch, on the device of `part`, fp32."""
+def mark_on_device(part: torch.Tensor, box: Box) -> Mark:
+    """The same in torch, on the device of `part`, fp32."""
     (first, end), (left, right) = sides(box)
     x = part.reshape(end - first, right - left).contiguous()
     u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))

@@ -1,8 +1,8 @@
-"""One GPT-2, two sets of names: our canonical tensors (megatron-core's) and those of transformers' GPT2LMHeadModel.
+"""GPT-2's tensors under two naming schemes: canonical (megatron-core's) and transformers' GPT2LMHeadModel.
 
 Canonical: a matrix is (out, in); the rows of `linear_qkv` go by head: (head, query | key | value, channel). GPT-2's
-Conv1D keeps (in, out), and c_attn's columns go by kind: (query | key | value, head, channel). A permutation either way,
-so it serves an optimizer's moments as well as weights. Pure: tensors in, tensors out, no files.
+Conv1D stores (in, out), and c_attn's columns go by kind: (query | key | value, head, channel). The conversion is a
+permutation, valid for an optimizer's moments as well as for weights.
 """
 
 import re
@@ -12,7 +12,7 @@ import torch
 
 from trilane.utils.validation import require
 
-# canonical part -> GPT-2's, both with the layer's prefix before them
+# canonical part -> GPT-2's, both after the layer's prefix
 PARTS = {
     "input_layernorm": "ln_1",
     "self_attention.linear_qkv": "attn.c_attn",
@@ -33,8 +33,6 @@ ENDS = {
 
 
 HEAD = "lm_head.weight"
-
-
 LAYER, GPT2_LAYER = "decoder.layers", "transformer.h"
 
 
@@ -43,7 +41,7 @@ MASK = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias")
 
 
 def gpt2_name(name: str) -> str:
-    """GPT-2's name of the canonical parameter `name`; ValueError for one that GPT-2 has not."""
+    """GPT-2's name of the canonical parameter `name`; ValueError where GPT-2 has none."""
     return _renamed(name, ENDS, PARTS, LAYER, GPT2_LAYER)
 
 
@@ -54,30 +52,23 @@ def canonical_name(name: str) -> str:
 
 
 def gpt2_tensor(name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """The canonical parameter `name` laid out as GPT-2 has it; shares memory where nothing moves."""
+    """The canonical parameter `name` in GPT-2's layout; shares memory where nothing moves."""
     if "linear_qkv." in name:
         tensor = _swapped(tensor, heads, 3)
     return tensor.t().contiguous() if _is_conv(name) else tensor
 
 
 def canonical_tensor(name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """What gpt2_tensor() of the same canonical `name` was made of."""
+    """The inverse of gpt2_tensor() for the canonical `name`."""
     if _is_conv(name):
         tensor = tensor.t().contiguous()
     return _swapped(tensor, 3, heads) if "linear_qkv." in name else tensor
 
 
-def gpt2_state(canonical: Mapping[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
-    """The state dict of GPT2LMHeadModel; a tied head is named twice, as transformers does."""
-    state = {gpt2_name(name): gpt2_tensor(name, tensor, heads) for name, tensor in canonical.items()}
-    state.setdefault(HEAD, state["transformer.wte.weight"])
-    return state
-
-
 def canonical_state(gpt2: Mapping[str, torch.Tensor], heads: int, tied: bool) -> dict[str, torch.Tensor]:
-    """The canonical tensors of a state dict of GPT2LMHeadModel; a `tied` head is left to the word embedding.
+    """The canonical tensors of a state dict of GPT2LMHeadModel; a `tied` head is dropped.
 
-    ValueError for a name that is not GPT-2's, and for a tied head that is another matrix than the word embedding.
+    ValueError for a name that is not GPT-2's, and for a tied head that differs from the word embedding.
     """
     state = {}
     for name, tensor in _parameters(gpt2):
@@ -91,7 +82,7 @@ def canonical_state(gpt2: Mapping[str, torch.Tensor], heads: int, tied: bool) ->
 
 
 def _parameters(gpt2: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Every parameter by its full name: files of GPT2Model lack the `transformer.` in front."""
+    """Every parameter by its full name: files of GPT2Model lack the prefix `transformer.`."""
     bare = not any(name.startswith("transformer.") for name in gpt2)
     named = ((f"transformer.{name}" if bare and name != HEAD else name, tensor) for name, tensor in gpt2.items())
     return [(name, tensor) for name, tensor in named if not MASK.fullmatch(name)]

@@ -22,8 +22,6 @@ from trilane.utils.validation import from_mapping, read_json, require, to_mappin
 from trilane.workspace import checkpoints
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-
-
 # GPT2Config's words for the sizes of a shape.
 SIZES = {
     "num_layers": "n_layer",

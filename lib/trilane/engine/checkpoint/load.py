@@ -1,4 +1,4 @@
-"""Loading: the newest checkpoint that is whole, on any topology, into any engine."""
+"""Loading: the newest intact checkpoint that the plan may continue from, on any topology, into any engine."""
 
 import json
 import sys
@@ -8,42 +8,76 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan
-from trilane.engine.checkpoint.identity import layout, require_same
 from trilane.engine.checkpoint.slices import assemble
-from trilane.engine.distributed.gather import gathered, told
-from trilane.engine.distributed.world import World
+from trilane.engine.distributed.world import World, call_on_first, gather_values
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.engine.model.rng import seed_streams
-from trilane.utils.validation import require
+from trilane.utils.validation import require, to_mapping
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import FOLDER, KINDS
 
 
+def identity(plan: Plan) -> dict[str, Any]:
+    """What must not change between a checkpoint and the run that loads it: the model and the order of samples."""
+    data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
+    return {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data, "samples of the run": plan.samples}
+
+
+def layout(plan: Plan) -> list[Any]:
+    """What must be the same for each rank to restore its own random number generators."""
+    t = plan.topology
+    return [plan.engine, t.tp, t.pp, t.dp, t.interleaving]
+
+
+def require_same(where: str, held: dict[str, Any], plan: Plan, iteration: int, consumed: int) -> None:
+    """ValueError that names the first thing in which the plan differs from the checkpoint `where`.
+
+    A checkpoint without training, such as an imported one, has no data to compare.
+    """
+    common = {name: value for name, value in identity(plan).items() if name in held}
+    for name, value, wanted in _differences("", held, common):
+        raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
+    expected = plan.run.ramp.consumed(iteration, plan.topology.gbs)
+    rule = (
+        f"the checkpoint {where} has seen {consumed} samples in {iteration} iterations, this plan would have {expected}"
+    )
+    require(expected == consumed, "gbs", plan.topology.gbs, rule)
+    rule = f"the checkpoint {where} has {iteration} iterations already"
+    require(iteration <= plan.run.train_iters, "train_iters", plan.run.train_iters, rule)
+
+
+def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        names = [*wanted, *(n for n in held if n not in wanted)]
+        return [d for n in names for d in _differences(f"{name}.{n}".lstrip("."), held.get(n), wanted.get(n))]
+    return [] if held == wanted else [(name, held, wanted)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose files were all found as they were written."""
+    """A checkpoint whose files are all intact."""
 
     path: Path
     manifest: Mapping[str, Any]
 
     @property
     def iteration(self) -> int:
-        """The iterations behind it."""
+        """Iterations completed."""
         return self.manifest["iteration"]
 
 
 def find(folder: Path, plan: Plan, world: World) -> Checkpoint | None:
-    """The checkpoint that the run in `folder` starts from; None where it starts from the beginning.
+    """The checkpoint that the run in `folder` starts from; None where it starts from the initial state.
 
-    The run's own newest one; where it has none, the newest of `run.load`. Every file of it is checked; a damaged
-    checkpoint is said in one line, and the one before it is tried. ValueError, on all ranks, where none is whole, or
-    where it was trained with another model or other data.
+    The run's own newest; where it has none, the newest of `run.load`. Every file is checked; a damaged checkpoint is
+    reported in one line and the one before it tried. ValueError, on all ranks, where none is intact, or where it was
+    trained with another model or other data.
     """
     faults: list[str] = []
-    for path in told(world, lambda: _candidates(folder, plan)):
+    for path in call_on_first(world, lambda: _candidates(folder, plan)):
         try:
-            manifest = told(world, lambda path=path: checkpoints.read_manifest(path))  # type: ignore[misc]
+            manifest = call_on_first(world, lambda path=path: checkpoints.read_manifest(path))  # type: ignore[misc]
             problem = _problem(path, manifest, world)
         except ValueError as error:
             problem = str(error)
@@ -53,12 +87,12 @@ def find(folder: Path, plan: Plan, world: World) -> Checkpoint | None:
         faults.append(f"{path.name}: {problem}")
         if world.is_first:
             print(f"trilane: checkpoint {faults[-1]}; trying the one before", file=sys.stderr, flush=True)
-    require(not faults, "checkpoints", "; ".join(faults), "none of them can be used, and none is older")
+    require(not faults, "checkpoints", "; ".join(faults), "none of them can be used, and there is no older one")
     return None
 
 
 def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> None:
-    """Put the engine into the checkpoint's state, all ranks together; each reads the parts that it holds."""
+    """Set the engine to the checkpoint's state; collective, each rank reads the parts that it holds."""
     states, manifest = engine.states, checkpoint.manifest
     for number, piece in enumerate(states.pieces):
         slices = manifest["tensors"][piece.name]["slices"]
@@ -66,12 +100,12 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
     states.set_scalars(manifest["scalars"])
     if manifest["layout"] == layout(plan):
         rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text()))
-    else:  # other ranks draw: not once more what the first iterations drew
+    else:  # another layout: new seeds, so as not to repeat the draws of the first iterations
         seed_streams(plan.run.seed + checkpoint.iteration)
 
 
 def _candidates(folder: Path, plan: Plan) -> list[Path]:
-    """The checkpoints that may be used, the newest first."""
+    """Candidate checkpoints, the newest first."""
     own = checkpoints.complete(folder / FOLDER)
     if own or not plan.run.load:
         return own[::-1]
@@ -81,7 +115,7 @@ def _candidates(folder: Path, plan: Plan) -> list[Path]:
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
-    """What is wrong with the files, each of which one rank looks at; "" where nothing is."""
+    """The first fault among the files, each checked by one rank; "" where all are intact."""
     mine = list(manifest["files"].items())[world.rank :: world.size]
     faults = [checkpoints.fault(path, name, size, checksum) for name, (size, checksum) in mine]
-    return next((fault for found in gathered(world, faults) for fault in found if fault), "")
+    return next((fault for found in gather_values(world, faults) for fault in found if fault), "")

@@ -1,7 +1,7 @@
-"""Slices of tensors in a file, in safetensors' format: written as they come, read in part, never unpickled.
+"""Slices of tensors in a file in safetensors' format: written one by one, read in part, never unpickled.
 
-8 bytes length of the header, little endian; the header, JSON: name -> dtype, shape, first and last + 1 byte behind it;
-then the numbers. Source: the format's description in huggingface/safetensors' README.
+8 bytes: length of the header, little endian; the header, JSON: name -> dtype, shape, byte range after the header; then
+the values. Source: the format's description in huggingface/safetensors' README.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ FLOAT_BYTES = 4
 
 
 class SliceFile:
-    """One file of fp32 tensors whose names and shapes are known beforehand; add() them in that order.
+    """One file of fp32 tensors with names and shapes known in advance; add() them in that order.
 
-    A full disk or its like is kept as `error`, and what follows is ignored: the caller goes on with the collective
-    operations that others wait for.
+    An OSError (a full disk) is kept as `error` and later calls do nothing, so that the caller can continue the
+    collectives that other ranks wait for.
     """
 
     def __init__(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]) -> None:
@@ -34,22 +34,22 @@ class SliceFile:
         try:
             self._file = path.open("xb")
         except OSError as error:
-            self.error = said(error)
+            self.error = error_text(error)
         self._write(header)
 
     def add(self, tensor: torch.Tensor) -> None:
-        """The next tensor."""
-        plain = tensor.detach().to("cpu", torch.float32).contiguous()
-        self._write(plain.numpy().data.cast("B"))
+        """Append the next tensor."""
+        values = tensor.detach().to("cpu", torch.float32).contiguous()
+        self._write(values.numpy().data.cast("B"))
 
     def close(self) -> list[Any]:
-        """Size and checksum, once all is on the disk."""
+        """Flush to disk and close; [size, checksum]."""
         try:
             if not self.error:
                 self._file.flush()
                 os.fsync(self._file.fileno())
         except OSError as error:
-            self.error = said(error)
+            self.error = error_text(error)
         self._close()
         return [self.size, self._digest.hexdigest()]
 
@@ -61,34 +61,34 @@ class SliceFile:
             self._digest.update(data)
             self.size += len(data)
         except OSError as error:
-            self.error = said(error)
+            self.error = error_text(error)
 
     def _close(self) -> None:
-        # it could not be opened, or its last bytes not be written: known already
+        # not opened, or its last bytes not written: `error` holds it
         with contextlib.suppress(OSError, AttributeError):
             self._file.close()
 
 
-def said(error: OSError) -> str:
-    """The system's words, such as "No space left on device"."""
+def error_text(error: OSError) -> str:
+    """The system's message, such as "No space left on device"."""
     return error.strerror or str(error)
 
 
 def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
     """The header, padded to 8 bytes, and the first byte of each tensor in the file."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants it
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, shape in entries:
         first, end = end, end + FLOAT_BYTES * int(np.prod(shape, dtype=np.int64))
         table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [first, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    behind = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {n: behind + table[n]["data_offsets"][0] for n, _ in entries}
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: start + table[n]["data_offsets"][0] for n, _ in entries}
 
 
 def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box) -> torch.Tensor:
-    """The part `box` of a tensor, put together from those of its slices (as the manifest lists them) that meet it."""
+    """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest) that overlap it."""
     size = [end - first for first, end in box]
     result, filled = np.empty(size, np.float32), 0
     for piece in slices:

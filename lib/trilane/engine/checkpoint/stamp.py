@@ -1,4 +1,4 @@
-"""env.json: what ran, where, on what and since when, so that a result can be believed later."""
+"""env.json: software versions, host, devices and start of a run, so that its results can be traced."""
 
 import json
 import platform
@@ -16,7 +16,7 @@ from trilane.utils.files import replace_text
 
 
 def stamp(world: World) -> dict[str, Any]:
-    """The facts of env.json: commit, versions, host, devices, cores, threads, start, command."""
+    """The content of env.json: commit, versions, host, devices, cores, threads, start, command."""
     packages = ("torch", "megatron-core", "deepspeed", "numpy", "tokenizers")
     return {
         "git": git_revision(Path(__file__).parent),
@@ -64,5 +64,5 @@ def _version(name: str) -> str:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write `values` as JSON under a temporary name, then rename: a reader never sees half a file."""
+    """Write `values` as JSON under a temporary name, then rename: a reader never sees a partial file."""
     replace_text(path, json.dumps(values, indent=2) + "\n")

@@ -1,1 +1,1 @@
-"""From text to batches: sources, tokenizer, corpus, Megatron .bin/.idx pairs, the loader."""
+"""From text to batches: sources and tokenizers, Megatron .bin/.idx pairs, the loader."""

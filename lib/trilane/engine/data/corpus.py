@@ -1,28 +1,82 @@
-"""A plan's data source as Megatron's indexed dataset (.bin and .idx): made once, under a name that says its content.
+"""A plan's data source as Megatron's indexed dataset (.bin and .idx): made once, named by a hash of its content.
 
 `python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes.
-torch is imported only when there is work.
+torch is imported only where a dataset must be made.
 """
 
 import contextlib
 import hashlib
 import os
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from trilane.config.model import ModelShape
 from trilane.config.plan import Data, read_plan
-from trilane.engine.data.indexed_dataset import check_pair
-from trilane.engine.data.sources import documents
-from trilane.engine.data.tokenizer import Tokenizer, tokenizer
+from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.utils.files import lock
 from trilane.utils.validation import require
 
+# megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type, sequences, documents;
+# then int32 lengths and int64 offsets of the sequences, and int64 documents.
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+
+
+SCANNED_TOKENS = (
+    100_000_000  # of an existing pair, for ids beyond the vocabulary: under a second; the loader checks all
+)
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> None:
+    """Write one document per array of token ids through megatron-core's builder; 16-bit where `vocabulary` allows."""
+    import torch
+
+    from trilane.engine.distributed.cpu import enable_cpu
+
+    enable_cpu()
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary))
+    for ids in arrays:
+        builder.add_item(torch.from_numpy(ids))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:
+    """(tokens, largest id) of the pair, the latter 0 unless `largest_token`; checks that header and sizes agree.
+
+    Raises ValueError where a file is missing, is no index, is truncated, or `.bin` is shorter than `.idx` requires:
+    megatron-core would fail an assertion, or read beyond the end.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (index, data):
+        require(path.is_file(), "data.source", path, "is missing from the .bin/.idx pair")
+    size = index.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(HEADER.size)
+    require(len(head) == HEADER.size and head.startswith(MAGIC), "data.source", index, "is not a Megatron index")
+    _, version, code, sequences, documents = HEADER.unpack(head)
+    require(version == 1 and code in DTYPES, "data.source", index, f"has unknown version {version} or type {code}")
+    expected = HEADER.size + sequences * 12 + documents * 8
+    require(size >= expected, "data.source", index, f"is truncated: {size} bytes, its header requires {expected}")
+    require(sequences > 0, "data.source", prefix, "is empty")
+    tokens = int(np.memmap(index, np.int32, "r", HEADER.size, (sequences,)).sum(dtype=np.int64))
+    needed, size = tokens * np.dtype(DTYPES[code]).itemsize, data.stat().st_size
+    require(size >= needed, "data.source", data, f"is truncated: {size} bytes, its index requires {needed}")
+    require(tokens > 0, "data.source", prefix, "is empty")
+    largest = int(np.memmap(data, DTYPES[code], "r")[:SCANNED_TOKENS].max()) if largest_token else 0
+    return tokens, largest
+
 
 def prepare(data: Data, shape: ModelShape) -> str:
-    """The prefix of the .bin/.idx pair that holds `data`, made now unless it is there; safe to call twice at once.
+    """The prefix of the .bin/.idx pair of `data`, made unless it exists; safe to call concurrently.
 
     An existing pair given as source is checked and used as it is. Raises ValueError, one line, where the source is
     missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary.
@@ -54,7 +108,7 @@ def _existing_pair(source: str) -> str | None:
 
 
 def _prepared(data: Data, coder: Tokenizer) -> str:
-    """The pair in data.folder that holds the source's documents, written if it is not there."""
+    """The pair in data.folder with the source's documents, written unless it exists."""
     texts = list(documents(data.source))
     require(any(texts), "data.source", data.source, "is empty")
     folder = Path(data.folder)
@@ -76,20 +130,20 @@ def _digest(texts: list[str], coder: Tokenizer) -> str:
 
 
 def _write(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
-    """Write the pair through megatron-core's own builder, aside first; the .idx comes last and makes it complete."""
-    from trilane.engine.data.indexed_dataset import write_pair
+    """Write the pair under temporary names, then rename; the .idx comes last and makes it complete."""
 
-    aside = prefix.with_name(f".{prefix.name}.{os.getpid()}")
-    write_pair((coder.encode(text) for text in texts if text), str(aside), coder.size)
+    temporary = prefix.with_name(f".{prefix.name}.{os.getpid()}")
+    write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.size)
     for suffix in (".bin", ".idx"):
-        os.replace(f"{aside}{suffix}", f"{prefix}{suffix}")
+        os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time gets in; the lock ends with the process that holds it.
+    """Hold the lock file `path`, which is released with the process that holds it.
 
-    Without locks (files.lock) all get in: each writes under a name of its own and renames, and all write the same.
+    On a file system without locks (files.lock) all processes enter: each writes the same content under its own
+    temporary name and renames it.
     """
     with path.open("w") as file:
         lock(file)

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -17,14 +16,14 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import locked, prepare_all
-from trilane.engine.data.tokenizer import tokenizer
-from trilane.engine.distributed.world import World
+from trilane.engine.data.text import tokenizer
+from trilane.engine.distributed.world import World, call_on_first
 from trilane.engine.interface import Microbatch
 from trilane.utils.validation import require
 
 
-class Feed:
-    """The plan's samples. Sample k of the run is the same whatever dp and mbs are, and whichever engine asks."""
+class SampleLoader:
+    """The plan's samples. Sample k of the run is the same for every dp, mbs and engine."""
 
     def __init__(self, plan: Plan, world: World, replica: tuple[int, int]) -> None:
         self._topology, self._device = plan.topology, world.device
@@ -33,40 +32,30 @@ class Feed:
         self._samples = build_dataset(plan, world, shared_prefixes(plan, world))
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
-        """This replica's share of the global batch, as Megatron-LM deals it out."""
-        mbs, around = self._topology.mbs, self._topology.mbs * self._replicas
-        starts = range(batch.first + self._replica * mbs, batch.end, around)
+        """This replica's share of the global batch, distributed as in Megatron-LM."""
+        mbs, stride = self._topology.mbs, self._topology.mbs * self._replicas
+        starts = range(batch.first + self._replica * mbs, batch.end, stride)
         return [self._microbatch(range(start, start + mbs)) for start in starts]
 
     def _microbatch(self, samples: range) -> Microbatch:
         rows = [self._samples[k] for k in samples]
         tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
-        # megatron-core's cut embedding takes an id that is nobody's row for zeros, without a word.
+        # megatron-core's vocabulary-parallel embedding silently maps an id beyond the vocabulary to zeros.
         largest = int(torch.maximum(tokens.max(), labels.max()))
         require(largest < self._vocabulary, "data.source", f"token {largest}", f"vocab_size={self._vocabulary}")
         return Microbatch(tokens=tokens.to(self._device), labels=labels.to(self._device))
 
 
 def shared_prefixes(plan: Plan, world: World) -> list[str]:
-    """The prefixes of the prepared pairs, made by rank 0 alone and told to all; its ValueError is every rank's."""
-    answer: list[list[str] | ValueError | None] = [None]
-    if world.is_first:
-        try:
-            answer[0] = prepare_all(plan.data, plan.shape)
-        except ValueError as error:
-            answer[0] = error
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    assert isinstance(answer[0], list)
-    return answer[0]
+    """The prefixes of the pairs that rank 0 prepares, on all ranks; its ValueError is raised on every rank."""
+    return call_on_first(world, lambda: prepare_all(plan.data, plan.shape))
 
 
 def build_dataset(plan: Plan, world: World, prefixes: Sequence[str]) -> GPTDataset | BlendedDataset:
     """All documents of the pairs as one training set of plan.samples samples, seq_length + 1 tokens each.
 
-    Rank 0 builds megatron-core's sample index, under a lock that another run would wait for; the others then map it.
-    An index that a killed run left half-written is thrown away: a file says when it is complete.
+    Rank 0 builds megatron-core's sample index under a lock against other runs; the other ranks then map it. An index
+    without the file `complete`, left by a killed run, is rebuilt.
     """
     cache = index_folder(plan, prefixes)
     complete = cache / "complete"
@@ -83,7 +72,7 @@ def build_dataset(plan: Plan, world: World, prefixes: Sequence[str]) -> GPTDatas
 
 
 def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path) -> GPTDatasetConfig:
-    """megatron-core's dataset settings. Split "1" leaves nothing for validation and test."""
+    """megatron-core's dataset settings; split "1" makes no validation and test sets."""
     weights = [part.weight for part in plan.data.blend]
     return GPTDatasetConfig(
         random_seed=plan.run.seed,
@@ -101,10 +90,10 @@ def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path) -> GPTDatas
 
 
 def surplus(weights: Sequence[float], samples: int) -> float:
-    """How many more samples of each source are laid out than its share, relative to that.
+    """The surplus of samples prepared of each source, relative to its share.
 
-    Half a percent, as megatron-core has it, or more in short runs: it rounds the shares of n sources up to whole
-    samples, so that one of weight w is asked for up to w n + 1 more, and fails where they are not there.
+    Half a percent, megatron-core's default, or more in short runs: it rounds the shares of n sources up to whole
+    samples, so up to w n + 1 more are read of a source of weight w, and it fails where they do not exist.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
@@ -112,7 +101,7 @@ def surplus(weights: Sequence[float], samples: int) -> float:
 
 
 def index_folder(plan: Plan, prefixes: Sequence[str]) -> Path:
-    """Where the sample index of this plan's order is kept: one folder for each thing that decides the order."""
+    """The folder of the plan's sample index, named by a hash of everything that determines the order."""
     pairs = [str(Path(prefix).resolve()) for prefix in prefixes]
     weights = [part.weight for part in plan.data.blend]
     order = [pairs, weights, plan.run.seed, plan.shape.seq_length, plan.samples]

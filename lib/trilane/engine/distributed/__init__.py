@@ -1,1 +1,1 @@
-"""Processes: the world and its groups, CPU in place of CUDA, small gathers."""
+"""Processes: this rank and its world, small collectives, and what lets megatron-core run on a CPU."""

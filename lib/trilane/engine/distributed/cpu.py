@@ -1,4 +1,4 @@
-"""megatron-core has 'cuda' written into it; here is what lets it run without a GPU. With one, nothing happens."""
+"""What lets megatron-core, which hard-codes 'cuda', run without a GPU; with one nothing is changed."""
 
 import functools
 import logging
@@ -9,28 +9,28 @@ from typing import Any
 
 import torch
 
-# megatron-core says this in four modules. We use torch's own optimizer and norm on purpose, so it is no news to anyone;
-# nor is the attention that selective recomputation repeats Transformer Engine's.
+# megatron-core warns so in four modules. torch's own optimizer and norm are used on purpose, and the attention that
+# selective recomputation repeats is not Transformer Engine's.
 EXPECTED = "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as"
 
 
 @functools.cache
 def enable_cpu() -> None:
-    """Make megatron-core importable without noise and, without a GPU, runnable. Call it before importing megatron.
+    """Make megatron-core importable without warnings and, without a GPU, runnable. Call before importing megatron.
 
-    Each of the replaced functions was seen to be needed by megatron-core 0.16.1 (take one away and training stops);
-    the list grows with its releases, so the pin in requirements.txt matters.
+    megatron-core 0.16.1 needs each of the replaced functions (without any one training fails); the list grows with its
+    releases, so the pin in requirements.txt matters.
     """
     warnings.filterwarnings("ignore", message=EXPECTED)
     # torch 2.13 renames the collectives that megatron-core 0.16.1 and DeepSpeed 0.19.8 call.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    # megatron-core's distributed optimizer asks every tensor for its gradient before it knows whose it is.
+    # megatron-core's distributed optimizer reads the gradient of tensors that are not leaves.
     warnings.filterwarnings(
         "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
     )
     if torch.cuda.is_available():
         return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on every rank that it found no GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed prints on every rank that it found no GPU
     _skip_compiler()
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -42,13 +42,13 @@ def enable_cpu() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # It warns at each dropout that the default generator moved: on a CPU there is only the one.
+    # It warns at each dropout that the default generator advanced: on a CPU there is only one.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     _cuda_tensor_names()
 
 
 def _skip_compiler() -> None:
-    """torch.compile gives functions back as they are: its import alone takes 1.5 s a process, and we fuse nothing."""
+    """Make torch.compile return functions unchanged: its import alone takes 1.5 s a process, and nothing here fuses."""
     compiler: Any = torch
     compiler.compile = lambda model=None, **options: (lambda function: function) if model is None else model
 
@@ -64,7 +64,7 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _cuda_tensor_names() -> None:
-    """Tensor.type() answers 'torch.cuda.FloatTensor', which megatron-core's optimizers ask for; Tensor.cuda() stays."""
+    """Tensor.type() returns 'torch.cuda.FloatTensor' for megatron-core's optimizers; Tensor.cuda() does nothing."""
     tensor: Any = torch.Tensor
     plain = tensor.type
 

@@ -1,25 +1,24 @@
-"""World: which process this is among how many, on which device; from torchrun's or SLURM's environment."""
+"""World: this process's rank and device, from torchrun's or SLURM's environment, and small collectives."""
 
 import os
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan
-from trilane.engine.errors import HostLacks
+from trilane.engine.errors import HostError
 from trilane.utils.validation import require
 
-# Longer than the slowest thing that one rank does while the others wait: preparing a corpus on a shared disk.
+# Longer than the slowest work of one rank while the others wait: preparing a corpus on a shared disk.
 TIMEOUT = timedelta(minutes=30)
-
-
-GPU = Path("/dev/nvidia0")  # there where NVIDIA's driver has found a card
+GPU = Path("/dev/nvidia0")  # exists where NVIDIA's driver has found a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +33,20 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 says what is said once, and prepares what is prepared once."""
+        """Rank 0 prints and prepares whatever is needed once."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """The last rank sits on the last pipeline stage, where the loss is; it prints the iterations."""
+        """The last rank is on the last pipeline stage, where the loss is; it prints the iterations."""
         return self.rank == self.size - 1
 
 
 def from_slurm(env: MutableMapping[str, str]) -> None:
-    """Fill RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT from SLURM_*, unless torchrun did.
+    """Set RANK, WORLD_SIZE, LOCAL_*, MASTER_ADDR and MASTER_PORT in `env` from SLURM_*, unless torchrun did.
 
-    One task per GPU is assumed. The master is the first host of the list, its port follows from the job's number, so
-    that two jobs on one node do not meet.
+    Assumes one task per GPU. The master is the first host of the list; its port follows from the job id, so that two
+    jobs on one node do not collide.
     """
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
@@ -77,8 +76,8 @@ def first_host(nodelist: str) -> str:
     return head + inside.split(",")[0].split("-")[0] + tail.split(",")[0]
 
 
-def alone(env: MutableMapping[str, str]) -> None:
-    """Without torchrun or SLURM this is a world of one process, on a port that is free."""
+def single_process(env: MutableMapping[str, str]) -> None:
+    """Describe a world of one process on a free port in `env`, unless torchrun or SLURM did."""
     if "RANK" in env:
         return
     with socket.socket() as probe:
@@ -89,20 +88,20 @@ def alone(env: MutableMapping[str, str]) -> None:
 
 
 def join(plan: Plan) -> World:
-    """Start the process group (NCCL with a GPU, gloo without) and return this process's place in it.
+    """Start the plan's process group (NCCL with a GPU, gloo without); this process's World.
 
-    Raises ValueError where the world is not tp x pp x dp processes, or the card lacks the plan's precision.
+    Raises ValueError where the world is not tp x pp x dp processes, or the GPU lacks the plan's precision.
     """
     size, t = int(os.environ["WORLD_SIZE"]), plan.topology
     require(size == t.gpus, "world size", size, f"must be tp x pp x dp = {t.tp} x {t.pp} x {t.dp} = {t.gpus}")
-    world = enter(t.precision)
+    world = start_process_group(t.precision)
     if world.is_first and world.device.type == "cpu" and plan.cluster.gpu.kind == "cuda":
-        print(f"trilane: no GPU here: a plan for {plan.cluster.name} is trained on CPUs", flush=True)
+        print(f"trilane: no GPU here: training a plan for {plan.cluster.name} on CPUs", flush=True)
     return world
 
 
-def enter(precision: str) -> World:
-    """Start the process group of however many processes there are; ValueError where the card lacks `precision`."""
+def start_process_group(precision: str) -> World:
+    """Start the process group of all processes of the environment; ValueError where the GPU lacks `precision`."""
     env = os.environ
     size, local_size = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
@@ -127,40 +126,40 @@ def _require_one_kind(store: dist.Store, size: int, device: torch.device) -> Non
     gpus = store.add("trilane/gpus", 0)
     if gpus in (0, size):
         return
-    time.sleep(1.0)  # rank 0 may be who keeps the store that others still read
+    time.sleep(1.0)  # rank 0 may host the store that others still read
     if device.type == "cpu":
-        raise HostLacks(f"no GPU here, while {gpus} of {size} ranks have one")
-    raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and say so")
+        raise HostError(f"no GPU here, while {gpus} of {size} ranks have one")
+    raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and report it")
 
 
 def own_device(precision: str) -> torch.device:
-    """This process's GPU, made the current one, or the CPU of a host without; HostLacks where it cannot be used."""
+    """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used."""
     if not torch.cuda.is_available():
         _require_no_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return torch.device("cpu")
     local_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     cards = torch.cuda.device_count()
     if local_size > cards:
-        raise HostLacks(f"processes per host={local_size}: this host shows {cards} GPUs")
+        raise HostError(f"processes per host={local_size}: this host shows {cards} GPUs")
     torch.cuda.set_device(local_rank)
-    # is_bf16_supported() answers True on a V100, which emulates it; only the capability tells the truth.
+    # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
     capability = torch.cuda.get_device_capability()
     if precision == "bf16" and capability < (8, 0):
         found = ".".join(map(str, capability))
-        raise HostLacks(f"precision=bf16: needs compute capability 8.0, this card has {found}; use fp16")
+        raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {found}; use fp16")
     return torch.device("cuda", local_rank)
 
 
 def _require_no_gpu(visible: str | None) -> None:
-    """HostLacks where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting.
+    """HostError where the host has a GPU that torch cannot use: a rank on its CPU would keep all others waiting.
 
-    Only the device file tells: SLURM's variables are also set where its GPUs are pretended. CUDA_VISIBLE_DEVICES "" or
-    "-1" asks for the CPU, and "NoDevFiles" is what SLURM says to a job that asked for no GPU.
+    Only the device file is evidence: SLURM also sets its variables for simulated GPUs. CUDA_VISIBLE_DEVICES "" or "-1"
+    selects the CPU; SLURM sets "NoDevFiles" for a job without GPUs.
     """
     if visible in ("", "-1", "NoDevFiles") or not GPU.exists():
         return
     why = "CUDA does not start (see nvidia-smi)" if torch.version.cuda else "install its CUDA build"
-    raise HostLacks(f"torch={torch.__version__}: cannot use {GPU}: {why}; CUDA_VISIBLE_DEVICES=-1 asks for the CPU")
+    raise HostError(f"torch={torch.__version__}: cannot use {GPU}: {why}; CUDA_VISIBLE_DEVICES=-1 asks for the CPU")
 
 
 def cores() -> int:
@@ -169,18 +168,43 @@ def cores() -> int:
 
 
 def core_numbers() -> set[int]:
-    """Which CPU cores this process may use; counted from 0 where the system does not say."""
+    """The CPU cores that this process may use; counted from 0 where the system does not report them."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def threads(local_size: int) -> int:
-    """Threads of one process: what OMP_NUM_THREADS says, else its share of the cores that `local_size` of them see.
+    """Threads of one process: OMP_NUM_THREADS, else its share of the cores that `local_size` processes see.
 
-    torchrun sets OMP_NUM_THREADS to 1 where the user did not: that is nobody's wish. srun may have bound each task to
-    cores of its own: together they then see no more than SLURM_CPUS_ON_NODE, and nothing is left to share.
+    torchrun sets OMP_NUM_THREADS to 1 where the user did not; that value is ignored. Where srun binds each task to its
+    own cores, together they see no more than SLURM_CPUS_ON_NODE, and each process uses all that it sees.
     """
-    asked, by_torchrun = os.environ.get("OMP_NUM_THREADS", ""), "TORCHELASTIC_RUN_ID" in os.environ
-    if asked.isdecimal() and int(asked) > by_torchrun:
-        return int(asked)
+    requested, by_torchrun = os.environ.get("OMP_NUM_THREADS", ""), "TORCHELASTIC_RUN_ID" in os.environ
+    if requested.isdecimal() and int(requested) > by_torchrun:
+        return int(requested)
     of_node = 0 if by_torchrun else int(os.environ.get("SLURM_CPUS_ON_NODE", "0"))
     return cores() if cores() * local_size <= of_node else max(1, cores() // local_size)
+
+
+T = TypeVar("T")
+
+
+def call_on_first(world: World, function: Callable[[], T]) -> T:
+    """Rank 0's result of `function()` on every rank; where it raises ValueError, every rank does."""
+    answer: list[tuple[T | None, str]] = [(None, "")]
+    if world.is_first:
+        try:
+            answer = [(function(), "")]
+        except ValueError as error:
+            answer = [(None, str(error))]
+    dist.broadcast_object_list(answer, src=0)
+    value, problem = answer[0]
+    if problem:
+        raise ValueError(problem)
+    return value  # type: ignore[return-value]
+
+
+def gather_values(world: World, value: T) -> list[T]:
+    """The values of all ranks, on every rank."""
+    values: list[T | None] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]

@@ -1,3 +1,1 @@
-"""The GPT of megatron-core layers: specification, initial weights, parameters by name, random numbers, pipeline
-layers.
-"""
+"""The GPT of megatron-core layers: its parameters by name and their initial values, random numbers, pipeline layers."""

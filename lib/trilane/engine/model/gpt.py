@@ -1,4 +1,8 @@
-"""The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and of each matrix."""
+"""The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and of each matrix.
+
+Its layers are megatron-core's linear layers around our norm and attention core, without Transformer Engine or apex.
+S sequence, B microbatch, C hidden size, H heads of this rank, D channels of a head.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -7,19 +11,79 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
-from trilane.engine.model.init import STD, initial_slice, split_dim
-from trilane.engine.model.layer_spec import Norm, block_spec
+from trilane.engine.model.parameters import STD, initial_slice, split_dim
+
+
+class Norm(torch.nn.LayerNorm):
+    """torch's LayerNorm, marked for sequence parallelism (which megatron-core's own torch norm refuses).
+
+    Under sequence parallelism each rank sees a part of the sequence, so its gradients are partial: the mark on the
+    parameters makes finalize_model_grads sum them over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class Attention(torch.nn.Module):
+    """Causal attention by torch's scaled_dot_product_attention: flash, memory-efficient or plain, by device."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.splits_sequence = config.sequence_parallel
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
+    ) -> torch.Tensor:
+        """(S, B, H, D) three times -> (S, B, H D)."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H, S, D)
+        # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
+        # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
+        forked = self.dropout and self.training and not self.splits_sequence
+        with tensor_parallel.get_cuda_rng_tracker().fork() if forked else nullcontext():
+            out = self._attend(q, k, v, self.dropout if self.training else 0.0)
+        return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=self.scale)
+
+
+def layer_spec() -> ModuleSpec:
+    """One GPT-2 layer: norm, attention, norm, MLP."""
+    spec = get_gpt_layer_local_spec()
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = Attention
+    return spec
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage (or of its chunk `vp_stage`), and the norm after the last layer."""
+    layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec()] * layers, layer_norm=Norm)
+
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-Whole = Callable[[torch.nn.Parameter], AbstractContextManager[Any]]
+Gather = Callable[[torch.nn.Parameter], AbstractContextManager[Any]]
 
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -29,11 +93,11 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def config(plan: Plan) -> TransformerConfig:
-    """megatron-core's settings for the plan. What needs apex, Transformer Engine or torch.compile is off."""
+def transformer_config(plan: Plan) -> TransformerConfig:
+    """megatron-core's settings for the plan; whatever needs apex, Transformer Engine or torch.compile is off."""
     shape, t = plan.shape, plan.topology
     dtype, interleaved = DTYPES[t.precision], t.interleaving > 1
-    own = {"first": t.first_stage_layers or None, "last": t.last_stage_layers or None}
+    ends = {"first": t.first_stage_layers or None, "last": t.last_stage_layers or None}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -55,11 +119,11 @@ def config(plan: Plan) -> TransformerConfig:
         sequence_parallel=t.sequence_parallel,
         account_for_embedding_in_pipeline_split=t.partition != "uniform",
         account_for_loss_in_pipeline_split=t.partition != "uniform",
-        **{f"num_layers_in_{end}_pipeline_stage": layers for end, layers in own.items()},
-        # With two stages and batched p2p, interleaving trains wrong without an error (seen in megatron-core 0.16.1).
+        **{f"num_layers_in_{end}_pipeline_stage": layers for end, layers in ends.items()},
+        # With two stages and batched p2p, interleaving trains wrongly without an error (megatron-core 0.16.1).
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        cuda_graph_scope=[],  # its own default is deprecated and says so
+        cuda_graph_scope=[],  # the default is deprecated and warns
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -78,29 +142,29 @@ def build_chunks(plan: Plan, settings: TransformerConfig) -> list[GPTModel]:
 
 
 def build_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
-    """The layers of this pipeline rank's chunk `vp_stage`, with the embedding or the head where they belong."""
+    """The initialized layers of chunk `vp_stage` of this pipeline rank, with the embedding or the head where due."""
     model = empty_chunk(plan, settings, vp_stage)
     fill(model, plan)
     return model.cuda() if torch.cuda.is_available() else model
 
 
 def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -> GPTModel:
-    """The same chunk where megatron-core made it, its values not yet written."""
+    """The same chunk, not yet initialized."""
     shape = plan.shape
-    where = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config=settings,
         transformer_layer_spec=block_spec(settings, vp_stage),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="learned_absolute",
         vp_stage=vp_stage,
     )
     if shape.embedding_layernorm and model.pre_process:
-        # The dropout is the embedding's last act, on what this rank holds of the sequence.
+        # The dropout is the embedding's last operation, on this rank's part of the sequence.
         model.embedding.embedding_dropout = NormedDropout(settings)
     return model
 
@@ -119,28 +183,28 @@ class NormedDropout(torch.nn.Module):
         return self.dropout(self.layernorm(x))
 
 
-def fill(model: GPTModel, plan: Plan, whole: Whole = nullcontext) -> None:
-    """Give every parameter its slice of the initial state, and megatron-core's marks of how it is cut.
+def fill(model: GPTModel, plan: Plan, gather: Gather = nullcontext) -> None:
+    """Set every parameter to its slice of the initial state, and megatron-core's marks of how it is split.
 
-    megatron-core sets those marks while initializing, which we switched off; without them the gradient norm would
-    count the cut matrices of one tensor-parallel rank only.
+    megatron-core sets those marks in its own initialization, which is off; without them the gradient norm would count
+    the split matrices of one tensor-parallel rank only.
     """
-    fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan, whole)
+    fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan, gather)
 
 
-def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan, whole: Whole = nullcontext) -> None:
-    """The same for parameters by their names in the whole model; inside `whole` a parameter is at hand unsharded."""
+def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan, gather: Gather = nullcontext) -> None:
+    """The same for parameters by whole-model names; inside `gather(parameter)` the parameter is unsharded."""
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
         dim = split_dim(name)
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, dim, 1)
-        with torch.no_grad(), whole(parameter):
+        with torch.no_grad(), gather(parameter):
             parameter.copy_(initial_slice(name, parameter.shape, rank, tp, plan.run.seed, plan.shape))
 
 
 def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Each parameter with its name in the whole model: layers counted from the first stage, a tied head by its twin."""
+    """Each parameter with its whole-model name: layers counted from the first stage, a tied head by the embedding's."""
     numbers = {str(i): layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
         name = name.replace(".embedding_dropout.", ".")

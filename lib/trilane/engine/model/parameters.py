@@ -1,24 +1,90 @@
-"""Pieces: which part of which tensor of the whole model this rank holds, and which rank writes it down."""
+"""The parameters of the whole model by name: size, initial value, tensor-parallel split, and a rank's pieces.
 
+The initial state depends on a parameter's name and the seed alone, so it is the same for any topology. A rank makes
+only the tensors that it holds, one at a time.
+"""
+
+import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from trilane.engine.model.init import split_dim
+from trilane.config.model import ModelShape
+
+STD = 0.02  # GPT-2, section 2.3
+# The dimension that megatron-core splits: rows of column-parallel layers, columns of row-parallel ones.
+ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
+COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+EMBEDDING_NORM = "embedding.layernorm"  # BLOOM's, between the embedding and the first layer
+
+
+def split_dim(name: str) -> int | None:
+    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds the whole."""
+    if any(part in name for part in ROWS):
+        return 0
+    return 1 if name.endswith(COLUMNS) else None
+
+
+def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every parameter of the whole model; a tied head is not listed separately."""
+    h, norm = shape.hidden_size, lambda name: {f"{name}.weight": (h,), f"{name}.bias": (h,)}
+    sizes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (shape.vocab_size, h),
+        "embedding.position_embeddings.weight": (shape.seq_length, h),
+    }
+    linears = {"self_attention.linear_qkv": (3 * h, h), "self_attention.linear_proj": (h, h)}
+    linears |= {"mlp.linear_fc1": (4 * h, h), "mlp.linear_fc2": (h, 4 * h)}
+    if shape.embedding_layernorm:
+        sizes |= norm(EMBEDDING_NORM)
+    for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
+        sizes |= norm(f"{layer}.input_layernorm") | norm(f"{layer}.pre_mlp_layernorm")
+        for name, size in linears.items():
+            sizes |= {f"{layer}.{name}.weight": size, f"{layer}.{name}.bias": size[:1]}
+    sizes |= norm("decoder.final_layernorm")
+    return sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
+
+
+def initial_tensor(name: str, size: Iterable[int], seed: int, shape: ModelShape) -> torch.Tensor:
+    """The whole parameter `name`, fp32, on the CPU; the same on every machine and topology.
+
+    Weights are normal with deviation 0.02, the two that write to the residual stream 0.02 / sqrt(2 L); biases are 0,
+    norm weights 1. Radford et al. 2019 (GPT-2), section 2.3; the names are megatron-core's, with the layer's number in
+    the whole model. `linear_qkv` holds its rows by head: (head, query | key | value, channel).
+    """
+    size = tuple(size)
+    if name.endswith(".bias"):
+        return torch.zeros(size)
+    if "layernorm" in name:
+        return torch.ones(size)
+    std = STD / math.sqrt(2 * shape.num_layers) if name.endswith(COLUMNS) else STD
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.randn(size, generator=generator) * std
+
+
+def initial_slice(name: str, local: Iterable[int], rank: int, tp: int, seed: int, shape: ModelShape) -> torch.Tensor:
+    """The part of parameter `name` that tensor-parallel rank `rank` of `tp` holds; `local` is the size of that part."""
+    whole, dim = list(local), split_dim(name)
+    if dim is None or tp == 1:
+        return initial_tensor(name, whole, seed, shape)
+    whole[dim] *= tp
+    return initial_tensor(name, whole, seed, shape).chunk(tp, dim)[rank]
+
 
 Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the whole tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The part `box` of parameter `name`, whose whole has `shape`. `spoken_for`: another position writes the same."""
+    """The part `box` of parameter `name`, whose whole has `shape`; `written_elsewhere` where another rank writes it."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
-    spoken_for: bool
+    written_elsewhere: bool
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -27,40 +93,41 @@ class Piece:
 
 
 class States(Protocol):
-    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine makes of them inside.
+    """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own representation.
 
-    A piece is whole over the replicas: where ZeRO or a distributed optimizer cuts it, `read` gathers it, so all
-    replicas call with the same numbers in the same order. No more than one tensor is gathered at a time.
+    A piece is the same on all replicas: where ZeRO or a distributed optimizer divides it, `read` gathers it, so all
+    replicas must call with the same numbers in the same order. Only one tensor is gathered at a time.
     """
 
     pieces: list[Piece]
 
-    def settle(self) -> None:
-        """Finish what the last step put off; all ranks call it together before anybody reads."""
+    def finish_step(self) -> None:
+        """Complete what the last step deferred; collective, before any read."""
 
     def read(self, number: int, kind: str) -> torch.Tensor:
-        """Piece `number` of that kind (checkpoints.KINDS), in its shape, fp32, on any device."""
+        """Piece `number` of `kind` (checkpoints.KINDS), in its shape, fp32, on any device."""
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
-        """Take over piece `number`, all kinds; the weight in the engine's precision follows."""
+        """Set all kinds of piece `number`, and the weight in the engine's own precision."""
 
     def copy(self, number: int) -> torch.Tensor | None:
-        """The weight of piece `number` that the model computes with, where this rank holds it whole."""
+        """The weight that the model computes with, where this rank holds piece `number` whole; else None."""
 
     def decays(self) -> list[float | None]:
-        """The weight decay of each piece's optimizer group now; None where this rank updates none of the piece."""
+        """The current weight decay of each piece's optimizer group; None where this rank updates none of the piece."""
 
     def scalars(self) -> dict[str, float]:
         """Adam's step; in fp16 also loss_scale, good_steps since it last changed, and hysteresis."""
 
     def set_scalars(self, values: dict[str, float]) -> None:
-        """Take them over, after the pieces."""
+        """Set them, after the pieces."""
 
 
 def pieces(named: Iterable[tuple[str, torch.nn.Parameter]], tp_rank: int, tp: int, first_stage: bool) -> list[Piece]:
     """The pieces of parameters by their names in the whole model, in the order given.
 
-    What tensor parallelism leaves whole is written by its ranks in turn; a tied embedding by the first stage.
+    Parameters that tensor parallelism does not split are written by its ranks in turn, a tied embedding by the first
+    stage.
     """
     found = []
     for number, (name, parameter) in enumerate(named):
@@ -69,5 +136,7 @@ def pieces(named: Iterable[tuple[str, torch.nn.Parameter]], tp_rank: int, tp: in
         cut = dim is not None and tp > 1
         box = tuple((n * tp_rank, n * (tp_rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local))
         whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))
-        found.append(Piece(name=name, shape=whole, box=box, spoken_for=twin or (not cut and number % tp != tp_rank)))
+        found.append(
+            Piece(name=name, shape=whole, box=box, written_elsewhere=twin or (not cut and number % tp != tp_rank))
+        )
     return found

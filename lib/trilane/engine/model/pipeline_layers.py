@@ -1,8 +1,8 @@
-"""The GPT as a list of layers for DeepSpeed's pipeline: megatron-core's parts, one after the other.
+"""The GPT as a list of layers for DeepSpeed's pipeline: megatron-core's modules in order.
 
 S sequence (sequence parallelism leaves each rank a part of it between positions and head), B microbatch, C hidden size,
 V rows of the vocabulary on this rank. The class names matter: partition "type:transformer|embedding" counts the layers
-whose class name holds one of the two words.
+whose class name contains one of the two words.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,8 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
-from trilane.engine.backends.sequence_parallel import own_stream
-from trilane.engine.model.gpt import NormedDropout
-from trilane.engine.model.layer_spec import Norm, layer_spec
+from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec
+from trilane.engine.model.rng import sequence_stream
 
 TIED = "embedding"
 
@@ -39,7 +38,7 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
 
 
 class HeadEmbedding(WordEmbedding):
-    """The head that is a matrix of its own: embeddings not tied."""
+    """The output head as its own matrix, for embeddings that are not tied."""
 
     prefix = "output_layer."
 
@@ -49,7 +48,7 @@ class HeadEmbedding(WordEmbedding):
 
 
 class Positions(torch.nn.Embedding):
-    """Learned positions, added; then the embedding's dropout, unless a norm comes between."""
+    """Adds the learned positions; then the embedding's dropout, unless a norm comes between."""
 
     prefix = "embedding.position_embeddings."
 
@@ -63,18 +62,18 @@ class Positions(torch.nn.Embedding):
         x = x + self.weight[: x.size(0), None]
         if self.settings.sequence_parallel:
             x = tensor_parallel.scatter_to_sequence_parallel_region(x)
-        with own_stream(self.settings):
+        with sequence_stream(self.settings):
             return F.dropout(x, self.dropout, self.training)
 
 
 class FirstNorm(NormedDropout):
-    """BLOOM's norm of the embedding, and its dropout. Called an embedding it would be counted as one."""
+    """BLOOM's norm of the embedding, and its dropout. With `embedding` in its name it would be counted as one."""
 
     prefix = "embedding."
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""
-        with own_stream(self.settings):
+        with sequence_stream(self.settings):
             return super().forward(x)
 
 
@@ -85,12 +84,12 @@ class TransformerLayer(torch.nn.Module):
         super().__init__()
         self.prefix = f"decoder.layers.{number}."
         self.settings = settings
-        # Numbered from 1 within the whole model: `settings` know of no pipeline, or it would count this stage's twice.
+        # Numbered from 1 in the whole model; `settings` describe no pipeline, or this stage's offset would count twice.
         self.layer = build_module(layer_spec(), config=settings, layer_number=number + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""
-        with own_stream(self.settings):  # as megatron-core's TransformerBlock does
+        with sequence_stream(self.settings):  # as megatron-core's TransformerBlock does
             return self.layer(hidden_states=x, attention_mask=None)[0]
 
 
@@ -118,7 +117,7 @@ def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
-    """Every layer of the whole model; a stage builds only its own."""
+    """Every layer of the whole model; a stage builds only its share."""
     tied = plan.shape.tied_embeddings
     return [
         TiedLayerSpec(TIED, WordEmbedding, plan, settings) if tied else LayerSpec(WordEmbedding, plan, settings),
@@ -133,7 +132,7 @@ def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
 
 
 def canonical_parameters(stage: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Each parameter of a stage with its name in the whole model."""
+    """Yield each parameter of a stage with its name in the whole model."""
     for module in stage.modules():
         prefix = getattr(module, "prefix", None)
         if prefix is not None:

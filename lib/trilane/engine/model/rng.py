@@ -1,22 +1,26 @@
-"""Generators: the state of every random number generator of this rank, as text.
+"""Random number generators of this rank: their states as text, and the seeds that dropout draws from.
 
-Which random numbers dropout draws: seeds that differ where masks must differ, and nowhere else.
-
-megatron-core has two streams. Hidden values that every tensor-parallel rank holds whole are masked by the default one,
-which must be the same on all ranks of the group; what they share out (heads, or a part of the sequence) by the
-tensor-parallel one, which must not. A pipeline stage and a replica have streams of their own: Megatron-LM gives
-replicas the same masks unless it is asked not to, so that samples at the same place of two replicas lose alike.
+Seeds differ where dropout masks must differ, and nowhere else. megatron-core has two streams. Hidden values that every
+tensor-parallel rank holds whole are masked by the default stream, which must be the same on all ranks of the group;
+what the ranks divide (heads, or a part of the sequence) by the tensor-parallel stream, which must differ. Each pipeline
+stage and replica has its own streams. Megatron-LM gives replicas the same masks unless asked not to, so that samples at
+the same position of two replicas lose the same values.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
+STAGE, REPLICA = 10**5, 10**8
 
 
 def states() -> dict[str, Any]:
-    """torch's generators and those that megatron-core keeps for tensor parallelism, each as hexadecimal bytes."""
+    """torch's generators and megatron-core's for tensor parallelism, each state as hexadecimal text."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "cpu": _text(torch.get_rng_state()),
@@ -25,12 +29,12 @@ def states() -> dict[str, Any]:
     }
 
 
-def restore(said: dict[str, Any]) -> None:
-    """Put every generator back to where it was."""
-    torch.set_rng_state(_state(said["cpu"]))
-    if torch.cuda.is_available():  # without a GPU megatron-core was told that the CPU's generator is the card's
-        torch.cuda.set_rng_state(_state(said["cuda"]))
-    tensor_parallel.get_cuda_rng_tracker().set_states({n: _state(text) for n, text in said["tracked"].items()})
+def restore(states: dict[str, Any]) -> None:
+    """Set every generator to its state, as `states()` returned it."""
+    torch.set_rng_state(_state(states["cpu"]))
+    if torch.cuda.is_available():  # without a GPU enable_cpu() made the CPU's generator stand for the card's
+        torch.cuda.set_rng_state(_state(states["cuda"]))
+    tensor_parallel.get_cuda_rng_tracker().set_states({n: _state(text) for n, text in states["tracked"].items()})
 
 
 def _text(state: torch.Tensor) -> str:
@@ -41,16 +45,17 @@ def _state(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-# Further apart than megatron-core's own offset for the tensor-parallel stream, 2718 + rank.
-STAGE, REPLICA = 10**5, 10**8
-
-
 def seed_streams(seed: int) -> None:
-    """Seed both streams of this rank for its stage and replica; megatron-core's groups must stand."""
+    """Seed both streams of this rank by its stage and replica; megatron-core's groups must exist."""
     stage, replica = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
-    model_parallel_cuda_manual_seed(own_seed(seed, stage, replica))
+    model_parallel_cuda_manual_seed(stream_seed(seed, stage, replica))
 
 
-def own_seed(seed: int, stage: int, replica: int) -> int:
-    """The seed of a stage's replica; the same for all its tensor-parallel ranks."""
+def stream_seed(seed: int, stage: int, replica: int) -> int:
+    """The seed of one stage of one replica; the same on all its tensor-parallel ranks."""
     return seed + STAGE * stage + REPLICA * replica
+
+
+def sequence_stream(settings: TransformerConfig) -> AbstractContextManager[Any]:
+    """A context that draws from the tensor-parallel stream where ranks divide a sequence: their masks must differ."""
+    return tensor_parallel.get_cuda_rng_tracker().fork() if settings.sequence_parallel else nullcontext()

@@ -1,1 +1,1 @@
-"""What a running training reports: log lines, steps, TensorBoard, timers, phases, heartbeats, call traces."""
+"""What a running training reports: log lines, steps, TensorBoard, phases and their times, heartbeats, call traces."""

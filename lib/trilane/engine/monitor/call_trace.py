@@ -1,6 +1,6 @@
-"""The line trace without its gigabytes: the last calls into chosen packages, in a ring of fixed size in a file.
+"""A call trace of bounded size: the last calls into chosen packages, in a ring buffer in a file.
 
-The file is mapped: what a rank wrote is there even when it is stuck in C, stopped or killed.
+The file is memory-mapped: its content survives when the rank hangs in C, is stopped or is killed.
 """
 
 import mmap
@@ -30,18 +30,18 @@ class Ring:
         self._names: dict[CodeType, bytes] = {}
 
     def name(self, code: CodeType) -> bytes:
-        """How the function is written down; b"" where it belongs to no chosen package."""
+        """The function's entry in the trace; b"" where it belongs to no chosen package."""
         found = self._names.get(code)
         if found is None:
             path = code.co_filename
-            ours = any(f"{inside}{os.sep}" in path or path.endswith(f"{inside}.py") for inside in self._inside)
+            traced = any(f"{inside}{os.sep}" in path or path.endswith(f"{inside}.py") for inside in self._inside)
             where = "/".join(path.split(os.sep)[-3:])
-            found = f" {code.co_qualname} ({where}:{code.co_firstlineno})".encode() if ours else b""
+            found = f" {code.co_qualname} ({where}:{code.co_firstlineno})".encode() if traced else b""
             self._names[code] = found
         return found
 
     def write(self, sign: bytes, name: bytes) -> None:
-        """One call more; the oldest goes."""
+        """Add one call in place of the oldest."""
         text = b"%012d %.6f %s" % (self._number, time.time(), sign) + name
         start = self._number % self._calls * SLOT
         self._map[start : start + SLOT] = text[: SLOT - 1].ljust(SLOT - 1) + b"\n"
@@ -55,12 +55,12 @@ class Ring:
                 self.write(b">" if event == "call" else b"<", name)
 
     def monitor(self) -> None:
-        """For sys.monitoring (Python 3.12), which asks about a function of no chosen package only once."""
+        """For sys.monitoring (Python 3.12), which reports a function of no chosen package only once."""
         tools = sys.monitoring  # type: ignore[attr-defined]
         events = tools.events
         tools.use_tool_id(TOOL, "trilane")
 
-        def told(sign: bytes) -> Any:
+        def callback_for(sign: bytes) -> Any:
             def callback(code: CodeType, *_: Any) -> Any:
                 name = self.name(code)
                 if not name:
@@ -71,13 +71,13 @@ class Ring:
 
             return callback
 
-        tools.register_callback(TOOL, events.PY_START, told(b">"))
-        tools.register_callback(TOOL, events.PY_RETURN, told(b"<"))
+        tools.register_callback(TOOL, events.PY_START, callback_for(b">"))
+        tools.register_callback(TOOL, events.PY_RETURN, callback_for(b"<"))
         tools.set_events(TOOL, events.PY_START | events.PY_RETURN)
 
 
 def begin(path: Path, packages: Sequence[str], calls: int) -> None:
-    """Trace this process's main thread from now on."""
+    """Start tracing this process's main thread."""
     ring = Ring(path, packages, calls)
     if hasattr(sys, "monitoring"):
         ring.monitor()

@@ -1,7 +1,7 @@
-"""The heartbeat of this process: its step and phase in ranks/<rank>.beat, for the watchdog outside.
+"""The heartbeat of this process: its step and phase in ranks/<rank>.beat, read by the watchdog.
 
-128 bytes of a mapped file are overwritten at each change of phase: no system call, and what a rank wrote is there even
-when it is stopped or killed. Nothing happens where the plan's hang_timeout_s is 0.
+128 bytes of a mapped file are overwritten at each change of phase: no system call, and the content survives when the
+rank is stopped or killed. Disabled where the plan's hang_timeout_s is 0.
 """
 
 import ctypes
@@ -19,9 +19,7 @@ from trilane.engine.monitor import call_trace, phases
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import END, RECORD, STACKS, encode, place
 
-LAUNCHED = "TRILANE_RANK_LOGS"  # in the environment of ranks that a launcher of ours watches
-
-
+LAUNCHED = "TRILANE_RANK_LOGS"  # in the environment of ranks that launch.local watches
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <sys/prctl.h>
 
 
@@ -29,7 +27,7 @@ _beats: list["Heartbeat"] = []
 
 
 class Heartbeat:
-    """Writes the beat of one rank until it is closed."""
+    """Writes the heartbeat of one rank until closed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,28 +36,28 @@ class Heartbeat:
         self._map = mmap.mmap(file, RECORD)
         os.close(file)
         self._step, self._rest = 0, place()
-        self.beat(phases.now())
-        self.close: Callable[[], None] = phases.listen(self.beat)
+        self.beat(phases.current())
+        self.close: Callable[[], None] = phases.subscribe(self.beat)
 
     def beat(self, phase: str) -> None:
-        """The phase from now on."""
+        """Write `phase` and the time."""
         self._map[:] = encode(self._step, phase, time.time(), self._rest)
 
     def at(self, step: int) -> None:
-        """The iteration from now on."""
+        """Write iteration `step`."""
         self._step = step
-        self.beat(phases.now())
+        self.beat(phases.current())
 
 
 def begin(plan: Plan, folder: Path) -> None:
-    """From now on this rank gives signs of life, lets py-spy attach, and writes its stacks when asked by a signal."""
+    """Start this rank's heartbeat, let py-spy attach, and dump stacks on a signal; on each node start the watchdog."""
     if plan.run.hang_timeout_s <= 0:
         return
     rank, ranks = os.environ["RANK"], folder / "ranks"
     ranks.mkdir(exist_ok=True)
     _beats.append(Heartbeat(ranks / f"{rank}.beat"))
     if sys.platform.startswith("linux"):
-        # Where Yama guards ptrace, py-spy may attach to its own children only; the launcher's py-spy is our sister.
+        # Under Yama a process may trace only its descendants, and the launcher's py-spy is a sibling of this process.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
     for name, value in flight_recorder.environment(ranks, rank).items():
@@ -73,13 +71,13 @@ def begin(plan: Plan, folder: Path) -> None:
 
 
 def at(step: int) -> None:
-    """This rank is in iteration `step` from now on."""
+    """Record that this rank enters iteration `step`."""
     for heartbeat in _beats:
         heartbeat.at(step)
 
 
 def end() -> None:
-    """This rank has nothing left to do."""
+    """Record that this rank has finished."""
     for heartbeat in _beats:
         heartbeat.beat(END)
         flight_recorder.forget(heartbeat.path.parent, heartbeat.path.stem)

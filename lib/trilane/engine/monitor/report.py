@@ -1,7 +1,4 @@
-"""One iteration as a value: Megatron's line on the terminal and a JSON line in steps.jsonl say the same thing.
-
-TensorBoard's event file of a run, in its folder `tensorboard/`.
-"""
+"""The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl, TensorBoard on request."""
 
 import json
 import resource
@@ -18,15 +15,15 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Step
-from trilane.engine.monitor.timers import Spread, Timers, lines
+from trilane.engine.monitor.phases import Spread, Timers, timing_table
 from trilane.workspace import phase_times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One iteration (or the mean of several, ending here), in the units of Megatron's line but for seconds.
+    """One iteration (or the mean of several, ending here), in the units of Megatron's line, times in seconds.
 
-    Its fields are a line of steps.jsonl. A loss that is no number becomes NaN, which Python's reader takes.
+    Its fields are a line of steps.jsonl. A loss that is not a number becomes NaN, which Python's JSON reader accepts.
     `tflops` is model FLOPs per GPU and second by Narayanan's formula (ModelShape.flops_per_iteration), recomputation
     counted where it is full. Megatron-LM of today counts causal attention half and recomputation never.
     """
@@ -44,7 +41,7 @@ class Iteration:
     nan: int
 
     def line(self, train_iters: int, now: datetime) -> str:
-        """Megatron-LM's line, training.py of 2025 (training_log), with the clock in front."""
+        """Megatron-LM's line, training.py of 2025 (training_log), after the time of day."""
         parts = [
             f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {self.iteration:8d}/{train_iters:8d}",
             f"consumed samples: {self.consumed_samples:12d}",
@@ -62,7 +59,7 @@ class Iteration:
 
 
 def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Iteration:
-    """What the engine's step over `batch`, `seconds` long, means for the plan."""
+    """The report of the engine's step over `batch`, which took `seconds`."""
     t = plan.topology
     flops = plan.shape.flops_per_iteration(batch.gbs, recompute_full=t.recompute == "full")
     return Iteration(
@@ -81,13 +78,14 @@ def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -
 
 
 def average(window: Sequence[Iteration]) -> Iteration:
-    """What Megatron prints for the iterations since its last line: means of time, rate and loss, counts added up."""
+    """The iterations since the last line as Megatron prints them: means of time, rate and loss, summed counts."""
     last = window[-1].__dict__
     means = {k: sum(getattr(i, k) for i in window) / len(window) for k in ("sec_per_it", "tflops", "lm_loss")}
     counts = {k: sum(getattr(i, k) for i in window) for k in ("skipped", "nan")}
     return Iteration(**{**last, **means, **counts})
 
 
+# TensorBoard tag, Megatron-LM's where it has one -> field of Iteration; seconds, and TFLOP/s per GPU.
 SCALARS = {
     "lm loss": "lm_loss",
     "learning-rate": "learning_rate",
@@ -100,8 +98,8 @@ SCALARS = {
 }
 
 
-class Board:
-    """Takes iterations; what it took can be seen after each log interval."""
+class TensorBoard:
+    """The event file of a run in its folder `tensorboard/`, flushed every log interval."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter  # its import takes a second
@@ -114,22 +112,22 @@ class Board:
             self._writer.add_scalar(name, getattr(step, field), step.iteration)
 
     def flush(self) -> None:
-        """Everything added so far is in the file."""
+        """Write everything added so far to the file."""
         self._writer.flush()
 
 
-class Log:
-    """The terminal and steps.jsonl of a run, both from the last rank, which sees the loss; TensorBoard on request."""
+class TrainingLog:
+    """The terminal and steps.jsonl of a run, written by the last rank, which has the loss; TensorBoard on request."""
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
-        self._run, self._speaks, self._path = plan.run, world.is_last, folder / "steps.jsonl"
+        self._run, self._writes, self._path = plan.run, world.is_last, folder / "steps.jsonl"
         self._window: list[Iteration] = []
         self._timers = Timers(world.device) if plan.run.timers else None
         self._ranks, self._rank = folder / "ranks", world.rank
-        self._board = Board(folder) if plan.run.tensorboard and self._speaks else None
+        self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
 
     def write(self, step: Iteration) -> None:
-        """Append the JSON line; print Megatron's every log_interval iterations and at the end. All ranks call it."""
+        """Append the JSON line; print Megatron's every log_interval iterations and at the end. Collective."""
         due = step.iteration % self._run.log_interval == 0 or step.iteration == self._run.goal
         spread: Spread = {}
         if self._timers:
@@ -137,7 +135,7 @@ class Log:
             if due:
                 phase_times.append(self._ranks, self._rank, step.iteration, self._timers.own())
                 spread = self._timers.over_ranks()
-        if self._speaks:
+        if self._writes:
             self._record(step, spread)
             if due:
                 self._print(spread)
@@ -154,7 +152,7 @@ class Log:
         print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
         self._window = []
         if spread:
-            print(lines(spread), flush=True)
+            print(timing_table(spread), flush=True)
         if self._board:
             self._board.flush()
 
@@ -179,15 +177,12 @@ def memory_line(rank: int, iterations: int, device: torch.device) -> str:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in memory now; where the system does not say, its peak."""
+    """Bytes of this process in memory now; where the system does not report it, the peak."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes that this process ever had in memory. getrusage(2): kilobytes on Linux, bytes on macOS."""
+    """Peak resident memory of this process in bytes. getrusage(2): kilobytes on Linux, bytes on macOS."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-# What it is called there, by Megatron-LM's names where it has one; seconds, and TFLOP/s per GPU.

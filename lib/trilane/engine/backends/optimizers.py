@@ -1,4 +1,4 @@
-"""Weight decay by name: the optimizer group that each parameter really landed in, checked against the rule."""
+"""What lies inside an optimizer of any make: Adam's moments and step, and the weight decay of each parameter."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -7,9 +7,44 @@ import torch
 
 from trilane.workspace.fingerprints import must_decay
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Give each of the optimizer's parameters without moments those of step 0: zeros, as the first step would.
+
+    Each gets its own `step`: a shared one would count once for each parameter.
+    """
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = _step(optimizer, 0.0)
+            state |= {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in MOMENTS}
+
+
+def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Steps taken, the same for all parameters; 0 where this rank updates none. apex counts per group."""
+    counted = [counts for optimizer in optimizers for counts in [*optimizer.state.values(), *optimizer.param_groups]]
+    return max((float(counts.get("step", 0)) for counts in counted), default=0.0)
+
+
+def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
+    """Set the number of steps taken to `step`."""
+    for optimizer in optimizers:
+        counted: list[Any] = [*optimizer.state.values()]
+        counted += [] if isinstance(optimizer, torch.optim.Adam) else optimizer.param_groups
+        for counts in counted:
+            counts["step"] = _step(optimizer, step)
+
+
+def _step(optimizer: torch.optim.Optimizer, step: float) -> Any:
+    """torch counts in a tensor, the other optimizers in an int."""
+    is_torch = isinstance(optimizer, torch.optim.Adam)  # AdamW is one of them
+    return torch.tensor(step, dtype=torch.float32) if is_torch else int(step)
+
 
 def decay_audit(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], decay: float) -> dict[str, str]:
-    """Parameter name -> "decay" or "no decay", read from megatron-core's optimizers; ours to call once they are built.
+    """Parameter name -> "decay" or "no decay", read from megatron-core's optimizers once they are built.
 
     AssertionError where a parameter is in no group or in the wrong one. With the distributed optimizer a rank audits
     the parameters of which it updates a part.
@@ -24,7 +59,7 @@ def decay_audit(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], de
 
 
 def weight_decays(parameter: torch.nn.Parameter, optimizers: Sequence[Any]) -> Iterator[float]:
-    """The weight decay of the group that holds `parameter` or what stands for it: an fp32 copy, this rank's part."""
+    """The weight decay of the group that holds `parameter` or what represents it: an fp32 copy, this rank's part."""
     for optimizer in optimizers:
         if hasattr(optimizer, "model_param_group_index_map"):  # the distributed optimizer
             place = optimizer.model_param_group_index_map.get(parameter)
@@ -43,19 +78,19 @@ def deepspeed_audit(named: Iterable[tuple[str, torch.nn.Parameter]], optimizer: 
     AssertionError where a parameter is in no group or in the wrong one.
     """
     found = deepspeed_decays(optimizer)
-    said = {}
+    groups = {}
     for name, parameter in named:
         assert id(parameter) in found, f"{name} is in no optimizer group"
         right = decay if must_decay(name) else 0.0
         assert found[id(parameter)] == right, f"{name} has weight decay {found[id(parameter)]}"
-        said[name] = "decay" if must_decay(name) else "no decay"
-    return said
+        groups[name] = "decay" if must_decay(name) else "no decay"
+    return groups
 
 
 def deepspeed_decays(optimizer: Any) -> dict[int, float]:
     """id of a parameter -> the weight decay of its group in DeepSpeed's `optimizer`.
 
-    ZeRO replaces the parameters of a group by its own flat ones and keeps the lists beside it: bit16_groups in stages 1
+    ZeRO replaces the parameters of a group by its own flat ones and keeps the lists apart: bit16_groups in stages 1
     and 2, bf16_groups in BF16_Optimizer, fp16_groups, in sub-groups of a group, in stage 3.
     """
     found: dict[int, float] = {}

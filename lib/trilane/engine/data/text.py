@@ -1,0 +1,156 @@
+"""Text and its token ids: the documents of a data source, and tokenizers; no torch here."""
+
+import hashlib
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trilane.utils.validation import require
+
+STDLIB_BYTES = 4_000_000  # enough for 50 iterations to see new text each, little enough to prepare in seconds
+STDLIB_LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+
+
+SYLLABLES = ("ba", "de", "ki", "lo", "mu", "na", "po", "ri", "su", "te")
+MOCK_DOCUMENTS, MOCK_WORDS = 400, 400
+
+
+def documents(source: str) -> Iterator[str]:
+    """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files, in order.
+
+    Raises ValueError where the path is missing, or a file is not UTF-8 or not JSONL.
+    """
+    if source == "stdlib":
+        return stdlib()
+    if source == "mock":
+        return mock()
+    path = Path(source)
+    require(path.exists(), "data.source", source, "no such file or folder (known names: stdlib, mock)")
+    if path.suffix == ".jsonl":
+        return jsonl(path)
+    return (read_text(file) for file in files(path))
+
+
+def files(path: Path) -> list[Path]:
+    """The file itself, or every file below the folder without hidden ones, sorted by name."""
+    if path.is_file():
+        return [path]
+    found = (p for p in path.rglob("*") if p.is_file())
+    return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts))
+
+
+def stdlib() -> Iterator[str]:
+    """Python's standard library, a document per file, packages included, up to STDLIB_BYTES."""
+    root, taken = Path(sysconfig.get_path("stdlib")), 0
+    for path in sorted(root.rglob("*.py")):
+        if any(part in STDLIB_LEFT_OUT for part in path.relative_to(root).parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few old modules are Latin-1
+            continue
+        taken += len(text)
+        if taken > STDLIB_BYTES:
+            return
+        yield text
+
+
+def mock() -> Iterator[str]:
+    """Learnable synthetic text: sentences of invented words by one fixed grammar, the same on every machine."""
+    rng = random.Random(0)
+    words = ["".join(rng.choice(SYLLABLES) for _ in range(n)) for n in [2, 3] * 32]
+    follows = {word: rng.sample(words, 4) for word in words}
+    for _ in range(MOCK_DOCUMENTS):
+        text = [rng.choice(words)]
+        for _ in range(MOCK_WORDS):
+            text.append(rng.choice(follows[text[-1]]))
+        yield " ".join(text)
+
+
+def jsonl(path: Path) -> Iterator[str]:
+    """The field "text" of each line."""
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            text = None
+        require(isinstance(text, str), "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
+        yield text
+
+
+def read_text(path: Path) -> str:
+    """A file as UTF-8; ValueError names the file and the byte where it is not."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.source={path}: is not UTF-8 (byte {error.start})") from None
+
+
+BYTES_END = 256
+# Names that tokenizers give the token which ends a document; the first one present is taken.
+END_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<EOS>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    """`size` ids, `end` closes each document, `digest` identifies it; bytes need no tokenizers package.
+
+    `eod`, `vocab_size` and `unique_identifiers` are the interface of megatron-core's GPT dataset.
+    """
+
+    name: str
+    size: int
+    end: int
+    digest: str
+    coder: Any = field(default=None, repr=False)
+
+    @property
+    def eod(self) -> int:
+        """End of document, as megatron-core calls it."""
+        return self.end
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, as megatron-core calls it."""
+        return self.size
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        """What distinguishes this tokenizer in megatron-core's index cache."""
+        return {"tokenizer": self.name, "digest": self.digest}
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of one document, int32, including its end."""
+        ids = np.frombuffer(text.encode(), np.uint8) if self.coder is None else self.coder.encode(text).ids
+        return np.append(np.asarray(ids, np.int32), np.int32(self.end))
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer "bytes", or the one in the folder `name`.
+
+    Raises ValueError where the folder has no tokenizer.json, or that has no end-of-document token.
+    """
+    if name == "bytes":
+        return Tokenizer(name=name, size=257, end=BYTES_END, digest="bytes-257")
+    path = Path(name) / "tokenizer.json"
+    require(path.is_file(), "data.tokenizer", name, "no folder with a tokenizer.json (known name: bytes)")
+    from tokenizers import Tokenizer as Coder
+
+    try:
+        coder = Coder.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"data.tokenizer={name}: tokenizer.json cannot be read ({error})") from None
+    ends = [coder.token_to_id(token) for token in END_NAMES]
+    end = next((e for e in ends if e is not None), None)
+    require(end is not None, "data.tokenizer", name, f"has none of the end-of-document tokens {', '.join(END_NAMES)}")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    assert end is not None
+    return Tokenizer(name=name, size=coder.get_vocab_size(), end=end, digest=digest, coder=coder)
