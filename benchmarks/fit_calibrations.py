@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from trilane.costmodel.backtest import learn_memory, learn_time
+from trilane.costmodel.backtest import calibrate_memory, calibrate_time
 from trilane.costmodel.calibration import Calibration, shipped_regimes, to_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows
 
@@ -24,7 +24,7 @@ def fitted(rows: list[MeasuredRow], cluster: str, stack: str) -> Calibration:
     """The fit of the rows of one GPU family and software stack."""
     family = cluster.split("-")[1]
     chosen = [r for r in rows if family in r.case.cluster.name and r.stack == stack]
-    return learn_time(chosen, replace(Calibration(), regimes=shipped_regimes(cluster)))
+    return calibrate_time(chosen, replace(Calibration(), regimes=shipped_regimes(cluster)))
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     (DATA / "calibrations.json").write_text(text + "\n", encoding="utf-8")
     for name, calibration in found.items():
         print(name, calibration)
-    print(learn_memory([r for r in rows if r.stack == "megatron-deepspeed"]))
+    print(calibrate_memory([r for r in rows if r.stack == "megatron-deepspeed"]))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     inside = []
     for table in TABLES:
         on, others, blank = eight_of_a_table(table)
-        fitted = backtest.learn_time(on, blank)
+        fitted = backtest.calibrate_time(on, blank)
         belief = posterior([r.case for r in on], [r.seconds for r in on], fitted)
         widths = belief.half_widths([r.case for r in others])
         before, after = (
@@ -61,7 +61,7 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
 def test_eight_rows_do_not_spoil_what_many_rows_had_taught():
     """The A100 constants that ship know all tables to 1.1 %; eight rows of one table may cost a little elsewhere."""
     on, others, _ = eight_of_a_table("s003-t27")
-    fitted = backtest.learn_time(on, default(A100, "megatron-deepspeed"))
+    fitted = backtest.calibrate_time(on, default(A100, "megatron-deepspeed"))
     errors = [abs(math.log(backtest.predict_row(r, fitted).sec_pred / r.seconds)) for r in others]
     assert np.median(errors) < 0.02
 

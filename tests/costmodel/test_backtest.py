@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trilane.cli.app import main
-from trilane.costmodel.backtest import as_they_are, backtest, leave_one_out
+from trilane.costmodel.backtest import backtest, leave_one_out, predict_default
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.metrics import figures, spearman
 
@@ -41,7 +41,7 @@ def test_left_out_a100_rows_are_predicted_and_ranked_as_well_as_the_note_says(by
 def test_the_shipped_constants_explain_the_rows_they_were_fitted_to():
     rows, skipped = read_rows(SCORED)
     assert len(rows) == 219 and not skipped
-    pairs = list(zip(rows, as_they_are(rows), strict=True))
+    pairs = list(zip(rows, predict_default(rows), strict=True))
     for name, median in (("jz-a100-80g", 0.013), ("megatron-lm", 0.03), ("megatron-deepspeed", 0.015)):
         chosen = [(r, p) for r, p in pairs if name in (r.case.cluster.name, r.stack)]
         assert figures(chosen)["median"] < median
@@ -52,7 +52,7 @@ def test_the_pooled_search_over_one_models_rows_finds_nearly_the_best(a100):
     shape = (72, 14336, 64)
     pool = [
         (r, p)
-        for r, p in zip(a100, as_they_are(a100), strict=True)
+        for r, p in zip(a100, predict_default(a100), strict=True)
         if (r.case.shape.num_layers, r.case.shape.hidden_size, r.case.shape.num_attention_heads) == shape
         and r.case.topology.gpus == 384
         and r.case.topology.gbs in (2016, 2048)
@@ -144,6 +144,7 @@ def test_a_bad_row_is_skipped_and_named(tmp_path, old, new, reason):
     [
         (["missing.csv"], "rows=missing.csv: no such file"),
         (["bad.csv"], "has no column layers, hidden"),
+        (["binary.csv"], "rows=binary.csv: is not a CSV file"),
         (["good.csv", "--cluster", "moon"], "known: a100-800gbps"),
         (["good.csv", "--calibrate-on", "missing.csv"], "rows=missing.csv: no such file"),
     ],
@@ -152,6 +153,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, a
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.csv").write_text("row_id,colour\n1,red\n")
     (tmp_path / "good.csv").write_text(f"{HEADER}\n{GOOD}\n")
+    (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
     assert main(["backtest", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

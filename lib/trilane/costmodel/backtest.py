@@ -1,11 +1,13 @@
-"""Backtest: measured rows against what was predicted for them, with and without having seen their kind."""
+"""Backtest: predictions for measured rows, by the shipped constants or by constants fitted without rows like them."""
 
 import argparse
+import csv
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,11 +15,15 @@ from trilane.costmodel.calibration import Calibration, default, shipped_regimes
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, read_rows
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, read_rows, shipped_rows
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
-from trilane.costmodel.metrics import RowPrediction, figures
+from trilane.costmodel.metrics import ANOMALIES, Pair, RowPrediction, figures, group_name
 from trilane.costmodel.uncertainty import posterior
+from trilane.utils.tables import Columns, Table, Text
 from trilane.utils.validation import require_known
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "table": lambda row: row.table,
@@ -25,34 +31,107 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "date": lambda row: row.case.day,
 }
 
-ENOUGH_MEMORY_ROWS = 20  # fewer say less than the shipped constants do
+SHIPPED = ("scored", "measured")  # sets of rows in data/: cleaned, and as printed in the documents
+MIN_MEMORY_ROWS = 20  # with fewer, the shipped constants are better
+DETAILED = "jz-a100-80g"  # the cluster with most rows, whose anomalies are known and on which public planners were run
+# Key of a figure -> column of a table, where % multiplies by 100.
+HEADERS = {
+    "n": "timed rows",
+    "median": "median error %",
+    "p90": "p90 %",
+    "coverage": "in interval %",
+    "rho": "rank correlation",
+    "regret_mean": "regret %",
+    "best": "best found",
+    "tables": "of tables",
+    "mem_median": "memory median %",
+    "mem_p90": "memory p90 %",
+    "oom": "OOM found",
+    "false": "false OOM",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backtest:
-    """Predictions of the rows that could be read, and the rows that could not."""
+class Backtest(Table):
+    """Predictions for the rows that could be read, and the rows that could not; shown as a table of figures."""
 
     rows: tuple[MeasuredRow, ...]
     predictions: tuple[RowPrediction, ...]
     skipped: tuple[Skipped, ...]
+    left_out: str = ""  # what the constants were fitted without: table, hidden, date or nothing
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Each row with its prediction."""
+        return list(zip(self.rows, self.predictions, strict=True))
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The figures of each GPU and software stack."""
+        names = dict.fromkeys(group_name(row) for row in self.rows)
+        return {name: figures([p for p in self.pairs if group_name(p[0]) == name]) for name in names}
 
     def summary(self) -> dict[str, Any]:
-        """The figures over all rows, and over each GPU and software stack where there are several."""
-        pairs = list(zip(self.rows, self.predictions, strict=True))
-        groups = {_group(row): [p for p in pairs if _group(p[0]) == _group(row)] for row in self.rows}
-        result = {**figures(pairs), "skipped": len(self.skipped)}
-        return {**result, "groups": {k: figures(v) for k, v in groups.items()}} if len(groups) > 1 else result
+        """The figures over all rows and, if there are several, over each group."""
+        result, groups = {**figures(self.pairs), "skipped": len(self.skipped)}, self.groups()
+        return {**result, "groups": groups} if len(groups) > 1 else result
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A row of figures over all rows, and one for each GPU and software stack; columns as in HEADERS."""
+        groups = self.groups()
+        return _table({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).to_frame()
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         skipped = [asdict(s) for s in self.skipped]
         return {"rows": [asdict(p) for p in self.predictions], "skipped": skipped, "summary": self.summary()}
 
+    def heading(self) -> Text:
+        """How many rows were predicted and skipped, as a sentence."""
+        how = f"fitted without each row's {self.left_out}" if self.left_out else "that ship or were calibrated"
+        return Text(f"**{len(self.rows)}** rows predicted by constants {how}, **{len(self.skipped)}** skipped.")
+
+    def skipped_reasons(self) -> Columns:
+        """Why rows could not be read, and how many for each reason."""
+        counts = Counter(skipped.reason for skipped in self.skipped)
+        return Columns({"reason": list(counts) or ["all rows could be read"], "rows": list(counts.values()) or [0]})
+
+    def without_anomalies(self) -> Columns:
+        """The figures of the A100 rows, with and without ANOMALIES."""
+        rows = [p for p in self.pairs if p[0].case.cluster.name == DETAILED]
+        usual = [p for p in rows if p[0].row_id not in ANOMALIES]
+        keys = ("n", "median", "p90", "rho", "regret_mean")
+        return _table({"A100 rows": figures(rows), "without the anomalies": figures(usual)}, keys)
+
+    def planners(self) -> Columns:
+        """The figures of the A100 rows next to those of public planners for the same rows (data/peers.csv)."""
+        with shipped_rows().with_name("peers.csv").open(newline="", encoding="utf-8") as file:
+            peers = list(csv.DictReader(file))
+        numbers = {p["planner"]: {k: _number(v) for k, v in p.items() if k in HEADERS and v} for p in peers}
+        own = figures([p for p in self.pairs if p[0].case.cluster.name == DETAILED])
+        return _table(
+            {f"trilane, without the {self.left_out}" if self.left_out else "trilane": own, **numbers},
+            [key for key in peers[0] if key in HEADERS],
+            "planner",
+        )
+
+
+def _table(sets: Mapping[str, Mapping[str, Any]], keys: Sequence[str] = tuple(HEADERS), title: str = "rows") -> Columns:
+    """The figures `keys` of several sets of rows, a row each, errors in percent."""
+    columns: dict[str, list[Any]] = {title: list(sets)}
+    for key in keys:
+        values = [figures.get(key) for figures in sets.values()]
+        columns[HEADERS[key]] = [v and 100 * v for v in values] if "%" in HEADERS[key] else values
+    return Columns(columns, digits=2)
+
+
+def _number(text: str) -> float | str:
+    return text if "/" in text else float(text)
+
 
 def predict_row(
     row: MeasuredRow, calibration: Calibration, memory: MemoryConstants = DEFAULT, half_width: float | None = None
 ) -> RowPrediction:
-    """Seconds and memory of one row on its day; `half_width` of the interval, else the calibration's."""
+    """Predict one row on its day; `half_width` of the interval of ln(seconds), by default the calibration's."""
     case = row.case
     on_day = calibration.on(case.day, case.topology.gpus)
     seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
@@ -69,8 +148,8 @@ def predict_row(
     )
 
 
-def as_they_are(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Every row by the default calibration of its cluster and stack: nothing is fitted."""
+def predict_default(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
+    """Predict every row by the default calibration of its cluster and stack, without a fit."""
     cache: dict[tuple[str, str], Calibration] = {}
     for row in rows:
         key = (row.case.cluster.name, row.stack)
@@ -79,85 +158,89 @@ def as_they_are(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
     return [predict_row(row, cache[row.case.cluster.name, row.stack]) for row in rows]
 
 
-def calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Every row by the default calibration of the first of the `on` rows, refitted to those.
+def predict_calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:
+    """Predict every row by the default calibration of the first of the rows `on`, refitted to these.
 
-    The intervals are the posterior's: the further a row is from those that were fitted to, the wider.
+    The intervals are those of the posterior: the further a row is from the fitted rows, the wider.
     """
     first = on[0]
-    calibration = learn_time(on, default(first.case.cluster, first.stack))
-    memory, timed = learn_memory(on), _teaching(on)
-    belief = posterior([r.case for r in timed], [r.seconds for r in timed], calibration)
-    widths = belief.half_widths([row.case for row in rows]).tolist()
+    calibration = calibrate_time(on, default(first.case.cluster, first.stack))
+    memory, timed = calibrate_memory(on), _usable(on)
+    fitted = posterior([r.case for r in timed], [r.seconds for r in timed], calibration)
+    widths = fitted.half_widths([row.case for row in rows]).tolist()
     return [predict_row(row, calibration, memory, width) for row, width in zip(rows, widths, strict=True)]
 
 
-def learn_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:
-    """Constants of time from rows; duplicates and rows marked as unusable teach nothing."""
-    timed = _teaching(rows)
+def calibrate_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:
+    """The prior refitted to the times of the rows, without duplicates and excluded rows."""
+    timed = _usable(rows)
     return fit_time([r.case for r in timed], [r.seconds for r in timed], prior) if timed else prior
 
 
-def _teaching(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+def _usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
     return [r for r in rows if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
 
 
-def learn_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
-    """Constants of memory from rows, or the shipped ones where they are too few."""
-    weighed = [r for r in rows if np.isfinite(r.memory_bytes) and not r.duplicate_of]
-    if len(weighed) < ENOUGH_MEMORY_ROWS:
+def calibrate_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
+    """Memory constants fitted to the rows, or the shipped ones if fewer than MIN_MEMORY_ROWS have memory."""
+    measured = [r for r in rows if np.isfinite(r.memory_bytes) and not r.duplicate_of]
+    if len(measured) < MIN_MEMORY_ROWS:
         return DEFAULT
-    return fit_memory([r.case for r in weighed], [r.memory_bytes for r in weighed])
+    return fit_memory([r.case for r in measured], [r.memory_bytes for r in measured])
 
 
 def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
-    """Every row by constants fitted without its table, hidden size or date, starting from the priors of constants.py.
+    """Cross-validation: predict every row by constants fitted without its table, hidden size or date (`by`).
 
-    Rows of one GPU and software stack share the constants of time, rows of one stack those of memory. A row that
-    another row repeats leaves with it.
+    The fits start from the priors of constants.py. Rows of one GPU and software stack share the constants of time, rows
+    of one stack those of memory. A row and its repeats are left out together. Raises ValueError for another `by`.
     """
     require_known("cv", by, LEAVE_OUT)
     key = LEAVE_OUT[by]
     found: dict[str, RowPrediction] = {}
-    for group, left_out in dict.fromkeys((_group(r), key(r)) for r in rows):
-        test = [r for r in rows if (_group(r), key(r)) == (group, left_out)]
+    for group, left_out in dict.fromkeys((group_name(r), key(r)) for r in rows):
+        test = [r for r in rows if (group_name(r), key(r)) == (group, left_out)]
         rest = [r for r in rows if key(r) != left_out]
         found |= {p.row_id: p for p in predict_unseen(test, rest)}
     return [found[r.row_id] for r in rows]
 
 
 def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Rows `test` of one GPU and stack by constants fitted to `rest` alone; repeats of a test row teach nothing.
+    """Predict rows of one GPU and stack by constants fitted to `rest`, without repeats of the test rows.
 
-    The fit starts from the priors of constants.py, not from what ships, which has seen every row.
+    The fit starts from the priors of constants.py, not from the shipped constants, which were fitted to every row.
     """
     first = test[0]
     prior = replace(Calibration(), regimes=shipped_regimes(first.case.cluster.name))
     gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
     kept = [r for r in rest if r.row_id not in gone]
-    calibration = learn_time([r for r in kept if _group(r) == _group(first)], prior)
-    memory = learn_memory([r for r in kept if r.stack == first.stack])
+    calibration = calibrate_time([r for r in kept if group_name(r) == group_name(first)], prior)
+    memory = calibrate_memory([r for r in kept if r.stack == first.stack])
     return [predict_row(row, calibration, memory) for row in test]
-
-
-def _group(row: MeasuredRow) -> str:
-    return f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}".strip()
 
 
 def backtest(
     rows_csv: str, cluster: str | None = None, cv: str | None = None, calibrate_on: str | None = None
 ) -> Backtest:
-    """Read a CSV of measured rows and predict each; see the three ways above."""
-    rows, skipped = read_rows(rows_csv, cluster)
+    """Read a CSV of measured rows and predict each.
+
+    `rows_csv` is a path, or "scored" or "measured" for a set that ships with trilane; `cluster` replaces its column.
+    With `cv` (table, hidden or date; "" or "none" for none), each row is predicted by constants fitted without its
+    kind; with `calibrate_on`, by constants refitted to the rows of that CSV; else by the shipped constants. Raises
+    ValueError for a file that cannot be read.
+    """
+    path = shipped_rows().with_name(f"{rows_csv}.csv") if rows_csv in SHIPPED else rows_csv
+    rows, skipped = read_rows(path, cluster or None)
+    cv = "" if cv == "none" else cv or ""
     if cv:
         predictions = leave_one_out(rows, cv)
     elif calibrate_on:
         on, bad = read_rows(calibrate_on, cluster)
         skipped += bad
-        predictions = calibrated(rows, on) if on else as_they_are(rows)
+        predictions = predict_calibrated(rows, on) if on else predict_default(rows)
     else:
-        predictions = as_they_are(rows)
-    return Backtest(rows=tuple(rows), predictions=tuple(predictions), skipped=tuple(skipped))
+        predictions = predict_default(rows)
+    return Backtest(rows=tuple(rows), predictions=tuple(predictions), skipped=tuple(skipped), left_out=cv)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Fitting: constants from measured rows, robustly, inside their bounds and held by a prior."""
+"""Robust fits of the constants to measured rows, within physical bounds and regularized by a prior."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,14 +15,14 @@ from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
-CPU_DEVIATION = 0.5  # other work on the machine may take half of it: no efficiency of a GPU is known that badly
+CPU_DEVIATION = 0.5  # other work may take half of the machine; GPU efficiencies are known better
 
-# A prior that was itself fitted to rows is held tighter: this many rows halve the variance of its constants. Without
-# it, 8 more rows of one table took the shipped A100 constants from 1.1 to 6 % (median) elsewhere (docs/log.md).
-HELD_ROWS = 10
+# A prior that was itself fitted to rows is narrower: this many rows halve the variance of its constants. Otherwise 8
+# more rows of one table raised the error of the shipped A100 constants on other rows from 1.1 to 6 % (docs/log.md).
+PRIOR_ROWS = 10
 MEMORY_NOISE = 0.03  # nvidia-smi, rounded to a gigabyte
 
-# Prior deviation of each memory constant's logarithm: what DeepSpeed documents is held tighter than what is guessed
+# Prior deviation of each memory constant's logarithm, smaller where DeepSpeed documents it
 MEMORY_DEVIATION = dict(
     optimizer=0.1, accumulated=0.3, checkpoint=0.2, working=0.5, logit=0.3, base_bytes=0.7, slack=0.7
 )
@@ -31,7 +31,7 @@ Group = tuple[Cluster, np.ndarray, Columns]
 
 
 def by_cluster(cases: Sequence[Configuration]) -> list[Group]:
-    """The cases of each cluster as Columns, with their places in `cases`."""
+    """The cases of each cluster as Columns, with their indices in `cases`."""
     names = [c.cluster.name for c in cases]
     groups = []
     for name in dict.fromkeys(names):
@@ -50,9 +50,9 @@ def robust_minimum(
 ) -> np.ndarray:
     """The logs that minimize sum 2 (sqrt(1 + (error/noise)^2) - 1) + sum ((log - start) / deviation)^2.
 
-    The first term is soft L1: a row that is off by many times the noise pulls as its absolute error, not its square.
+    The first term is soft L1: a row far outside the noise counts by its absolute error, not by its square.
     """
-    from scipy.optimize import least_squares  # half a second that planning alone need not pay
+    from scipy.optimize import least_squares  # half a second, not needed for planning
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         r = errors(logs) / noise
@@ -85,16 +85,16 @@ def time_errors(
 
 
 def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Calibration:
-    """The calibration that explains `measured` seconds: its constants, and the factors of regimes that a case was in.
+    """The calibration fitted to `measured` seconds: its constants, and the factors of regimes that a case was in.
 
-    A constant that no row exercises keeps its prior. The interval's half-width is the 90 % quantile of the errors, the
-    prior's own counted as one row, widened by 1 / sqrt(rows) for what fitting took away.
+    A constant that no row depends on keeps its prior. The half-width of the interval is the 90 % quantile of the
+    errors, with the prior's half-width as one more row, times 1 + 1 / sqrt(rows) because the errors are those of a fit.
+    Raises ValueError without rows, or for a time that is not positive.
     """
     require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), "needs one measured time for each row")
     for seconds in measured:
         require_positive("measured", seconds)
-    seen = [(c.day, c.topology.gpus) for c in cases]
-    regimes = [r for r in prior.regimes if any(r.applies(*day) for day in seen)]
+    regimes = [r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)]
     errors = time_errors(cases, np.asarray(measured, float), regimes, prior.overlap)
     limits = [*BOUNDS.values(), *[FACTOR] * len(regimes)]
     bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
@@ -103,7 +103,7 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
     deviation = np.array([b.deviation for b in limits])
     if any(c.cluster.gpu.kind == "cpu" for c in cases):
         deviation = np.maximum(deviation, CPU_DEVIATION)
-    deviation = deviation / (1 + prior.rows / HELD_ROWS) ** 0.5
+    deviation = deviation / (1 + prior.rows / PRIOR_ROWS) ** 0.5
     best = robust_minimum(errors, start, deviation, bounds, noise)
     found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
     width = float(np.quantile(np.append(np.abs(errors(best)), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5)
@@ -119,7 +119,7 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
 def fit_memory(
     cases: Sequence[Configuration], measured_bytes: Sequence[float], prior: MemoryConstants = DEFAULT
 ) -> MemoryConstants:
-    """The memory constants that explain the measured bytes of a first-stage GPU, by the same robust criterion."""
+    """The memory constants fitted to measured bytes of a first-stage GPU, by the same robust criterion."""
     names, target, groups = list(MEMORY_DEVIATION), np.asarray(measured_bytes, float), by_cluster(cases)
 
     def constants(logs: np.ndarray) -> MemoryConstants:

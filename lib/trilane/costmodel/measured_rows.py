@@ -1,4 +1,4 @@
-"""Measured rows: a CSV in the columns of data/measured.csv, each row a Case with its measurements, or a reason."""
+"""Measured rows: a CSV with the columns of data/measured.csv as configurations with their measurements."""
 
 import csv
 import math
@@ -18,24 +18,24 @@ from trilane.utils.validation import require, require_known
 
 NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
 
-# '250k' in the chronicles' tables is 250,880 rows: the printed TFLOPs of two rows fit no other number (docs/planner.md)
+# '250k' in the chronicles' tables means 250,880: the printed TFLOPs of two rows fit no other number (docs/planner.md)
 VOCABULARY = {250_000: 250_880}
 
-# One software stack, one set of constants: the names of engines (and of the sets of rows) that share one.
+# Software stacks, each with one set of constants, and the engines (or sets of rows) that belong to them.
 STACKS = {
     "megatron-deepspeed": ("megatron-deepspeed", "megatron-deepspeed-bf16", "A100", "V100-1B3"),
     "megatron-lm": ("megatron-lm", "megatron-ds-3d", "V100-GPT2"),
     "deepspeed-zero": ("megatron-ds-zero", "hf-ds-zero3-offload", "V100-ZeRO3"),
 }
 
-# Flash attention came to training stacks in 2023, and every stack on an H100 or later has it: Dao et al. 2022,
-# arXiv:2205.14135. A row that does not say stores its scores before that.
+# Training stacks use flash attention since 2023, and on every H100 or later: Dao et al. 2022, arXiv:2205.14135. Earlier
+# rows without a note store their scores.
 FLASH_FROM = "2023"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow:
-    """One run: the case, seconds per iteration and bytes of the fullest GPU (nan where not measured), and OOM."""
+    """A measured run: configuration, seconds per iteration and bytes of the fullest GPU (NaN if unknown), and OOM."""
 
     row_id: str
     case: Configuration
@@ -57,18 +57,21 @@ class Skipped:
 
 
 def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[MeasuredRow], list[Skipped]]:
-    """The rows of a CSV; `cluster` stands in for the column of that name.
+    """The rows of a CSV, and those skipped with a reason; `cluster` replaces the column of that name.
 
-    Raises ValueError for a file that is missing or lacks columns; a bad row is skipped with its reason.
+    Raises ValueError for a file that is missing, no CSV, or lacks columns.
     """
     path = Path(path)
     require(path.is_file(), "rows", path, "no such file")
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        missing = [name for name in NEEDED if name not in columns]
-        require(not missing, "rows", path, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
-        cells = [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns = reader.fieldnames or []
+            cells = [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"rows={path}: is not a CSV file ({error})") from None
+    missing = [name for name in NEEDED if name not in columns]
+    require(not missing, "rows", path, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
     known = hardware.cluster(cluster) if cluster else None
     rows: list[MeasuredRow] = []
     skipped: list[Skipped] = []
@@ -87,7 +90,7 @@ def shipped_rows() -> Path:
 
 
 def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float) -> dict[str, object]:
-    """A measured run as the cells of such a CSV, from which read_rows makes the same case again."""
+    """A measured run as the cells of such a CSV, from which read_rows makes the same configuration again."""
     s, t = case.shape, case.topology
     return {
         "row_id": name,
@@ -158,12 +161,12 @@ def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
 
 
 def _only_inferred(cells: Mapping[str, str]) -> bool:
-    """Layers that the table does not print, found by inverting its TFLOPs."""
+    """Whether the layers are not printed but inferred from the TFLOPs."""
     return not cells.get("layers") and bool(cells.get("layers_inferred"))
 
 
 def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
-    # Megatron clamped pp in silence; the column says what most likely ran
+    # Megatron clamped pp silently; this column has what most likely ran
     effective = {k: int(v) for k, v in re.findall(r"(tp|pp)=(\d+)", cells.get("tp_pp_effective", ""))}
     tp, pp = effective.get("tp") or _integer(cells, "tp"), effective.get("pp") or _integer(cells, "pp")
     dp, gpus = _integer(cells, "dp"), _integer(cells, "gpus", 0)
@@ -177,7 +180,7 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         dp=dp,
         mbs=_integer(cells, "mbs"),
         gbs=_integer(cells, "gbs"),
-        # the BF16 optimizer with fp32 accumulation shards its states over dp without being called ZeRO
+        # the BF16 optimizer with fp32 accumulation shards its states over dp, though not named ZeRO
         zero=max(zero, int(accumulates)),
         recompute=_recompute(cells, _attention(cells, cluster)),
         interleaving=_integer(cells, "interleaving", 1),
@@ -187,7 +190,7 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         precision=precision,
         fp32_gradients=accumulates,
         attention=_attention(cells, cluster),
-        buckets=cells.get("buckets") or "library",  # others leave them to DeepSpeed
+        buckets=cells.get("buckets") or "library",  # the documents leave them to DeepSpeed
         adam=cells.get("adam") or "fused",
     )
 
@@ -195,22 +198,22 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
 def _recompute(cells: Mapping[str, str], attention: str) -> str:
     # with flash attention a large model usually fits without recomputation; without it, never
     usual = "none" if attention == "fused" else "full"
-    said = cells.get("recompute") or cells.get("activation_checkpointing") or usual
-    said = {"yes": "full", "no": "none"}.get(said, said)
-    require_known("recompute", said, RECOMPUTE)
-    return said
+    value = cells.get("recompute") or cells.get("activation_checkpointing") or usual
+    value = {"yes": "full", "no": "none"}.get(value, value)
+    require_known("recompute", value, RECOMPUTE)
+    return value
 
 
 def _partition(cells: Mapping[str, str]) -> str:
-    said = cells.get("partition") or cells.get("pp_partition") or "uniform"
-    return PARTITIONS[1] if "embed" in said else PARTITIONS[0]
+    value = cells.get("partition") or cells.get("pp_partition") or "uniform"
+    return PARTITIONS[1] if "embed" in value else PARTITIONS[0]
 
 
 def _offload(cells: Mapping[str, str]) -> str:
-    said = cells.get("offload") or "none"
-    said = {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}.get(said, said)
-    require_known("offload", said, OFFLOADS)
-    return said
+    value = cells.get("offload") or "none"
+    value = {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}.get(value, value)
+    require_known("offload", value, OFFLOADS)
+    return value
 
 
 def _attention(cells: Mapping[str, str], cluster: Cluster) -> str:

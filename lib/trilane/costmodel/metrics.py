@@ -1,4 +1,4 @@
-"""Figures of a backtest: errors, ranking, regret, coverage, OOM verdicts."""
+"""Figures of a backtest: errors, ranking, regret, coverage, and predictions of out-of-memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import numpy as np
 
 from trilane.costmodel.measured_rows import MeasuredRow
 
-# Unexplained outliers of 9-28 % among the rows of the BigScience prequel, named when the rows were cleaned, before any
-# model was fitted: every figure is given with and without them.
+# Unexplained outliers of 9-28 % among the rows of the BigScience prequel, listed when the rows were cleaned, before any
+# model was fitted.
 ANOMALIES = tuple(f"s003-L{line:04d}" for line in (658, 727, 760, 775, 830, 847, 930))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:
-    """What was predicted for one measured row."""
+    """The prediction for a measured row: seconds with their 90 % interval, GiB of a first-stage GPU, P(OOM)."""
 
     row_id: str
     sec_pred: float
@@ -28,20 +28,25 @@ class RowPrediction:
 Pair = tuple[MeasuredRow, RowPrediction]
 
 
+def group_name(row: MeasuredRow) -> str:
+    """GPU family and software stack of a row, such as `A100 megatron-deepspeed`."""
+    return f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}".strip()
+
+
 def ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 1, ties sharing their mean."""
+    """Ranks from 1; ties get their mean rank."""
     array = np.asarray(values, float)
     return np.array([(array < v).sum() + (array == v).sum() / 2 + 0.5 for v in array])
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; 0 where one side is constant."""
+    """Rank correlation; 0 if one side is constant."""
     x, y = ranks(a), ranks(b)
     return float(np.corrcoef(x, y)[0, 1]) if x.std() > 0 and y.std() > 0 else 0.0
 
 
 def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Absolute errors of seconds per iteration over distinct timed rows, and the share inside the 90 % interval."""
+    """Relative errors of seconds over distinct timed rows, and the share of rows within the interval (`coverage`)."""
     timed = [(r, p) for r, p in pairs if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
     if not timed:
         return {}
@@ -57,7 +62,7 @@ def time_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Mean Spearman within tables of >= 3 rows, regret of the row predicted best, and tables where it is the best."""
+    """Within tables: mean rank correlation (>= 3 rows), regret of the row predicted best, tables where it is best."""
     tables: dict[str, list[Pair]] = {}
     for row, prediction in pairs:
         if np.isfinite(row.seconds) and not row.excluded and row.table:
@@ -81,7 +86,7 @@ def ranking_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Absolute errors of memory over distinct rows, and OOM verdicts (probability above a half): caught and false."""
+    """Relative errors of memory over distinct rows, and OOM predicted (P > 1/2) for rows that ran out or did not."""
     distinct = [(r, p) for r, p in pairs if not r.duplicate_of]
     error = [abs(p.mem_gib_pred * 2**30 / r.memory_bytes - 1) for r, p in distinct if np.isfinite(r.memory_bytes)]
     ran = [

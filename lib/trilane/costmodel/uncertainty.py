@@ -1,4 +1,4 @@
-"""Posterior: how well measured rows pin predictions down: the covariance of what is predicted for several plans."""
+"""Posterior: the uncertainty of predictions given measured rows, as a covariance over plans."""
 
 import math
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from trilane.costmodel.fit import CPU_DEVIATION, NOISE, time_errors
 
 STEP = 1e-3  # of a constant's logarithm, for slopes
 
-# What the model is off by when its constants are known, as a deviation of ln(seconds), and how many rows that belief
-# weighs: tables that no constant has seen are off by 5.4 % (90 of 100 rows, docs/planner.md), which is 3.3 % of
-# deviation; half as much again, because that was one cluster in 12 days.
+# Error of the model with known constants, as a deviation of ln(seconds), and the rows that this prior counts for. In
+# cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md), a deviation of 3.3 %; half as much is
+# added because that was one cluster in 12 days.
 MISFIT, MISFIT_ROWS = 0.05, 6
-NOISE_ROWS = 2
-WILD = 0.15  # a row that is further off counts as this much
+NOISE_ROWS = 2  # repeats that the prior noise counts for
+MAX_ERROR = 0.15  # larger errors count as this
 
 
 @dataclass(frozen=True, kw_only=True)
 class Posterior:
     """A calibration, and the rows that it was fitted to: `cases` and the errors ln(predicted / measured) left, (R,).
 
-    ln(seconds) of a plan = the model's, whose constants' logarithms are doubtful by `deviation` (C,) before any row,
-    plus a misfit of the plan's own (deviation `misfit`), plus the `noise` of one run. All normal; slopes are taken at
-    the calibration, so what the rows say is linear there (Laplace's approximation).
+    ln(seconds) of a plan is the model's, with a prior deviation `deviation` (C,) of the constants' logarithms, plus a
+    misfit of the plan (deviation `misfit`), plus the `noise` of a run. All are normal, and the model is linearized at
+    the calibration (Laplace's approximation).
     """
 
     calibration: Calibration
@@ -37,16 +37,16 @@ class Posterior:
     noise: float
 
     def covariance(self, cases: Sequence[Configuration]) -> np.ndarray:
-        """Covariance of ln(seconds) of the cases, (N, N), given the rows; of one that a row measured, little is left.
+        """Covariance of ln(seconds) of the cases, (N, N), given the rows; it is small for a case that was measured.
 
-        Left out: the doubt about regimes' factors, and that similar plans may have similar misfits.
+        Left out: the uncertainty of regimes' factors, and correlated misfits of similar plans.
         """
         return self._given_rows(cases, own=True)
 
     def half_widths(self, cases: Sequence[Configuration]) -> np.ndarray:
         """Half-widths of the 90 % intervals of ln(seconds) around the calibration's predictions, (N,).
 
-        Student's t, as the misfit is an estimate. A case that a row measured gets the interval of one like it.
+        From Student's t, as the misfit is an estimate. A measured case gets the interval of an unmeasured one like it.
         """
         from scipy.stats import t
 
@@ -56,7 +56,7 @@ class Posterior:
         return float(t.ppf(0.95, len(self.cases) + MISFIT_ROWS)) * np.sqrt(shared + self.misfit**2)
 
     def expected(self, cases: Sequence[Configuration]) -> np.ndarray:
-        """ln(seconds) of the cases, (N,): the calibration's, and where rows measured a case, mostly what they say."""
+        """ln(seconds) of the cases, (N,): the calibration's, or mostly the measured ones if a case was measured."""
         predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration.overlap)(_logs(self.calibration))
         for i, case in enumerate(cases):
             left = [e for e, other in zip(self.errors, self.cases, strict=True) if _same(case, other)]
@@ -65,7 +65,7 @@ class Posterior:
         return predicted
 
     def _given_rows(self, cases: Sequence[Configuration], own: bool) -> np.ndarray:
-        """`own`: with the cases' own misfits; else only the part that the constants share."""
+        """The covariance given the rows, with the misfits of the cases (`own`) or that of the constants alone."""
         slopes, known = (sensitivities(c, self.calibration) * self.deviation for c in (cases, self.cases))
         before = slopes @ slopes.T + own * self._misfits(cases, cases)
         if not self.cases:
@@ -79,9 +79,9 @@ class Posterior:
 
 
 def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration) -> Posterior:
-    """What is believed at `calibration`, which was fitted to the cases; the priors' doubt where there are none.
+    """The posterior at `calibration`, which was fitted to the cases; the prior uncertainty if there are none.
 
-    The misfit counts MISFIT_ROWS rows of MISFIT among the errors.
+    The misfit is estimated from the errors and MISFIT_ROWS further rows with an error of MISFIT.
     """
     deviation = np.array([bound.deviation for bound in BOUNDS.values()])
     kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
@@ -94,7 +94,7 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
             for c, s, on in zip(cases, measured, on_days, strict=True)
         ]
     )
-    squares = float((np.minimum(np.abs(errors), WILD) ** 2).sum())
+    squares = float((np.minimum(np.abs(errors), MAX_ERROR) ** 2).sum())
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
@@ -106,7 +106,7 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
 
 
 def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
-    """Deviation between runs of one case: the usual one, counted as NOISE_ROWS repeats, and the repeats among these."""
+    """Deviation between runs of one case, from the repeats and from `usual`, which counts as NOISE_ROWS repeats."""
     squares, freedom, left = 0.0, 0, list(range(len(cases)))
     while left:
         alike = [i for i in left if _same(cases[left[0]], cases[i])]
@@ -117,7 +117,7 @@ def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> 
 
 
 def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> np.ndarray:
-    """Slopes of ln(seconds) over each constant's logarithm, (N, C) in the order of BOUNDS, by central differences."""
+    """Derivatives of ln(seconds) by ln(constant), (N, C) in the order of BOUNDS, by central differences."""
     if not cases:
         return np.empty((0, len(BOUNDS)))
     errors, at = time_errors(cases, np.ones(len(cases)), (), calibration.overlap), _logs(calibration)

@@ -1,30 +1,28 @@
-"""Figures of a backtest: predicted over measured, and what is left of each row."""
-
-from collections.abc import Sequence
+"""Figures of a backtest: predicted against measured, and the error of each row."""
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from trilane.costmodel.metrics import Pair
+from trilane.costmodel.backtest import Backtest
+from trilane.costmodel.metrics import group_name
 from trilane.report.plots.style import COLORS, figure
 
-OUTLIER = 0.09  # rows that are off by more than this are named
-ROOM = 4  # rows between two names, so that they do not write on each other
+OUTLIER = 0.09  # rows with a larger error are labelled
+LABEL_GAP = 4  # rows between two labels, so that they do not overlap
 
 
-def predicted_over_measured(pairs: Sequence[Pair], what: str = "seconds") -> Figure:
-    """One dot a row, predicted over measured (seconds on logarithmic axes), the diagonal drawn, a color a stack.
+def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:
+    """Predicted against measured, a dot per row, a color per GPU and stack, with the diagonal; seconds on log axes.
 
     `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
     """
     made, axes = figure(7.5, 5.0)
     points: dict[str, list[tuple[float, float]]] = {}
-    for row, prediction in pairs:
+    for row, prediction in result.pairs:
         measured = row.seconds if what == "seconds" else row.memory_bytes / 2**30
         predicted = prediction.sec_pred if what == "seconds" else prediction.mem_gib_pred
         if np.isfinite(measured):
-            name = f"{row.case.cluster.gpu.name.partition('-')[0]} {row.stack}"
-            points.setdefault(name, []).append((measured, predicted))
+            points.setdefault(group_name(row), []).append((measured, predicted))
     for color, (name, dots) in zip(COLORS, points.items(), strict=False):
         x, y = ([dot[i] for dot in dots] for i in (0, 1))
         axes.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0, label=f"{name} ({len(dots)})")
@@ -37,9 +35,9 @@ def predicted_over_measured(pairs: Sequence[Pair], what: str = "seconds") -> Fig
     return made
 
 
-def residuals(pairs: Sequence[Pair]) -> Figure:
-    """Predicted / measured of every timed row, table by table, with the 90 % interval; the worst are named."""
-    timed = [(r, p) for r, p in pairs if np.isfinite(r.seconds) and not r.duplicate_of]
+def residuals(result: Backtest) -> Figure:
+    """Predicted / measured of every timed row, table by table, with the 90 % interval; outliers are labelled."""
+    timed = [(r, p) for r, p in result.pairs if np.isfinite(r.seconds) and not r.duplicate_of]
     made, axes = figure(10.0, 4.0)
     places = np.arange(len(timed))
     ratio = np.array([p.sec_pred / r.seconds for r, p in timed])
@@ -47,17 +45,17 @@ def residuals(pairs: Sequence[Pair]) -> Figure:
     axes.fill_between(places, low, 1 / low, color=COLORS[4], alpha=0.2, lw=0, step="mid", label="90 % interval")
     excluded = np.array([r.excluded for r, _ in timed])
     axes.scatter(places[~excluded], ratio[~excluded], s=14, color=COLORS[0], label="predicted / measured")
-    axes.scatter(places[excluded], ratio[excluded], s=20, facecolors="none", edgecolors=COLORS[7], label="left out")
+    axes.scatter(places[excluded], ratio[excluded], s=20, facecolors="none", edgecolors=COLORS[7], label="excluded")
     axes.axhline(1, color="#1b2530", lw=0.8, ls="--")
-    named: float = -ROOM
+    labelled: float = -LABEL_GAP
     for place, ((row, _), value) in enumerate(zip(timed, ratio, strict=True)):
-        if abs(value - 1) > OUTLIER and place - named >= ROOM:
-            named = place
+        if abs(value - 1) > OUTLIER and place - labelled >= LABEL_GAP:
+            labelled = place
             axes.annotate(row.row_id.partition("-")[2], (place, value), (3, 3), textcoords="offset points", fontsize=7)
     ticks: list[int] = []
     for place, (row, _) in enumerate(timed):
         starts = place == 0 or row.table != timed[place - 1][0].table
-        if starts and (not ticks or place - ticks[-1] >= ROOM):
+        if starts and (not ticks or place - ticks[-1] >= LABEL_GAP):
             ticks.append(place)
     axes.set_xticks(ticks, [timed[i][0].table for i in ticks], rotation=90, fontsize=7)
     axes.set(ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
