@@ -3,7 +3,7 @@
 Writes synthetic logs to a temporary folder (TMPDIR): a Megatron log (a line an iteration, timers every tenth) and a log
 that is mostly start-up text. Each is read once, on one core, in a process of its own, from the page cache;
 `grep -c iteration` on the same file beside it. With --many, that many logs of 20 MB (links to four) go through
-`python -m trilane parse` on all cores.
+`trilane logs parse` on all cores.
 """
 
 import argparse
@@ -108,7 +108,9 @@ def many(folder: Path, count: int, size: int = 20 * 10**6) -> None:
     for number, path in enumerate(paths):
         os.link(folder / f"seed{number % 4}", path)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "trilane", "parse", "--json", *paths], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "trilane", "logs", "parse", "--json", *paths], stdout=subprocess.DEVNULL, check=True
+    )
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     cores = len(os.sched_getaffinity(0))

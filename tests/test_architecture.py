@@ -74,5 +74,12 @@ def test_only_the_engine_imports_torch_and_its_friends(path):
         assert not any(name.startswith("trilane.engine") for name in imports(path))
 
 
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(LIB)))
+def test_only_the_command_line_parses_arguments(path):
+    """The engine's own processes (`python -m trilane.engine...`) read sys.argv by hand."""
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert package(path) == "cli" or not roots & {"argparse", "click", "optparse", "getopt"}
+
+
 def test_the_library_never_imports_a_notebook():
     assert not any("notebooks" in name for path in modules() for name in imports(path))

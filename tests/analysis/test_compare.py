@@ -95,17 +95,17 @@ def test_the_door_compares_logs(tmp_path, capsys):
     for name, ms in files.items():
         (tmp_path / name).write_text("".join(m2021(i, ms=ms + i % 3) for i in range(1, 11)))
     a, b = (str(tmp_path / name) for name in files)
-    assert main(["compare", a, a, "--with", b, b, "--json"]) == 0
+    assert main(["logs", "compare", a, a, "--with", b, b, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["decided"] and found["runs_a"] == 2 and found["verdict"].startswith("B is 25.0% faster")
-    assert main(["compare", a, "--with", a]) == 0
+    assert main(["logs", "compare", a, "--with", a]) == 0
     assert capsys.readouterr().out.startswith("no difference shown")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a"], "the following arguments are required: --with"),
+        (["a"], "--with=missing: needs a value"),
         (["none", "--with", "a"], "log=none: no such file"),
         (["a", "--with", "a", "--confidence", "2"], "confidence=2.0: must lie between 0.5 and 1"),
         (["a", "--with", "end"], "B=no run: of these has a time of an iteration"),
@@ -119,7 +119,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, argumen
         "slurmstepd: error: *** JOB 1 ON n CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
     )
     try:
-        code = main(["compare", *arguments])
+        code = main(["logs", "compare", *arguments])
     except SystemExit as stop:
         code = stop.code
     assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")

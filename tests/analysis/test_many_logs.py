@@ -25,10 +25,10 @@ def logs(tmp_path):
 
 def test_other_processes_read_the_same_in_the_same_order(tmp_path, capsys, monkeypatch, logs):
     alone, pooled = tmp_path / "alone.csv", tmp_path / "pooled.csv"
-    assert main(["parse", *logs, str(tmp_path / "none.log"), "--json", "--csv", str(alone)]) == 1
+    assert main(["logs", "parse", *logs, str(tmp_path / "none.log"), "--json", "--csv", str(alone)]) == 1
     first = capsys.readouterr()
     monkeypatch.setattr(parallel, "LARGE", 0)
-    assert main(["parse", *logs, str(tmp_path / "none.log"), "--json", "--csv", str(pooled)]) == 1
+    assert main(["logs", "parse", *logs, str(tmp_path / "none.log"), "--json", "--csv", str(pooled)]) == 1
     second = capsys.readouterr()
     assert first.out == second.out and "none.log: no such file" in first.err and first.err == second.err
     assert alone.read_text() == pooled.read_text()
@@ -38,14 +38,14 @@ def test_other_processes_read_the_same_in_the_same_order(tmp_path, capsys, monke
 
 
 def test_progress_is_shown_where_there_are_many(tmp_path, capsys, logs):
-    assert main(["parse", *(logs[:1] * parallel.SHOWN)]) == 0
+    assert main(["logs", "parse", *(logs[:1] * parallel.SHOWN)]) == 0
     assert "16/16" in capsys.readouterr().err
 
 
 def test_csv_holds_every_number_of_every_log(tmp_path, monkeypatch, logs):
     """Columns that go over the disk come back equal, in pieces; what a log does not say is empty."""
     monkeypatch.setattr(parallel, "CHUNK", 7)
-    main(["parse", *logs, "--csv", str(tmp_path / "all.csv")])
+    main(["logs", "parse", *logs, "--csv", str(tmp_path / "all.csv")])
     rows = list(csv.DictReader((tmp_path / "all.csv").open()))
     assert len(rows) == 3 * 60 + 2
     for name in logs:

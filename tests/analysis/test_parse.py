@@ -37,7 +37,7 @@ def log(folder, name="a.log", text=None):
 
 
 def parsed(capsys, *arguments):
-    code = main(["parse", *arguments, "--json"])
+    code = main(["logs", "parse", *arguments, "--json"])
     said = capsys.readouterr()
     return code, json.loads(said.out)["runs"] if said.out else [], said.err
 
@@ -78,7 +78,7 @@ def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
 
 def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
     (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n")
-    assert main(["parse", str(tmp_path / "a.log"), "--json"]) == 0
+    assert main(["logs", "parse", str(tmp_path / "a.log"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
 
@@ -104,7 +104,7 @@ def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
 
 def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
     (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
-    door = f"{sys.executable} -m trilane parse {tmp_path}/a.log --json"
+    door = f"{sys.executable} -m trilane logs parse {tmp_path}/a.log --json"
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
     done = subprocess.run(["bash", "-c", f"{door} | head -1"], env=env, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("{\n", "")
@@ -129,7 +129,7 @@ def test_a_bad_file_among_good_ones_is_named_and_the_others_are_read(tmp_path, c
     ("arguments", "message"),
     [
         (["none.log"], "log=none.log: no such file"),
-        ([], "the following arguments are required: LOG"),
+        ([], "logs=missing: is required"),
         (["a.log", "--csv", "no/such/folder.csv"], "csv=no/such/folder.csv: its folder does not exist"),
         (["a.log", "--csv", "a.log"], "csv=a.log: is a log"),
     ],
@@ -138,14 +138,14 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, argumen
     monkeypatch.chdir(tmp_path)
     log(tmp_path)
     try:
-        code = main(["parse", *arguments])
+        code = main(["logs", "parse", *arguments])
     except SystemExit as stop:
         code = stop.code
     assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")
 
 
 def test_people_read_three_lines(tmp_path, capsys):
-    assert main(["parse", log(tmp_path)]) == 0
+    assert main(["logs", "parse", log(tmp_path)]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("a.log: completed (megatron-2021)") and "2 s/it" in second and "iteration" in third
 

@@ -147,12 +147,12 @@ def test_the_door_joins_logs_and_tells(tmp_path, capsys):
     for name, lines in (("1.log", first), ("2.log", later)):
         (tmp_path / name).write_text("".join(lines))
     files = [str(tmp_path / name) for name in ("1.log", "2.log")]
-    assert main(["spikes", *files, "--json"]) == 0
+    assert main(["logs", "spikes", *files, "--json"]) == 0
     (training,) = json.loads(capsys.readouterr().out)["trainings"]
     assert training["iterations"] == 60 and training["restarts"][0]["redone"] == 5
     (event,) = training["events"]
     assert (event["kind"], event["iteration"], event["recovered"]) == ("loss spike", 50, 51)
     assert event["size"] == pytest.approx(math.log(8.51 / 4.7), abs=0.03)
-    assert main(["spikes", files[0], "none"]) == 1
+    assert main(["logs", "spikes", files[0], "none"]) == 1
     assert capsys.readouterr().out.endswith("40 lines\n  no spike, jump or divergence\n")
-    assert main(["spikes", "none"]) == 2
+    assert main(["logs", "spikes", "none"]) == 2

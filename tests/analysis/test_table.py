@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
-    assert main(["table", str(folder)]) == 0
+    assert main(["logs", "table", str(folder)]) == 0
     said = capsys.readouterr()
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in said.out.splitlines()]
     assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes"]
@@ -50,20 +50,20 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
 
 
 def test_the_table_is_one_that_the_linter_reads_without_a_finding(folder, capsys):
-    main(["table", str(folder)])
+    main(["logs", "table", str(folder)])
     (folder / "out.md").write_text(capsys.readouterr().out)
     report = lint(folder / "out.md")
     assert (report.rows, report.findings) == (3, [])
 
 
 def test_csv_html_and_json_hold_the_same(folder, capsys):
-    main(["table", str(folder), "--csv"])
+    main(["logs", "table", str(folder), "--csv"])
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["Notes"] for row in rows] == ["a.out", "b.log, OOM", "small"]
-    main(["table", str(folder), "--html"])
+    main(["logs", "table", str(folder), "--html"])
     assert capsys.readouterr().out.count("<tr>") == 4
     assert "<td>a&lt;b" in to_html([{**read_folder(folder)[0][0], "notes": "a<b"}])
-    main(["table", str(folder), "--json"])
+    main(["logs", "table", str(folder), "--json"])
     report = json.loads(capsys.readouterr().out)
     first, second, ours = report["rows"]
     assert (first["sec_per_it"], first["gpus"], second["sec_per_it"], second["status"]) == (2.0, 8, None, "OOM")
@@ -76,14 +76,14 @@ def test_csv_html_and_json_hold_the_same(folder, capsys):
     [
         (["missing"], "folder=missing: no such folder"),
         (["empty"], "folder=empty: holds no run: neither plan.json with run.log, nor a training log"),
-        (["empty", "--csv", "--html"], "argument --html: not allowed with argument --csv"),
+        (["empty", "--csv", "--html"], "table=empty: choose one of --markdown, --csv, --html, --json"),
     ],
 )
 def test_a_folder_without_runs_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     try:
-        code = main(["table", *arguments])
+        code = main(["logs", "table", *arguments])
     except SystemExit as stop:
         code = stop.code
     assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")

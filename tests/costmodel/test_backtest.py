@@ -77,7 +77,7 @@ def test_the_raw_rows_of_the_documents_are_read_or_named():
 def test_the_door_prints_the_json_of_the_issue(capsys, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n")
-    assert main(["backtest", str(path), "--json"]) == 0
+    assert main(["plan", "backtest", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"rows", "skipped", "summary"}
     assert set(printed["rows"][0]) == {"row_id", "sec_pred", "sec_lo", "sec_hi", "mem_gib_pred", "oom_probability"}
@@ -154,7 +154,7 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, a
     (tmp_path / "bad.csv").write_text("row_id,colour\n1,red\n")
     (tmp_path / "good.csv").write_text(f"{HEADER}\n{GOOD}\n")
     (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
-    assert main(["backtest", *arguments]) == 2
+    assert main(["plan", "backtest", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

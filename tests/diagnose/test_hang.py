@@ -44,7 +44,7 @@ def test_384_dumps_are_judged_within_10_s_and_500_mb(tmp_path: Path) -> None:
     code = "import sys; from trilane.cli.app import main; main(sys.argv[1:])\n"
     # getrusage(2) would count what this process holds: a child has it for a moment, until it begins.
     code += "print(next(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')), file=sys.stderr)"
-    command = [sys.executable, "-c", code, "hang", str(tmp_path / "dumps"), "--json"]
+    command = [sys.executable, "-c", code, "debug", "hang", str(tmp_path / "dumps"), "--json"]
     begin = time.monotonic()
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
@@ -172,7 +172,7 @@ def test_nodes_are_named_after_their_files(
         stacks = [DATA.stack if node == 1 and local == 2 else LOSS for local in range(each - left_out)]
         text = "".join(pyspy_text(stack, 100 + local) for local, stack in enumerate(stacks))
         (tmp_path / f"trace-{host}.out").write_text(text)
-    assert main(["hang", str(tmp_path), "--tp=4", "--pp=2", "--dp=2", "--json"]) == 0
+    assert main(["debug", "hang", str(tmp_path), "--tp=4", "--pp=2", "--dp=2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["suspects"][0], said["nodes"][0]) == (each + 2, "r8i0n3") and ", r8i0n3): in" in said["verdict"]
     assert left_out or said["exclude"] == "--exclude=r8i0n3"
@@ -236,7 +236,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 BAD = [
     ([], "holds no dump"),
     (["--tp", "-1"], "tp=-1: must be"),
-    (["--gpus-per-node", "0", "--tp", "2"], "gpus_per_node=0: must be at least 1"),
+    (["--gpus-per-node", "0", "--tp", "2"], "gpus_per_node=0: must be a whole number of at least 1"),
     (["--tp", "99999", "--pp", "99999"], "tp x pp x dp=9999800001: must be at most 1048576"),
 ]
 
@@ -245,7 +245,7 @@ BAD = [
 def test_a_bad_call_is_one_line(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["hang", str(tmp_path), *arguments]) == 2
+    assert main(["debug", "hang", str(tmp_path), *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

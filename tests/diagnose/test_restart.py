@@ -187,10 +187,10 @@ def test_the_door_says_it_in_lines_and_as_json(
     before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, broken = after(tmp_path, prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0])
-    assert main(["restart", str(before), str(whole)]) == 0 and "nothing is wrong" in capsys.readouterr().out
-    assert main(["restart", str(before), str(broken)]) == 1
+    assert main(["debug", "restart", str(before), str(whole)]) == 0 and "nothing is wrong" in capsys.readouterr().out
+    assert main(["debug", "restart", str(before), str(broken)]) == 1
     assert "reset: decoder.final_layernorm.weight, ranks 2-3 (pp 1, dp 0): weight was" in capsys.readouterr().out
-    assert main(["restart", str(before), str(broken), "--json"]) == 1
+    assert main(["debug", "restart", str(before), str(broken), "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert (finding["kind"], [r["rank"] for r in finding["ranks"]]) == ("reset", [2, 3])
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
     make: Callable[[Path], Any], said: str, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "B")
-    assert main(["restart", str(before), str(tmp_path / "B")]) == 2
+    assert main(["debug", "restart", str(before), str(tmp_path / "B")]) == 2
     line = capsys.readouterr().err
     assert line.startswith("trilane: " + said.format(B=tmp_path / "B")) and line.count("\n") == 1
 
@@ -275,17 +275,17 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
     path = REPOSITORY / "docs/plan-176b.json"
     plan = read_plan(path)
     t = plan.topology
-    assert main(["rehearse", str(path)]) == 2
+    assert main(["debug", "rehearse", str(path)]) == 2
     said = f"trilane: tp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
     assert capsys.readouterr().err.startswith(said)
-    assert main(["rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 0
+    assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 0
     first = read_plan(tmp_path / "r/first/plan.json")
     second = read_plan(tmp_path / "r/second/plan.json")
     assert first.topology.gpus == t.gpus and first.shape.parameters < 1e8
     assert second.run.load == str(tmp_path / "r/first/checkpoints/iter_0000001")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"srun --ntasks {t.gpus}") and lines[2].startswith("python -m trilane restart ")
-    assert main(["rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 2
+    assert lines[0].startswith(f"srun --ntasks {t.gpus}") and lines[2].startswith("trilane debug restart ")
+    assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 2
 
 
 def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_said(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def recorded(folder: Path, ranks: int = 16) -> Path:
 
 def test_the_door_reads_a_run_and_plans_the_swaps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = recorded(tmp_path / "run")
-    assert main(["stragglers", str(folder), "--json", "--spares", "1"]) == 0
+    assert main(["debug", "stragglers", str(folder), "--json", "--spares", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(s["kind"], s["ranks"], s["phase"]) for s in found["stragglers"]] == [("rank", [5], "forward-compute")]
     assert found["stragglers"][0]["excess_s"] == pytest.approx(0.3)
@@ -120,7 +120,7 @@ def test_the_door_reads_a_run_and_plans_the_swaps(tmp_path: Path, capsys: pytest
 def test_where_nobody_stands_out_all_nodes_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = recorded(tmp_path / "run", ranks=32)
     (folder / "ranks" / "5.phases").unlink()
-    assert main(["stragglers", str(folder), "--json", "--spares", "2", "--told", "bad"]) == 0
+    assert main(["debug", "stragglers", str(folder), "--json", "--spares", "2", "--told", "bad"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stragglers"] == [] and found["search"]["suspects"] == ["n2", "n3"]
 
@@ -137,5 +137,5 @@ def test_what_cannot_be_searched_is_one_line(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = recorded(tmp_path / "run") if options else tmp_path
-    assert main(["stragglers", str(folder), *options]) == 2
+    assert main(["debug", "stragglers", str(folder), *options]) == 2
     assert capsys.readouterr().err.endswith(message + "\n")

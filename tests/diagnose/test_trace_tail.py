@@ -50,9 +50,9 @@ def test_a_trace_cut_within_a_line_and_other_files_do_no_harm(tmp_path: Path) ->
 
 
 def test_a_folder_without_traces_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace-tail", str(tmp_path)]) == 2
+    assert main(["debug", "calls", str(tmp_path)]) == 2
     assert "holds no trace" in capsys.readouterr().err
-    assert main(["trace-tail", str(tmp_path / "no")]) == 2
+    assert main(["debug", "calls", str(tmp_path / "no")]) == 2
 
 
 TRACED = """

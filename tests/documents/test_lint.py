@@ -163,12 +163,12 @@ def test_csv_is_linted_too(tmp_path):
 
 def test_the_door_prints_json_and_says_by_its_exit_code_whether_there_are_findings(tmp_path, capsys):
     (tmp_path / "a.md").write_text(markdown(rows(dp="8")))
-    assert main(["lint", str(tmp_path / "a.md"), "--json"]) == 1
+    assert main(["logs", "lint", str(tmp_path / "a.md"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"file", "tables", "rows", "findings"} and (report["tables"], report["rows"]) == (1, 5)
     assert [sorted(f) for f in report["findings"]] == [["likely", "line", "row", "rule", "says"]]
     (tmp_path / "a.md").write_text(markdown(rows()))
-    assert main(["lint", str(tmp_path / "a.md")]) == 0
+    assert main(["logs", "lint", str(tmp_path / "a.md")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_is_no_table_is_one_line_and_code_2(tmp_path, capsys, content, mess
     path = tmp_path / "a.md"
     if content is not None:
         path.write_bytes(content)
-    assert main(["lint", str(path)]) == 2
+    assert main(["logs", "lint", str(path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("trilane: " + message.format(path)) and said.count("\n") == 1
 

@@ -49,7 +49,7 @@ def test_ranks_of_torchrun_write_one_cluster_together_and_never_over_another(tmp
     """Two ranks, through the door, twice: the second time rank 0 says in one line that the file exists."""
     path = tmp_path / "mine.json"
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1")
-    door = ("--module", "trilane", "bench", str(path), "--name", "my-cluster")
+    door = ("--module", "trilane", "measure", "machine", str(path), "--name", "my-cluster")
     done = run(*torchrun, f"--master-port={free_port(0)}", *door)
     assert done.returncode == 0, done.stderr
     mine = cluster(str(path))
@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 def test_the_door_refuses_in_one_line_too(tmp_path: Path) -> None:
     (tmp_path / "here.json").touch()
-    done = run("-m", "trilane", "bench", str(tmp_path / "here.json"))
+    done = run("-m", "trilane", "measure", "machine", str(tmp_path / "here.json"))
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"trilane: out={tmp_path / 'here.json'}: exists\n")
 
 

@@ -59,9 +59,9 @@ def test_a_shortened_plan_runs_at_its_full_batch() -> None:
 
 
 BAD = [
-    (["--iterations", "5"], "iterations=5: must be above leave-out=5"),
-    (["--leave-out", "-1"], "leave-out=-1: must be a whole number of at least 0"),
-    ([], "iterations=4: must be above leave-out=5"),
+    (["--iterations", "5"], "iterations=5: must be above leave_out=5"),
+    (["--leave-out", "-1"], "leave_out=-1: must be a whole number of at least 0"),
+    ([], "iterations=4: must be above leave_out=5"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_benchmark_without_an_iteration_to_count_is_refused(
 ) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps(small_plan().to_json()))
-    assert main(["benchmark", str(path), *options]) == 2
+    assert main(["measure", "plan", str(path), *options]) == 2
     assert capsys.readouterr().err == f"trilane: {message}\n"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -82,10 +82,10 @@ def test_the_door_trains_and_prints_exactly_one_object(
 ) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps(small_plan(train_iters=9999, pp=2).to_json()))
-    assert main(["benchmark", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
+    assert main(["measure", "plan", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["iterations"], found["left_out"], found["status"]) == (5, 3, "completed")
     assert found["made_by"]["versions"]["megatron-core"] == "0.16.1"
     assert set(found["memory_bytes"]) == {"0", "1"}
-    assert main(["benchmark", str(tmp_path / "small-benchmark-8"), "--leave-out", "3"]) == 0
+    assert main(["measure", "plan", str(tmp_path / "small-benchmark-8"), "--leave-out", "3"]) == 0
     assert "5, 3 left out" in capsys.readouterr().out

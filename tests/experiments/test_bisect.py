@@ -52,9 +52,9 @@ def test_the_door_says_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureF
 
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(small_plan(dp=2, gbs=8).to_json()))
-    assert main(["bisect", str(path), "--dry-run"]) == 0
+    assert main(["debug", "bisect", str(path), "--dry-run"]) == 0
     assert "dp: [1, 2]" in capsys.readouterr().out
-    assert main(["bisect", str(path), "--axes", "layer"]) == 2
+    assert main(["debug", "bisect", str(path), "--axes", "layer"]) == 2
     assert "did you mean layers?" in capsys.readouterr().err
 
 

@@ -24,7 +24,7 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
         Row(engine="megatron", topology="TP4 PP4", settings={"tp": 4, "pp": 4}),
     ]
     monkeypatch.setattr(parity, "rows", lambda engines: table)
-    assert main(["verify", "--json"]) == 1
+    assert main(["measure", "engines", "--json"]) == 1
     out, err = capsys.readouterr()
     said = json.loads(out)
     assert [set(row) for row in said["rows"]] == [{"engine", "topology", "precision", "max_abs_diff", "seconds"}] * 2
@@ -35,7 +35,7 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
 
 
 def test_an_unknown_engine_is_refused(capsys):
-    assert main(["verify", "--engines", "megatron,hf-zero"]) == 2
+    assert main(["measure", "engines", "--engines", "megatron,hf-zero"]) == 2
     assert "did you mean hf-zero3?" in capsys.readouterr().err
 
 

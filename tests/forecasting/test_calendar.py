@@ -301,7 +301,7 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
     capacity.write_text('{"steps": [{"from": "2026-12-01", "gpus": 176}, {"from": "2027-02-15", "gpus": 416}]}')
     words = [word for pair in GIVEN.items() for word in pair]
     words += ["--capacity", str(capacity), "--allocation", "3e6", "--deadline", "2027-12-31", "--price", "2"]
-    assert main(["calendar", plan_file, *words, "--json"]) == 0
+    assert main(["plan", "calendar", plan_file, *words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ramp"]["iterations"] == sum(p.iterations for p in parse_ramp(RAMP).phases(2048)) == 12658
     assert said["days_interval"][0] < said["days"] < said["days_interval"][1]
@@ -311,7 +311,7 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
     assert said["cost"] == pytest.approx(2 * said["gpu_hours"]) and said["energy_kwh"] > 0
     assert "MISSING" in said["meaning"]["p_miss_deadline"] and "OVERRUNNING" in said["meaning"]["p_overrun_allocation"]
     assert {a["what"] for a in said["assumptions"]} >= {"node failure", "slowdown"}
-    assert main(["calendar", plan_file, *words]) == 0
+    assert main(["plan", "calendar", plan_file, *words]) == 0
     assert "deadline  2027-12-31: missed with probability 0.0%" in capsys.readouterr().out
 
 
@@ -327,22 +327,22 @@ def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
             "capacity.gpus=48: the last step never ends, and no replica on so few GPUs fits the card's memory",
         ),
         ("--tokens 1000", "tokens=1000: below one batch of 393216"),
-        ("--tokens -5", "tokens=-5.0: must be a number above zero"),
+        ("--tokens -5", "tokens=-5: must be a number above zero"),
         ("--tokens nan", "tokens=nan: must be a number above zero"),
         ("--deadline 2026-12-31", "deadline=2026-12-31: must not be before the start, 2027-01-01"),
         ("--deadline soon", "deadline=soon: must be a date such as 2026-03-11"),
-        ("--failures-per-node-year -1", "failures-per-node-year=-1.0: must be zero or a number above"),
+        ("--failures-per-node-year -1", "failures_per_node_year=-1.0: must be zero or a number above"),
         ("--failures-per-node-year 1e4", "failures-per-node-year=10000: such a run would lose ten times"),
         ("--allocation 0", "allocation=0.0: must be a number above zero"),
         ("--job-hours 0", "job_hours=0.0: must be a number above zero"),
-        ("--spare-nodes -1", "spare_nodes=-1: must be zero or a number above"),
+        ("--spare-nodes -1", "spare_nodes=-1: must be a whole number of at least 0"),
         ("--spare-nodes 5", "spare_nodes=5: must be at most 4, the nodes that the jobs leave free"),
         ("--reshape", "reshape=True: needs --adapt days"),
-        ("--day-worth -1", "day-worth=-1.0: must be zero or a number above"),
+        ("--day-worth -1", "day_worth=-1.0: must be zero or a number above"),
         ("--price -1", "price=-1.0: must be zero or a number above"),
         ("--checkpoint-minutes 6000", "checkpoint-minutes=6000: such a run would undo most of its work"),
         ("--ramp ²,1,3", "ramp=²,1,3: must be three whole numbers"),
-        ("--checkpoint-minutes 0", "checkpoint-minutes=0.0: must be above zero"),
+        ("--checkpoint-minutes 0", "checkpoint_minutes=0.0: must be a number above zero"),
         ("--runs 3", "runs=3: must be a whole number of at least 100"),
         ("--runs 1000000000", "runs=1000000000: must be at most 214285, for the memory that 140 pieces"),
         ("--tokens 1e30", "tokens=1e+30: must be at most 1e+16"),
@@ -355,7 +355,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
     small.write_text('[{"from": "2027-01-01", "gpus": 48}]')
     words = given.replace("CAPACITY", str(small)).split()
     options = [word for pair in GIVEN.items() for word in pair]
-    assert main(["calendar", plan_file, *options, *words]) == 2  # the last of an option counts
+    assert main(["plan", "calendar", plan_file, *options, *words]) == 2  # the last of an option counts
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
@@ -375,7 +375,7 @@ def test_risks_that_contradict_themselves_are_refused_by_name(capsys, plan_file,
     path = tmp_path / "risks.json"
     path.write_text(json.dumps(values))
     options = [word for pair in GIVEN.items() for word in pair]
-    assert main(["calendar", plan_file, *options, "--risks", str(path)]) == 2
+    assert main(["plan", "calendar", plan_file, *options, "--risks", str(path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"trilane: {message}") and said.count("\n") == 1
 

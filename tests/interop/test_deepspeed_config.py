@@ -197,7 +197,7 @@ def door(tmp_path, capsys):
         if against:
             (tmp_path / "plan.json").write_text(json.dumps(against.to_json()))
             more = ("--plan", str(tmp_path / "plan.json"), *more)
-        code = main(["ds-config", str(tmp_path / "ds.json"), *more])
+        code = main(["convert", "deepspeed", str(tmp_path / "ds.json"), *more])
         out, err = capsys.readouterr()
         return code, out or err
 

@@ -213,11 +213,14 @@ def test_what_cannot_be_said_or_read_is_one_line(make, message: str | None) -> N
 def test_the_door_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps({**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}))
-    assert main(["megatron-args", str(path), "--prepare"]) == 0
+    assert main(["convert", "megatron", str(path), "--prepare"]) == 0
     said = capsys.readouterr().out
     assert f"--data-path {tmp_path}/mock-" in said and "--tokenizer-type NullTokenizer" in said
     (tmp_path / "job.sh").write_text("srun pretrain_gpt.py --moe 2 " + said)
-    assert main(["megatron-args", "--read", str(tmp_path / "job.sh"), "--cluster", "jz-a100-80g", "--gpus", "1"]) == 0
+    assert (
+        main(["convert", "megatron", "--read", str(tmp_path / "job.sh"), "--cluster", "jz-a100-80g", "--gpus", "1"])
+        == 0
+    )
     out, err = capsys.readouterr()
     assert json.loads(out)["shape"] == small_plan().to_json()["shape"]
     assert err.splitlines()[0] == "trilane: moe: unknown, not in the plan"

@@ -47,7 +47,7 @@ def folder(data: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def launched(folder: Path) -> Iterator[subprocess.Popen]:
     """The launcher of that run, as a command, once its training is under way."""
-    command = [sys.executable, "-m", "trilane", "launch", str(folder / "plan.json")]
+    command = [sys.executable, "-m", "trilane", "train", str(folder / "plan.json")]
     process = subprocess.Popen(
         command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
     )
@@ -188,7 +188,7 @@ def test_a_bad_plan_is_one_line_and_exit_code_2(folder: Path, capsys: pytest.Cap
     plan = json.loads((folder / "plan.json").read_text())
     plan["topology"]["tp"] = 3
     (folder / "plan.json").write_text(json.dumps(plan))
-    assert main(["launch", str(folder / "plan.json")]) == 2
+    assert main(["train", str(folder / "plan.json")]) == 2
     assert capsys.readouterr().err == "trilane: tp=3: must divide num_attention_heads=4\n"
 
 

@@ -31,7 +31,7 @@ def folder(data: Path, tmp_path: Path) -> Path:
 
 
 def launch(folder: Path, *more: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "trilane", "launch", str(folder / "plan.json"), *more]
+    command = [sys.executable, "-m", "trilane", "train", str(folder / "plan.json"), *more]
     return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -17,10 +17,10 @@ from plans import changed, run_folder
 from plans import small_plan as small
 from support import small_plan, wait_until
 
-from trilane.cli.capture import srun_command
 from trilane.diagnose.hang import capture
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.verdict import diagnose_hang
+from trilane.slurm.monitor import srun_command
 from trilane.workspace import flight_recorder, heartbeat
 from trilane.workspace.heartbeat import Heartbeat, StallDetector, encode, place, read_beats
 from trilane.workspace.run_folder import reopen

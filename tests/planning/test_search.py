@@ -102,14 +102,14 @@ def test_a_million_configurations_take_a_second_or_two():
 
 
 def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
-    code = "import sys, trilane.cli.search, trilane.costmodel.backtest;"
+    code = "import sys, trilane.cli.plan, trilane.costmodel.backtest;"
     code += "print({'torch', 'pandas', 'scipy'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "set()"
 
 
 def test_a_plan_of_the_door_is_a_plan(capsys):
-    assert main(["search", *DOOR, "--top", "3", "--json"]) == 0
+    assert main(["plan", "search", *DOOR, "--top", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["evaluated"] > sum(printed["refused"].values()) > 0
     plans = [plan_from_json(p) for p in printed["plans"]]
@@ -121,7 +121,7 @@ def test_an_option_pins_its_dimension(capsys):
     numbers = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "zero": 1, "interleaving": 1}
     words = {"recompute": "full", "sequence-parallel": "no", "partition": "uniform"}
     pins = [word for name, value in {**numbers, **words}.items() for word in (f"--{name}", str(value))]
-    assert main(["search", *DOOR, *pins, "--json"]) == 0
+    assert main(["plan", "search", *DOOR, *pins, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["evaluated"] == 1 and len(printed["plans"]) == 1
 
@@ -148,12 +148,12 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     options = dict(zip(DOOR[::2], DOOR[1::2], strict=True))
     words = given.split()
     options.update(zip(words[::2], words[1::2], strict=True))
-    assert main(["search", *(word for pair in options.items() for word in pair)]) == 2
+    assert main(["plan", "search", *(word for pair in options.items() for word in pair)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
 
 def test_batch_sizes_that_nobody_trains_with_are_not_looked_at_one_by_one(capsys):
     words = " ".join(DOOR).replace("--gbs 2048", "--gbs-max 2048000000000").split()
-    assert main(["search", *words]) == 2
+    assert main(["plan", "search", *words]) == 2
     assert "gbs_max=2048000000000: must be at most 16384" in capsys.readouterr().err

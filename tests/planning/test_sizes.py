@@ -121,7 +121,7 @@ def test_proposals_can_run_and_are_ranked_by_days_at_the_target_size():
 
 def test_the_door_answers_the_question_of_the_chronicles(capsys):
     """200B on 384 A100s: the prequel settled on 13 to 15 thousand wide, 70 to 106 layers, TP 4 or 8, PP 6 or 12."""
-    assert main(["size", *DOOR, "--attention", "scores", "--recompute", "full", "--top", "6", "--json"]) == 0
+    assert main(["plan", "size", *DOOR, "--attention", "scores", "--recompute", "full", "--top", "6", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     first = said["candidates"][0]
     assert first["cost_beside_best"] == 1 and len(said["candidates"]) == 6
@@ -151,9 +151,9 @@ def test_where_nothing_can_run_the_reason_is_said(capsys):
         "--tolerance": "0.003",
     }
     words = [word for pair in large.items() for word in pair]
-    assert main(["size", *words]) == 1
+    assert main(["plan", "size", *words]) == 1
     assert "topologies are refused: memory must fit the card" in capsys.readouterr().out
-    assert main(["size", *words, "--json"]) == 1
+    assert main(["plan", "size", *words, "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["candidates"] == [] and said["refused"]["memory must fit the card"] > 0
     request = SizeRequest(
@@ -166,14 +166,16 @@ def test_where_nothing_can_run_the_reason_is_said(capsys):
 
 
 def test_a_small_model_is_counted_in_millions(capsys):
-    assert main(["size", "--params", "20e6", "--vocab", "50257", "--gpus", "8", "--cluster", "jz-a100-80g"]) == 0
+    assert (
+        main(["plan", "size", "--params", "20e6", "--vocab", "50257", "--gpus", "8", "--cluster", "jz-a100-80g"]) == 0
+    )
     assert "20.5M ratio" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--params 0", "params=0.0: must be a number above zero"),
+        ("--params 0", "params=0: must be a number above zero"),
         ("--params nan", "params=nan: must be a number above zero"),
         ("--params 1e18", "params=1e+18: must be at most 1e+14"),
         ("--params 1e8", "params=1e+08: no usual width leaves room for layers beside an embedding of 250880"),
@@ -187,6 +189,6 @@ def test_a_small_model_is_counted_in_millions(capsys):
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     options = dict(zip(DOOR[::2], DOOR[1::2], strict=True)) | dict([given.split()])
-    assert main(["size", *(word for pair in options.items() for word in pair)]) == 2
+    assert main(["plan", "size", *(word for pair in options.items() for word in pair)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

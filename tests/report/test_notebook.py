@@ -1,8 +1,6 @@
 """The checked door to the notebooks: parameters, failures that name the cell, resume, reports."""
 
 import signal
-import subprocess
-import sys
 from glob import glob
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import nbformat
 import pytest
 from support import heed_ctrl_c
 
-from trilane.cli.app import DOORS
 from trilane.report import notebook
 from trilane.report.html import write_index
 from trilane.workspace.study import Study
@@ -169,38 +166,3 @@ def test_hostile_text_in_a_study_is_shown_not_run(outputs):
     (run / "plan.json").write_text("{}")
     (run / "status.json").write_text('{"status": "crashed", "evidence": "<script>alert(1)</script>"}')
     assert "<script>" not in write_index(study).read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["serch"], "door=serch: did you mean search?"),
-        (["parse", "a.log", "--jsn"], "option=--jsn: did you mean --json? known: --csv, --help, --json"),
-        (["chain", "--json", "status", "s"], "option=--json: does not stand where it can be understood"),
-        (["launch", "a", "b"], "argument=b: is one too many"),
-        (["run", "all", "-p", "gsb", "8"], "parameter=gsb: did you mean gbs?"),
-        (["run", "02_topolgy"], "notebook=02_topolgy: did you mean 02_topology?"),
-        (["run", "all", "--study", "a b"], "study='a b': must be a plain folder name"),
-        (["run", "02_topology", "--study", "new"], "has no sizing.json yet; run 01_sizing first"),
-        (["run", "all", "--resume", "--fresh"], "resume=True: contradicts --fresh"),
-        (["launch", "nowhere/plan.json"], "plan="),
-        (["launch"], "the following arguments are required: plan"),
-        (["search", "--shape", "6,64,4,32,384", "--cluster", "h200", "--gpus", "x", "--gbs", "8"], "--gpus"),
-        (
-            ["search", "--shape", "6,64,4,32,384", "--cluster", "h200", "--gpus", "4", "--gbs", "8", "--tp", "3"],
-            "tp=3: no tp x pp x dp with the pinned sizes makes gpus=4",
-        ),
-    ],
-)
-def test_the_doors_refuse_bad_input_with_one_line_and_exit_code_2(outputs, arguments, message):
-    done = subprocess.run([sys.executable, "-m", "trilane", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("trilane: ")]
-    assert len(lines) == 1 and message in lines[0]
-    assert "Traceback" not in done.stderr
-
-
-def test_without_a_door_all_are_listed():
-    done = subprocess.run([sys.executable, "-m", "trilane"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert {name for name, *_ in DOORS} <= set(done.stderr.split())

@@ -113,7 +113,7 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     accounted(commands, j77="COMPLETED", j78="FAILED", j79="CANCELLED")
     found = one(folder)
     assert (found.id, found.verdict, found.evidence) == ("78", "crashed", f"slurm-78.out: {line}")
-    assert main(["tail", str(folder), "--lines", "2"]) == 0
+    assert main(["slurm", "tail", str(folder), "--lines", "2"]) == 0
     assert capsys.readouterr().out == f"{line}\n\n"
     ledger.note(folder, "started", "79", nodes="", iteration=0, restarts=0)
     accounted(commands, j77="COMPLETED", j78="FAILED", j79="COMPLETED")
@@ -140,7 +140,7 @@ def test_the_guard_looks_at_a_sweeps_own_script_before_a_submission_and_a_second
     ledger.note(made, "submitted", "6_1", site="test", script="")
     accounted(commands, j6_1="FAILED")
     for what in ("submit", "rerun"):
-        assert main(["sweep", what, str(tmp_path / "sweep"), "--site", "generic"]) == 1
+        assert main(["slurm", "sweep", what, str(tmp_path / "sweep"), "--site", "generic"]) == 1
         assert f"{tmp_path}/sweep/sweep-1x2.sbatch" in capsys.readouterr().out
     assert not commands.calls("sbatch")
 
@@ -156,10 +156,10 @@ def test_a_step_is_attached_to_a_run_of_an_array_by_its_own_number(commands: Com
 
 def test_capture_names_the_number_that_srun_takes(commands: Commands, folder: Path, capsys) -> None:
     commands.say("squeue", "echo 8")
-    assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 0
+    assert main(["debug", "capture", str(folder), "--job", "6_1", "--commands"]) == 0
     assert capsys.readouterr().out.startswith("srun --jobid=8 ")
     commands.say("squeue", "true")
-    assert main(["capture", str(folder), "--job", "6_1", "--commands"]) == 2
+    assert main(["debug", "capture", str(folder), "--job", "6_1", "--commands"]) == 2
     assert capsys.readouterr().err == "trilane: job=6_1: is no longer running\n"
 
 
@@ -183,7 +183,7 @@ def test_watching_goes_on_while_slurm_is_away_and_says_it_once(
     accounted(commands, j77="TIMEOUT")
     assert list(lines) == ["SLURM answers again", "one: job 77 TIMEOUT n1: DIED: time limit SLURM: TIMEOUT"]
     commands.say("squeue", AWAY)
-    assert main(["watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
+    assert main(["slurm", "watch", str(folder), "--every", "0.01", "--seconds", "0.2"]) == 75
     assert capsys.readouterr().out.count("SLURM does not answer") == 1
 
 

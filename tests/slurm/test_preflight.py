@@ -289,7 +289,7 @@ def test_the_door_says_what_is_wrong_with_a_plan_that_is_none(
     values = plan().to_json()
     values["topology"] |= change
     (folder / "plan.json").write_text(json.dumps(values))
-    door = ["guard", str(folder / "plan.json"), "--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
+    door = ["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
     assert main(door) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [set(f) for f in found] == [{"level", "rule", "says", "remedy"}]
@@ -301,7 +301,7 @@ def test_every_step_of_a_ramp_is_counted(folder: Path, capsys: pytest.CaptureFix
     values = plan().to_json()
     values["run"]["ramp"] = {"start": 32, "increment": 24, "samples": 10_000}
     (folder / "plan.json").write_text(json.dumps(values))
-    assert main(["guard", str(folder / "plan.json"), "--site", "jean-zay-a100", "--json"]) == 1
+    assert main(["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"][0]
     assert (
         found["rule"] == "ramp" and "56, 104" in found["says"] and "mbs x dp divides at every step" in found["remedy"]
@@ -313,11 +313,11 @@ def test_the_door_prints_lines_a_person_reads_and_a_missing_plan_is_bad_input(
 ) -> None:
     (folder / "plan.json").write_text(json.dumps(plan().to_json()))
     venv = str(folder.parent / "venv")
-    door = ["guard", str(folder / "plan.json"), "--site", "jean-zay-a100", "--environment", venv]
+    door = ["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--environment", venv]
     assert main([*door, "--account", "xyz@v100"]) == 1
     said = capsys.readouterr().out
     assert "refusal [account] account xyz@v100 does not end with @a100\n        --account PROJECT@a100\n" in said
-    assert main(["guard", str(folder / "none.json"), "--site", "jean-zay-a100"]) == 2
+    assert main(["slurm", "check", str(folder / "none.json"), "--site", "jean-zay-a100"]) == 2
     assert capsys.readouterr().err.endswith("none.json: no such file\n")
 
 

@@ -110,21 +110,21 @@ def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys:
     site = tmp_path / "test.json"
     site.write_text(json.dumps(to_mapping(SITE)))
     door = [str(sleeper), "--site", str(site), "--account", "xyz@a100", "--json"]
-    assert main(["submit", *door, "--dry-run"]) == 0
+    assert main(["slurm", "submit", *door, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
-    assert main(["submit", *door]) == 0
+    assert main(["slurm", "submit", *door]) == 0
     job = json.loads(capsys.readouterr().out)["submitted"][str(sleeper)]
     wait_until(lambda: one(sleeper).state == "RUNNING", 60, "running")
-    assert main(["status", str(sleeper), "--json"]) == 0
+    assert main(["slurm", "status", str(sleeper), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["jobs"][0]
     assert (shown["id"], shown["verdict"], shown["nodes"]) == (job, "running", "jz-a100-[1-2]")
     with pytest.raises(ValueError, match=rf"^run folder=.*: has job {job} already; cancel it first$"):
         jobs.submit(sleeper, SITE, REQUEST)
-    assert main(["cancel", str(sleeper), "--json"]) == 0
+    assert main(["slurm", "cancel", str(sleeper), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"cancelled": [job]}
     found = ended(sleeper)
     assert (found.state, found.verdict, found.evidence) == ("CANCELLED", "cancelled", "SLURM: CANCELLED")
-    assert main(["status", str(sleeper)]) == 1
+    assert main(["slurm", "status", str(sleeper)]) == 1
     assert " CANCELLED " in capsys.readouterr().out
 
 
@@ -234,7 +234,7 @@ def test_a_controller_that_stays_away_is_one_clear_line(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     ledger.note(sleeper, "submitted", "1", site="test", script="")
     begin = time.monotonic()
-    assert main(["status", str(sleeper)]) == 2
+    assert main(["slurm", "status", str(sleeper)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("trilane: slurm=squeue: the controller cannot be reached (") and said.count("\n") == 1
     assert time.monotonic() - begin < 60

@@ -108,9 +108,9 @@ def test_three_links_on_2_4_and_2_nodes_follow_the_ramp_with_the_losses_of_one_r
     folder = str(tmp_path / "chain")
     door = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
     stages = ["--stages", "8:2:1,16:4:1,24:2:1"]
-    assert main(["chain", "create", str(tmp_path / "plan.json"), folder, *door, *stages]) == 0
+    assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *door, *stages]) == 0
     capsys.readouterr()
-    assert main(["chain", "submit", folder, *door]) == 0
+    assert main(["slurm", "chain", "submit", folder, *door]) == 0
     ids = json.loads(capsys.readouterr().out)["submitted"]
     paths = chain.stages_of(Path(folder))
     found = [ended(path) for path in paths]
@@ -153,7 +153,7 @@ def test_a_step_attached_to_a_running_job_sees_every_rank_on_every_node(
     hosts = client.hostnames(one(folder).nodes)
     assert [f"== {hosts[r // 2]} rank {r} pid" in said for r in range(4)] == [True] * 4 and said.count("== ") == 4
     assert cluster.do("run", *monitor.attach(job, "memory")).count("== ") == 2
-    assert main(["attach", job, "hostfile", "--slots", "2"]) == 0
+    assert main(["slurm", "attach", job, "hostfile", "--slots", "2"]) == 0
     assert capsys.readouterr().out == f"{hosts[0]} slots=2\n{hosts[1]} slots=2\n"
     assert one(folder).state == "RUNNING"
 

@@ -47,10 +47,10 @@ def test_four_runs_one_fails_and_runs_again_alone(
     (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
     folder = tmp_path / "sweep"
     door = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
-    assert main(["sweep", "create", str(tmp_path / "plans.json"), str(folder), *door]) == 0
-    assert main(["sweep", "submit", str(folder), *door]) == 1  # the guard sees that the corpus is missing
+    assert main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *door]) == 0
+    assert main(["slurm", "sweep", "submit", str(folder), *door]) == 1  # the guard sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
-    assert main(["sweep", "submit", str(folder), *door, "--allow", "data", "--parallel", "2"]) == 0
+    assert main(["slurm", "sweep", "submit", str(folder), *door, "--allow", "data", "--parallel", "2"]) == 0
     arrays = json.loads(capsys.readouterr().out)["submitted"]
     wait_until(lambda: any(j.state == "RUNNING" for j in jobs.status(sweep.members(folder))), 60, "running")
     assert sum(j.state == "RUNNING" for j in jobs.status(sweep.members(folder))) <= 2
@@ -64,7 +64,7 @@ def test_four_runs_one_fails_and_runs_again_alone(
     assert [j.verdict for j in found] == ["completed"] * 4, says(folder)
     assert len({round(losses(path)[0], 3) for path in sweep.members(folder)[:2]}) == 1
     capsys.readouterr()
-    assert main(["sweep", "table", str(folder), "--json"]) == 0
+    assert main(["slurm", "sweep", "table", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["Run"] for row in rows} == {"mbs1", "mbs2", "mbs4", "mbs8"} and {row["Notes"] for row in rows} == {
         "completed"

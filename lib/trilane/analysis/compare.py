@@ -62,6 +62,16 @@ class Comparison:
             f"({self.confidence:.0%}); to show a difference of that size takes {more}"
         )
 
+    def __str__(self) -> str:
+        """The verdict and what it rests on."""
+        lines = [
+            self.sentence,
+            f"A {self.seconds_a:.4g} s, B {self.seconds_b:.4g} s a{'n' * (self.unit == 'iteration')} {self.unit} "
+            f"({self.runs_a} and {self.runs_b} runs)",
+            f"spread between runs {self.deviation:.2%}: {self.source}",
+        ]
+        return "\n".join([*lines, *self.notes])
+
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:
     """The comparison of two sets of runs; ValueError where a side has no run with a time.

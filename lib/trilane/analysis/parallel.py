@@ -130,3 +130,17 @@ def _join(parts: Sequence[Path], out: Path) -> None:
 def _header(part: Path) -> list[str]:
     with part.open(newline="") as file:
         return next(csv.reader(file))
+
+
+def record_text(values: dict[str, Any]) -> str:
+    """A run's record in three lines."""
+    rates = ", ".join(f"{rate:.1f} TFLOP/s/GPU {name}" for name, rate in values["tflops"].items() if rate is not None)
+    parts = (
+        f"{values['iterations']} iterations",
+        "" if values["sec_per_it"] is None else f"{values['sec_per_it']:.4g} s/it",
+        rates,
+        "" if values["max_memory_gib"] is None else f"{values['max_memory_gib']:.2f} GiB",
+        "" if values["last_loss"] is None else f"loss {values['last_loss']:.4f}",
+    )
+    numbers = ", ".join(filter(None, parts))
+    return f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}"

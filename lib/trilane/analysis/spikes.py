@@ -4,13 +4,14 @@ Slow spikes rise so slowly that a median of the lines before rises with them.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trilane.analysis.loss_curve import Curve
+from trilane.logs.run import RunLog
 
 WINDOW = 128  # lines before a line that give its level and its noise
 LEAST = 10  # lines before anything is judged
@@ -274,3 +275,24 @@ def back(x: np.ndarray, start: int, limit: float) -> int:
         if calm.any():
             return low + int(np.argmax(calm))
     return len(x)
+
+
+def training_record(group: Sequence[RunLog], curve: Curve) -> dict[str, Any]:
+    """A training as JSON; a loss that is no number is null."""
+    found = [{k: None if v != v else v for k, v in asdict(event).items()} for event in find_spikes(curve)]
+    for event in found:
+        event["size"] = event["peak"] and event["level"] and math.log(event["peak"] / event["level"])
+    return {
+        "files": [str(log.source) for log in group],
+        "iterations": len(curve.table),
+        "restarts": [asdict(restart) for restart in curve.restarts],
+        "events": found,
+    }
+
+
+def training_text(group: Sequence[RunLog], curve: Curve) -> str:
+    """A training in a line, and a line for each restart and event."""
+    files = ", ".join(str(log.source) for log in group)
+    restarts = [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
+    lines = [f"  {event.sentence}" for event in find_spikes(curve)] or ["  no spike, jump or divergence"]
+    return "\n".join([f"{files}: {len(curve.table)} lines", *restarts, *lines])

@@ -1,12 +1,9 @@
 """The runs below a folder as the BigScience chronicles print them: GPUs, size, topology, memory, speed."""
 
-import argparse
 import csv
 import html
 import io
-import json
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,29 +19,6 @@ if TYPE_CHECKING:
 COLUMNS = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
 SUFFIXES = (".log", ".out", ".txt", ".gz")
 Row = Mapping[str, Any]  # Measurement.row() with `source`, where the run lies, and `notes`
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The door's arguments."""
-    parser.add_argument("folder", metavar="FOLDER", help="run folders, or logs of other trainers, at any depth")
-    form = parser.add_mutually_exclusive_group()
-    for name, words in (("markdown", "(the default)"), ("csv", ""), ("html", ""), ("json", "with numbers and units")):
-        form.add_argument(f"--{name}", action="store_true", help=f"print {name} {words}".strip())
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the table; logs that cannot be read are named on stderr. ValueError where no run is found."""
-    rows, bad = read_folder(args.folder)
-    for line in bad:
-        print(f"trilane: left out: {line}", file=sys.stderr)
-    require(bool(rows), "folder", args.folder, "holds no run: neither plan.json with run.log, nor a training log")
-    if args.json:
-        values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
-        print(json.dumps({"folder": args.folder, "rows": values, "left_out": bad}, indent=1, allow_nan=False))
-    else:
-        write: Callable[[Sequence[Row]], str] = to_csv if args.csv else to_html if args.html else markdown
-        print(write(rows), end="")
-    return 0
 
 
 def read_folder(folder: Path | str) -> tuple[list[Row], list[str]]:

@@ -1,1 +1,1 @@
-"""The command `trilane`: argument parsing and printing only, one module a command group."""
+"""The command line, on click: one module a group of commands. It parses arguments and prints; all else is below."""

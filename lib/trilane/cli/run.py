@@ -1,39 +1,40 @@
-"""The door `run`: one notebook of a study, or all in order."""
+"""`trilane run`: one notebook of a study, or all in order."""
 
-import argparse
 import sys
 
-from trilane.report import notebook
+import click
+
+from trilane.cli.options import Command, option
 from trilane.utils.validation import require
-from trilane.workspace.study import Study
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The door's arguments."""
-    parser.add_argument("notebook", help="a notebook's name, such as 02_topology, or all")
-    parser.add_argument("--study", default="demo", help="the folder below outputs/ (default: demo)")
-    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"))
-    parser.add_argument("--resume", action="store_true", help="go on in a study that exists")
-    parser.add_argument("--fresh", action="store_true", help="take the next free name if the study exists")
+@click.command(cls=Command)
+@click.argument("notebook", metavar="NOTEBOOK|all")
+@option("--study", default="demo", help="the folder below outputs/")
+@option("-p", "--parameter", nargs=2, multiple=True, metavar="NAME VALUE", help="set a parameter; may be repeated")
+@option("--resume", is_flag=True, help="go on in a study that exists")
+@option("--fresh", is_flag=True, help="take the next free name if the study exists")
+def run(notebook: str, study: str, parameter: tuple[tuple[str, str], ...], resume: bool, fresh: bool) -> int:
+    """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
 
+    Exit code 1 where a notebook fails, 2 where its parameters are the reason.
+    """
+    from trilane.report import notebook as notebooks
+    from trilane.workspace.study import Study
 
-def run(args: argparse.Namespace) -> int:
-    """Execute and print where the report is; 0, or 1 where a notebook failed, 2 where its parameters are to blame."""
-    require(not (args.resume and args.fresh), "resume", True, "contradicts --fresh")
-    given = dict(args.parameter)
-    chosen = notebook.DEMO if args.notebook == "all" else (args.notebook,)
-    notebook.distribute(chosen, given)  # every parameter is checked before a folder is made
+    require(not (resume and fresh), "resume", True, "contradicts --fresh")
+    given = dict(parameter)
+    chosen = notebooks.DEMO if notebook == "all" else (notebook,)
+    notebooks.distribute(chosen, given)  # every parameter is checked before a folder is made
     # one notebook may join a study that does not hold it yet: 02 after 01
-    joins = args.notebook != "all" and not (Study(args.study).folder / f"{args.notebook}.ipynb").exists()
-    study = Study.create(args.study, resume=args.resume or joins, fresh=args.fresh)
+    joins = notebook != "all" and not (Study(study).folder / f"{notebook}.ipynb").exists()
+    where = Study.create(study, resume=resume or joins, fresh=fresh)
     try:
-        if args.notebook == "all":
-            report = notebook.run_all(study, given)
-        else:
-            report = notebook.run(args.notebook, study, **given)
-    except notebook.NotebookError as error:
+        is_all = notebook == "all"
+        report = notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
+    except notebooks.NotebookError as error:
         print(f"trilane: {error}", file=sys.stderr)
-        print(f"the executed copy with the traceback: {study.folder / error.notebook}.ipynb", file=sys.stderr)
+        print(f"the executed copy with the traceback: {where.folder / error.notebook}.ipynb", file=sys.stderr)
         return 2 if error.is_input else 1
     print(report)
     return 0

@@ -1,9 +1,6 @@
 """Backtest: predictions for measured rows, by the shipped constants or by constants fitted without rows like them."""
 
-import argparse
 import csv
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -81,9 +78,10 @@ class Backtest(Table):
         return _table({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).to_frame()
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """The backtest as a JSON object; a figure that is not finite is null."""
         skipped = [asdict(s) for s in self.skipped]
-        return {"rows": [asdict(p) for p in self.predictions], "skipped": skipped, "summary": self.summary()}
+        rows = [asdict(p) for p in self.predictions]
+        return _finite({"rows": rows, "skipped": skipped, "summary": self.summary()})
 
     def heading(self) -> Text:
         """How many rows were predicted and skipped, as a sentence."""
@@ -241,29 +239,6 @@ def backtest(
     else:
         predictions = predict_default(rows)
     return Backtest(rows=tuple(rows), predictions=tuple(predictions), skipped=tuple(skipped), left_out=cv)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The door's options."""
-    parser.add_argument("rows", help="a CSV with the columns of lib/trilane/data/measured.csv")
-    parser.add_argument("--cluster", help="a cluster's name or JSON file, instead of the column")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--cv", choices=sorted(LEAVE_OUT), help="refit without each table, hidden size or date")
-    how.add_argument("--calibrate-on", metavar="CSV", help="refit to these rows first")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the door on parsed options; exit code 0, or 1 where no row could be predicted."""
-    result = backtest(args.rows, args.cluster, args.cv, args.calibrate_on)
-    if args.json:
-        print(json.dumps(_finite(result.to_json()), indent=1))
-    else:
-        for skipped in result.skipped:
-            print(f"skipped {skipped.row_id}: {skipped.reason}", file=sys.stderr)
-        for name, value in result.summary().items():
-            print(f"{name:12} {value if not isinstance(value, float) else round(value, 4)}")
-    return 0 if result.predictions else 1
 
 
 def _finite(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """A short run of a plan, and what was measured in it."""
 
-import argparse
 import contextlib
 import json
 import sys
@@ -16,34 +15,25 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.launch.local import run_folder, run_local
 from trilane.utils.validation import read_json, require, require_integer
-from trilane.workspace.status import Status
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The door's arguments."""
-    parser.add_argument("plan", type=Path, help="a plan, or the folder of a run that is over (also of another machine)")
-    parser.add_argument("--iterations", type=int, default=0, help="train so many at the full batch (default: the plan)")
-    parser.add_argument("--leave-out", type=int, default=WARM_UP, help="first iterations left out (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict[str, Any]:
+    """Train the plan of that file, for `iterations` at its full batch (0: as it says), and the result() of its run.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Train, unless the run is there already, and print the result; 0 when it completed."""
-    require_integer("leave-out", args.leave_out, 0)
-    require_integer("iterations", args.iterations, 0)
-    if args.plan.is_dir():
-        require(args.iterations == 0, "iterations", args.iterations, "a run that is over has had its iterations")
-        folder = args.plan
-    else:
-        plan = read_plan(args.plan)
-        iterations = args.iterations or plan.run.train_iters
-        require(iterations > args.leave_out, "iterations", iterations, f"must be above leave-out={args.leave_out}")
-        folder = _short_run(args.plan, plan, iterations) if args.iterations else run_folder(args.plan)
-        with contextlib.redirect_stdout(sys.stderr):  # how far it is: stdout is for the result alone
-            run_local(folder)
-    found = result(folder, args.leave_out)
-    print(json.dumps(found, indent=1) if args.json else text(found))
-    return 0 if found["status"] is Status.COMPLETED else 1
+    For a run folder, also of another machine, nothing is trained. The log goes to stderr.
+    """
+    require_integer("leave_out", leave_out, 0)
+    require_integer("iterations", iterations, 0)
+    if plan.is_dir():
+        require(iterations == 0, "iterations", iterations, "a finished run is measured as it is")
+        return result(plan, leave_out)
+    read = read_plan(plan)
+    count = iterations or read.run.train_iters
+    require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
+    folder = _short_run(plan, read, iterations) if iterations else run_folder(plan)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
+        run_local(folder)
+    return result(folder, leave_out)
 
 
 def shortened(plan: Plan, iterations: int) -> Plan:

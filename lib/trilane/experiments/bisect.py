@@ -2,14 +2,13 @@
 a time-out, until the boundary between what works and what hangs is known.
 """
 
-import argparse
 import json
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan
 from trilane.launch.local import run_local
 from trilane.utils.validation import require, require_known
 from trilane.workspace.status import Status
@@ -55,6 +54,9 @@ class Report:
     trials: tuple[Trial, ...]
     boundaries: tuple[Boundary, ...]
 
+    def __str__(self) -> str:
+        return "\n".join([*(f"{t.axis} {t.value}: {t.status}" for t in self.trials), *map(str, self.boundaries)])
+
 
 def values(plan: Plan, axis: str) -> list[int]:
     """What can be tried along an axis, ascending, the plan's own last: only what makes a valid plan."""
@@ -66,6 +68,13 @@ def values(plan: Plan, axis: str) -> list[int]:
         "gbs": range(t.mbs * t.dp, t.gbs + 1, t.mbs * t.dp),
     }[axis]
     return [value for value in candidates if _valid(plan, axis, value)]
+
+
+def tried(plan: Plan, axes: Iterable[str]) -> str:
+    """What a bisection would try, a line for each axis; ValueError for an unknown one."""
+    for axis in axes:
+        require_known("axis", axis, AXES)
+    return "\n".join(f"{a}: {'CUDA_LAUNCH_BLOCKING=1' if a == 'blocking' else values(plan, a)}" for a in axes)
 
 
 def changed(plan: Plan, axis: str, value: int) -> Plan:
@@ -153,32 +162,3 @@ def _valid(plan: Plan, axis: str, value: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `python -m trilane bisect`."""
-    parser.add_argument("plan", type=Path, help="a plan.json that hangs")
-    parser.add_argument("--axes", default=",".join(AXES), help=f"what to shrink (default: {','.join(AXES)})")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a job (default: 600)")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the jobs (default: <plan>-bisect)")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be tried")
-    parser.add_argument("--json", action="store_true", help="for programs")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the experiments, or say them; 0 when every boundary is known."""
-    plan, axes = read_plan(args.plan), tuple(args.axes.split(","))
-    require(0 < args.timeout < float("inf"), "timeout", args.timeout, "must be a number above zero")
-    if args.dry_run:
-        for axis in axes:
-            require_known("axis", axis, AXES)
-            print(f"{axis}: {'CUDA_LAUNCH_BLOCKING=1' if axis == 'blocking' else values(plan, axis)}")
-        return 0
-    out = args.out or args.plan.with_name(f"{args.plan.stem}-bisect")
-    require(not out.exists(), "out", out, "exists; name another")
-    report = bisect(plan, axes, local_runner(out, args.timeout))
-    if args.json:
-        print(json.dumps(asdict(report), indent=1))
-    else:
-        print("\n".join([*(f"{t.axis} {t.value}: {t.status}" for t in report.trials), *map(str, report.boundaries)]))
-    return 0

@@ -1,6 +1,5 @@
-"""`python -m trilane verify`: the equality table, really trained on this machine."""
+"""The equality table of the engines, trained on this machine."""
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES
 from trilane.config.plan import Plan
-from trilane.experiments.parity_table import Row, Task, machine, rows
+from trilane.experiments.parity_table import Row, Task, machine
 from trilane.launch.local import environment, free_port
-from trilane.utils.validation import require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,33 +120,8 @@ def verify(table: Sequence[Row]) -> Iterator[Result | str]:
                 yield f"{row.label}: left out, {error}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `python -m trilane verify`."""
-    parser.add_argument("--engines", default="all", help=f"all, or some of {','.join(ENGINES)}")
-    parser.add_argument("--json", action="store_true", help="the table as JSON on stdout")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the table, or JSON; progress goes to stderr. 1 where a row is over its bound or did not train."""
-    engines = ENGINES if args.engines == "all" else tuple(name.strip() for name in args.engines.split(","))
-    for name in engines:
-        require_known("engines", name, ("all", *ENGINES))
-    results: list[Result] = []
-    left_out: list[str] = []
-    for found in verify(rows(engines)):
-        if isinstance(found, str):
-            left_out.append(found)
-        else:
-            results.append(found)
-        print(found if isinstance(found, str) else found.line(), file=sys.stderr, flush=True)
-    if args.json:
-        print(json.dumps({"rows": [result.record() for result in results], "left_out": left_out}, indent=2))
-    else:
-        print(_summary(results, left_out))
-    return 0 if results and all(result.ok for result in results) else 1
-
-
-def _summary(results: Sequence[Result], left_out: Sequence[str]) -> str:
+def summary(results: Sequence[Result], left_out: Sequence[str]) -> str:
+    """The table as text, and how many rows are within their bound."""
     lines = [result.line() for result in results]
     held = sum(result.ok for result in results)
     return "\n".join([*lines, *left_out, f"{held} of {len(results)} rows within their bound; {len(left_out)} left out"])

@@ -1,8 +1,7 @@
-"""`python -m trilane rehearse PLAN.json`: the plan's engine and topology at tiny width train, save, load and go on, and
+"""Rehearsal: the plan's engine and topology at tiny width train, save, load and go on, and
 everything is compared, before a large run depends on it.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable
@@ -12,9 +11,8 @@ from pathlib import Path
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run, read_plan
+from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run
 from trilane.diagnose.restart.compare import Audit, audit
-from trilane.diagnose.restart.text import as_text
 from trilane.experiments.parity_table import machine
 from trilane.launch.local import run_local
 from trilane.utils.validation import require
@@ -127,36 +125,25 @@ def here(folder: Path) -> str:
     return "" if outcome.status is Status.COMPLETED else f"{outcome.status}: {outcome.evidence}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `python -m trilane rehearse`."""
-    parser.add_argument("plan", type=Path, help="a plan.json")
-    parser.add_argument(
-        "--prepare", type=Path, metavar="FOLDER", help="only write both runs, and say how to start them"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Rehearse, or prepare it; 0 where nothing is wrong, 1 where something is or a run failed."""
-    plan = read_plan(args.plan)
-    if args.prepare:
-        folder = args.prepare.resolve()
-        made = tiny(plan, folder, plan.cluster, plan.topology.gpus)
-        print(commands(*write(folder, made.plan), made.plan))
-        return 0
+def rehearse_here(plan: Plan) -> Rehearsal:
+    """The rehearsal of the plan on this machine, in a temporary folder."""
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
     with tempfile.TemporaryDirectory(prefix="trilane-rehearse-") as place:
         asked = tiny(plan, Path(place), machine(cards=cards, bf16=True), cards or PROCESSES)
-        done = rehearse(asked, Path(place), here)
-    print(json.dumps(to_json(done), indent=1) if args.json else said(done))
-    return 1 if done.problem or (done.audit and done.audit.findings) else 0
+        return rehearse(asked, Path(place), here)
+
+
+def prepare(plan: Plan, folder: Path) -> str:
+    """Write both runs of a rehearsal on the plan's own cluster, and the commands that start them."""
+    made = tiny(plan, folder, plan.cluster, plan.topology.gpus)
+    return commands(*write(folder, made.plan), made.plan)
 
 
 def commands(first: Path, second: Path, plan: Plan) -> str:
     """What to start on a cluster, one after the other."""
     tasks = f"srun --ntasks {plan.topology.gpus} --ntasks-per-node {plan.cluster.gpus_per_node}"
     lines = [f"{tasks} python -m trilane.engine {place / 'plan.json'}" for place in (first, second)]
-    return "\n".join([*lines, f"python -m trilane restart {first} {second}"])
+    return "\n".join([*lines, f"trilane debug restart {first} {second}"])
 
 
 def _label(plan: Plan) -> str:
@@ -172,5 +159,5 @@ def to_json(done: Rehearsal) -> dict[str, object]:
 
 def said(done: Rehearsal) -> str:
     """For a person."""
-    text = done.problem or (as_text(done.audit) if done.audit else "")
+    text = done.problem or (done.audit.to_text() if done.audit else "")
     return "\n".join([f"rehearsed {_label(done.plan)}", *(f"note: {note}" for note in done.notes), text])

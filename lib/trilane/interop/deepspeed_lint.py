@@ -207,3 +207,24 @@ def _unknown(values: Mapping[str, Any], block: str, blocks: Mapping[str, list[st
 
 def _short(value: object) -> str:
     return "{...}" if isinstance(value, Mapping) else str(value)
+
+
+def replicas(values: Mapping[str, Any]) -> int:
+    """The data-parallel size that the three batch sizes mean together; 1 where one of them is missing."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = [values.get(name) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 1
+    gbs, mbs, steps = sizes
+    return max(1, gbs // (mbs * steps))  # type: ignore[operator]
+
+
+def own_topology(values: Mapping[str, Any], tp: int, pp: int, dp: int) -> tuple[list[str], Topology | None]:
+    """The contradictions of a DeepSpeed JSON in itself, or where there are none the topology that it means."""
+    lines = own_contradictions(values, pp=pp, dp=dp)
+    if lines:
+        return lines, None
+    try:
+        return [], read_topology(values, tp=tp, pp=pp, dp=dp)
+    except ValueError as error:
+        return [str(error)], None

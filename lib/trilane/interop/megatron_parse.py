@@ -26,6 +26,12 @@ class Reading:
     unknown: tuple[str, ...]
     differs: tuple[str, ...]
 
+    @property
+    def notes(self) -> list[str]:
+        """What of the text is not in the plan: a line for each argument that matters, one for all that do not."""
+        lines = [*self.differs, *(f"{name}: unknown, not in the plan" for name in self.unknown)]
+        return lines + ([f"not part of a plan: {', '.join(self.ignored)}"] if self.ignored else [])
+
 
 class _Given:
     """Arguments that record which of them were read."""

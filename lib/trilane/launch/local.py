@@ -1,6 +1,5 @@
 """Start a plan on this machine: torchrun as a child, one log that a person can read, and a status with its evidence."""
 
-import argparse
 import contextlib
 import os
 import signal
@@ -51,7 +50,7 @@ def run_local(
     reopen(folder)
     guard = HangMonitor(folder, plan)
     try:
-        prepare_data(folder)
+        prepare_data(folder / "plan.json")
         with started(folder, plan, port) as child, passing_on(child):
             code = follow(child, folder, plan, watched, begin + timeout_s, guard.look)
         outcome = guard.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
@@ -105,13 +104,17 @@ def environment(processes: int) -> dict[str, str]:
     }
 
 
-def prepare_data(folder: Path) -> None:
-    """Prepare the plan's corpus in a process of its own (it may import torch); its one line becomes our ValueError."""
-    command = [sys.executable, "-m", "trilane.engine.data.corpus", str(folder / "plan.json")]
+def prepare_data(plan: Path) -> list[str]:
+    """Prepare the corpus of a plan's file in a process of its own (it may import torch); the prefixes of its pairs.
+
+    ValueError with the process's last line where it fails.
+    """
+    command = [sys.executable, "-m", "trilane.engine.data.corpus", str(plan)]
     done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
         raise ValueError(last if done.returncode == 2 else f"data: could not be prepared ({last})")
+    return done.stdout.splitlines()
 
 
 @contextlib.contextmanager
@@ -167,13 +170,6 @@ def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 3)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `python -m trilane launch`."""
-    parser.add_argument("plan", type=Path, help="a plan.json (its folder is the run folder), or a plan of any name")
-    parser.add_argument("--port", type=int, default=0, help="torchrun's port (default: one that is free)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run folder")
-
-
 def run_folder(plan: Path, resume: bool = False) -> Path:
     """The folder in which the plan of that file runs: its own, or for a plan of another name one called like it.
 
@@ -191,10 +187,3 @@ def run_folder(plan: Path, resume: bool = False) -> Path:
     folder.mkdir()
     (folder / "plan.json").write_bytes(plan.read_bytes())
     return folder
-
-
-def run(args: argparse.Namespace) -> int:
-    """Launch the plan that the arguments name, say how it ended; 0 when it completed, 3 when it was stopped."""
-    outcome = run_local(run_folder(args.plan, args.resume), port=args.port, resume=args.resume)
-    print(f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}")
-    return outcome.status.exit_code

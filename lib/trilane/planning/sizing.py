@@ -15,7 +15,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import RISKY, Prediction, predict
-from trilane.planning.published import state_lines
+from trilane.planning.published import PlannedModel, published_models, size_line, state_lines
 from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.shape_rules import TILE, broken_rules, usable_heads
 from trilane.utils.validation import require, require_integer, require_positive, to_mapping
@@ -273,3 +273,24 @@ def candidate_json(proposal: Proposal, best: Proposal) -> dict[str, Any]:
         "cost_beside_best": proposal.days_at_target / best.days_at_target,
         "notes": list(proposal.notes),
     }
+
+
+def survey_json(request: SizeRequest, proposals: list[Proposal], runnable: int) -> dict[str, Any]:
+    """The request, the candidates and the published models as one JSON object; bytes, seconds, days, GPU-hours."""
+    best = proposals[0] if proposals else None
+    asked = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    asked |= {"cluster": request.cluster.name, "vocab_size": request.vocab_size}
+    del asked["calibration"]
+    return {
+        "request": asked,
+        "runnable": runnable,
+        "candidates": [candidate_json(p, best) for p in proposals if best],
+        "published": [published_json(m) for m in published_models()],
+    }
+
+
+def published_json(model: PlannedModel) -> dict[str, Any]:
+    """A published model with its size by the chronicles' formula."""
+    shape = model.shape
+    values = {"origin": model.origin, "layers": shape.num_layers, "hidden": shape.hidden_size, "ratio": model.ratio}
+    return {**values, "params": shape.parameters, "printed_b": model.printed_b, "line": size_line(shape)}

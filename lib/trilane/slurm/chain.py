@@ -8,8 +8,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import Plan, read_plan
+from trilane.costmodel.predict import predict
 from trilane.slurm import client, jobs
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT
@@ -133,6 +135,14 @@ def gpu_hours(plan: Plan, seconds: float) -> float:
     """GPU-hours of the iterations from the plan's start to its goal, at `seconds` each."""
     run = plan.run
     return (run.goal - run.start_iteration) * seconds * plan.topology.gpus / 3600
+
+
+def link_record(folder: Path, plan: Plan) -> dict[str, Any]:
+    """A link of a chain as JSON: its folder, GPUs, iterations, predicted hours and GPU hours."""
+    seconds = predict(plan).sec_per_it
+    gpus, hours = plan.topology.gpus, gpu_hours(plan, seconds)
+    span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal}
+    return {"run": str(folder), "gpus": gpus, **span, "gpu_hours": hours, "hours": hours / gpus}
 
 
 def read(folder: Path) -> list[Plan]:

@@ -1,14 +1,21 @@
 """Monitor: attach to a running job, and report when jobs start, fail, stall or make progress."""
 
+import platform
+import re
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from trilane.config.plan import Plan
+from trilane.diagnose.hang.capture import capture
 from trilane.slurm import client, job_status, jobs, node_failure
 from trilane.slurm.jobs import JobStatus
 from trilane.utils.validation import require, require_known
+from trilane.workspace.heartbeat import read_beats
 
 STALL_S = 600.0  # without a new iteration; saving a large checkpoint or a slow start takes less
 GOING = ("RUNNING", "COMPLETING")
@@ -119,3 +126,65 @@ def idle_text(folder: Path) -> str:
     """The seconds without an iteration, and the log's last line."""
     last = job_status.logs(folder, 1) if (folder / "run.log").exists() else []
     return f"no iteration for {idle_s(folder):.0f} s; the log's last line: {last[0] if last else '(nothing)'}"
+
+
+CAPTURE_S = 120.0
+
+
+def srun_command(job: str, nodes: int, command: str) -> list[str]:
+    """The second step that document 003 starts beside a hanging one: a task a node, of no GPU, in the job's share."""
+    require(re.fullmatch(r"\d+(_\d+)?", job) is not None, "job", job, "must be a job's number")
+    head = ["srun", f"--jobid={job}", *node_failure.step_options(), f"--nodes={nodes}", f"--ntasks={nodes}"]
+    return [*head, "--ntasks-per-node=1", "--input=none", *shlex.split(command)]
+
+
+def here_command(folder: Path, stacks: Path) -> str:
+    """What each node runs to dump its own ranks."""
+    parts = [sys.executable, "-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks)]
+    return shlex.join(parts)
+
+
+def by_hostfile(command: str) -> str:
+    """The same with pdsh or DeepSpeed's ds_ssh, for those who may log in to the nodes; text to copy."""
+    return f"pdsh -R ssh -w ^hostfile {shlex.quote(command)}\nds_ssh -f hostfile {shlex.quote(command)}"
+
+
+def any_program() -> str:
+    """For a program that is not ours: every python process of the user, as document 003 did; text to copy."""
+    found = "pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}"
+    return f"srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c '{found}'"
+
+
+def capture_commands(folder: Path, plan: Plan, job: str) -> str:
+    """The commands that take the stacks of the run's nodes, of ours by srun, pdsh or ds_ssh, and of any program."""
+    nodes, command = nodes_of_plan(plan), here_command(folder, folder / "stacks" / "by-hand")
+    lines = [shlex.join(srun_command(raw_id(job) or "0", nodes, command)), by_hostfile(command)]
+    return "\n".join(
+        [*lines, "# a program that is not trilane's, then `trilane debug hang` on the folder:", any_program()]
+    )
+
+
+def capture_job(folder: Path, plan: Plan, job: str) -> Path:
+    """The stacks of all ranks of a run, taken now; the folder that holds them. ValueError where no rank runs.
+
+    With a job and srun at hand a second step of the job dumps every node; otherwise the other nodes' watchdogs do.
+    """
+    beats = read_beats(folder)
+    require(bool(beats), "folder", folder, "no rank has given a sign of life (hang_timeout_s=0, or not started)")
+    if not (job and shutil.which("srun")):
+        return capture(folder, plan, {beat.host for beat in beats.values()} - {platform.node()})
+    stacks = folder / "stacks" / f"job-{job}"
+    stacks.mkdir(parents=True, exist_ok=True)
+    command = srun_command(raw_id(job), nodes_of_plan(plan), here_command(folder, stacks))
+    subprocess.run(command, check=False, timeout=CAPTURE_S)
+    return stacks
+
+
+def nodes_of_plan(plan: Plan) -> int:
+    """Nodes that the plan's GPUs fill."""
+    return -(-plan.topology.gpus // plan.cluster.gpus_per_node)
+
+
+def raw_id(job: str) -> str:
+    """A job's number as srun takes it, of an array's run as well; unchanged where there is no SLURM."""
+    return client.raw_id(job) if job and client.is_installed() else job

@@ -1,6 +1,5 @@
 """JobRequest: the options of a job beyond its plan and site; every value is safe in a script."""
 
-import argparse
 import os
 import re
 from dataclasses import dataclass, fields
@@ -103,18 +102,3 @@ class JobRequest:
     def given(self) -> list[str]:
         """The names of the options that differ from their defaults."""
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-
-
-def add_request(parser: argparse.ArgumentParser) -> None:
-    """An option for each wish."""
-    for f in fields(JobRequest):
-        option, kind = f"--{f.name.replace('_', '-')}", type(f.default)
-        if kind is bool:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=f.default)
-        else:
-            parser.add_argument(option, type=kind, default=f.default, choices=CHOICES.get(f.name))
-
-
-def request_of(args: argparse.Namespace) -> JobRequest:
-    """The request that the options describe."""
-    return JobRequest(**{f.name: getattr(args, f.name) for f in fields(JobRequest)})

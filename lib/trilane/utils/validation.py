@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -88,11 +89,29 @@ def to_mapping(value: Any) -> dict[str, Any]:
 def read_json(path: Path | str, what: str) -> Any:
     """The JSON in `path`; ValueError with its name where it is missing or not JSON."""
     path = Path(path)
-    require(path.is_file(), what, path, "no such file")
+    require_file(what, path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{what}={path}: not JSON ({error})") from None
+
+
+def require_file(field: str, path: Path) -> None:
+    """Raise ValueError unless `path` is a file."""
+    require(not path.is_dir(), field, path, "is a folder; a file is needed")
+    require(path.is_file(), field, path, "no such file")
+
+
+COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([KMBTkmbt]?)")
+
+
+def parse_count(field: str, text: str) -> float:
+    """The number of "40B", "350M", "1.5T" or "1.3e9"; ValueError where it is no finite number above zero."""
+    found = COUNT.fullmatch(text.strip())
+    rule = "must be a number above zero, such as 40B, 350M, 1.5T or 1.3e9"
+    value = float(found[1] + (found[2] or "")) * 1000.0 ** " KMBT".index(found[3].upper() or " ") if found else 0.0
+    require(0 < value < float("inf"), field, text, rule)
+    return value
 
 
 def parse_integers(field: str, text: str) -> list[int]:

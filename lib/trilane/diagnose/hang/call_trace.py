@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,3 +113,16 @@ def _line(ran: re.Match[bytes] | None) -> str:
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
+
+
+SHOWN = 12  # ranks named in a line
+
+
+def calls_text(calls: Collection[LastCall]) -> str:
+    """Where the traces end, the rarest place first."""
+    total = sum(call.bytes for call in calls) / 1e9
+    lines = [f"{len(calls)} traces, {total:.2f} GB; where they end, the rarest first:"]
+    for function, line, ranks in groups(calls):
+        more = f", ... ({len(ranks)} in all)" if len(ranks) > SHOWN else ""
+        lines += [f"{len(ranks):5d}  {function}  {line}", f"       {', '.join(ranks[:SHOWN])}{more}"]
+    return "\n".join(lines)

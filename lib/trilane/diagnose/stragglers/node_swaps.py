@@ -7,10 +7,11 @@ ceil(log2 k) more the node in it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from trilane.utils.validation import require, require_integer
+from trilane.utils.validation import require, require_integer, require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +65,34 @@ def search(nodes: Sequence[str], spares: int, is_good: Callable[[tuple[str, ...]
     while not state.done:
         state = state.told(is_good(state.left_out))
     return state
+
+
+VERDICTS = ("good", "bad")
+
+
+def plan_swaps(nodes: Sequence[str], spares: int, results: Sequence[str]) -> dict[str, Any]:
+    """The state of a search among `nodes` after the restarts whose `results` were "good" or "bad", as JSON."""
+    state = Search(suspects=tuple(nodes), spares=spares)
+    for result in results:
+        require_known("told", result, VERDICTS)
+        rule = f"has more results than the search took; it is {state.suspects[0]}"
+        require(not state.done, "told", ",".join(results), rule)
+        state = state.told(result == "good")
+    return {
+        "suspects": list(state.suspects),
+        "left_out": list(state.left_out),
+        "restarts": state.restarts,
+        "restarts_at_most": restarts_at_most(len(state.suspects), spares),
+        "exclude": f"--exclude={','.join(state.suspects if state.done else state.left_out)}",
+    }
+
+
+def swaps_text(search: Mapping[str, Any]) -> str:
+    """What plan_swaps() found, and the next step."""
+    suspects = search["suspects"]
+    if len(suspects) == 1:
+        return f"the bad node: {suspects[0]} ({search['exclude']})"
+    return (
+        f"one bad node among {len(suspects)}: restart with {search['exclude']}, then give its result with --told; "
+        f"at most {search['restarts_at_most']} more restarts"
+    )

@@ -1,9 +1,6 @@
 """The linter: finds contradictions in typed tables of measured runs, in Markdown or CSV."""
 
-import argparse
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -55,27 +52,6 @@ class LintReport(Table):
         """The object that `--json` prints."""
         findings = [{"says" if k == "message" else k: v for k, v in asdict(f).items()} for f in self.findings]
         return {"file": self.file, "tables": self.tables, "rows": self.rows, "findings": findings}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The door's arguments."""
-    parser.add_argument("file", metavar="FILE", help="Markdown or CSV with tables of measured runs")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the findings: 0 where there are none, 1 where there are; ValueError where no table can be read."""
-    report = lint(args.file)
-    if args.json:
-        print(json.dumps(report.to_json(), indent=1))
-    else:
-        for f in report.findings:
-            print(f"{report.file}:{f.line}: {f.rule}: {f.message}; likely: {f.likely}")
-        print(
-            f"{report.file}: {report.tables} tables, {report.rows} rows, {len(report.findings)} findings",
-            file=sys.stderr,
-        )
-    return 1 if report.findings else 0
 
 
 def lint(path: Path | str) -> LintReport:

@@ -1,10 +1,9 @@
-"""What this machine can do, measured in seconds: `python -m trilane.engine.bench.__main__ [OUT.json] [--name NAME]`.
+"""What this machine can do, measured in seconds: `trilane measure machine [OUT.json]`.
 
 Alone on a CPU machine it starts what it needs; alone on a machine with GPUs it starts torchrun with a rank on each;
 under torchrun or srun, one rank a GPU, all ranks measure together and rank 0 writes one file.
 """
 
-import argparse
 import os
 import platform
 import sys
@@ -19,15 +18,12 @@ LOCAL = "local"
 
 
 def main(argv: list[str]) -> int:
-    """0 when the file is written; 2 and one line where it cannot be."""
-    parser = argparse.ArgumentParser(prog="python -m trilane bench", description=__doc__, allow_abbrev=False)
-    parser.add_argument("out", nargs="?", default="", help="the file to write (default: NAME.json)")
-    parser.add_argument("--name", default="", help="the cluster's name (default: the host's without digits, or local)")
-    args = parser.parse_args(argv)
+    """`[OUT [NAME]]`, as `trilane measure machine` gives them: 0 when the file is written; 2 and one line where not."""
+    out, name = [*argv, "", ""][:2]
     size = world_size(os.environ)
     try:
-        require(args.out.endswith(".json") or not args.out, "out", args.out, "must end in .json")
-        (_alone if size == 1 else _together)(args.out, args.name)
+        require(out.endswith(".json") or not out, "out", out, "must end in .json")
+        (_alone if size == 1 else _together)(out, name)
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
@@ -61,7 +57,7 @@ def _alone(out: str, name: str) -> None:
     if "RANK" in os.environ:  # torchrun's only rank
         return _together(out, name)
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards}"]
-    this = ["-m", "trilane.engine.bench.__main__", str(path), "--name", name or LOCAL]
+    this = ["-m", "trilane.engine.bench.__main__", str(path), name or LOCAL]
     os.execv(sys.executable, [sys.executable, *ranks, *this])
 
 

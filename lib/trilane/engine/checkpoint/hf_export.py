@@ -1,11 +1,10 @@
 """A checkpoint as a folder of Hugging Face's GPT-2, and back.
 
-`python -m trilane.engine.checkpoint.hf_export CHECKPOINT OUT` writes the weights (fp32, one tensor at a time in
-memory) and a config.json for `GPT2LMHeadModel.from_pretrained(OUT)`. `... --back FOLDER OUT` makes a checkpoint of
-iteration 0 of such a folder, with Adam's moments at zero, for `run.load`.
+`trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one tensor at a time in memory) and a config.json
+for `GPT2LMHeadModel.from_pretrained(OUT)`. `... --back FOLDER OUT` makes a checkpoint of iteration 0 of such a folder,
+with Adam's moments at zero, for `run.load`.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -123,27 +122,16 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def main(argv: list[str]) -> int:
-    """0 when OUT is written; 2 and one line where it cannot be."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trilane.engine.checkpoint.hf_export", description=__doc__, allow_abbrev=False
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "source", type=Path, help="a checkpoint, a folder of them or a run folder (the newest is taken)"
-    )
-    parser.add_argument("out", type=Path, help="a folder that does not exist yet; with --back a folder of checkpoints")
-    parser.add_argument(
-        "--back", action="store_true", help="the source is a folder of GPT-2, a checkpoint is made of it"
-    )
-    args = parser.parse_args(argv)
+    """`[--back] SOURCE OUT`, as `trilane convert huggingface` gives them; 2 and one line where it cannot be done."""
+    *options, source, out = argv
     try:
-        if args.back:
-            print(back(args.source, args.out))
+        if options:
+            print(back(Path(source), Path(out)))
         else:
-            found = checkpoints.found_in(args.source)
-            require(bool(found), "checkpoint", args.source, "holds no complete checkpoint")
-            export(found[-1], args.out)
-            print(args.out)
+            found = checkpoints.found_in(Path(source))
+            require(bool(found), "checkpoint", source, "holds no complete checkpoint")
+            export(found[-1], Path(out))
+            print(out)
     except ValueError as error:
         print(f"trilane: {error}", file=sys.stderr)
         return 2

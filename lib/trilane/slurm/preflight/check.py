@@ -1,20 +1,17 @@
 """The pre-flight check of a job: what would fail or waste GPU hours, each finding with its rule and its remedy."""
 
-import argparse
-import json
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-from trilane.config.plan import Plan, read_plan
-from trilane.slurm import sites
+from trilane.config.plan import Plan
 from trilane.slurm.preflight import resources, storage
 from trilane.slurm.preflight import script as script_checks
-from trilane.slurm.preflight.finding import REFUSAL, WARNING, JobCheck, JobFinding, refuse
-from trilane.slurm.request import JobRequest, add_request, request_of
+from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck, JobFinding
+from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import Site
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_known
 
 
 def check(
@@ -29,6 +26,8 @@ def check(
 
     It reads `script`, else the folder's job.sbatch, else the script that would be written.
     """
+    for rule in allow:
+        require_known("allow", rule, {*RULES, *REMEDIES, *(f.name for f in fields(JobRequest))})
     path = script or folder / SCRIPT
     try:
         require(script is None or path.is_file(), "script", path, "no such file")
@@ -37,9 +36,9 @@ def check(
         return [of_error(error)]
     case = JobCheck(plan, site, request, folder, text, path.name)
     found: list[JobFinding] = []
-    for rule in (*resources.RULES, *script_checks.RULES, *storage.RULES):
+    for find in (*resources.RULES, *script_checks.RULES, *storage.RULES):
         try:
-            found += rule(case)
+            found += find(case)
         except ValueError as error:  # an #SBATCH line edited by hand
             found.append(of_error(error))
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
@@ -59,33 +58,8 @@ REMEDIES = {
 def of_error(error: ValueError) -> JobFinding:
     """A ValueError of the form "field=value: the rule" as a refusal."""
     field = str(error).partition("=")[0]
-    return refuse(
-        field, str(error), REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `python -m trilane guard`."""
-    parser.add_argument("plan", type=Path, help="a plan.json; job.sbatch beside it is looked at too")
-    parser.add_argument("--site", required=True, help=f"{', '.join(sites.catalogue())}, or a JSON file")
-    parser.add_argument("--allow", action="append", default=[], metavar="RULE", help="only warn of this rule")
-    parser.add_argument("--json", action="store_true", help='print {"findings": [...]}')
-    add_request(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the findings; 1 where something is refused."""
-    site, request = sites.site(args.site), request_of(args)
-    try:
-        found = check(read_plan(args.plan), site, request, args.plan.parent, args.allow)
-    except ValueError as error:
-        require(args.plan.is_file(), "plan", args.plan, "no such file")
-        found = [of_error(error)]
-    if args.json:
-        print(json.dumps({"findings": [asdict(f) for f in found]}, indent=1))
-    else:
-        print("\n".join(map(line, found)) or "nothing found")
-    return 1 if refused(found) else 0
+    remedy = REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
+    return JobFinding(level=REFUSAL, rule=field, says=str(error), remedy=remedy)
 
 
 def refused(findings: Collection[JobFinding]) -> list[JobFinding]:

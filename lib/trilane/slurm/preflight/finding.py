@@ -14,6 +14,24 @@ from trilane.slurm.sites import Site
 from trilane.utils.validation import require_known
 
 REFUSAL, WARNING = "refusal", "warning"
+# Every rule of the check; an impossible value is refused under its own field's name.
+RULES = (
+    *(
+        "cluster",
+        "nodes",
+        "tp",
+        "precision",
+        "wheel",
+        "qos time",
+        "qos gpus",
+        "account",
+        "memory",
+        "host memory",
+        "time",
+    ),
+    *("checkpoints", "site", "script", "array", "kill-on-bad-exit", "pipefail", "signal", "error file", "port"),
+    *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +48,12 @@ class JobFinding:
 
 
 def refuse(rule: str, says: str, remedy: str) -> JobFinding:
-    """A refusal."""
+    """A refusal; the rule is one of RULES."""
     return JobFinding(level=REFUSAL, rule=rule, says=says, remedy=remedy)
 
 
 def warn(rule: str, says: str, remedy: str) -> JobFinding:
-    """A warning."""
+    """A warning; the rule is one of RULES."""
     return JobFinding(level=WARNING, rule=rule, says=says, remedy=remedy)
 
 

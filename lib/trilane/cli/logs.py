@@ -1,0 +1,141 @@
+"""`trilane logs`: training logs in any dialect and hand-written tables: parse, tabulate, lint, compare, spikes."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from trilane.cli.options import FILE, Command, Group, Number, emit, json_option, option
+from trilane.utils.validation import require
+
+
+@click.group(cls=Group)
+def logs() -> None:
+    """Read training logs in any dialect, and hand-written tables of measured runs."""
+
+
+def report_unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
+    """Print why logs could not be read; the exit code: 2 where none could, 1 where some, 0 where all."""
+    for line in lines:
+        print(f"trilane: {line}", file=sys.stderr)
+    return 0 if not lines else 1 if read else 2
+
+
+@logs.command()
+@click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=FILE)
+@option("--csv", type=FILE, metavar="FILE", help="write all iterations of all runs to FILE")
+@json_option
+def parse(logs: Sequence[Path], csv: Path | None, as_json: bool) -> int:
+    """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
+
+    Where logs cannot be read: exit code 2 if none of them, 1 if some.
+    """
+    from trilane.analysis.parallel import read_many, record_text
+
+    if csv:
+        require(csv.parent.is_dir(), "csv", csv, "its folder does not exist")
+        require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")
+    found = read_many([str(log) for log in logs], csv)
+    records = [values for one in found for values in one.records]
+    code = report_unreadable([one.error for one in found if one.error], records)
+    if code < 2:
+        emit(as_json, lambda: {"runs": records}, lambda: "\n".join(map(record_text, records)))
+    return code
+
+
+@logs.command()
+@click.argument("folder", type=FILE)
+@option("--markdown", is_flag=True, help="print Markdown (the default)")
+@option("--csv", is_flag=True, help="print CSV")
+@option("--html", is_flag=True, help="print HTML")
+@json_option
+def table(folder: Path, markdown: bool, csv: bool, html: bool, as_json: bool) -> None:
+    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
+    from trilane.analysis import tables
+
+    require(markdown + csv + html + as_json < 2, "table", folder, "choose one of --markdown, --csv, --html, --json")
+    rows, bad = tables.read_folder(folder)
+    for line in bad:
+        print(f"trilane: left out: {line}", file=sys.stderr)
+    require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
+    write = tables.to_csv if csv else tables.to_html if html else tables.markdown
+    values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
+    found = {"folder": str(folder), "rows": values, "left_out": bad}
+    emit(as_json, lambda: found, lambda: write(rows).removesuffix("\n"))
+
+
+@logs.command()
+@click.argument("file", type=FILE)
+@json_option
+def lint(file: Path, as_json: bool) -> int:
+    """Print what contradicts itself in the tables of measured runs in FILE, Markdown or CSV; then exit code 1."""
+    from trilane.documents.lint.lint import lint as find_contradictions
+
+    report = find_contradictions(file)
+    if as_json:
+        emit(True, report.to_json, str)
+    else:
+        for f in report.findings:
+            print(f"{report.file}:{f.line}: {f.rule}: {f.message}; likely: {f.likely}")
+        counts = f"{report.tables} tables, {report.rows} rows, {len(report.findings)} findings"
+        print(f"{report.file}: {counts}", file=sys.stderr)
+    return 1 if report.findings else 0
+
+
+class CompareCommand(Command):
+    """`--with` takes all words that follow it, up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Each word after `--with` as a `--with` of its own."""
+        words, follows = list[str](), False
+        for word in args:
+            words += ["--with"] if follows and not word.startswith("-") and words[-1] != "--with" else []
+            follows = word == "--with" or (follows and not word.startswith("-"))
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+@logs.command(cls=CompareCommand)
+@click.argument("a", nargs=-1, required=True, metavar="A...")
+@option("--with", "b", multiple=True, required=True, metavar="B...", help="logs or run folders of the other variant")
+@option("--confidence", type=Number(), default=0.95, help="of the interval")
+@json_option
+def compare(a: Sequence[str], b: Sequence[str], confidence: float, as_json: bool) -> None:
+    """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
+    from trilane.analysis import compare as comparison
+    from trilane.analysis.collect import measure_path
+    from trilane.analysis.measure import KEEP
+
+    runs_a, runs_b = ([m for path in paths for m in measure_path(path, keep=KEEP)] for paths in (a, b))
+    found = comparison.compare(runs_a, runs_b, confidence)
+    values = {**asdict(found), "decided": found.decided, "verdict": found.sentence}
+    emit(as_json, lambda: values, lambda: str(found))
+
+
+@logs.command()
+@click.argument("logs", nargs=-1, required=True, metavar="LOG...")
+@json_option
+def spikes(logs: Sequence[str], as_json: bool) -> int:
+    """Print where the loss or the gradient norm left its course, over restarts; the logs in the order of their runs.
+
+    Where logs cannot be read: exit code 2 if none of them, 1 if some.
+    """
+    from trilane.analysis.loss_curve import join, trainings
+    from trilane.analysis.spikes import training_record, training_text
+    from trilane.documents.runs import read_runs
+    from trilane.logs.run import RunLog
+
+    read, bad = list[RunLog](), list[str]()
+    for name in logs:
+        try:
+            read += read_runs(name, ("grad_norm", "consumed_samples"))
+        except (ValueError, OSError) as error:
+            bad.append(str(error))
+    code = report_unreadable(bad, read)
+    if code < 2:
+        found = [(group, join(group)) for group in trainings(read)]
+        text = "\n".join(training_text(group, curve) for group, curve in found) or "no log holds an iteration"
+        emit(as_json, lambda: {"trainings": [training_record(group, curve) for group, curve in found]}, lambda: text)
+    return code
