@@ -2,11 +2,14 @@
 
 import dataclasses
 import html
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trilane.forecasting.failures import SOURCES
 from trilane.forecasting.request import ForecastRequest
-from trilane.utils.tables import Columns, Text
+from trilane.utils.tables import Columns, Table, Text
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Record = dict[str, Any]
 MEANING = {
@@ -15,6 +18,7 @@ MEANING = {
     "intervals": "5 % and 95 % of the simulated runs",
     "ramp.days": "the ramp's iterations at the predicted seconds of each batch size alone; the interval has all",
 }
+HEADS = ("median", "5 % below", "95 % below")
 MOST_LINES = 12  # changes of topology that are printed
 
 
@@ -44,10 +48,22 @@ def probability_text(probability: float) -> str:
     return "under 0.1 %" if probability < 0.001 else f"{probability:.1%}"
 
 
-class Described:
+class Described(Table):
     """The sentences and tables of a forecast, all of them from `record`: its JSON, with plan and `dangers`."""
 
     record: Record
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Finish date, days and GPU-hours: median, 5 % and 95 % of the simulated runs."""
+        r = self.record
+        rows = {"finish": [r["finish"][name][:10] for name in ("p50", "p05", "p95")]}
+        for name, key in (("days", "days"), ("GPU-hours", "gpu_hours")):
+            rows[name] = [
+                f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}" for value in (r[key], *r[f"{key}_interval"])
+            ]
+        return Columns(
+            {"": list(rows), **{h: [row[i] for row in rows.values()] for i, h in enumerate(HEADS)}}
+        ).to_frame()
 
     def summary(self) -> Text:
         """The plan, when it is finished, what it costs, and how likely it fails either limit."""
@@ -96,8 +112,7 @@ class Described:
             "money": [r["cost"], *r["cost_interval"]],
         }
         known = {name: row for name, row in rows.items() if row[0] is not None}
-        heads = ("median", "5 % below", "95 % below")
-        columns = {head: [row[i] for row in known.values()] for i, head in enumerate(heads)}
+        columns = {head: [row[i] for row in known.values()] for i, head in enumerate(HEADS)}
         return Columns({"": list(known), **columns}, digits=1)
 
     @property
