@@ -106,7 +106,9 @@ class MeasuredRuns(Table):
             return Text("No loss was printed.")
         ends = "; ".join(f"`{name}` from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
         text = f"The loss goes {ends} (nats per token)."
-        plans = {(p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else m for m in self.timed}
+        plans = {
+            (p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else id(m) for m in self.timed
+        }
         if len(losses) > 1 and len(plans) == 1:
             table = pd.DataFrame(losses)
             text += f" They differ by at most **{(table.max(axis=1) - table.min(axis=1)).max():.1e}** in any iteration."
