@@ -92,7 +92,7 @@ class MeasuredRuns(Table):
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the label of its first run."""
-        labels = {id(m.log): m.label for m in self.timed}
+        labels = {id(m.log): m.name for m in self.timed}
         groups = trainings([m.log for m in self.timed if "lm_loss" in m.log.iterations])
         return {labels[id(group[0])]: join(group) for group in groups}
 
@@ -126,7 +126,7 @@ class MeasuredRuns(Table):
         if not one:
             return Text("There are no two topologies of one model and batch to compare; name `a` and `b`.")
         found = compare(one, other)
-        names = [", ".join(f"`{m.label}`" for m in side) for side in (one, other)]
+        names = [", ".join(f"`{m.name}`" for m in side) for side in (one, other)]
         notes = "; ".join(found.notes)
         return Text(
             f"A is {names[0]}, B is {names[1]}. **{found.sentence}.** "

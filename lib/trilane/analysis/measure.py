@@ -75,11 +75,6 @@ class Measurement:
     numerics: Numerics
 
     @property
-    def label(self) -> str:
-        """The run's name in figures: its topology's where there is a plan."""
-        return self.plan.topology.label if self.plan else self.name
-
-    @property
     def status(self) -> Status:
         """How the run stands or ended."""
         return self.log.status

@@ -55,7 +55,7 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         table, color = m.log.iterations, COLORS[i % len(COLORS)]
         at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
         out = ~m.window.counts
-        axes.plot(at, seconds, color=color, lw=1.2, label=m.label)
+        axes.plot(at, seconds, color=color, lw=1.2, label=m.name)
         axes.plot(at[out], seconds[out], "o", ms=4, mfc="white", mec=color, mew=1, ls="")
         axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
     axes.plot([], [], "o", ms=4, mfc="white", mec=COLORS[4], ls="", label="left out")
@@ -82,7 +82,7 @@ def predicted_against_measured(lesson: Recalibration) -> Figure | Text:
     """
     if not lesson:
         return NOTHING
-    labels, measured = [m.label for m in lesson.runs], [m.sec_per_it for m in lesson.runs]
+    labels, measured = [m.name for m in lesson.runs], [m.sec_per_it for m in lesson.runs]
     before, after = ([(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (lesson.before, lesson.after))
     made, axes = figure(7.0, 4.2)
     groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
@@ -127,7 +127,7 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
     peaks = {m.config.peak_flops_per_s for m in rated if m.config.peak_flops_per_s}
     if len(peaks) == 1 and (peak := peaks.pop()) < 3 * highest:
         axes.axvline(peak / scale, color=LIMIT, lw=1.5, label="the card's peak")
-    axes.set_yticks(range(len(rated)), [m.label for m in rated])
+    axes.set_yticks(range(len(rated)), [m.name for m in rated])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(xlabel=f"{unit} per GPU (process)")
@@ -152,7 +152,7 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
         axes.axvline(limit / GIB, color=LIMIT, lw=1.5)
         spot = (limit / GIB, 1.0)
         axes.annotate("limit ", spot, xycoords=("data", "axes fraction"), color=LIMIT, fontsize=8, ha="right")
-    axes.set_yticks(range(len(known)), [m.label for m in known])
+    axes.set_yticks(range(len(known)), [m.name for m in known])
     axes.set_ylim(len(known) - 0.5, -0.5)
     axes.set_xlim(left=0, right=1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)]))
     axes.set(xlabel="GiB, peak of a rank (a dot)")
@@ -162,7 +162,7 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
 
 def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
     """Where an iteration goes by the log's own timers, in percent, one bar a run; `other` is what no timer covers."""
-    timed = {m.label: (found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))}
+    timed = {m.name: (found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))}
     if not timed:
         return Text("No log has timers of an iteration, so only the prediction splits it (below).")
     names = [name for name in ORDER if any(name in found for found, _ in timed.values())]
@@ -175,7 +175,7 @@ def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
 
 def phases_predicted(lesson: Recalibration) -> Figure | Text:
     """Where an iteration goes by the prediction after calibration, in percent, one bar a run."""
-    labels, parts = [m.label for m in lesson.runs], [vars(p.time) for p in lesson.after]
+    labels, parts = [m.name for m in lesson.runs], [vars(p.time) for p in lesson.after]
     return _shares(labels, parts, "Predicted time by part, after calibration") if lesson else NOTHING
 
 
