@@ -48,7 +48,7 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Backtest(Table):
     """Predictions for the rows that could be read, and the rows that could not; shown as a table of figures."""
 
@@ -76,6 +76,11 @@ class Backtest(Table):
         """A row of figures over all rows, and one for each GPU and software stack; columns as in HEADERS."""
         groups = self.groups()
         return _table({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).to_frame()
+
+    def __repr__(self) -> str:
+        """The table as text, a line per figure."""
+        frame = self.to_frame().set_index("rows").T.rename_axis(None, axis=1)
+        return frame.to_string(float_format="{:.4g}".format, na_rep="")
 
     def to_json(self) -> dict[str, Any]:
         """The backtest as a JSON object; a figure that is not finite is null."""
