@@ -8,7 +8,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
 from trilane.costmodel.predict import predict
-from trilane.report.widgets import sentence, widgets
+from trilane.report.widgets import explore, sentence
 
 MACHINE = cluster("jz-a100-80g")
 KNOWN = calibration.default(MACHINE)
@@ -30,7 +30,7 @@ def test_a_plan_that_cannot_be_names_the_rule_as_the_search_has_it():
 
 
 def test_the_widgets_begin_at_the_plan_given_reach_every_size_and_say_what_is_chosen():
-    explorer = widgets(PLAN, KNOWN, 384)
+    explorer = explore(PLAN, KNOWN, 384)
     *boxes, said = explorer.children
     chosen = {w.description: w for w in boxes}
     assert {name: w.value for name, w in chosen.items()} == {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "recompute": "full"}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
+from trilane.utils.tables import Columns
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -89,6 +90,18 @@ class Cluster:
         for name in ("pair_bytes_per_s", "ring_bytes_per_s"):
             if getattr(self, name) is not None:
                 require_positive(f"cluster.{name}", getattr(self, name))
+
+    def facts(self) -> Columns:
+        """What one process of the machine can do, and where the numbers come from."""
+        gpu = self.gpu
+        facts = {
+            "machine": f"{self.name}: {gpu.name}, {self.cores_per_node} cores a node",
+            "fp32 matmul": f"{gpu.fp32_flops_per_s / 1e9:,.0f} GFLOP/s",
+            "memory": f"{gpu.memory_bytes / 2**30:.1f} GiB per process, {gpu.memory_bytes_per_s / 1e9:.0f} GB/s",
+            "between processes": f"{self.node_bytes_per_s / 1e9:.2f} GB/s, {self.latency_s * 1e6:.0f} µs",
+            "sources": "; ".join(dict.fromkeys(self.sources.values())),
+        }
+        return Columns({"": list(facts), " ": list(facts.values())})
 
     @property
     def max_gpus(self) -> int:

@@ -17,7 +17,7 @@ from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.costmodel.metrics import ANOMALIES, Pair, RowPrediction, figures, group_name
 from trilane.costmodel.uncertainty import posterior
 from trilane.utils.tables import Columns, Table, Text
-from trilane.utils.validation import require_known
+from trilane.utils.validation import require, require_known
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -252,3 +252,26 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(v) for v in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def predicted_table(table: str) -> Columns:
+    """A shipped table of measured rows (by its id, such as s003-t27), predicted by constants fitted without it.
+
+    Raises ValueError for an unknown table.
+    """
+    measured, _ = read_rows(shipped_rows().with_name("scored.csv"))
+    inside = [row for row in measured if row.table == table]
+    require(bool(inside), "table", table, "no such table; 06_backtest shows them all")
+    unseen = predict_unseen(inside, [row for row in measured if row.table != table])
+    columns: dict[str, Any] = {
+        "row": [r.row_id for r in inside],
+        "topology": [r.case.topology.label for r in inside],
+        "measured s/it": [r.seconds for r in inside],
+        "predicted": [p.sec_pred for p in unseen],
+        "predicted / measured": [p.sec_pred / r.seconds for r, p in zip(inside, unseen, strict=True)],
+        "measured GB": [r.memory_bytes / 2**30 for r in inside],
+        "predicted GiB": [p.mem_gib_pred for p in unseen],
+        "P(OOM)": [f"{p.oom_probability:.0%}" for p in unseen],
+        "ran?": ["OOM" if r.ran_out else "yes" for r in inside],
+    }
+    return Columns(columns, digits=2)

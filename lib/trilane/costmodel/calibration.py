@@ -12,6 +12,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.constants import BOUNDS, Bound, Constants
 from trilane.utils.validation import from_mapping, read_json, require, require_positive, to_mapping
+from trilane.workspace.study import Study
 
 # Seconds that CUDA_LAUNCH_BLOCKING=1 adds to a layer's waits: the chronicles print 91.04 against 97.20 TFLOPs on 80
 # GPUs (3.5 ms a layer and microbatch) and no difference on 160; the A100 fit has 5.0 ms with it and 3.0 ms without.
@@ -116,6 +117,10 @@ class Calibration:
         slower = min(self.launch_s + BLOCKED_LAUNCH_S, BOUNDS["launch_s"].high)
         return replace(self, launch_s=slower) if blocking else self
 
+    def record(self) -> dict[str, Any]:
+        """{"calibration": ...}: the constants that made predictions, for a result file."""
+        return {"calibration": to_json(self)}
+
     def interval(self, seconds: Any) -> tuple[Any, Any]:
         """The 90 % interval around a predicted time, or around an array of them."""
         factor = math.exp(self.half_width)
@@ -168,3 +173,8 @@ def save(calibration: Calibration, path: Path | str) -> None:
 def load(path: Path | str) -> Calibration:
     """The calibration in a JSON file; ValueError where it is missing, malformed or outside the bounds."""
     return from_json(read_json(path, "calibration"))
+
+
+def calibration_for(cluster: Cluster, study: str = "") -> Calibration:
+    """The constants that 04_analyze fitted in a study, or those that ship for the cluster ("")."""
+    return from_json(Study(study).values("calibration.json", "04_analyze")) if study else default(cluster)

@@ -8,7 +8,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration, Configuration, default
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.iteration import IterationTime, iteration_time
+from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
 from trilane.utils.validation import to_mapping
@@ -34,7 +34,9 @@ class Predictable(Protocol):
 class Prediction:
     """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a probability of running out.
 
-    `host_memory_bytes` is what the offload of one GPU takes of its host, 0 without offload.
+    host_memory_bytes   what the offload of one GPU takes of its host, 0 without offload
+    time                the seconds by part; stages: the memory of each pipeline stage by part, first to last
+    stage_seconds       seconds of one microbatch, forward and backward, on each pipeline stage
     """
 
     sec_per_it: float
@@ -45,6 +47,7 @@ class Prediction:
     oom_probability: float
     time: IterationTime
     stages: tuple[StageMemory, ...]
+    stage_seconds: tuple[float, ...] = ()
 
     @property
     def is_risky(self) -> bool:
@@ -78,6 +81,7 @@ def predict(plan: Predictable, calibration: Calibration | None = None, memory: M
         oom_probability=float(probability_of(fullest, cluster, memory.spread)),
         time=time,
         stages=tuple(stages),
+        stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
     )
 
 

@@ -1,8 +1,10 @@
 """The planning table of the chronicles: published models, their ideas for 200B, and what these take on one GPU."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trilane.config.model import ModelShape
+from trilane.utils.tables import Columns, Text
 
 STATE_BYTES_PER_PARAMETER = 18  # fp16 weights 2, gradients 4, fp32 masters 4, Adam's moments 8: BigScience chronicles
 
@@ -125,3 +127,47 @@ def _shape(layers: int, hidden: int, heads: int, vocab: int) -> ModelShape:
     return ModelShape(
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=vocab
     )
+
+
+def published_sizes() -> Columns:
+    """Every published shape with its size as printed and by formula."""
+    known = published_models()
+    columns: dict[str, Any] = {
+        "origin": [m.origin for m in known],
+        "layers": [m.shape.num_layers for m in known],
+        "hidden": [m.shape.hidden_size for m in known],
+        "hidden / layers": [m.ratio for m in known],
+        "rows of embedding": [f"{m.shape.vocab_size:,}" for m in known],
+        "printed (B)": [m.printed_b for m in known],
+        "by formula (B)": [m.shape.parameters / 1e9 for m in known],
+    }
+    return Columns(columns, digits=2)
+
+
+def published_states() -> Columns:
+    """What embedding and layers of the planned models take on one GPU, 18 bytes a parameter."""
+    models = planned_models()
+    stage = [m.layers_per_stage * m.block_bytes_per_gpu for m in models]
+    columns: dict[str, Any] = {
+        "model": [m.origin for m in models],
+        "B": [round(m.shape.parameters / 1e9) for m in models],
+        "layers": [m.shape.num_layers for m in models],
+        "hidden": [m.shape.hidden_size for m in models],
+        "TP": [m.tp for m in models],
+        "PP": [m.pp for m in models],
+        "GPUs": [m.replica_gpus for m in models],
+        "embedding (GB)": [round(m.embedding_bytes_per_gpu / 1e9, 2) for m in models],
+        "layer (GB)": [round(m.block_bytes_per_gpu / 1e9, 2) for m in models],
+        "layers a stage": [round(m.layers_per_stage, 1) for m in models],
+        "middle stage (GB)": [round(held / 1e9, 1) for held in stage],
+        "first stage (GB)": [
+            round((held + m.embedding_bytes_per_gpu) / 1e9, 1) for held, m in zip(stage, models, strict=True)
+        ],
+    }
+    return Columns(columns)
+
+
+def published_lines() -> Text:
+    """The document's own lines on embedding and layer of each planned model, in the right unit."""
+    lines = [(m.origin, line) for m in planned_models()[1:] for line in state_lines(m.shape, m.tp)]
+    return Text("\n".join(["```", *(f"{origin:12} {line}" for origin, line in lines), "```"]))

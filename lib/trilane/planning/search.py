@@ -22,8 +22,9 @@ from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds,
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
 from trilane.planning.space import SearchPoint, Space, block_columns, space_for, topology_of
-from trilane.utils.tables import Table
-from trilane.utils.validation import require_known
+from trilane.utils import tables
+from trilane.utils.tables import Table, Text
+from trilane.utils.validation import require, require_known
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,10 +146,11 @@ class Candidates(Table):
 
     rows: tuple[Candidate, ...]
 
-    def to_frame(self) -> "pd.DataFrame":
-        """Rank, id, label, seconds with their 90 % interval, memory and P(OOM), a row a plan."""
-        import pandas as pd
+    def __getitem__(self, some: slice) -> tuple[Candidate, ...]:
+        return self.rows[some]
 
+    def to_frame(self) -> "pd.DataFrame":
+        """Rank, label, id, seconds with their 90 % interval, memory and P(OOM), a row a plan."""
         p = [c.prediction for c in self.rows]
         columns: dict[str, Any] = {
             "rank": range(1, len(p) + 1),
@@ -162,7 +164,7 @@ class Candidates(Table):
             "memory (GiB)": [round(x.memory_bytes / 2**30, 2) for x in p],
             "P(out of memory)": [f"{x.oom_probability:.1%}" for x in p],
         }
-        return pd.DataFrame(columns)
+        return tables.Columns(columns).to_frame()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,16 +196,43 @@ class SearchResult(Table):
             best.setdefault((t.tp, t.pp, t.dp), candidate)
         return Candidates(rows=tuple(best.values())[:count])
 
+    def best(self, count: int) -> Candidates:
+        """As best_per_sizes(); ValueError where no plan is safe to start."""
+        gpus, rules = ",".join(map(str, self.space.gpus)), list(self.refused_by_rule)[:1]
+        why = f"no topology can run; {'; '.join(rules) or 'no dp and microbatch divide the batch'}"
+        risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
+        require(bool(self.candidates), "gpus", gpus, why + risk)
+        return self.best_per_sizes(count)
+
     def to_frame(self) -> "pd.DataFrame":
         """The candidates, best first."""
         return Candidates(rows=self.candidates).to_frame()
 
-    def refusals(self) -> "pd.DataFrame":
-        """How many topologies each rule refuses."""
-        import pandas as pd
+    def risks(self) -> Candidates:
+        """The best plans that may well run out of memory."""
+        return Candidates(rows=self.risky[:12])
 
+    def refusals(self) -> tables.Columns:
+        """How many topologies each rule refuses."""
         rules = self.refused_by_rule
-        return pd.DataFrame({"topologies refused": list(rules.values()), "rule": list(rules)})
+        return tables.Columns({"topologies refused": list(rules.values()), "rule": list(rules)})
+
+    def summary(self) -> Text:
+        """How many topologies there are, how many can run, and what was held fixed."""
+        refused = self.evaluated - self.runnable
+        return Text(
+            f"**{self.evaluated:,}** topologies: **{self.runnable:,}** can run, **{refused:,}** are refused. "
+            f"Held fixed: {self.space.held_fixed}."
+        )
+
+    def to_json(self, keep: int) -> dict[str, Any]:
+        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""
+        return {
+            "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
+            "risky": [c.to_json() for c in self.risks().rows],
+            "refused": [{"topology": vars(t), "reason": reason} for t, reason in self.refused],
+            "held_fixed": self.space.held_fixed,
+        }
 
 
 class _Search:

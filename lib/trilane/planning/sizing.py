@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, label_of
+from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -18,7 +18,11 @@ from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.published import PlannedModel, published_models, size_line, state_lines
 from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.shape_rules import TILE, broken_rules, usable_heads
-from trilane.utils.validation import require, require_integer, require_positive, to_mapping
+from trilane.utils.tables import Columns, Table, Text
+from trilane.utils.validation import require, require_integer, require_known, require_positive, to_mapping
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
 # below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
@@ -154,6 +158,12 @@ class Proposal:
         return self.days * self.target / self.shape.parameters
 
 
+def propose_shapes(cluster: Cluster, **asked: Any) -> "Proposals":
+    """The shapes of a target size on a cluster, the best first; `asked` are SizeRequest's other fields."""
+    request = SizeRequest(cluster=cluster, **asked)
+    return Proposals(request=request, rows=tuple(propose(request)))
+
+
 def propose(request: SizeRequest) -> list[Proposal]:
     """A proposal for every shape that some topology can run, best (days at the target size) first.
 
@@ -223,27 +233,134 @@ def training_seconds(parameters: float, tokens: float, flops_per_s: float, recom
     return (8 if recompute_full else 6) * tokens * parameters / flops_per_s
 
 
-def candidates(layers: Iterable[int], hidden: Iterable[int], head_dim: int, seq: int, vocab: int) -> list[ModelShape]:
-    """Shapes of every depth and width whose heads of `head_dim` channels fill the width, smallest first."""
+@dataclass(frozen=True, kw_only=True)
+class ShapeSurvey(Table):
+    """Shapes on one process of a machine, smallest first, each with its prediction, and the one that is chosen."""
+
+    plans: tuple[Plan, ...]
+    predictions: tuple[Prediction, ...]
+    limit_s: float
+    chosen: int
+
+    @property
+    def shapes(self) -> list[ModelShape]:
+        """The shapes."""
+        return [plan.shape for plan in self.plans]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The chosen one."""
+        return self.shapes[self.chosen]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """Layers, hidden size, heads, parameters, predicted seconds and memory, a row a shape."""
+        columns: dict[str, Any] = {
+            "layers": [s.num_layers for s in self.shapes],
+            "hidden": [s.hidden_size for s in self.shapes],
+            "heads": [s.num_attention_heads for s in self.shapes],
+            "parameters (M)": [round(s.parameters / 1e6, 2) for s in self.shapes],
+            "predicted s/it": [round(p.sec_per_it, 3) for p in self.predictions],
+            "memory (GiB)": [round(p.memory_bytes / 2**30, 2) for p in self.predictions],
+            "": ["← chosen" if i == self.chosen else "" for i in range(len(self.plans))],
+        }
+        return Columns(columns).to_frame()
+
+    def summary(self) -> Text:
+        """The chosen shape in a sentence."""
+        s, p = self.shape, self.predictions[self.chosen]
+        return Text(
+            f"The largest shape under {self.limit_s:g} s an iteration is **{s.num_layers} layers × {s.hidden_size}**, "
+            f"{s.num_attention_heads} heads: **{s.parameters / 1e6:.2f} M parameters**, in {p.sec_per_it:.2f} s. "
+            f"The vocabulary is padded to {s.vocab_size} rows, which 1, 2 and 4 tensor-parallel ranks divide."
+        )
+
+
+def survey_shapes(
+    cluster: Cluster, *, gbs: int, seq_length: int, vocabulary: int, head_dim: int, seconds: float
+) -> ShapeSurvey:
+    """GPTs of 6 and 10 layers and 64 to 448 channels, predicted on one process in one microbatch.
+
+    Chosen is the one with most parameters that takes at most `seconds` an iteration, of equal sizes the faster one;
+    where none is fast enough, the fastest.
+    """
+    vocab_size = padded_vocab_size(vocabulary)
     shapes = [
-        ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, seq_length=seq, vocab_size=vocab)
-        for L in layers
-        for h in hidden
+        ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, seq_length=seq_length, vocab_size=v)
+        for L in (6, 10)
+        for h in range(64, 449, 64)
+        for v in (vocab_size,)
         if h % head_dim == 0
     ]
-    return sorted(shapes, key=lambda shape: shape.parameters)
+    shapes.sort(key=lambda shape: shape.parameters)
+    require(bool(shapes), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
+    one = [(shape, default_topology(shape, cluster, mbs=gbs, gbs=gbs)) for shape in shapes]
+    plans = tuple(Plan(label=t.label, shape=shape, cluster=cluster, topology=t) for shape, t in one)
+    predictions = tuple(predict(plan) for plan in plans)
+    times = [p.sec_per_it for p in predictions]
+    fast = [i for i, time in enumerate(times) if time <= seconds]
+    chosen = max(fast, key=lambda i: (shapes[i].parameters, -times[i])) if fast else times.index(min(times))
+    return ShapeSurvey(plans=plans, predictions=predictions, limit_s=seconds, chosen=chosen)
 
 
-def largest_within(shapes: Iterable[ModelShape], seconds: Iterable[float], limit: float) -> int:
-    """Index of the shape with most parameters among those predicted to take at most `limit` seconds an iteration.
+@dataclass(frozen=True, kw_only=True)
+class Proposals(Table):
+    """Shapes of a target size, the best first (days per parameter)."""
 
-    Of several equal sizes the faster one. Where none is fast enough: the fastest.
-    """
-    pairs = list(zip(shapes, seconds, strict=True))
-    fitting = [i for i, (_, time) in enumerate(pairs) if time <= limit]
-    if not fitting:
-        return min(range(len(pairs)), key=lambda i: pairs[i][1])
-    return max(fitting, key=lambda i: (pairs[i][0].parameters, -pairs[i][1]))
+    request: SizeRequest
+    rows: tuple[Proposal, ...]
+
+    @property
+    def best(self) -> Proposal:
+        """The first."""
+        return self.rows[0]
+
+    def __iter__(self) -> Iterator[Proposal]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """The best twelve: shape, topology, seconds, TFLOP/s, memory, days, GPU-hours, cost per parameter."""
+        top = self.rows[:12]
+        columns: dict[str, Any] = {
+            "layers × hidden": [f"{p.shape.num_layers} × {p.shape.hidden_size}" for p in top],
+            "heads": [p.shape.num_attention_heads for p in top],
+            "B": [round(p.shape.parameters / 1e9, 1) for p in top],
+            "hidden / layers": [round(p.ratio) for p in top],
+            "plan": [p.plan.label for p in top],
+            "s/it": [round(p.prediction.sec_per_it, 1) for p in top],
+            "TFLOP/s a GPU": ["{:.0f} ({:.0f} to {:.0f})".format(*p.tflops) for p in top],
+            "GiB": [round(p.prediction.memory_bytes / 2**30, 1) for p in top],
+            "days": [round(p.days, 1) for p in top],
+            "GPU-hours": [f"{p.gpu_hours:,.0f}" for p in top],
+            "cost per parameter": [f"{p.days_at_target / self.best.days_at_target - 1:+.1%}" for p in top],
+        }
+        return Columns(columns).to_frame()
+
+    def broken_rules(self) -> Columns:
+        """The rules that the best twelve break, a row a shape and rule."""
+        rows = [(f"{p.shape.num_layers} × {p.shape.hidden_size}", note) for p in self.rows[:12] for note in p.notes]
+        return Columns({"shape": [shape for shape, _ in rows], "rule": [note for _, note in rows]})
+
+    def against_rule_of_thumb(self) -> Text:
+        """Days and GPU-hours of document 003's rule of thumb, 8 T P / X, and of the best shape."""
+        days = training_seconds(200e9, 300e9, 350 * 150e12) / 86400
+        gpu_hours = training_seconds(200e9, 300e9, 150e12) / 3600
+        best, r = self.best, self.request
+        return Text(
+            f"Document 003: 300 billion tokens through 200 B parameters at 150 TFLOP/s each on 350 A100s, 8 T P / X: "
+            f"**{days:.2f} days**, **{gpu_hours:,.2f} GPU-hours**. The best shape above, for {r.tokens / 1e9:.4g} "
+            f"billion tokens on {r.gpus} GPUs at {best.tflops[0]:.0f} TFLOP/s: **{best.days:.1f} days**, "
+            f"**{best.gpu_hours:,.0f} GPU-hours**."
+        )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The best twelve as JSON."""
+        return [candidate_json(p, self.best) for p in self.rows[:12]]
 
 
 def candidate_json(proposal: Proposal, best: Proposal) -> dict[str, Any]:
@@ -294,3 +411,15 @@ def published_json(model: PlannedModel) -> dict[str, Any]:
     shape = model.shape
     values = {"origin": model.origin, "layers": shape.num_layers, "hidden": shape.hidden_size, "ratio": model.ratio}
     return {**values, "params": shape.parameters, "printed_b": model.printed_b, "line": size_line(shape)}
+
+
+def hand_on(
+    choose: str, survey: ShapeSurvey, cluster: str, gpus: str, proposals: Proposals, target_cluster: str
+) -> dict[str, Any]:
+    """What 01_sizing leaves for 02_topology: the model "here" (of the survey) or "target" (the best proposal)."""
+    require_known("choose", choose, ("here", "target"))
+    r, best = proposals.request, proposals.best
+    chosen = {"shape": vars(survey.shape), "cluster": cluster, "gpus": gpus, "gbs": survey.plans[0].topology.gbs}
+    if choose == "target":
+        chosen = {"shape": vars(best.shape), "cluster": target_cluster, "gpus": str(r.gpus), "gbs": r.gbs}
+    return chosen | {"proposals": proposals.to_json(), "tokens": r.tokens}

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from trilane.config.cluster import Cluster
+from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
+from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE, Topology
 from trilane.costmodel.columns import Columns, columns_of
-from trilane.utils.validation import require, require_integer, require_known
+from trilane.utils.validation import parse_integers, require, require_integer, require_known
 
 LARGEST_GBS = 1 << 20  # sequences: 64 times what anybody has trained with, and every divisor of it is tried
 
@@ -157,6 +157,33 @@ def space_for(
     fixed |= {name: given.pop(name) for name in tuple(fixed) if name in given}
     free: dict[str, Any] = {name: _tuple(value) for name, value in given.items()}
     return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, precision=precision, **fixed, **free)
+
+
+def read_choices(**texts: str) -> dict[str, Any]:
+    """The choices of space_for() from texts, as parameters of a notebook and options give them.
+
+    "" leaves a choice free (or at its default), "1,2,4" or "none,full" gives several values, yes and no are the values
+    of sequence_parallel and fp32_gradients. Raises ValueError for a number or a word that cannot be.
+    """
+    choices: dict[str, Any] = {}
+    for name, text in texts.items():
+        if not text:
+            continue
+        if name in ("tp", "pp", "dp", "mbs", "interleaving"):
+            choices[name] = tuple(parse_integers(name, text))
+        elif name == "zero":
+            ok = all(part.strip().isdecimal() for part in text.split(","))
+            require(ok, name, text, "must be ZeRO stages: 0, 1, 2 or 3, separated by commas")
+            choices[name] = tuple(int(part) for part in text.split(","))
+        elif name in ("sequence_parallel", "fp32_gradients"):
+            require(text in ("yes", "no"), name, text, "must be yes or no")
+            choices[name] = text == "yes"
+        elif name in ("precision", "attention"):
+            require_known(name, text, PRECISIONS if name == "precision" else ATTENTIONS)
+            choices[name] = text
+        else:
+            choices[name] = tuple(part.strip() for part in text.split(","))
+    return choices
 
 
 def space_around(

@@ -1,16 +1,42 @@
 """What would change the best plan of a search: other links, fewer nodes, one microbatch size, blocking launches."""
 
 import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.calibration import Calibration, default
 from trilane.planning.search import Candidate, search_space
 from trilane.planning.space import Space
+from trilane.utils.tables import Columns, Table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
-def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration) -> dict[str, Candidate | None]:
-    """The winner as things are, and with other links, one node less, each microbatch size, launches blocked or not."""
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Table):
+    """The best plan for each change; None where nothing can run then. "as it is" comes first."""
+
+    best: dict[str, Candidate | None]
+
+    def to_frame(self) -> "pd.DataFrame":
+        """A row for each change under which some plan can run: the best one, its seconds, and how these change."""
+        able = {change: c for change, c in self.best.items() if c is not None}
+        seconds = [c.prediction.sec_per_it for c in able.values()]
+        columns: dict[str, Any] = {
+            "what": list(able),
+            "best plan": [c.label for c in able.values()],
+            "s/it": [round(t, 3) for t in seconds],
+            "change": [f"{t / seconds[0] - 1:+.1%}" for t in seconds],
+        }
+        return Columns(columns).to_frame()
+
+
+def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Calibration | None = None) -> WhatIf:
+    """The best plan as it is, and with other links, a node less, one microbatch size, launches blocked or not."""
+    known = calibration or default(cluster)
     changed = {
         "as it is": (cluster, space),
         "network at half its speed": (_scaled(cluster, network_bytes_per_s=0.5), space),
@@ -23,11 +49,11 @@ def what_if(shape: ModelShape, cluster: Cluster, space: Space, calibration: Cali
         changed["one node less"] = (cluster, dataclasses.replace(space, gpus=fewer))
     for mbs in (1, 2, 4, 8):
         changed[f"mbs {mbs}"] = (cluster, dataclasses.replace(space, mbs=(mbs,)))
-    results = {name: search_space(shape, c, s, calibration, top=1).candidates for name, (c, s) in changed.items()}
+    results = {name: search_space(shape, c, s, known, top=1).candidates for name, (c, s) in changed.items()}
     for blocking in (True, False) if cluster.gpu.kind == "cuda" else ():
-        other = calibration.with_launch_blocking(blocking)
+        other = known.with_launch_blocking(blocking)
         results[f"CUDA_LAUNCH_BLOCKING={int(blocking)}"] = search_space(shape, cluster, space, other, top=1).candidates
-    return {name: found[0] if found else None for name, found in results.items()}
+    return WhatIf(best={name: found[0] if found else None for name, found in results.items()})
 
 
 def _scaled(cluster: Cluster, gpu_rate: float = 1.0, **factors: float) -> Cluster:

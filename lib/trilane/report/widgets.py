@@ -34,7 +34,7 @@ def sentence(base: Plan, calibration: Calibration, **choices: Any) -> str:
     )
 
 
-def widgets(base: Plan, calibration: Calibration, gpus: int) -> Any:
+def explore(base: Plan, calibration: Calibration, gpus: int) -> Any:
     """Drop-downs for tp, pp, dp (up to `gpus`), mbs and recompute beginning at the plan `base`, and what they give.
 
     The words stand in a widget of their own. ipywidgets' `interactive` would print them to an Output widget, whose

@@ -1,4 +1,4 @@
-"""The only room that reads or writes outputs/: studies, their result files and run folders."""
+"""Study: a folder of outputs/ with its notebooks, result files and run folders; nothing else touches outputs/."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import trilane
 from trilane.config import cluster
 from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape, read_shape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import parse_integers, read_json, require
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
 HERE = Path(__file__).resolve()
@@ -61,6 +63,29 @@ def stamp() -> dict[str, str]:
         "host": platform.node(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """A model, the machine, how many of its GPUs, and the batch: what is handed from sizing to the search."""
+
+    shape: ModelShape
+    cluster: Cluster
+    cluster_name: str
+    gpus: tuple[int, ...]
+    gbs: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As sizing.json and plans.json have it."""
+        return {"shape": vars(self.shape), "cluster": self.cluster_name, "gpus": list(self.gpus), "gbs": self.gbs}
+
+    def _repr_markdown_(self) -> str:
+        s, counts = self.shape, ", ".join(map(str, self.gpus))
+        size = f"{s.parameters / 1e9:,.1f} B" if s.parameters >= 1e9 else f"{s.parameters / 1e6:,.2f} M"
+        return (
+            f"{s.num_layers} layers × {s.hidden_size}, {s.num_attention_heads} heads, {size} parameters, on {counts} "
+            f"processes of `{self.cluster.name}`, {self.gbs} sequences of {s.seq_length} tokens an iteration."
+        )
 
 
 class Study:
@@ -115,6 +140,20 @@ class Study:
     def plans(self) -> list[Plan]:
         """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
         return [plan_from_json(values) for values in self.load("plans.json", "02_topology")["plans"]]
+
+    def model(self, shape: str = "", cluster: str = "", gpus: str = "", gbs: int = 0) -> ModelChoice:
+        """The model that a search is for: what is given, and what 01_sizing chose for the rest ("" or 0).
+
+        `shape` as in config.model.read_shape, `cluster` as in load_cluster, `gpus` one or several counts ("1,2,4").
+        """
+        chosen = {} if shape and cluster and gpus and gbs else self.load("sizing.json", "01_sizing")
+        return ModelChoice(
+            shape=read_shape(shape) if shape else ModelShape(**chosen["shape"]),
+            cluster=load_cluster(cluster or chosen["cluster"]),
+            cluster_name=cluster or chosen["cluster"],
+            gpus=tuple(parse_integers("gpus", gpus or str(chosen["gpus"]))),
+            gbs=gbs or chosen["gbs"],
+        )
 
     def save_table(self, name: str, table: Any) -> Path:
         """Write a pandas DataFrame as CSV; a different earlier version is kept."""

@@ -1,0 +1,149 @@
+"""Figures of sizing and search: shapes by width and depth, where the time of a plan goes, what fills its memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trilane.costmodel.iteration import IterationTime
+from trilane.costmodel.memory import StageMemory
+from trilane.planning.search import Candidate
+from trilane.planning.sizing import Proposal, ShapeSurvey
+from trilane.report.plots.style import COLORS, GIB, STYLE, figure, legend, stacked_bars, title
+
+NAMED = 5  # proposals that are named, the best first
+
+
+def shapes_and_efficiency(proposals: Sequence[Proposal]) -> Figure:
+    """Shapes on the plane of hidden size and layers, colored by predicted TFLOP/s a GPU on the best topology.
+
+    Lines: equal size (drawn, in B), equal hidden / layers (dotted). Shades around the dots: the same TFLOP/s, smoothed.
+    """
+    made, axes = figure(8.6, 4.6)
+    hidden = np.array([p.shape.hidden_size for p in proposals], float)
+    layers = np.array([p.shape.num_layers for p in proposals], float)
+    rate = np.array([p.tflops[0] for p in proposals])
+    wide, high = 0.04 * np.ptp(hidden) + 64, 0.12 * np.ptp(layers) + 1
+    x = np.linspace(hidden.min() - wide, hidden.max() + wide, 80)
+    y = np.linspace(max(layers.min() - high, 1), layers.max() + high, 80)
+    ends = rate.min() - 1, rate.max() + 1
+    axes.contourf(x, y, _smoothed(x, y, hidden, layers, rate), np.linspace(*ends, 7), cmap="Blues", alpha=0.35)
+    _size_lines(axes, x, y, proposals[0])
+    dots = axes.scatter(hidden, layers, c=rate, cmap="Blues", s=46, edgecolors="#1b2530", linewidths=0.6, zorder=3)
+    dots.set_clim(*ends)
+    for i, p in enumerate(proposals[:NAMED]):
+        text = f"{i + 1}: {p.shape.num_layers} × {p.shape.hidden_size}"
+        weight = "bold" if i == 0 else "normal"
+        place: Any = {"textcoords": "offset points", "xytext": (7, 5), "fontsize": 8, "weight": weight, "zorder": 4}
+        axes.annotate(
+            text, (hidden[i], layers[i]), bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.8}, **place
+        )
+    axes.scatter(hidden[:1], layers[:1], s=120, facecolors="none", edgecolors=COLORS[1], linewidths=2, zorder=4)
+    bar = made.colorbar(dots, ax=axes, pad=0.02)
+    bar.set_label("TFLOP/s a GPU (predicted)")
+    bar.outline.set_visible(False)
+    axes.set(xlabel="hidden size", ylabel="layers", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
+    axes.set_title("Shapes of the target size (ring: the best)", loc="left", weight="bold", fontsize=11)
+    return made
+
+
+def _smoothed(x: np.ndarray, y: np.ndarray, hidden: np.ndarray, layers: np.ndarray, rate: np.ndarray) -> np.ndarray:
+    """The mean of all dots, weighted by nearness: what a layer more or less does to the stages is not smooth itself."""
+    grid = np.meshgrid(x, y)
+    span = np.ptp(x), np.ptp(y)
+    away = ((grid[0][..., None] - hidden) / span[0]) ** 2 + ((grid[1][..., None] - layers) / span[1]) ** 2
+    weight = np.exp(-away / (2 * 0.06**2))
+    near = np.where(away.min(axis=-1) < 0.13**2, 1.0, np.nan)  # further away nothing was predicted
+    return near * (weight * rate).sum(axis=-1) / np.maximum(weight.sum(axis=-1), 1e-300)
+
+
+def _size_lines(axes: Axes, x: np.ndarray, y: np.ndarray, best: Proposal) -> None:
+    shape = best.shape
+    wide, deep = np.meshgrid(x, y)
+    size = (deep * (12 * wide**2 + 13 * wide) + (shape.vocab_size + shape.seq_length + 2) * wide) / 1e9
+    target = best.target / 1e9
+    levels = [target * f for f in (0.9, 0.95, 1.0, 1.05, 1.1)]
+    lines = axes.contour(x, y, size, levels, colors=COLORS[2], linewidths=[0.7, 0.7, 1.6, 0.7, 0.7])
+    axes.clabel(lines, fmt=lambda v: f"{v:.3g} B", fontsize=7)
+    ratios = axes.contour(x, y, wide / deep, [100, 150, 200, 250], colors=COLORS[4], linewidths=0.7, linestyles=":")
+    axes.clabel(ratios, fmt=lambda v: f"h/L {v:.0f}", fontsize=7)
+
+
+def time_by_part(candidates: Sequence[Candidate]) -> Figure:
+    """Where the predicted seconds of an iteration go, one bar a topology."""
+    names = IterationTime.__dataclass_fields__
+    parts = [{name: getattr(c.prediction.time, name) for name in names} for c in candidates]
+    return stacked_bars([c.label for c in candidates], parts, "seconds per iteration", "Predicted time by part")
+
+
+def memory_by_part(candidates: Sequence[Candidate]) -> Figure:
+    """What fills the fullest stage's GPU, one bar a topology, with the GPU's memory as the limit."""
+    names, limit_bytes = StageMemory.__dataclass_fields__, candidates[0].plan.cluster.gpu.memory_bytes
+    fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in candidates]
+    parts = [{name: getattr(stage, name) / GIB for name in names} for stage in fullest]
+    labels = [c.label for c in candidates]
+    return stacked_bars(labels, parts, "GiB per process", "Predicted memory of the fullest stage", limit_bytes / GIB)
+
+
+def shapes_on_the_plane(survey: ShapeSurvey) -> Figure:
+    """Candidate shapes, layers over hidden, the dot's area by parameters; the chosen one is filled."""
+    made, axes = figure(6.5, 3.6)
+    shapes, sizes = survey.shapes, [shape.parameters / 1e6 for shape in survey.shapes]
+    hidden, layers = [s.hidden_size for s in shapes], [s.num_layers for s in shapes]
+    area = [40 + 260 * size / max(sizes) for size in sizes]
+    faces = [COLORS[1] if i == survey.chosen else "none" for i in range(len(shapes))]
+    axes.scatter(hidden, layers, s=area, facecolors=faces, edgecolors=COLORS[0], linewidths=1.3)
+    for x, y, size in zip(hidden, layers, sizes, strict=True):
+        axes.annotate(f"{size:.1f}M", (x, y), textcoords="offset points", xytext=(0, 13), ha="center", fontsize=8)
+    axes.set(xlabel="hidden size", ylabel="layers")
+    title(axes, "Candidate shapes (filled: the chosen one)")
+    axes.margins(0.15, 0.3)
+    return made
+
+
+def _stages(count: int, ylabel: str, title: str) -> tuple[Figure, Sequence[Axes]]:
+    """One panel a plan, side by side, on a common scale."""
+    with plt.rc_context(STYLE):
+        made, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 3.2), sharey=True, squeeze=False)
+        made.set_layout_engine("constrained")
+    plt.close(made)
+    panels[0][0].set_ylabel(ylabel)
+    made.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=11)
+    return made, panels[0]
+
+
+def memory_by_stage(candidates: Sequence[Candidate]) -> Figure:
+    """What fills a GPU of each pipeline stage, one panel a topology; the GPU's memory is the line where it is near."""
+    made, panels = _stages(len(candidates), "GiB per process", "Predicted memory by stage")
+    names, limit_bytes = list(StageMemory.__dataclass_fields__), candidates[0].plan.cluster.gpu.memory_bytes
+    highest = max(stage.total for c in candidates for stage in c.prediction.stages)
+    for axes, candidate in zip(panels, candidates, strict=True):
+        stages, below = candidate.prediction.stages, [0.0] * len(candidate.prediction.stages)
+        for i, name in enumerate(names):
+            heights = [getattr(stage, name) / GIB for stage in stages]
+            if any(heights):
+                axes.bar(range(len(stages)), heights, bottom=below, color=COLORS[i % len(COLORS)], label=name)
+            below = [b + h for b, h in zip(below, heights, strict=True)]
+        if limit_bytes < 2 * highest:
+            axes.axhline(limit_bytes / GIB, color="#b3261e", lw=1.2)
+        axes.set_title(candidate.label, fontsize=8, loc="left")
+        axes.set_xlabel("pipeline stage")
+        axes.set_xticks(range(0, len(stages), -(-len(stages) // 8)))
+    legend(panels[-1])
+    return made
+
+
+def time_by_stage(candidates: Sequence[Candidate]) -> Figure:
+    """Milliseconds that a microbatch takes on each stage, one panel a topology; the slowest sets the pace."""
+    made, panels = _stages(len(candidates), "ms per microbatch", "Predicted time by stage (orange: the slowest)")
+    for axes, candidate in zip(panels, candidates, strict=True):
+        times = candidate.prediction.stage_seconds
+        faces = [COLORS[1] if t > 0.999 * max(times) else COLORS[0] for t in times]
+        axes.bar(range(len(times)), [1e3 * t for t in times], color=faces)
+        axes.set_title(candidate.label, fontsize=8, loc="left")
+        axes.set_xlabel("pipeline stage")
+        axes.set_xticks(range(0, len(times), -(-len(times) // 8)))
+    return made
