@@ -1,6 +1,7 @@
 """Sizing and one prediction: published numbers, and laws that any planner must obey."""
 
 import pytest
+from support import small_cluster
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
@@ -9,7 +10,7 @@ from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import predict
 from trilane.planning.published import planned_models
-from trilane.planning.sizing import largest_within, training_seconds
+from trilane.planning.sizing import survey_shapes, training_seconds
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")
@@ -44,9 +45,13 @@ def test_layers_are_neither_lost_nor_invented_by_a_partition():
 
 
 def test_the_largest_shape_that_is_fast_enough_is_chosen():
-    shapes = [parse_shape(f"2,{h},2,64,384") for h in (64, 128, 256)]
-    assert largest_within(shapes, [0.1, 0.2, 0.4], 0.3) == 1
-    assert largest_within(shapes, [0.5, 0.6, 0.7], 0.3) == 0
+    given = {"gbs": 8, "seq_length": 128, "vocabulary": 257, "head_dim": 32}
+    fastest = min(p.sec_per_it for p in survey_shapes(small_cluster(), seconds=1.0, **given).predictions)
+    found = survey_shapes(small_cluster(), seconds=3 * fastest, **given)
+    able = [s for s, p in zip(found.shapes, found.predictions, strict=True) if p.sec_per_it <= 3 * fastest]
+    assert 1 < len(able) < len(found.shapes) and found.shape.parameters == max(s.parameters for s in able)
+    none = survey_shapes(small_cluster(), seconds=fastest / 2, **given)
+    assert none.predictions[none.chosen].sec_per_it == fastest
 
 
 def test_offload_moves_the_optimizer_to_the_host_and_says_how_much_it_takes():
