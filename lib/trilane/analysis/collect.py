@@ -135,15 +135,12 @@ class MeasuredRuns(Table):
 
     def headline(self, worst_ratio: float = math.nan) -> dict[str, Any]:
         """The cards of the study's index page; `worst_ratio` is predicted / measured after calibration."""
-        known = [m for m in self.timed if m.config.shape]
-        first = next(iter(self.timed), None)
-        fastest = min((m.sec_per_it for m in self.timed), default=0.0)
-        parameters = f"{known[0].config.parameters / 1e6:,.2f} M" if known else "?"
-        loss = f"{first.first_loss:.2f} → {first.last_loss:.2f}" if first else "?"
+        sizes = [m.config.parameters for m in self.timed if m.config.shape]
+        losses = [f"{m.first_loss:.2f} → {m.last_loss:.2f}" for m in self.timed]
         cards = {
-            "parameters of the model": parameters,
-            "loss (nats per token)": loss,
-            "fastest iteration time measured": f"{fastest:.3f} s",
+            "parameters of the model": f"{sizes[0] / 1e6:,.2f} M" if sizes else "?",
+            "loss (nats per token)": losses[0] if losses else "?",
+            "fastest iteration time measured": f"{min((m.sec_per_it for m in self.timed), default=0.0):.3f} s",
             "worst predicted / measured now": f"{worst_ratio:.2f}" if worst_ratio == worst_ratio else "?",
         }
         return {"cards": [{"value": value, "label": label} for label, value in cards.items()]}

@@ -136,14 +136,15 @@ def short_runs(
     Dayanik 2009, 'The knowledge-gradient policy for correlated normal beliefs', section 3), here summed over
     DRAWS quantiles of z. Left out: that several runs together may be worth more than their sum.
     """
+    from scipy.stats import norm
+
     runs = list(runs) or siblings(plans)
     mean, everything = _per_sequence(plans, belief), belief.covariance([*plans, *runs])
     winner, known = int(np.argmin(mean)), len(plans)
-    z = _normal(DRAWS)
+    z = norm.ppf((np.arange(DRAWS) + 0.5) / DRAWS)
     found = []
-    for number, run in enumerate(runs):
-        spread = np.sqrt(everything[known + number, known + number] + belief.noise**2)
-        moves = everything[:known, known + number] / spread
+    for number, run in enumerate(runs, known):
+        moves = everything[:known, number] / np.sqrt(everything[number, number] + belief.noise**2)
         saved = float(mean.min() - (mean[:, None] + moves[:, None] * z).min(axis=0).mean())
         left = max(everything[winner, winner] - moves[winner] ** 2, 0.0)
         seconds = float(np.exp(belief.expected([run])[0]))
@@ -151,16 +152,10 @@ def short_runs(
         cost = run.topology.gpus * (start + iterations * seconds) / 3600
         found.append((run, cost, max(saved, 0.0), float(moves[winner] ** 2), float(left)))
     which = max(saved for _, _, saved, _, _ in found) > CERTAIN
-    short = [
-        ShortRun(
-            case=run,
-            gpu_hours=cost,
-            regret_saved=saved,
-            half_width_after=1.645 * left**0.5,
-            worth=(saved if which else taken) / cost,
-        )
-        for run, cost, saved, taken, left in found
-    ]
+    short = []
+    for run, cost, saved, taken, left in found:
+        worth, width = (saved if which else taken) / cost, 1.645 * left**0.5
+        short.append(ShortRun(case=run, gpu_hours=cost, regret_saved=saved, half_width_after=width, worth=worth))
     return sorted(short, key=lambda s: -s.worth)
 
 
@@ -190,9 +185,3 @@ def _fits(case: Configuration) -> bool:
 def _per_sequence(plans: Sequence[Configuration], belief: Posterior) -> np.ndarray:
     """ln(seconds) per sequence, which compares plans of different batch sizes."""
     return belief.expected(plans) - np.log([p.topology.gbs for p in plans])
-
-
-def _normal(count: int) -> np.ndarray:
-    from scipy.stats import norm
-
-    return norm.ppf((np.arange(count) + 0.5) / count)

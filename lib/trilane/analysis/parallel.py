@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,24 +38,12 @@ def read_many(paths: Sequence[str], out: Path | None = None) -> list[Read]:
     """
     sizes = [Path(path).stat().st_size if Path(path).is_file() else 0 for path in paths]
     workers = min(len(os.sched_getaffinity(0)), len(paths)) if sum(sizes) > LARGE else 1
-    with _folder(out) as folder:
-        jobs = [(path, folder / str(i) if folder else None) for i, path in enumerate(paths)]
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") if out else nullcontext() as folder:
+        jobs = [(path, Path(folder) / str(i) if folder else None) for i, path in enumerate(paths)]
         found = _pooled(jobs, workers) if workers > 1 else [_read(*job) for job in _shown(jobs)]
-        if out:
-            parts = [part for one in found for part in one.parts]
-            if parts:
-                _join(parts, out)
+        if out and (parts := [part for one in found for part in one.parts]):
+            _join(parts, out)
     return found
-
-
-def _folder(out: Path | None) -> Any:
-    return _temporary(out) if out else nullcontext()
-
-
-@contextmanager
-def _temporary(out: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
-        yield Path(name)
 
 
 def _shown(jobs: Sequence[Any], done: Iterator[Any] | None = None) -> Any:

@@ -16,8 +16,6 @@ PHASES = {
     "forward": r"^forward-compute$|^fwd(?:_microstep)?$|^forward(?:_microstep)?$",
     "backward": r"^backward-compute$|^bwd(?:_inner)?_microstep$|^bwd$|^backward(?:_microstep)?$",
 }
-
-
 ORDER = ("forward", "backward", "pipeline_wait", "data_parallel", "optimizer", "data")
 
 # Timers that include others: counting both would count twice.

@@ -161,14 +161,9 @@ def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | N
     zero = given.get("zero_stage", given.get("deepspeed.zero_optimization_stage", 0))
     try:
         topology = Topology(
-            tp=c.tp,
-            pp=c.pp,
-            dp=c.dp,
-            mbs=c.mbs,
+            **{name: getattr(c, name) for name in ("tp", "pp", "dp", "mbs", "recompute", "interleaving")},
             gbs=int(c.gbs),
             zero=zero if isinstance(zero, int) else 0,
-            recompute=c.recompute,
-            interleaving=c.interleaving,
             sequence_parallel=given.get("sequence_parallel") is True and c.tp > 1,
             precision=c.precision or ("fp16" if cluster.gpu.kind == "cuda" else "fp32"),
             attention="fused" if given.get("use_flash_attn") is True or m.log.dialect == "megatron-lm" else "scores",

@@ -19,6 +19,7 @@ TP = ("tensor_model_parallel_size", "model_parallel_size", "tp")
 PP = ("pipeline_model_parallel_size", "pp")
 MBS = ("micro_batch_size", "deepspeed.train_micro_batch_size_per_gpu", "per_device_train_batch_size", "mbs")
 GBS = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "gbs")
+SAME = ("tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")  # in Topology and RunConfig
 LAYERS, HIDDEN = ("num_layers", "layers", "n_layer"), ("hidden_size", "hidden", "n_embd")
 
 
@@ -74,15 +75,8 @@ def _of_plan(plan: Plan) -> RunConfig:
         shape=plan.shape,
         parameters=plan.shape.parameters,
         gpus=t.gpus,
-        tp=t.tp,
-        pp=t.pp,
-        dp=t.dp,
-        mbs=t.mbs,
-        gbs=t.gbs,
         seq_length=plan.shape.seq_length,
-        recompute=t.recompute,
-        interleaving=t.interleaving,
-        precision=t.precision,
+        **{name: getattr(t, name) for name in SAME},
         card=gpu.name,
         card_bytes=gpu.memory_bytes,
         peak_flops_per_s=peak,

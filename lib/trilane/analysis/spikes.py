@@ -43,7 +43,7 @@ class Event:
     peak_iteration: int
     level: float
     peak: float
-    recovered: int | None
+    recovered: int | None = None
 
     @property
     def sentence(self) -> str:
@@ -140,9 +140,7 @@ def _divergence(curve: Curve, spikes: list[Event]) -> Iterator[Event]:
     if len(at) and not np.isfinite(loss[-CALM_LINES:]).any() and len(loss) > CALM_LINES:
         first = int(every[np.flatnonzero(np.isfinite(loss))[-1] + 1])
         level = float(np.median(values[-WINDOW:]))
-        yield Event(
-            kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan, recovered=None
-        )
+        yield Event(kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan)
         return
     if len(at) < 2 * LEAST:
         return
@@ -159,7 +157,6 @@ def _divergence(curve: Curve, spikes: list[Event]) -> Iterator[Event]:
             peak_iteration=int(at[peak]),
             level=float(np.exp(smooth[best])),
             peak=float(values[peak]),
-            recovered=None,
         )
 
 
@@ -182,14 +179,8 @@ def _restart_jumps(curve: Curve) -> Iterator[Event]:
             error = 1.25 * max(sigma, LEAST_NOISE) * math.sqrt(3 / k)
         if abs(change) > max(JUMP, 5 * error):
             level = float(np.exp(np.median(x[max(place - CALM_LINES, 0) : place])))
-            yield Event(
-                kind="restart jump",
-                iteration=restart.iteration,
-                peak_iteration=restart.iteration,
-                level=level,
-                peak=level * math.exp(change),
-                recovered=None,
-            )
+            peak, at_ = level * math.exp(change), restart.iteration
+            yield Event(kind="restart jump", iteration=at_, peak_iteration=at_, level=level, peak=peak)
 
 
 def _redone(curve: Curve, first: int, at: np.ndarray, x: np.ndarray) -> tuple[float, float]:

@@ -1,8 +1,6 @@
 """The runs below a folder as the BigScience chronicles print them: GPUs, size, topology, memory, speed."""
 
-import csv
 import html
-import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,10 +111,9 @@ def _line(texts: Sequence[str], widths: Sequence[int]) -> str:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """The table as CSV."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerows([COLUMNS, *(cells(row) for row in rows)])
-    return out.getvalue()
+    import pandas as pd
+
+    return pd.DataFrame([cells(row) for row in rows], columns=list(COLUMNS)).to_csv(index=False)
 
 
 def to_html(rows: Sequence[Row]) -> str:
