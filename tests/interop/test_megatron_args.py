@@ -144,10 +144,16 @@ srun hostname
 def test_a_command_in_quotes_is_read_and_quotes_at_the_end_of_a_variable_stay() -> None:
     script = """
 ARGS="--seed 7 --pp-partition-method 'type:transformer|embedding'"
-srun bash -c "pretrain_gpt.py $ARGS --lr 1e-4"
+srun bash -c "pretrain_gpt.py $ARGS --lr 1e-4" 2>&1 | tee log
+python other.py --clip-grad 1.0 | tee log
 """
     found = read_arguments(script)
-    assert found == {"seed": ["7"], "pp_partition_method": ["type:transformer|embedding"], "lr": ["1e-4"]}
+    assert found == {
+        "seed": ["7"],
+        "pp_partition_method": ["type:transformer|embedding"],
+        "lr": ["1e-4"],
+        "clip_grad": ["1.0"],
+    }
 
 
 def test_iterations_become_samples() -> None:

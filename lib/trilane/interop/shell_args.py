@@ -12,6 +12,7 @@ VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 COMMENT = re.compile(r"^[ \t]*#.*\n?", re.M)  # also one that ends with a backslash, which does not continue a comment
 HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t]*$", re.M | re.S)  # another file
 TRACED = re.compile(r"^\++ ", re.M)  # prefix of a command in `bash -x`
+OPERATOR = re.compile(r"\|\|?|&&?|;|\d?>.*")  # what comes after it is another command's, or a file's name
 NUMBER = re.compile(r"-[\d.]")
 PRODUCT = re.compile(r"\$\(\(\s*(\d+(?:\s*\*\s*\d+)*)\s*\)\)")  # $((16*4*2))
 MAX_DEPTH = 10  # of variables within variables
@@ -42,7 +43,7 @@ def read_arguments(text: str) -> dict[str, list[str]]:
             name, _, value = word[2:].partition("=")
             name = name.replace("-", "_")
             given[name] = [value] if value else []
-        elif word == END:
+        elif word == END or OPERATOR.fullmatch(word):
             name = ""
         elif name and (not word.startswith("-") or NUMBER.match(word)):
             given[name].append(word)
@@ -56,7 +57,7 @@ def _opened(words: list[str]) -> list[str]:
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         try:
-            found += shlex.split(word) if before == "-c" else [word]
+            found += [*shlex.split(word), END] if before == "-c" else [word]
         except ValueError:
             found.append(word)
     return found
