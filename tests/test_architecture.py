@@ -81,5 +81,19 @@ def test_only_the_command_line_parses_arguments(path):
     assert package(path) == "cli" or not roots & {"argparse", "click", "optparse", "getopt"}
 
 
+def test_a_training_process_imports_no_post_mortem_code():
+    """Neither directly nor through what it imports; the watchdog that diagnoses is a process of its own."""
+    found: set[str] = set()
+    queue = {str(p.relative_to(LIB.parent).with_suffix("")).replace("/", ".") for p in (LIB / "engine").rglob("*.py")}
+    while queue:
+        name = queue.pop()
+        found.add(name)
+        path = LIB.parent / name.replace(".", "/")
+        file = next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()), None)
+        queue |= {n for n in imports(file) if n.startswith("trilane.")} - found if file else set()
+    assert "trilane.workspace.heartbeat" in found
+    assert not {name for name in found if name.startswith(("trilane.diagnose", "trilane.launch"))}
+
+
 def test_the_library_never_imports_a_notebook():
     assert not any("notebooks" in name for path in modules() for name in imports(path))

@@ -138,7 +138,7 @@ def a_byte(folder: Path) -> None:
 
 
 DAMAGE = {
-    "a byte": (a_byte, "rank_00000.safetensors is damaged (its checksum is another)"),
+    "a byte": (a_byte, "rank_00000.safetensors is damaged (its checksum differs)"),
     "a shard": (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors is missing"),
     "the manifest": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is damaged"),
 }

@@ -54,7 +54,7 @@ def test_a_checkpoint_is_its_own_folder_of_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda path: path.write_bytes(b"tensoR"), "a is damaged (its checksum is another)"),
+        (lambda path: path.write_bytes(b"tensoR"), "a is damaged (its checksum differs)"),
         (lambda path: path.write_bytes(b"tens"), "a has 4 bytes, 6 were written"),
         (lambda path: path.unlink(), "a is missing"),
     ],

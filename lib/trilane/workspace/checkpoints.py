@@ -1,11 +1,11 @@
-"""Checkpoints: the folder that holds them, what is complete and what is not; no torch is needed to look.
+"""Checkpoints on disk: which are complete, reading and writing their manifest, publishing and deleting; without torch.
 
 checkpoints/latest                the name of the newest complete one, such as iter_0000020
-checkpoints/iter_0000020/         complete: only a finished checkpoint ever gets this name
-    manifest.json                 sizes and checksums of all files, where each tensor lies, what it was trained with
-    rank_00000.safetensors        what that rank wrote: slices of tensors, fp32
-    rank_00000.json               that rank's random number generators
-    fingerprint_00000.json        what that rank held, in a few numbers a tensor (fingerprint.py)
+checkpoints/iter_0000020/         complete: a checkpoint gets this name only when finished
+    manifest.json                 sizes and checksums of all files, the place of each tensor, the training's settings
+    rank_00000.safetensors        the slices of tensors that this rank wrote, fp32
+    rank_00000.json               this rank's random number generators
+    fingerprint_00000.json        this rank's state in a few numbers per tensor (fingerprints.py)
 checkpoints/.iter_0000020.x1y2    being written, or left by a save that was killed
 """
 
@@ -28,28 +28,28 @@ BLOCK = 1 << 22
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
-    """Bytes of one checkpoint: 12 a parameter, whatever the precision, topology and engine.
+    """Bytes of one checkpoint: 12 per parameter, for every precision, topology and engine.
 
-    Left out: the manifest (about 0.4 kB a tensor and tensor-parallel rank), the generators (some 10 kB
-    a rank) and the fingerprints (about 0.9 kB a tensor and rank).
+    Left out: the manifest (about 0.4 kB per tensor and tensor-parallel rank), the generators (some 10 kB per rank) and
+    the fingerprints (about 0.9 kB per tensor and rank).
     """
     return 4 * len(KINDS) * shape.parameters
 
 
 def name_of(iteration: int) -> str:
-    """The folder's name of a checkpoint."""
+    """The folder name of the checkpoint after that iteration."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration after which the checkpoint of that name was taken."""
+    """The iteration after which the checkpoint was taken, by its folder name."""
     found = NAME.fullmatch(path.name)
     assert found, path
     return int(found[1])
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, the oldest first; `folder` may also be one checkpoint itself."""
+    """The complete checkpoints in `folder`, oldest first; `folder` may also be one checkpoint itself."""
     if (folder / MANIFEST).exists():
         return [folder]
     found = [path for path in folder.glob("iter_*") if NAME.fullmatch(path.name) and path.is_dir()]
@@ -57,18 +57,18 @@ def complete(folder: Path) -> list[Path]:
 
 
 def found_in(source: Path) -> list[Path]:
-    """The same for what a person may name: a run folder, a folder of checkpoints, or one checkpoint."""
+    """The complete checkpoints of a run folder, a folder of checkpoints, or one checkpoint, oldest first."""
     inside = source / FOLDER if (source / FOLDER).is_dir() else source
     return complete(inside) if inside.is_dir() else []
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What killed saves and interrupted deletions left; nothing refers to it."""
+    """Files left by killed saves and interrupted deletions; nothing refers to them."""
     return [path for path in folder.glob(".*") if path.name.startswith((".iter_", f".{LATEST}"))]
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where there is none yet."""
+    """The checkpoint that the file `latest` names; None where there is none yet."""
     pointer = folder / LATEST
     return folder / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
@@ -83,7 +83,7 @@ def digest(path: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by a file that holds `text`, on the disk when this returns."""
+    """Replace `path` by a file that holds `text`; it is on the disk when this returns."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -94,7 +94,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was created, renamed or removed in `folder` is on the disk when this returns."""
+    """Write to the disk what was created, renamed or removed in `folder`."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,13 +103,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """manifest.json, with its own checksum in front."""
+    """Write manifest.json, with a checksum of its content."""
     text = json.dumps(content, sort_keys=True)
     write_durably(folder / MANIFEST, json.dumps({"blake2b": _digest(text), "content": content}, sort_keys=True) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of manifest.json; ValueError where it is missing or not what was written."""
+    """The content of manifest.json; ValueError where it is missing or damaged."""
     path = folder / MANIFEST
     try:
         read = json.loads(path.read_bytes())
@@ -125,12 +125,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
-    """What is wrong with the file `name` of the checkpoint `folder`; None where it is as it was written."""
+    """What is wrong with the file `name` of the checkpoint `folder`; None where it is as written."""
     path = folder / name
     try:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written"
-        return None if digest(path) == checksum else f"{name} is damaged (its checksum is another)"
+        return None if digest(path) == checksum else f"{name} is damaged (its checksum differs)"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -138,9 +138,9 @@ def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Give the finished checkpoint `aside` its name, and let `latest` name it; both are on the disk afterwards.
+    """Rename the finished checkpoint `aside` to `target`, and let `latest` name it; both are on the disk afterwards.
 
-    What stood under that name was found damaged, or its training was taken back: it makes way.
+    An existing checkpoint of that name was found damaged, or its iterations were trained again: it is deleted.
     """
     sync_folder(aside)
     if target.exists():
@@ -151,7 +151,7 @@ def publish(aside: Path, target: Path) -> None:
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Delete all complete checkpoints but the last `count` (0: delete none), never the one that `latest` names."""
+    """Delete all complete checkpoints but the last `count` (0: delete none); never the one that `latest` names."""
     named = latest(folder)
     for path in complete(folder)[:-count] if count else []:
         if path != named:
@@ -159,7 +159,7 @@ def keep_last(folder: Path, count: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint: its name goes first, so that a half-deleted one looks like no checkpoint."""
+    """Delete a checkpoint; it is renamed first, so that a partly deleted one does not look complete."""
     aside = path.with_name(f".{path.name}.deleted.{os.getpid()}")
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)

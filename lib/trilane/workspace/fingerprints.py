@@ -1,14 +1,14 @@
-"""Fingerprints: a few numbers that stand for a tensor, and what a rank writes about its state; no torch is needed.
+"""Fingerprints: a few numbers that identify a tensor, and the file in which a rank describes its state; without torch.
 
-A mark of a tensor's part is a sum over its values, weighted by where they stand in the whole tensor. So the marks of
-parts add up to the mark of the whole, however a topology cuts it:
+The mark of a part of a tensor is a sum over its values, weighted by their position in the whole tensor. So the marks of
+the parts add up to the mark of the whole, for any topology:
 
-    hash      sum of bits(r, c) u(r) v(c) mod 2^64    other bits give another hash, but for one case in 2^60
+    hash      sum of bits(r, c) u(r) v(c) mod 2^64    different bits have equal hashes in one case of 2^60
     sketch    sum of x(r, c) s_j(r) t_j(c), j < 8     the mean of (sketch_a - sketch_b)^2 estimates |a - b|^2
 
-u, v are odd and random, s, t random signs, all from the row's or column's number. The hash is universal hashing (Carter
-and Wegman 1979), the sketch that of Alon, Matias and Szegedy 1996, with signs of rows times signs of columns. Eight
-sketches leave the estimate of |a - b| about a quarter off. Left out: which of the values differ.
+u, v are odd random integers, s, t random signs, determined by the row's or column's number. The hash is universal
+hashing (Carter and Wegman 1979), the sketch that of Alon, Matias and Szegedy 1996, with signs of rows times signs of
+columns. With eight sketches the estimate of |a - b| is about a quarter off. Left out: which of the values differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,27 @@ import numpy as np
 
 from trilane.workspace.checkpoints import KINDS
 
-FOLDER = "fingerprints"  # in a run folder: what stood in memory after a load
-COPY = "copy"  # the weight that the model computes with, where the optimizer holds another, exact one
+FOLDER = "fingerprints"  # in a run folder: the state in memory after a load
+COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
 ALL_KINDS = (*KINDS, COPY)
 SKETCHES = 8
 WORD = 1 << 64
-ROWS = 64  # rows at a time: what is made of them stays in the processor's cache
+ROWS = 64  # processed at a time, so that temporary arrays fit in the processor's cache
 Box = Sequence[Sequence[int]]
 
 
 def file_of(rank: int) -> str:
-    """The name of a rank's fingerprint."""
+    """The file name of a rank's fingerprint."""
     return f"fingerprint_{rank:05d}.json"
 
 
 def must_decay(name: str) -> bool:
-    """The rule: everything decays but norms and biases. Word and position embeddings decay, as in Megatron-LM."""
+    """Whether a parameter decays: all but norms and biases. Word and position embeddings do, as in Megatron-LM."""
     return not (name.endswith(".bias") or "layernorm" in name)
 
 
 def default_of(name: str) -> float | None:
-    """The value that every element of a norm or a bias begins with; None for what begins at random."""
+    """The initial value of every element of a norm or a bias; None for parameters with random initial values."""
     if name.endswith(".bias"):
         return 0.0
     return 1.0 if "layernorm" in name else None
@@ -47,7 +47,7 @@ def default_of(name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """The numbers of a part of a tensor: its hash, the sum of its squares and of its values, its range, its sketch."""
+    """The fingerprint of a part of a tensor: hash, sum of squares, sum, range and sketch."""
 
     hash: int
     squares: float
@@ -57,7 +57,7 @@ class Mark:
     sketch: tuple[float, ...]
 
     def __add__(self, other: "Mark") -> "Mark":
-        """The mark of both parts, which have nothing in common."""
+        """The mark of the union of two disjoint parts."""
         return Mark(
             hash=(self.hash + other.hash) % WORD,
             squares=self.squares + other.squares,
@@ -77,15 +77,15 @@ class Mark:
         return self.low == self.high == value
 
     def apart(self, other: "Mark") -> float:
-        """|a - b| over the larger norm of the two, estimated: 0 for the same bits, about 1 for what has nothing to do
-        with each other. Differences below 1e-6 drown in the rounding of the sketches."""
+        """An estimate of |a - b| relative to the larger of the two norms: 0 for equal bits, about 1 for unrelated
+        tensors. Differences below 1e-6 are lost in the rounding of the sketches."""
         if self.hash == other.hash:
             return 0.0
         away = np.mean([(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]) ** 0.5
         return float(away / max(self.norm, other.norm, 1e-38))
 
     def scaled(self, other: "Mark") -> float | None:
-        """The factor f if this is f times `other`, to a part in a thousand; None otherwise."""
+        """The factor f if this is f times `other`, within 0.1 %; None otherwise."""
         mine, theirs = np.array(self.sketch), np.array(other.sketch)
         if not theirs @ theirs > 0 or not self.norm > 0:
             return None
@@ -98,7 +98,7 @@ class Mark:
 
 
 def mark_from_json(values: Sequence[Any]) -> Mark:
-    """The Mark of such a list; ValueError, TypeError or IndexError where it is none."""
+    """The Mark of a list of to_json(); ValueError, TypeError or IndexError for other values."""
     squares, total, low, high, *sketch = map(float, values[1:])
     if len(sketch) != SKETCHES:
         raise ValueError(f"{len(sketch)} sketches")
@@ -106,7 +106,7 @@ def mark_from_json(values: Sequence[Any]) -> Mark:
 
 
 def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
-    """64 random bits for each number, always the same: splitmix64 (Steele, Lea and Flood 2014)."""
+    """64 random bits for each number, reproducible: splitmix64 (Steele, Lea and Flood 2014)."""
     z = (numbers.astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -114,14 +114,14 @@ def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
 
 
 def weights(first: int, end: int, salt: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the rows or columns `first` to `end`: odd 64-bit weights (n,) int64, and signs (n, SKETCHES) float32."""
+    """For the rows or columns `first` to `end`: odd 64-bit weights (n,) int64, and signs (n, SKETCHES) float32."""
     bits = mixed(np.arange(first, end), salt)
     signs = mixed(np.arange(first, end), salt + (1 << 40))[:, None] >> np.arange(SKETCHES, dtype=np.uint64)
     return (bits | np.uint64(1)).view(np.int64), 1.0 - 2.0 * (signs & np.uint64(1)).astype(np.float32)
 
 
 def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of a part: a vector is one row."""
+    """Rows and columns of a part; a vector is one row."""
     assert 1 <= len(box) <= 2, box
     rows, columns = ((0, 1), *box)[-2:]
     return (rows[0], rows[1]), (columns[0], columns[1])
@@ -154,8 +154,8 @@ def mark(part: np.ndarray, box: Box) -> Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part `box` of tensor `name`, whose whole has `shape`: a mark of each kind, and how strongly its weight decays
-    (None: unknown, as where another replica updates it)."""
+    """The part `box` of tensor `name` of shape `shape`: a mark of each kind, and its weight decay (None: unknown, as
+    where another replica updates it)."""
 
     name: str
     shape: tuple[int, ...]
@@ -170,7 +170,7 @@ class Part:
 
 
 def part_from_json(values: Mapping[str, Any]) -> Part:
-    """The Part of such an object; ValueError, KeyError, TypeError or IndexError where it is none."""
+    """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other values."""
     return Part(
         name=str(values["name"]),
         shape=tuple(int(n) for n in values["shape"]),

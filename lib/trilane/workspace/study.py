@@ -111,7 +111,7 @@ class Study:
 
     @classmethod
     def open(cls, name: str) -> "Study":
-        """The study of that name, made if it is not there yet (a notebook run by hand)."""
+        """The study of that name, created if it does not exist (a notebook run by hand)."""
         study = cls(name)
         study.folder.mkdir(parents=True, exist_ok=True)
         return study
@@ -119,10 +119,7 @@ class Study:
     def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
         """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""
         path = self.folder / name
-        if path.exists() and {**read_json(path, "study file"), "made_by": None} == {
-            **_as_json(values),
-            "made_by": None,
-        }:
+        if path.exists() and _unstamped(read_json(path, "study file")) == json.loads(json.dumps(_unstamped(values))):
             return path
         text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp()}}, indent=1)
         return write_text(path, text + "\n")
@@ -135,7 +132,7 @@ class Study:
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
         """The result file `name` without the stamp of what made it."""
-        return {k: v for k, v in self.load(name, made_by).items() if k != "made_by"}
+        return _unstamped(self.load(name, made_by))
 
     def plans(self) -> list[Plan]:
         """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
@@ -168,16 +165,16 @@ class Study:
         return path
 
     def run_folders(self) -> list[Path]:
-        """The run folders of the study, in the order in which they were made."""
+        """The run folders of the study, oldest first."""
         return sorted((p.parent for p in self.folder.glob("runs/*/plan.json")), key=lambda p: p.stat().st_mtime_ns)
 
     def run_folder(
         self, plan: Plan, files: dict[str, str], going: Callable[[Path], object] = lambda folder: False
     ) -> tuple[Path, bool]:
-        """A run folder for `plan` with its `files`, and whether it holds a completed run of the very same plan.
+        """A run folder for `plan` with its `files`, and whether it holds a completed run of an equal plan.
 
-        No folder is used by two runs: where the label is taken by a started or another plan, it gets a number; but the
-        very same plan that is `going` there now is that run.
+        No folder is used by two runs: where the label is taken by a started run or another plan, a number is appended.
+        An equal plan that is `going` there now is this run.
         """
         wanted, number = self.folder / "runs" / plan.label, 2
         folder = wanted
@@ -195,17 +192,17 @@ class Study:
         return folder, False
 
 
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(values))
+def _unstamped(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k != "made_by"}
 
 
 def plan_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """A plan.json without what was derived from the plan: its id and its prediction."""
+    """A plan.json without what is derived from the plan: its id and its prediction."""
     return {k: v for k, v in values.items() if k not in DERIVED}
 
 
 def local_cluster_file() -> Path:
-    """The measured description of this machine, made at first use by the engine's benchmark (some seconds)."""
+    """The measured description of this machine, created at first use by the engine's benchmark (some seconds)."""
     path = outputs_root() / "local.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +219,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def run_folders(names: Iterable[str]) -> list[Path]:
-    """The run folders that paths or studies' names mean: a folder with a plan.json, or all below it."""
+    """The run folders named by paths or studies: a folder with a plan.json, or all below it. ValueError where none."""
     found: list[Path] = []
     for name in names:
         path = Path(name) if Path(name).exists() else outputs_root() / name

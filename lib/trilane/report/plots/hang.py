@@ -1,4 +1,4 @@
-"""Figures of a hang: the grid of ranks coloured by stack, and where each node's ranks stand."""
+"""The figure of a hang: the grid of ranks, coloured by stack."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -7,14 +7,14 @@ from matplotlib.patches import Patch, Rectangle
 from trilane.diagnose.hang.verdict import Verdict
 from trilane.report.plots.style import COLORS, figure
 
-NAMED = len(COLORS)  # groups that get a colour of their own; the rest shares a grey
+NAMED = len(COLORS)  # groups with a colour of their own; the others share a grey
 GREY = "#c4ccd3"
-WORDS = 64  # characters of a group's name in the legend
+LABEL_CHARS = 64  # of a group's name in the legend
 
 
 def hang_grid(verdict: Verdict) -> Figure:
-    """Every rank as a square: replica and tensor rank to the right, pipeline stage down, its colour the stack it
-    stands in, a thick frame around the suspects."""
+    """Every rank as a square: replica and tensor rank to the right, pipeline stage downwards, coloured by stack, with a
+    thick frame around the suspects."""
     tp, pp, dp = verdict.grid.sizes
     made, axes = figure(min(13.0, 4.5 + 0.16 * tp * dp), 1.9 + 0.32 * pp + 0.22 * min(NAMED, len(verdict.groups)))
     colour = {r: _colour(i) for i, group in enumerate(verdict.groups) for r in group.ranks}
@@ -30,7 +30,7 @@ def hang_grid(verdict: Verdict) -> Figure:
     axes.set_yticks([k + 0.5 for k in range(pp)], [str(k) for k in range(pp)])
     axes.set_ylabel("pipeline stage")
     axes.set_xlabel(f"replica, and in each its {tp} tensor rank{'s' if tp > 1 else ''}")
-    axes.set_title(f"Where the {len(verdict.grid.ranks)} ranks stand", loc="left", weight="bold", fontsize=11)
+    axes.set_title(f"The stacks of {len(verdict.grid.ranks)} ranks", loc="left", weight="bold", fontsize=11)
     axes.grid(False)
     axes.legend(handles=_legend(verdict), loc="upper left", bbox_to_anchor=(0, -0.42 / max(1, pp / 3)), frameon=False)
     return made
@@ -47,7 +47,9 @@ def _legend(verdict: Verdict) -> list[Patch]:
 
 
 def _name(text: str) -> str:
-    return text if len(text) <= WORDS else text[: WORDS - 3] + "..."
+    """The text shortened, without matplotlib's mathematical notation."""
+    short = text if len(text) <= LABEL_CHARS else text[: LABEL_CHARS - 3] + "..."
+    return short.replace("$", r"\$")
 
 
 def _colour(index: int) -> str:
