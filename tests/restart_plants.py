@@ -17,7 +17,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from plans import small_plan  # noqa: E402
 
-from trilane.diagnose.restart.compare import Audit  # noqa: E402
+from trilane.diagnose.restart.compare import RestartComparison  # noqa: E402
 from trilane.experiments import rehearse  # noqa: E402
 from trilane.experiments.parity import Nursery  # noqa: E402
 from trilane.experiments.parity_table import machine  # noqa: E402
@@ -151,7 +151,7 @@ BUGS = {
 }
 
 
-def named(bug: Bug, audit: Audit) -> bool:
+def named(bug: Bug, audit: RestartComparison) -> bool:
     """Whether a finding names the bug, and no finding is of a kind that it could not have led to."""
     found = [f for f in audit.findings if f.kind == bug.kind and bug.tensor in f.tensor]
     return any(not bug.pp or {r.pp for r in f.ranks} == bug.pp for f in found)
@@ -192,7 +192,9 @@ def asked(data: Path, folder: Path, settings: dict[str, Any]) -> rehearse.Rehear
     return made
 
 
-def cycle(home: Nursery, folder: Path, settings: dict[str, Any], other: dict[str, Any] | None, plant: str) -> Audit:
+def cycle(
+    home: Nursery, folder: Path, settings: dict[str, Any], other: dict[str, Any] | None, plant: str
+) -> RestartComparison:
     """Rehearse with these settings, the second run with `other` where there are any, and a bug where it is named."""
     from dataclasses import replace
 

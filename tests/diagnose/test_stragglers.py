@@ -120,7 +120,7 @@ def test_the_door_reads_a_run_and_plans_the_swaps(tmp_path: Path, capsys: pytest
 def test_where_nobody_stands_out_all_nodes_are_searched(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = recorded(tmp_path / "run", ranks=32)
     (folder / "ranks" / "5.phases").unlink()
-    assert main(["debug", "stragglers", str(folder), "--json", "--spares", "2", "--told", "bad"]) == 0
+    assert main(["debug", "stragglers", str(folder), "--json", "--spares", "2", "--results", "bad"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["stragglers"] == [] and found["search"]["suspects"] == ["n2", "n3"]
 
@@ -130,7 +130,7 @@ def test_where_nobody_stands_out_all_nodes_are_searched(tmp_path: Path, capsys: 
     [
         ([], "holds no phase times (ranks/*.phases); set run.timers in the plan"),
         (["--spares", "-1"], "spares=-1: must be a whole number of at least 1"),
-        (["--spares", "1", "--told", "so-so"], "told=so-so: known: bad, good"),
+        (["--spares", "1", "--results", "so-so"], "results=so-so: known: bad, good"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(

@@ -68,7 +68,7 @@ def capture(folder: Path, job: str, commands: bool, here: Path | None, as_json: 
 @click.argument("folder", type=FILE)
 @grid_options
 @option("--spares", type=Whole(), help="spare nodes: plan the search for one bad node, too")
-@option("--told", default="", metavar="good,bad,...", help="the results of the restarts so far")
+@option("--results", default="", metavar="good,bad,...", help="the results of the restarts so far")
 @json_option
 def stragglers(
     folder: Path,
@@ -77,23 +77,21 @@ def stragglers(
     dp: int | None,
     gpus_per_node: int,
     spares: int | None,
-    told: str,
+    results: str,
     as_json: bool,
 ) -> None:
     """Print which rank, node or link makes the others wait, from a run folder with phase times (run.timers)."""
-    from trilane.diagnose.stragglers.node_swaps import plan_swaps, swaps_text
+    from trilane.diagnose.stragglers.node_swaps import resume_search
     from trilane.diagnose.stragglers.stragglers import find_stragglers
     from trilane.workspace.phase_times import read_phase_times
 
-    require(bool(spares) or not told, "told", told, "needs --spares")
+    require(bool(spares) or not results, "results", results, "needs --spares")
     grid, seconds = read_phase_times(folder, grid_of(tp, pp, dp, gpus_per_node))
     slow = find_stragglers(grid, seconds)
-    nodes = sorted({grid[rank].node for one in slow for rank in one.ranks}) or list(grid.nodes)
-    search = plan_swaps(nodes, spares, [*filter(None, told.split(","))]) if spares else None
-    lines = [str(one) for one in slow] or [f"{len(seconds)} ranks, none slower than its equals"]
-    lines += [swaps_text(search)] if search else []
-    found = {"ranks": len(seconds), "stragglers": [asdict(one) for one in slow], "search": search}
-    emit(as_json, lambda: found, lambda: "\n".join(lines))
+    search = resume_search(slow.nodes(grid), spares, [*filter(None, results.split(","))]) if spares else None
+    values = {"ranks": len(seconds), "stragglers": [asdict(one) for one in slow]}
+    values["search"] = search.to_json() if search else None
+    emit(as_json, lambda: values, lambda: "\n".join([slow.to_text(), *([search.to_text()] if search else [])]))
 
 
 @debug.command()

@@ -12,7 +12,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run
-from trilane.diagnose.restart.compare import Audit, audit
+from trilane.diagnose.restart.compare import RestartComparison, compare_restart
 from trilane.experiments.parity_table import machine
 from trilane.launch.local import run_local
 from trilane.utils.validation import require
@@ -33,11 +33,11 @@ Start = Callable[[Path], str]  # trains the plan in a folder; "" or why it could
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """A tiny plan, what it leaves out of the real one, and what came of it: an audit, or the problem before it."""
+    """A tiny plan, what it leaves out of the real one, and its result: the comparison, or the problem before it."""
 
     plan: Plan
     notes: tuple[str, ...]
-    audit: Audit | None = None
+    audit: RestartComparison | None = None
     problem: str = ""
 
 
@@ -116,7 +116,7 @@ def rehearse(rehearsal: Rehearsal, folder: Path, start: Start) -> Rehearsal:
         problem = start(place)
         if problem:
             return replace(rehearsal, problem=f"{place.name} run: {problem}")
-    return replace(rehearsal, audit=audit(first, second))
+    return replace(rehearsal, audit=compare_restart(first, second))
 
 
 def here(folder: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
 from trilane.diagnose.hang.capture import capture, capture_here
-from trilane.diagnose.hang.verdict import diagnose
+from trilane.diagnose.hang.verdict import diagnose_hang
 from trilane.utils.process import die_with
 from trilane.workspace.heartbeat import END, StallDetector, process_state, read_beats
 from trilane.workspace.status import RunStatus, Status, read_status, write_status
@@ -61,7 +61,7 @@ class HangMonitor:
         stacks = capture(self._folder, self._plan)
         suspects: tuple[int, ...] = ()
         try:
-            verdict = diagnose(stacks)
+            verdict = diagnose_hang(stacks)
             said, suspects = verdict.paragraph, verdict.suspects
         except ValueError as error:
             said = f"no verdict: {error}"

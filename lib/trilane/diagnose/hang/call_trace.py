@@ -17,7 +17,8 @@ RAN = re.compile(rb"^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", re.M)
 RING_LINE = re.compile(r"^\d+\.\d+ ([<>]) (.*)$")
 WINDOW = 64 << 10  # bytes read first; more, up to LARGEST, where no call begins in them
 LARGEST = 8 << 20
-THREADS = 8  # the time goes in waiting for a shared file system
+THREADS = 8  # most time is spent waiting for a shared file system
+SHOWN = 12  # ranks named in a line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
 
 
-SHOWN = 12  # ranks named in a line
-
-
 def calls_text(calls: Collection[LastCall]) -> str:
-    """Where the traces end, the rarest place first."""
+    """Where the traces end, the rarest place first, for a terminal."""
     total = sum(call.bytes for call in calls) / 1e9
     lines = [f"{len(calls)} traces, {total:.2f} GB; where they end, the rarest first:"]
     for function, line, ranks in groups(calls):

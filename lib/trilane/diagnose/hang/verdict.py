@@ -292,6 +292,3 @@ def _moving(found: dict[int, Condition]) -> list[str]:
     if not moving:
         return []
     return [f"between the two moments ranks {span(moving)} moved: slow rather than stuck"]
-
-
-diagnose = diagnose_hang

@@ -185,7 +185,3 @@ def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
         old, new = a.optimizer.get(name), b.optimizer.get(name)
         if old is not None and new is not None and old != new:
             yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=f"{name} is {new:g}, it was {old:g}")
-
-
-audit = compare_restart
-Audit = RestartComparison

@@ -7,7 +7,7 @@ ceil(log2 k) more the node in it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +33,34 @@ class Search:
         return len(self.suspects) == 1
 
     @property
+    def exclude(self) -> str:
+        """sbatch's option for the next restart; once the search is done, that for the bad node."""
+        return f"--exclude={','.join(self.suspects if self.done else self.left_out)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object: suspects, left_out, restarts, restarts_at_most, exclude."""
+        return {
+            "suspects": list(self.suspects),
+            "left_out": list(self.left_out),
+            "restarts": self.restarts,
+            "restarts_at_most": restarts_at_most(len(self.suspects), self.spares),
+            "exclude": self.exclude,
+        }
+
+    def to_text(self) -> str:
+        """The bad node, or the next step of the search."""
+        if self.done:
+            return f"the bad node: {self.suspects[0]} ({self.exclude})"
+        most = restarts_at_most(len(self.suspects), self.spares)
+        lead = f"one bad node among {len(self.suspects)}: restart with {self.exclude}, then add its result to --results"
+        return f"{lead}; at most {most} more restarts"
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """The nodes to swap for spares: half of the suspects, at most as many as there are spares."""
         return self.suspects[: min(self.spares, len(self.suspects) // 2)]
 
-    def told(self, good: bool) -> "Search":
+    def after_run(self, good: bool) -> "Search":
         """The state after a run without `left_out`: if it was good, the bad node is one of these."""
         out = self.left_out
         rest = tuple(node for node in self.suspects if node not in out)
@@ -63,36 +86,19 @@ def search(nodes: Sequence[str], spares: int, is_good: Callable[[tuple[str, ...]
     """Run the search: `is_good(nodes left out)` restarts the job without them and returns whether it was good."""
     state = Search(suspects=tuple(nodes), spares=spares)
     while not state.done:
-        state = state.told(is_good(state.left_out))
+        state = state.after_run(is_good(state.left_out))
     return state
 
 
-VERDICTS = ("good", "bad")
+def resume_search(nodes: Sequence[str], spares: int, results: Sequence[str]) -> Search:
+    """The state of a search among `nodes` after restarts whose `results` were "good" or "bad".
 
-
-def plan_swaps(nodes: Sequence[str], spares: int, results: Sequence[str]) -> dict[str, Any]:
-    """The state of a search among `nodes` after the restarts whose `results` were "good" or "bad", as JSON."""
+    Raises ValueError for another word, or for more results than the search takes.
+    """
     state = Search(suspects=tuple(nodes), spares=spares)
     for result in results:
-        require_known("told", result, VERDICTS)
-        rule = f"has more results than the search took; it is {state.suspects[0]}"
-        require(not state.done, "told", ",".join(results), rule)
-        state = state.told(result == "good")
-    return {
-        "suspects": list(state.suspects),
-        "left_out": list(state.left_out),
-        "restarts": state.restarts,
-        "restarts_at_most": restarts_at_most(len(state.suspects), spares),
-        "exclude": f"--exclude={','.join(state.suspects if state.done else state.left_out)}",
-    }
-
-
-def swaps_text(search: Mapping[str, Any]) -> str:
-    """What plan_swaps() found, and the next step."""
-    suspects = search["suspects"]
-    if len(suspects) == 1:
-        return f"the bad node: {suspects[0]} ({search['exclude']})"
-    return (
-        f"one bad node among {len(suspects)}: restart with {search['exclude']}, then give its result with --told; "
-        f"at most {search['restarts_at_most']} more restarts"
-    )
+        require_known("results", result, ("good", "bad"))
+        rule = f"has more results than the search takes; the bad node is {state.suspects[0]}"
+        require(not state.done, "results", ",".join(results), rule)
+        state = state.after_run(result == "good")
+    return state

@@ -41,6 +41,14 @@ class Straggler:
 class Stragglers(list[Straggler], Table):
     """Stragglers, the highest score first; as a table a row for each."""
 
+    def nodes(self, grid: Grid) -> list[str]:
+        """The nodes of the stragglers; all nodes where there is no straggler."""
+        return sorted({grid[rank].node for one in self for rank in one.ranks}) or list(grid.nodes)
+
+    def to_text(self) -> str:
+        """A line for each."""
+        return "\n".join(map(str, self)) or "no rank is slower than its peers"
+
     def to_frame(self) -> "pd.DataFrame":
         """Kind, name, phase, excess in seconds, score."""
         import pandas as pd
