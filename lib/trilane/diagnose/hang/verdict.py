@@ -20,7 +20,7 @@ WAITS = {
     "wait": "for an operation begun earlier",
 }  # waits whose collective is not in the stack
 SHOWN = 6  # frames of a stack in text
-TOP_LEVEL = ("runpy.py", "run_module", "threading.py", "<module>")
+TOP_LEVEL = ("runpy.py", "<frozen runpy>", "run_module", "threading.py", "<module>")
 
 
 @dataclass(frozen=True, kw_only=True)
