@@ -13,8 +13,8 @@ from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Dropout, Optimizer, Part, Plan, Run
-from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, NO_ARGUMENT, megatron_arguments, text
-from trilane.interop.megatron_parse import plan_of
+from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, NO_ARGUMENT, megatron_args, megatron_text
+from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_arguments
 
 SHAPE = ModelShape(num_layers=8, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=50304)
@@ -56,8 +56,8 @@ def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> N
     run = replace(RUNS[0], timers=flavour == LM)  # the fork of 2023 has no such choice
     ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=BLENDED)
     for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer()), ramped):
-        said = "torchrun --nproc_per_node 1 pretrain_gpt.py \\\n" + text(megatron_arguments(original, flavour))
-        found = plan_of(read_arguments(said), cluster=MACHINE, gpus=original.topology.gpus)
+        said = "torchrun --nproc_per_node 1 pretrain_gpt.py \\\n" + megatron_text(megatron_args(original, flavour))
+        found = parse_plan(read_arguments(said), cluster=MACHINE, gpus=original.topology.gpus)
         assert found.plan == original
         assert (found.unknown, found.differs) == ((), ())
 
@@ -70,7 +70,7 @@ def test_every_field_of_a_topology_is_in_some_argument() -> None:
 
 def test_the_untied_and_the_normalized_embedding_come_back_too() -> None:
     untied = plan(LM, {}, shape=replace(SHAPE, tied_embeddings=False))
-    assert plan_of(read_arguments(text(megatron_arguments(untied))), cluster=MACHINE, gpus=1).plan == untied
+    assert parse_plan(read_arguments(megatron_text(megatron_args(untied))), cluster=MACHINE, gpus=1).plan == untied
 
 
 SCRIPT = """
@@ -105,7 +105,7 @@ srun bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee -a main_log
 
 def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() -> None:
     """Written after the form of BLOOM's script, with its sizes: 384 GPUs, TP 4, PP 12, DP 8."""
-    found = plan_of(read_arguments(SCRIPT), cluster=replace(MACHINE, max_nodes=100))
+    found = parse_plan(read_arguments(SCRIPT), cluster=replace(MACHINE, max_nodes=100))
     t, s = found.plan.topology, found.plan.shape
     assert (t.tp, t.pp, t.dp, t.mbs, t.gbs, t.zero, t.recompute) == (4, 12, 8, 2, 2048, 1, "full")
     assert (t.partition, t.precision, t.fp32_gradients) == ("type:transformer|embedding", "bf16", True)
@@ -157,54 +157,57 @@ python other.py --clip-grad 1.0 | tee log
 
 
 def test_iterations_become_samples() -> None:
-    said = text(megatron_arguments(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
+    said = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
     said = said.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
         "--lr-decay-samples 999", "--lr-decay-iters 50"
     )
-    found = plan_of(read_arguments(said), cluster=MACHINE, gpus=1).plan
+    found = parse_plan(read_arguments(said), cluster=MACHINE, gpus=1).plan
     assert (found.run.train_iters, found.optimizer.warmup_samples, found.optimizer.decay_samples) == (50, 12, 0)
 
 
 def test_a_trace_of_bash_is_read_too() -> None:
     """And a warm-up that is a share of the decay: 0.01 of 800 iterations of 4."""
-    said = text(megatron_arguments(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
+    said = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
     said = said.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
     said = said.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
     trace = (
         f"+ GPT_ARGS='   {said}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {said}'\n+ CMD=' pretrain_gpt.py {said} '\n"
     )
-    found = plan_of(read_arguments(trace), cluster=MACHINE, gpus=1)
+    found = parse_plan(read_arguments(trace), cluster=MACHINE, gpus=1)
     assert (found.plan.optimizer.decay_samples, found.plan.optimizer.warmup_samples) == (3200, 32)
     assert (found.plan.topology.gbs, found.unknown) == (4, ())
 
 
-GOOD = text(megatron_arguments(plan(LM, {"tp": 2, "pp": 2})))
+GOOD = megatron_text(megatron_args(plan(LM, {"tp": 2, "pp": 2})))
 BAD = [
-    (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; pass it"),
-    (lambda: plan_of(read_arguments(GOOD), cluster=MACHINE, gpus=6), "gpus=6: must be a multiple of tp x pp = 2 x 2"),
+    (lambda: parse_plan(read_arguments(GOOD), cluster=MACHINE), "gpus=missing: is not among the arguments; pass it"),
     (
-        lambda: plan_of(read_arguments(GOOD.replace("--lr 6e-05", "--lr fast")), cluster=MACHINE, gpus=4),
+        lambda: parse_plan(read_arguments(GOOD), cluster=MACHINE, gpus=6),
+        "gpus=6: must be a multiple of tp x pp = 2 x 2",
+    ),
+    (
+        lambda: parse_plan(read_arguments(GOOD.replace("--lr 6e-05", "--lr fast")), cluster=MACHINE, gpus=4),
         "--lr=fast: must be a number",
     ),
     (
-        lambda: plan_of(read_arguments(GOOD.replace("--seq-length 128", "")), cluster=MACHINE, gpus=4),
+        lambda: parse_plan(read_arguments(GOOD.replace("--seq-length 128", "")), cluster=MACHINE, gpus=4),
         "--seq-length=missing: needs one value",
     ),
     (
-        lambda: plan_of(read_arguments(GOOD.replace("--num-layers 8", "--num-layers 7")), cluster=MACHINE, gpus=4),
+        lambda: parse_plan(read_arguments(GOOD.replace("--num-layers 8", "--num-layers 7")), cluster=MACHINE, gpus=4),
         "pp=2: pp x interleaving = 2 must divide the 7 layers",
     ),
     (lambda: read_arguments("--data-path 'open"), "arguments: not a command line (No closing quotation)"),
-    (lambda: megatron_arguments(plan(LM, {}), "megatron"), None),
+    (lambda: megatron_args(plan(LM, {}), "megatron"), None),
     (
-        lambda: megatron_arguments(plan(DEEPSPEED, {"zero": 1}, data=Data()), DEEPSPEED),
+        lambda: megatron_args(plan(DEEPSPEED, {"zero": 1}, data=Data()), DEEPSPEED),
         "data.tokenizer=bytes: Megatron-DeepSpeed has no byte tokenizer; name a folder with a Hugging Face tokenizer",
     ),
     (
-        lambda: megatron_arguments(plan(DEEPSPEED, {"tp": 2, "zero": 1, "sequence_parallel": True}), DEEPSPEED),
+        lambda: megatron_args(plan(DEEPSPEED, {"tp": 2, "zero": 1, "sequence_parallel": True}), DEEPSPEED),
         "sequence_parallel=True: Megatron-DeepSpeed has none",
     ),
-    (lambda: megatron_arguments(plan(LM, {}), LM, ["a", "b"]), "prefixes=2: the plan has 1 sources"),
+    (lambda: megatron_args(plan(LM, {}), LM, ["a", "b"]), "prefixes=2: the plan has 1 sources"),
 ]
 
 

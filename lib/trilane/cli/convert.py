@@ -74,29 +74,30 @@ def megatron(
     """
     from trilane.config import cluster as hardware
     from trilane.config.plan import read_plan
-    from trilane.interop import megatron_args, megatron_parse
+    from trilane.interop.megatron_args import megatron_args, megatron_text
+    from trilane.interop.megatron_parse import parse_plan
     from trilane.interop.shell_args import read_arguments
     from trilane.launch.local import prepare_data
 
     require((plan is None) != (read is None), "plan", plan, "give either a plan, or --read FILE")
     if plan:
-        arguments = megatron_args.megatron_arguments(read_plan(plan), flavour, prepare_data(plan) if prepare else ())
-        emit(as_json, lambda: arguments, lambda: megatron_args.text(arguments))
+        arguments = megatron_args(read_plan(plan), flavour, prepare_data(plan) if prepare else ())
+        emit(as_json, lambda: arguments, lambda: megatron_text(arguments))
         return
     assert read is not None
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     require_file("read", read)
-    reading = megatron_parse.plan_of(
+    parsed = parse_plan(
         read_arguments(read.read_text(encoding="utf-8", errors="replace")),
         cluster=hardware.cluster(cluster),
         gpus=gpus or 0,
         vocab_size=vocab_size or 0,
         label=read.stem,
     )
-    found = reading.plan.to_json()
-    left = {"ignored": reading.ignored, "unknown": reading.unknown, "differs": reading.differs}
+    found = parsed.plan.to_json()
+    left = {"ignored": parsed.ignored, "unknown": parsed.unknown, "differs": parsed.differs}
     emit(True, lambda: {"plan": found, **left} if as_json else found, str)
-    for line in reading.notes:
+    for line in parsed.notes:
         print(f"trilane: {line}", file=sys.stderr)
 
 

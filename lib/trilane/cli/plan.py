@@ -281,17 +281,5 @@ def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str |
     if not as_json:
         for skipped in result.skipped:
             print(f"skipped {skipped.row_id}: {skipped.reason}", file=sys.stderr)
-    emit(as_json, result.to_json, lambda: backtest_text(result.summary()))
+    emit(as_json, result.to_json, result.as_text)
     return 0 if result.predictions else 1
-
-
-def backtest_text(summary: dict[str, Any]) -> str:
-    """The figures over all rows, and a column for each group."""
-    columns = {"all": summary, **summary.get("groups", {})}
-    width = {name: max(10, len(name)) for name in columns}
-    lines = [f"{'':14}" + "".join(f"  {name:>{width[name]}}" for name in columns)]
-    for figure in (key for key in summary if key != "groups"):
-        cells = (column.get(figure, "") for column in columns.values())
-        texts = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
-        lines.append(f"{figure:14}" + "".join(f"  {t:>{w}}" for t, w in zip(texts, width.values(), strict=True)))
-    return "\n".join(line.rstrip() for line in lines)

@@ -78,7 +78,10 @@ class Backtest(Table):
         return _table({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).to_frame()
 
     def __repr__(self) -> str:
-        """The table as text, a line per figure."""
+        return self.as_text()
+
+    def as_text(self) -> str:
+        """The table as text: a line per figure, a column per group."""
         frame = self.to_frame().set_index("rows").T.rename_axis(None, axis=1)
         return frame.to_string(float_format="{:.4g}".format, na_rep="")
 

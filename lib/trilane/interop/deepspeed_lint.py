@@ -210,7 +210,7 @@ def _short(value: object) -> str:
 
 
 def replicas(values: Mapping[str, Any]) -> int:
-    """The data-parallel size that the three batch sizes mean together; 1 where one of them is missing."""
+    """The data-parallel size implied by the three batch sizes; 1 if one of them is missing."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sizes = [values.get(name) for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -220,7 +220,7 @@ def replicas(values: Mapping[str, Any]) -> int:
 
 
 def own_topology(values: Mapping[str, Any], tp: int, pp: int, dp: int) -> tuple[list[str], Topology | None]:
-    """The contradictions of a DeepSpeed JSON in itself, or where there are none the topology that it means."""
+    """The contradictions of a DeepSpeed JSON with itself or, if there are none, the topology that it describes."""
     lines = own_contradictions(values, pp=pp, dp=dp)
     if lines:
         return lines, None

@@ -28,7 +28,7 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 
 
-def megatron_arguments(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -> Arguments:
+def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -> Arguments:
     """The arguments for the plan, without the launcher's. Raises ValueError for what the program cannot do.
 
     `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default. The model is that of
@@ -44,7 +44,7 @@ def megatron_arguments(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = 
     return {**_shape(plan), **_batch(plan), **_optimizer(plan), **_data(plan, prefixes), **own, **_switches(switches)}
 
 
-def text(arguments: Arguments) -> str:
+def megatron_text(arguments: Arguments) -> str:
     """The arguments for bash, one per line."""
     lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
     return " \\\n".join(lines)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ParsedPlan:
     """A plan, and the arguments that it does not represent: `ignored` as irrelevant to a plan, `unknown`, and in
     `differs` values that a plan has otherwise, as `name=value: a plan has ...`.
     """
@@ -28,7 +28,7 @@ class Reading:
 
     @property
     def notes(self) -> list[str]:
-        """What of the text is not in the plan: a line for each argument that matters, one for all that do not."""
+        """What the plan does not represent: a line for each argument that matters, and one for all that do not."""
         lines = [*self.differs, *(f"{name}: unknown, not in the plan" for name in self.unknown)]
         return lines + ([f"not part of a plan: {', '.join(self.ignored)}"] if self.ignored else [])
 
@@ -58,9 +58,9 @@ class _Given:
             raise ValueError(f"--{name.replace('_', '-')}={values[0]}: must be a number") from None
 
 
-def plan_of(
+def parse_plan(
     values: Mapping[str, list[str]], *, cluster: Cluster, gpus: int = 0, vocab_size: int = 0, label: str = "read"
-) -> Reading:
+) -> ParsedPlan:
     """The plan of the arguments. Raises ValueError if some are missing or contradict each other.
 
     `gpus` 0 takes the launcher's --nproc_per_node and --nnodes among them. `vocab_size` (padded) is needed if they name
@@ -84,7 +84,7 @@ def plan_of(
         run=run,
     )
     ignored, unknown = unread(set(values) - given.read)
-    return Reading(plan=plan, ignored=ignored, unknown=unknown, differs=differing(values, plan))
+    return ParsedPlan(plan=plan, ignored=ignored, unknown=unknown, differs=differing(values, plan))
 
 
 def _gpus(given: _Given) -> int:

@@ -38,7 +38,7 @@ def read_arguments(text: str) -> dict[str, list[str]]:
         raise ValueError(f"arguments: not a command line ({error})") from None
     given: dict[str, list[str]] = {}
     name = ""
-    for word in _opened(words):
+    for word in _split_commands(words):
         if word.startswith("--") and len(word) > 2:
             name, _, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -52,8 +52,8 @@ def read_arguments(text: str) -> dict[str, list[str]]:
     return given
 
 
-def _opened(words: list[str]) -> list[str]:
-    """The words, those of a command in quotes (`bash -c "..."`) one by one where its own quotes close."""
+def _split_commands(words: list[str]) -> list[str]:
+    """The words, with a quoted command (`bash -c "..."`) split into its own words if its quotes close."""
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         try:
@@ -64,5 +64,5 @@ def _opened(words: list[str]) -> list[str]:
 
 
 def _unquoted(value: str) -> str:
-    """An assigned value without its own quotes; quotes inside it stay, also at its end."""
+    """An assigned value without the quotes around it; quotes within it are kept."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value

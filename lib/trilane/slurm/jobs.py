@@ -9,8 +9,7 @@ from typing import Any
 
 from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.interop.megatron_args import ENGINE_OF, megatron_arguments
-from trilane.interop.megatron_args import text as megatron_text
+from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
 from trilane.launch import local
 from trilane.slurm import client, ledger
 from trilane.slurm.job_status import decisive, job_status
@@ -61,7 +60,7 @@ def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any
         texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
     for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:
         with contextlib.suppress(ValueError):
-            texts["megatron_args.txt"] = megatron_text(megatron_arguments(plan, flavour)) + "\n"
+            texts["megatron_args.txt"] = megatron_text(megatron_args(plan, flavour)) + "\n"
     return texts
 
 
