@@ -13,22 +13,10 @@ from trilane.logs.run import RunLog, finish, read_logs
 from trilane.logs.table import NumericTable
 from trilane.workspace.status import Status
 
-NUMBERS = [
-    "gpus",
-    "nodes",
-    "size",
-    "dp",
-    "tp",
-    "pp",
-    "chunks",
-    "mbs",
-    "gbs",
-    "zero",
-    "layers",
-    "hidden",
-    "heads",
-    "seq",
-]
+NUMBERS = (
+    *("gpus", "nodes", "size", "dp", "tp", "pp", "chunks", "mbs", "gbs", "zero"),
+    *("layers", "hidden", "heads", "seq"),
+)
 
 GIB = 2**30  # the GB of a table are those of nvidia-smi, which are GiB
 

@@ -19,19 +19,10 @@ AUTO = "auto"  # in Hugging Face's JSON: the value of the trainer
 
 # The keys that a plan determines; buckets, offload pinning and timers are free.
 DECIDED = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer.params.betas",
-    "optimizer.params.eps",
-    "optimizer.params.weight_decay",
-    "zero_optimization.stage",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_param.device",
-    "fp16.enabled",
-    "bf16.enabled",
-    "data_types.grad_accum_dtype",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("optimizer.params.betas", "optimizer.params.eps", "optimizer.params.weight_decay", "zero_optimization.stage"),
+    *("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+    *("fp16.enabled", "bf16.enabled", "data_types.grad_accum_dtype"),
 )
 
 # DeepSpeed's defaults for them.
@@ -160,17 +151,8 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 # Parameters of Adam and AdamW that DeepSpeed's _configure_basic_optimizer or the optimizers that it chooses take.
 ADAM = (
-    "adam_w_mode",
-    "amsgrad",
-    "betas",
-    "bias_correction",
-    "eps",
-    "fp32_optimizer_states",
-    "lr",
-    "max_grad_norm",
-    "set_grad_none",
-    "torch_adam",
-    "weight_decay",
+    *("adam_w_mode", "amsgrad", "betas", "bias_correction", "eps", "fp32_optimizer_states", "lr", "max_grad_norm"),
+    *("set_grad_none", "torch_adam", "weight_decay"),
 )
 
 

@@ -16,9 +16,6 @@ ENGINE_OF = {LM: "megatron", DEEPSPEED: "deepspeed-3d"}
 INITIAL_LOSS_SCALE = "65536"  # that of our engines; their default 2^32 skips the first iterations
 BYTES = "256"  # ids of our tokenizer "bytes"; the end of a document is the next id, as in NullTokenizer
 
-# Fields of a topology without an argument in either program: kernels, and what the precision decides.
-NO_ARGUMENT = ("dp", "attention", "adam", "fp32_gradients", "buckets")
-
 RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},

@@ -28,7 +28,7 @@ class Lines:
         self._keep, self._spill = keep, spill
         self.runs = [PartialRun(keep, spill)]
         self._begun, self._pieces = b"", 0
-        self._held, self._dict = dict[str, float](), b""  # of the Trainer, whose bar may follow on another line
+        self._pending, self._dict = dict[str, float](), b""  # of the Trainer, whose bar may follow on another line
         self._bar: dict[str, float] = {}  # the last one on a line of its own
         self._facts = run_facts.RunFacts()
 
@@ -40,7 +40,7 @@ class Lines:
     @property
     def pending(self) -> bool:
         """Whether the next line matters whatever it holds, as it may complete the line before it."""
-        return bool(self._begun or self._held or self._facts.traceback)
+        return bool(self._begun or self._pending or self._facts.traceback)
 
     def close(self) -> list[PartialRun]:
         """All runs that have any content."""
@@ -68,7 +68,7 @@ class Lines:
         line = line.rstrip(b"\r\n")
         if b"\r" in line:  # a progress bar that overwrites itself
             return any([self.read(part, kind, whole) for part in trainers.bar_parts(line)])
-        if self._held and line.strip() and b"{'" not in line:
+        if self._pending and line.strip() and b"{'" not in line:
             self._release(line)
         if self._begun and self._continues(line):
             return True
@@ -102,7 +102,7 @@ class Lines:
         return False
 
     def finish(self, whole: bool = True) -> None:
-        """Read the iteration line that was begun as far as it goes, and the Trainer's dict that was held."""
+        """Read the iteration line that was begun as far as it goes, and the pending dict of the Trainer."""
         self._release()
         line, self._begun = self._begun, b""
         for spans in megatron.iterations(line, whole):
@@ -195,20 +195,20 @@ class Lines:
                 self.run.dialects["hf-trainer"] += 0
                 self.run.summary = self.run.summary or values
                 self.run.last_line = line
-            elif values != self._held:
+            elif values != self._pending:
                 self._release()
-                self._held, self._dict = values, line
+                self._pending, self._dict = values, line
                 if "step" in values:
                     self._release()
 
     def _release(self, line: bytes = b"") -> None:
-        """Read the dict that was held, with the step of the bar before it, else of the bar on `line`."""
-        if values := self._held:
-            self._held, run = {}, self.run
-            behind, total = trainers.bar(line), run.iterations.last("train_iters")
-            total = behind.get("total", NAN) if total != total else total
+        """Read the pending dict, with the step of the bar before it, else of the bar on `line`."""
+        if values := self._pending:
+            self._pending, run = {}, self.run
+            after, total = trainers.bar(line), run.iterations.last("train_iters")
+            total = after.get("total", NAN) if total != total else total
             if "step" not in values:
-                bars = [b for b in (self._bar, behind) if b and b["total"] == total and b["step"] > run.iteration]
+                bars = [b for b in (self._bar, after) if b and b["total"] == total and b["step"] > run.iteration]
                 values = values | next(iter(bars), {})
             known = {name: column for name, column in trainers.HF.items() if name in values}
             if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in known.items()):

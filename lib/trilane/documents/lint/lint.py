@@ -88,7 +88,7 @@ def findings(document: Document) -> list[LintFinding]:
 
 
 def lint_tables(document: Document) -> list[LintTable]:
-    """The tables of a document, each with what the whole document tells about it."""
+    """The tables of a document, each with the facts of the whole document."""
     tables: dict[tuple[int, str], list[TableRow]] = {}
     for row in document.rows:
         part = row.cells["table"].text if "table" in row.cells else ""
