@@ -140,12 +140,12 @@ def test_a_smaller_sibling_keeps_the_pipeline_and_its_microbatches():
 def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     plans = [small_plan("a", dp=2), small_plan("b", tp=2, pp=2)]
     runs = [measure_log(log(sec_per_it=s), plan, name=plan.label) for s, plan in zip((2.0, 3.0), plans, strict=True)]
-    lesson = recalibrate.recalibrate(runs)
-    lesson.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
+    recalibration = recalibrate.recalibrate(runs)
+    recalibration.measured_rows().to_csv(tmp_path / "measured.csv", index=False)
     cluster = tmp_path / "local.json"
     cluster.write_text(json.dumps(dataclasses.asdict(plans[0].cluster)))
     rows, skipped = read_rows(tmp_path / "measured.csv", str(cluster))
-    assert not skipped and [r.case for r in rows] == list(lesson.cases)
+    assert not skipped and [r.case for r in rows] == list(recalibration.cases)
     assert [(r.row_id, r.seconds) for r in rows] == [("a", 2.0), ("b", 3.0)]
 
 
@@ -154,11 +154,13 @@ def test_a_lesson_brings_predictions_nearer_and_says_how_sure_they_are(tmp_path,
     blank = [recalibrate.case_of(measure_log(log(), p)) for p in plans]
     true = [1.5 * p.sec_per_it for p in recalibrate.predictions(blank, default(blank[0].cluster))]
     runs = [measure_log(log(sec_per_it=s), p, name=p.label) for s, p in zip(true, plans, strict=True)]
-    lesson = recalibrate.recalibrate(runs)
-    table = lesson.to_frame()
+    recalibration = recalibrate.recalibrate(runs)
+    table = recalibration.to_frame()
     assert (table["recalibrated / measured"] - 1).abs().max() < (table["predicted / measured"] - 1).abs().min()
-    assert all(p.sec_lo < m.sec_per_it < p.sec_hi for p, m in zip(lesson.after, lesson.runs, strict=True))
-    assert len(recalibrate.choices(Study.open("s"), lesson)) >= 3, "without plans.json: the rivals of the first run"
+    assert all(p.sec_lo < m.sec_per_it < p.sec_hi for p, m in zip(recalibration.after, recalibration.runs, strict=True))
+    assert len(recalibrate.choices(Study.open("s"), recalibration)) >= 3, (
+        "without plans.json: the rivals of the first run"
+    )
     assert not recalibrate.recalibrate([measure_log(log())])
 
 

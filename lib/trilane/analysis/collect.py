@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
-OURS = ("run.log", "steps.jsonl")  # what a run folder holds beside plan.json
+OURS = ("run.log", "steps.jsonl")  # in a run folder, next to plan.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def _is_run(folder: Path) -> bool:
     try:
         return (folder / "run.log").is_file() and bool(read_plan(folder / "plan.json"))
     except ValueError:
-        return False  # what the log itself shows still stands
+        return False  # the log alone can still be read
 
 
 def _numbered(runs: list[Measurement]) -> list[Measurement]:

@@ -76,7 +76,7 @@ class Measurement:
 
     @property
     def status(self) -> Status:
-        """How the run stands or ended."""
+        """How the run ended, or that it runs."""
         return self.log.status
 
     @property
@@ -218,7 +218,7 @@ def numerics(log: RunLog) -> Numerics:
 
 
 def _exact(log: RunLog) -> RunLog:
-    """The log with the seconds of steps.jsonl beside it, where an iteration has them there."""
+    """The log with the seconds of the steps.jsonl next to it, for each iteration that is in both."""
     path, exact = log.source.with_name("steps.jsonl"), dict[int, float]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be half written

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trilane.analysis.recalibrate import NOTHING, Recalibration, choices
+from trilane.config.engines import ENGINES, label_of
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.columns import columns_of
@@ -56,10 +57,15 @@ class ShortRun:
     half_width_after: float
     worth: float
 
+    @property
+    def label(self) -> str:
+        """The label of what runs."""
+        return label(self.case)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NextRuns(Table):
-    """The plans to choose among, the choice as it stands, and possible runs, best first; false where there is none."""
+    """The plans to choose among, the present choice, and possible runs, best first; false where there is none."""
 
     plans: tuple[Configuration, ...] = ()
     decision: Decision | None = None
@@ -73,7 +79,7 @@ class NextRuns(Table):
         if not (d := self.decision):
             return NOTHING
         return Text(
-            f"Of {len(self.plans)} plans `{self.plans[d.winner].topology.label}` is believed to be the fastest (chance "
+            f"Of {len(self.plans)} plans `{label(self.plans[d.winner])}` is believed to be the fastest (chance "
             f"{d.chances[d.winner]:.0%}), {d.seconds:.3g} s an iteration ± {d.half_width:.1%}. Choosing it now costs "
             f"{d.regret:.2%} of the time, on average."
         )
@@ -85,7 +91,7 @@ class NextRuns(Table):
         best, now = self.runs[:SHOWN], f"± {self.decision.half_width:.1%}" if self.decision else ""
         return pd.DataFrame(
             {
-                f"short run ({ITERATIONS} iterations)": [run.case.topology.label for run in best],
+                f"short run ({ITERATIONS} iterations)": [run.label for run in best],
                 "gbs": [run.case.topology.gbs for run in best],
                 "GPU-hours": [run.gpu_hours for run in best],
                 "expected saving of time": [f"{run.regret_saved:.3%}" for run in best],
@@ -98,16 +104,21 @@ class NextRuns(Table):
         return super()._repr_html_() if self else f"<p>{NOTHING}</p>"
 
 
-def next_runs(study: Study, lesson: Recalibration) -> NextRuns:
-    """The choice among the study's plans after the lesson, and the short runs that would serve it best."""
-    if not (plans := choices(study, lesson)):
+def label(case: Configuration) -> str:
+    """The label of a plan, with every choice beyond the defaults of its cluster and engine."""
+    return label_of(case.shape, case.cluster, case.topology, case.engine or ENGINES[0])
+
+
+def next_runs(study: Study, recalibration: Recalibration) -> NextRuns:
+    """The choice among the study's plans after recalibration, and the short runs that would improve it most."""
+    if not (plans := choices(study, recalibration)):
         return NextRuns()
-    decision, runs = decide(plans, lesson.belief), short_runs(plans, lesson.belief)
+    decision, runs = decide(plans, recalibration.belief), short_runs(plans, recalibration.belief)
     return NextRuns(plans=tuple(plans), decision=decision, runs=tuple(runs))
 
 
 def decide(plans: Sequence[Configuration], belief: Posterior) -> Decision:
-    """The decision among the plans as it stands; ValueError where there is no plan."""
+    """The present decision among the plans; ValueError where there is no plan."""
     require(bool(plans), "plans", "none", "nothing to decide")
     mean, covariance = _per_sequence(plans, belief), belief.covariance(plans)
     draws = np.random.default_rng(0).multivariate_normal(mean, covariance, size=4000, method="eigh")

@@ -183,16 +183,16 @@ def alternatives(case: Configuration, known: Calibration, keep: int = 8) -> list
     return [replace(case, topology=c.topology) for c in found.best_per_sizes(keep).rows]
 
 
-def choices(study: Study, lesson: Recalibration) -> list[Configuration]:
-    """The plans to decide among: those of the study's plans.json, else alternatives to the lesson's first run.
+def choices(study: Study, recalibration: Recalibration) -> list[Configuration]:
+    """The plans to decide among: those of the study's plans.json, else alternatives to the first run.
 
-    The measured plans of the same model and batch are always included. None where the lesson has no run.
+    The measured plans of the same model and batch are always included. Empty where no run could be predicted.
     """
-    if not lesson:
+    if not recalibration:
         return []
-    first = lesson.cases[0]
-    found = _planned(study, first) or alternatives(first, lesson.fitted)
-    alike = [c for c in lesson.cases if (c.shape, c.topology.gbs) == (first.shape, first.topology.gbs)]
+    first = recalibration.cases[0]
+    found = _planned(study, first) or alternatives(first, recalibration.fitted)
+    alike = [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, first.topology.gbs)]
     return list({(c.shape, c.topology): c for c in [*found, *alike]}.values())
 
 

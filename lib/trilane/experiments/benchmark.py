@@ -18,7 +18,7 @@ from trilane.utils.validation import read_json, require, require_integer
 
 
 def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict[str, Any]:
-    """Train the plan of that file, for `iterations` at its full batch (0: as it says), and the result() of its run.
+    """Train the plan of that file, `iterations` long at its full batch (0: as planned), and return its result().
 
     For a run folder, also of another machine, nothing is trained. The log goes to stderr.
     """

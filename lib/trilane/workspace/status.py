@@ -1,4 +1,4 @@
-"""How a run stands or ended (`Status`), and its record with the line that proves it (`RunStatus`, status.json)."""
+"""The state of a run (`Status`), and how it ended with the line that proves it (`RunStatus`, status.json)."""
 
 import json
 import signal

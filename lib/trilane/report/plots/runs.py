@@ -75,15 +75,17 @@ def _far_apart(values: Sequence[float]) -> bool:
     return max(values) > 20 * min(values)
 
 
-def predicted_against_measured(lesson: Recalibration) -> Figure | Text:
+def predicted_against_measured(recalibration: Recalibration) -> Figure | Text:
     """Seconds per iteration, predicted (with its 90 % interval) against measured, before and after calibration.
 
     On the diagonal a prediction is exact.
     """
-    if not lesson:
+    if not recalibration:
         return NOTHING
-    labels, measured = [m.name for m in lesson.runs], [m.sec_per_it for m in lesson.runs]
-    before, after = ([(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (lesson.before, lesson.after))
+    labels, measured = [m.name for m in recalibration.runs], [m.sec_per_it for m in recalibration.runs]
+    before, after = (
+        [(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (recalibration.before, recalibration.after)
+    )
     made, axes = figure(7.0, 4.2)
     groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
     for predictions, color, marker, name in groups:
@@ -173,10 +175,10 @@ def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
     return _shares(list(timed), parts, "Measured time by part (the printing rank)")
 
 
-def phases_predicted(lesson: Recalibration) -> Figure | Text:
+def phases_predicted(recalibration: Recalibration) -> Figure | Text:
     """Where an iteration goes by the prediction after calibration, in percent, one bar a run."""
-    labels, parts = [m.name for m in lesson.runs], [vars(p.time) for p in lesson.after]
-    return _shares(labels, parts, "Predicted time by part, after calibration") if lesson else NOTHING
+    labels, parts = [m.name for m in recalibration.runs], [vars(p.time) for p in recalibration.after]
+    return _shares(labels, parts, "Predicted time by part, after calibration") if recalibration else NOTHING
 
 
 def _shares(labels: Sequence[str], parts: Sequence[Mapping[str, float]], heading: str) -> Figure:
@@ -203,7 +205,7 @@ def next_runs(choice: NextRuns) -> Figure | Text:
     axes.set(xlabel="GPU-hours (process-hours) of the run", ylabel="uncertainty left (± %, 90 %)")
     if _far_apart(cost):
         axes.set_xscale("log")
-    name = runs[0].case.topology.label
+    name = runs[0].label
     axes.annotate(name, (cost[0], after[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
     axes.margins(x=0.15)
     axes.set_ylim(0, 1.15 * now)
