@@ -102,7 +102,7 @@ def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
 
 def one(folder: Path) -> jobs.JobStatus:
     """The status of a run."""
-    return jobs.status([folder])[0]
+    return jobs.job_status([folder])[0]
 
 
 def ended(folder: Path) -> jobs.JobStatus:

@@ -41,6 +41,10 @@ _MODULES = {
     "planning.what_if": ("what_if",),
     "report": ("plots",),
     "report.widgets": ("explore",),
+    "slurm.jobs": ("job_status", "submit"),
+    "slurm.preflight.check": ("check_job",),
+    "slurm.request": ("JobRequest",),
+    "slurm.study_runs": ("prepare_runs",),
     "workspace.study": ("Study", "load_cluster"),
     "utils.tables": ("show",),
 }

@@ -70,9 +70,9 @@ def accounted(commands: Commands, **states: str) -> None:
 @pytest.mark.parametrize("state", ["PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"])
 def test_a_job_that_will_not_run_any_more_has_ended(state: str, commands: Commands, folder: Path) -> None:
     accounted(commands, j77=state)
-    assert one(folder).verdict not in ("waiting", "running") and one(folder).has_failed
+    assert one(folder).status not in ("waiting", "running") and one(folder).has_failed
     if state == "PREEMPTED":
-        assert (one(folder).verdict, one(folder).evidence) == ("cancelled", "SLURM: PREEMPTED")
+        assert (one(folder).status, one(folder).evidence) == ("cancelled", "SLURM: PREEMPTED")
 
 
 def test_a_cancellation_leaves_out_what_squeue_forgot_and_refuses_what_is_somebody_elses(
@@ -112,7 +112,7 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     (folder / "slurm-78.out").write_text(f"{line}\n\n")
     accounted(commands, j77="COMPLETED", j78="FAILED", j79="CANCELLED")
     found = one(folder)
-    assert (found.id, found.verdict, found.evidence) == ("78", "crashed", f"slurm-78.out: {line}")
+    assert (found.id, found.status, found.evidence) == ("78", "crashed", f"slurm-78.out: {line}")
     assert main(["slurm", "tail", str(folder), "--lines", "2"]) == 0
     assert capsys.readouterr().out == f"{line}\n\n"
     ledger.note(folder, "started", "79", nodes="", iteration=0, restarts=0)
@@ -135,7 +135,7 @@ def test_a_run_of_an_array_is_shown_with_what_its_script_printed(commands: Comma
 def test_the_guard_looks_at_a_sweeps_own_script_before_a_submission_and_a_second_one(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(check, "check", lambda *a: [finding.refuse("x", str(a[5]), "y")])
+    monkeypatch.setattr(check, "check_job", lambda *a: [finding.refuse("x", str(a[5]), "y")])
     (made,) = sweep.create(tmp_path / "sweep", [plan("a", tmp_path / "d", nodes=1).to_json()], SITE, REQUEST)
     ledger.note(made, "submitted", "6_1", site="test", script="")
     accounted(commands, j6_1="FAILED")

@@ -60,7 +60,7 @@ def findings(folder: Path, p: Plan, where=A100, script: Callable[[str], str] | N
     where = replace(where, local=())
     if script:
         (folder / SCRIPT).write_text(script(render("train", p, where, request)))
-    return check.check(p, where, request, folder, allow)
+    return check.check_job(p, where, request, folder, allow)
 
 
 def test_a_good_plan_is_only_told_that_slurm_was_not_asked(folder: Path) -> None:
@@ -121,7 +121,7 @@ REFUSED = {
 def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
     p, where, says, wishes = REFUSED[rule]
     found = next(f for f in findings(folder, p, where, **wishes) if f.rule == rule)
-    assert found.level == REFUSAL and says in found.says and len(found.remedy) > 5
+    assert found.level == REFUSAL and says in found.message and len(found.remedy) > 5
 
 
 EDITED = {
@@ -141,7 +141,7 @@ EDITED = {
 def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None:
     edit, says = EDITED[rule]
     found = next(f for f in findings(folder, plan(), script=edit) if f.rule == rule)
-    assert found.level == REFUSAL and says in found.says
+    assert found.level == REFUSAL and says in found.message
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_is_only_likely_to_go_wrong_is_a_warning(rule: str, edit: Callable[
 def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -> None:
     found = findings(folder, plan(), script=lambda s: s.replace("xyz@a100", "abc@a100"))
     wanted = "--account xyz@a100 is requested, job.sbatch has abc@a100"
-    assert wanted in [f.says for f in found if f.rule == "script" and f.level == REFUSAL]
+    assert wanted in [f.message for f in found if f.rule == "script" and f.level == REFUSAL]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_wish_that_the_folders_script_does_not_hold_is_refused(folder: Path) -
 def test_directives_are_read_as_sbatch_reads_them(old: str, new: str, says: str, folder: Path) -> None:
     """man sbatch: one-letter names, the value behind a space, five forms of a time; no options after a command."""
     found = check.refused(findings(folder, plan(), script=lambda s: s.replace(old, new, 1)))
-    assert any(says in f.says for f in found) if says else not found
+    assert any(says in f.message for f in found) if says else not found
 
 
 @pytest.mark.parametrize(
@@ -209,27 +209,28 @@ def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path,
     monkeypatch.setattr(client, "call", lambda command: "SlurmctldHost = x\nMaxArraySize            = 1001\n")
     monkeypatch.setattr(client, "test_only", lambda script: "")
     where = replace(A100, local=())
-    found = {f.rule: f for f in check.check(plan(), where, JobRequest(account="xyz@a100"), folder, script=script)}
-    assert found["pipefail"].level == REFUSAL and found["account"].says.startswith("account xyz@v100 does not end")
-    assert found["array"].says == "--array goes up to 1001, SLURM here allows 1000 (MaxArraySize=1001)"
+    found = {f.rule: f for f in check.check_job(plan(), where, JobRequest(account="xyz@a100"), folder, script=script)}
+    assert found["pipefail"].level == REFUSAL and found["account"].message.startswith("account xyz@v100 does not end")
+    assert found["array"].message == "--array goes up to 1001, SLURM here allows 1000 (MaxArraySize=1001)"
     assert (
-        "sweep-2x8.sbatch has xyz@v100" in found["script"].says and "create the sweep again" in found["script"].remedy
+        "sweep-2x8.sbatch has xyz@v100" in found["script"].message
+        and "create the sweep again" in found["script"].remedy
     )
     script.unlink()
-    (missing,) = check.check(plan(), where, JobRequest(), folder, script=script)
-    assert missing.says.endswith("sweep-2x8.sbatch: no such file")
+    (missing,) = check.check_job(plan(), where, JobRequest(), folder, script=script)
+    assert missing.message.endswith("sweep-2x8.sbatch: no such file")
 
 
 def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> None:
     found = findings(folder, plan(), script=lambda s: s.replace("--nproc-per-node=8", "--nproc-per-node=4"))
-    assert "4 processes per node: the plan's 16 GPUs need 8" in [f.says for f in found]
+    assert "4 processes per node: the plan's 16 GPUs need 8" in [f.message for f in found]
 
 
 def test_no_room_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are kept and one is being written, 12 bytes a parameter each."""
     monkeypatch.setattr(storage, "available", lambda _: (30e9, 1e9))
     found = next(f for f in findings(folder, plan()) if f.rule == "disk")
-    assert (found.level, found.says[:32]) == (REFUSAL, "checkpoints take up to 47.4 GB, ")
+    assert (found.level, found.message[:32]) == (REFUSAL, "checkpoints take up to 47.4 GB, ")
     monkeypatch.setattr(storage, "available", lambda _: (60e9, 1e9))
     assert next(f for f in findings(folder, plan()) if f.rule == "disk").level == WARNING
 
@@ -237,12 +238,12 @@ def test_no_room_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytes
 def test_no_inodes_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 ranks write two files each, in each of three checkpoints."""
     monkeypatch.setattr(storage, "available", lambda _: (1e15, 100))
-    assert "checkpoints take 105 files" in next(f.says for f in findings(folder, plan()) if f.rule == "inodes")
+    assert "checkpoints take 105 files" in next(f.message for f in findings(folder, plan()) if f.rule == "inodes")
 
 
 def test_a_folder_that_only_one_node_sees_is_refused_for_two(folder: Path) -> None:
     where = replace(A100, local=(str(folder.parent),))
-    found = check.check(plan(), where, JobRequest(account="xyz@a100", time_limit="20:00:00"), folder)
+    found = check.check_job(plan(), where, JobRequest(account="xyz@a100", time_limit="20:00:00"), folder)
     assert [f.level for f in found if f.rule == "shared"] == [REFUSAL]
 
 

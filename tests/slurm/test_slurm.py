@@ -46,7 +46,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
     folder = run_folder(tmp_path, plan("two", tmp_path / "data"))
     job = jobs.submit(folder, SITE, REQUEST)
     found = ended(folder)
-    assert (found.id, found.state, found.verdict) == (job, "COMPLETED", "completed"), says(folder)
+    assert (found.id, found.state, found.status) == (job, "COMPLETED", "completed"), says(folder)
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
     events = [e["event"] for e in ledger.events(folder)]
@@ -65,7 +65,7 @@ def test_a_job_whose_environment_is_missing_says_so(cluster: Cluster, tmp_path: 
     (folder / "job.sbatch").write_text(script.replace("VENV=", "unset TRILANE_VENV\nVENV=/nowhere #"))
     job = jobs.submit(folder, SITE, REQUEST)
     found = ended(folder)
-    assert (found.id, found.state, found.verdict) == (job, "FAILED", "crashed")
+    assert (found.id, found.state, found.status) == (job, "FAILED", "crashed")
     assert found.evidence.startswith(f"slurm-{job}.out: ") and "/nowhere/bin/activate: No such file" in found.evidence
     assert "/nowhere/bin/activate" in job_status.logs(folder)[-1]
 
@@ -76,7 +76,7 @@ def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluste
     folder = run_folder(tmp_path, p, request)
     job = jobs.submit(folder, SITE, request)
     found = ended(folder)
-    assert (found.state, found.verdict, found.iteration) == ("COMPLETED", "completed", 4), says(folder)
+    assert (found.state, found.status, found.iteration) == ("COMPLETED", "completed", 4), says(folder)
     lines = (folder / f"ranks/hostfile-{job}").read_text().splitlines()
     assert lines == [f"{host} slots=2" for host in client.hostnames(found.nodes)]
 
@@ -102,8 +102,8 @@ def test_sbatch_accepts_every_recorded_script(cluster: Cluster) -> None:
 def test_the_guard_refuses_what_slurm_would_refuse(wish: dict, says: str, cluster: Cluster, tmp_path: Path) -> None:
     folder = run_folder(tmp_path, plan("two", tmp_path / "data"), replace(REQUEST, **wish))
     p = plan("two", tmp_path / "data")
-    found = [f for f in check.check(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
-    assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].says.lower()
+    found = [f for f in check.check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
+    assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].message.lower()
 
 
 def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -123,7 +123,7 @@ def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys:
     assert main(["slurm", "cancel", str(sleeper), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"cancelled": [job]}
     found = ended(sleeper)
-    assert (found.state, found.verdict, found.evidence) == ("CANCELLED", "cancelled", "SLURM: CANCELLED")
+    assert (found.state, found.status, found.evidence) == ("CANCELLED", "cancelled", "SLURM: CANCELLED")
     assert main(["slurm", "status", str(sleeper)]) == 1
     assert " CANCELLED " in capsys.readouterr().out
 
@@ -132,7 +132,7 @@ def test_a_job_that_waits_says_why(sleeper: Path) -> None:
     job = client.submit(sleeper / "job.sbatch", "--begin=now+1hour")
     jobs.note_submission(sleeper, job, "test", sleeper / "job.sbatch")
     wait_until(lambda: one(sleeper).reason == "BeginTime", 30, "reason")
-    assert (one(sleeper).state, one(sleeper).verdict) == ("PENDING", "waiting")
+    assert (one(sleeper).state, one(sleeper).status) == ("PENDING", "waiting")
     assert jobs.cancel([sleeper]) == [job]
 
 

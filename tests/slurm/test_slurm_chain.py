@@ -61,7 +61,7 @@ def test_sigusr1_saves_and_the_next_link_goes_on_with_the_same_losses(
     client.cancel([first])
     wait_until(lambda: one(folder).id == second, PATIENCE_S, "second link")
     found = ended(folder)
-    assert (found.id, found.verdict, found.iteration) == (second, "completed", LONG), says(folder)
+    assert (found.id, found.status, found.iteration) == (second, "completed", LONG), says(folder)
     begun = ledger.events(folder, "started")
     assert [e["id"] for e in begun] == [first, second] and begun[1]["iteration"] >= saved >= 5
     assert losses(folder) == pytest.approx(unbroken, abs=1e-5)
@@ -85,7 +85,7 @@ def test_a_dead_node_brings_the_job_back_elsewhere_and_it_finishes(
         wait_until(lambda: one(folder).state == "PENDING", PATIENCE_S, says(folder))
         client.call(["scontrol", "update", f"NodeName={before[1]}", "State=DOWN", "Reason=the wait is over"])
         found = ended(folder)
-        assert (found.id, found.verdict, found.iteration) == (job, "completed", LONG), says(folder)
+        assert (found.id, found.status, found.iteration) == (job, "completed", LONG), says(folder)
         assert before[1] not in client.hostnames(found.nodes)
         assert [e["restarts"] for e in ledger.events(folder, "started")] == [0, 1]
         assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [[before[1]]]
@@ -114,7 +114,7 @@ def test_three_links_on_2_4_and_2_nodes_follow_the_ramp_with_the_losses_of_one_r
     ids = json.loads(capsys.readouterr().out)["submitted"]
     paths = chain.stages_of(Path(folder))
     found = [ended(path) for path in paths]
-    assert [(j.id, j.verdict) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
+    assert [(j.id, j.status) for j in found] == [(i, "completed") for i in ids], says(paths[0]) + says(paths[1])
     assert [len(client.hostnames(j.nodes)) for j in found] == [2, 4, 2]
     joined = [loss for path in paths for loss in losses(path)]
     assert len(joined) == 9 and joined == pytest.approx(alone(p, tmp_path), abs=1e-5)
@@ -179,4 +179,4 @@ def test_a_time_limit_is_a_verdict(cluster: Cluster, tmp_path: Path) -> None:
     job = client.submit(folder / "job.sbatch", "--time=00:01:00")
     jobs.note_submission(folder, job, "test", folder / "job.sbatch")
     found = ended(folder)
-    assert (found.state, found.verdict) == ("TIMEOUT", "time limit")
+    assert (found.state, found.status) == ("TIMEOUT", "time limit")

@@ -53,7 +53,7 @@ def test_a_chain_on_48_nodes_loses_one_and_goes_on_with_a_spare(cluster: Cluster
     cluster.do("kill-node", dead)
     client.call(["scontrol", "update", f"NodeName={dead}", "State=DOWN", "Reason=killed"])
     found = ended(folder)
-    assert (found.id, found.verdict) == (first, "completed"), says(folder)
+    assert (found.id, found.status) == (first, "completed"), says(folder)
     now = client.hostnames(found.nodes)
     assert len(now) == 48 and dead not in now and set(now) - set(before) <= {f"jz-a100-{n}" for n in range(1, 53)}
     assert dead in ledger.events(folder, "node failure")[0]["nodes"]
@@ -75,10 +75,10 @@ def test_the_status_of_200_jobs_takes_one_call_of_slurm(
     call = client.call
     monkeypatch.setattr(client, "call", lambda command, **more: (asked.append(command[0]), call(command, **more))[1])
     begin = time.monotonic()
-    found = jobs.status(folders)
+    found = jobs.job_status(folders)
     seconds = time.monotonic() - begin
     print(f"status of {JOBS} jobs: {seconds:.2f} s")
     assert asked == ["squeue"] and len(found) == JOBS
-    assert {(j.state, j.reason, j.verdict) for j in found} == {("PENDING", "JobHeldUser", "waiting")}
+    assert {(j.state, j.reason, j.status) for j in found} == {("PENDING", "JobHeldUser", "waiting")}
     monkeypatch.undo()
     assert len(jobs.cancel(folders)) == JOBS

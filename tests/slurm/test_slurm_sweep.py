@@ -28,9 +28,9 @@ def all_ended(folder: Path) -> list[jobs.JobStatus]:
     done = (*client.ENDED, client.FORGOTTEN)
     paths = sweep.members(folder)
     wait_until(
-        lambda: all(j.state in done for j in jobs.status(paths)), PATIENCE_S, f"the sweep goes on: {says(folder)}"
+        lambda: all(j.state in done for j in jobs.job_status(paths)), PATIENCE_S, f"the sweep goes on: {says(folder)}"
     )
-    return jobs.status(paths)
+    return jobs.job_status(paths)
 
 
 @pytest.mark.slow
@@ -52,16 +52,16 @@ def test_four_runs_one_fails_and_runs_again_alone(
     assert '"data"' in capsys.readouterr().out
     assert main(["slurm", "sweep", "submit", str(folder), *door, "--allow", "data", "--parallel", "2"]) == 0
     arrays = json.loads(capsys.readouterr().out)["submitted"]
-    wait_until(lambda: any(j.state == "RUNNING" for j in jobs.status(sweep.members(folder))), 60, "running")
-    assert sum(j.state == "RUNNING" for j in jobs.status(sweep.members(folder))) <= 2
+    wait_until(lambda: any(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))), 60, "running")
+    assert sum(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))) <= 2
     found = all_ended(folder)
-    assert [j.verdict for j in found] == ["completed", "completed", "crashed", "completed"], says(folder)
+    assert [j.status for j in found] == ["completed", "completed", "crashed", "completed"], says(folder)
     assert [j.id for j in found] == [f"{arrays[0]}_{n}" for n in (1, 2, 3, 4)]
     corpus.write_text("to be or not to be, that is the question\n" * 40)
     again = sweep.rerun(folder, SITE, parallel=2)
     found = all_ended(folder)
     assert [j.id for j in found] == [f"{arrays[0]}_1", f"{arrays[0]}_2", f"{again[0]}_3", f"{arrays[0]}_4"]
-    assert [j.verdict for j in found] == ["completed"] * 4, says(folder)
+    assert [j.status for j in found] == ["completed"] * 4, says(folder)
     assert len({round(losses(path)[0], 3) for path in sweep.members(folder)[:2]}) == 1
     capsys.readouterr()
     assert main(["slurm", "sweep", "table", str(folder), "--json"]) == 0
@@ -84,8 +84,8 @@ def test_the_launch_notebook_submits_the_best_plan_of_the_search_and_shows_it_do
     study = Study.create("s")
     notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
     (folder,) = (study.folder / "runs").iterdir()
-    (job,) = jobs.status([folder])
-    assert (job.state, job.verdict, job.iteration) == ("COMPLETED", "completed", 4), says(folder)
+    (job,) = jobs.job_status([folder])
+    assert (job.state, job.status, job.iteration) == ("COMPLETED", "completed", 4), says(folder)
     page = (study.folder / "03_launch.html").read_text()
     assert f"job {job.id} COMPLETED" in page and "All 1 runs completed" in page
 
@@ -101,7 +101,7 @@ def test_who_needs_more_than_a_run_that_ran_out_is_pruned(tmp_path: Path, monkey
     assert begin(small, env) == "go: from the beginning"
     assert begin(large, env) == "stop: pruned: predicted 4.00 GiB, and mbs2 ran out with 2.00 GiB"
     assert read_status(large).status == "pruned"
-    assert [job.verdict for job in jobs.status([large, middle])] == ["pruned", "OOM"]
+    assert [job.status for job in jobs.job_status([large, middle])] == ["pruned", "OOM"]
     assert sweep.failures(folder) == []
     shown = sweep.table(folder)
     assert dict(zip(shown["Run"], shown["Notes"], strict=True)) == {

@@ -73,7 +73,7 @@ def findings_text(found: dict[str, Any]) -> str:
 
 def as_dicts(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Findings by run, as JSON."""
-    return {name: [asdict(f) for f in findings] for name, findings in found.items()}
+    return {name: [f.to_json() for f in findings] for name, findings in found.items()}
 
 
 @slurm.command("check")
@@ -97,9 +97,9 @@ def check_command(plan: Path, site: str, allow: Collection[str], as_json: bool, 
         require_file("plan", plan)
         found = [check.of_error(error)]
     else:
-        found = check.check(read, where, request, plan.parent, allow)
+        found = check.check_job(read, where, request, plan.parent, allow)
     text = "\n".join(map(check.line, found)) or "nothing found"
-    emit(as_json, lambda: {"findings": [asdict(f) for f in found]}, lambda: text)
+    emit(as_json, lambda: {"findings": [f.to_json() for f in found]}, lambda: text)
     return 1 if check.refused(found) else 0
 
 
@@ -137,7 +137,7 @@ def submit(
     where, request, folders = site_of(site), request_of(options), folders_of(runs)
     for path in folders if rewrite else []:
         jobs.rewrite(path, where, request)
-    found = {str(f): check.check(read_plan(f / "plan.json"), where, request, f, allow) for f in folders}
+    found = {str(f): check.check_job(read_plan(f / "plan.json"), where, request, f, allow) for f in folders}
     refused = any(check.refused(findings) for findings in found.values())
     submitted = {} if refused or dry_run else {str(f): jobs.submit(f, where, request) for f in folders}
     text = "\n".join(
@@ -155,7 +155,7 @@ slurm.add_command(submit, "resubmit")
 @runs_argument
 @json_option
 def status(runs: Sequence[str], as_json: bool) -> int:
-    """Print every job of runs: its place in the queue, progress, verdict; exit code 1 where one failed."""
+    """Print every job of runs: its place in the queue, progress, status; exit code 1 where one failed."""
     return print_status(folders_of(runs), as_json)
 
 
@@ -163,8 +163,8 @@ def print_status(folders: Sequence[Path], as_json: bool) -> int:
     """The jobs of run folders, a line each; 1 where one failed."""
     from trilane.slurm import jobs
 
-    found = jobs.status(folders)
-    emit(as_json, lambda: {"jobs": [asdict(job) for job in found]}, lambda: "\n".join(map(status_line, found)))
+    found = jobs.job_status(folders)
+    emit(as_json, lambda: {"jobs": [job.to_json() for job in found]}, lambda: "\n".join(map(status_line, found)))
     return 1 if any(job.has_failed for job in found) else 0
 
 
@@ -172,7 +172,7 @@ def status_line(job: Any) -> str:
     """A job in one line for the terminal."""
     later = f" +{job.waiting}" if job.waiting else ""
     state = f"{job.run:28.28} {job.id + later:12} {job.state:13} {job.elapsed:>10} {job.reason or job.nodes:22.22}"
-    return f"{state} {job.iteration:>7}/{job.iterations} {job.verdict:10} {job.evidence[:80]}".rstrip()
+    return f"{state} {job.iteration:>7}/{job.iterations} {job.status:10} {job.evidence[:80]}".rstrip()
 
 
 @slurm.command()
@@ -216,13 +216,13 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
     for line in monitor.watch(folders, every, seconds, stall):
         print(line, flush=True)
     try:
-        found = jobs.status(folders)
+        found = jobs.job_status(folders)
     except client.SlurmError as error:
         print(error, flush=True)
         return TIME_IS_OVER
     if as_json:
-        emit(True, lambda: {"jobs": list(map(asdict, found))}, str)
-    if any(job.verdict.is_active for job in found):
+        emit(True, lambda: {"jobs": [job.to_json() for job in found]}, str)
+    if any(job.status.is_active for job in found):
         return TIME_IS_OVER
     return 1 if any(job.has_failed for job in found) else 0
 
@@ -258,8 +258,8 @@ def begin(folder: Path, as_json: bool) -> None:
     """Print whether the attempt of the run folder may begin."""
     from trilane.slurm import attempt
 
-    verdict = attempt.begin(folder)
-    emit(as_json, lambda: {"verdict": verdict}, lambda: verdict, indent=None)
+    decision = attempt.begin(folder)
+    emit(as_json, lambda: {"verdict": decision}, lambda: decision, indent=None)
 
 
 @job.command()
@@ -331,7 +331,7 @@ def start_sweep(folder: Path, site: Any, request: Any, allow: Collection[str], a
     scripts, found = sweep.scripts(folder, site), dict[str, Any]()
     for n, path in enumerate(sweep.members(folder), 1):
         if lines is None or n in lines:
-            found[str(path)] = check.check(read_plan(path / "plan.json"), site, request, path, allow, scripts[n])
+            found[str(path)] = check.check_job(read_plan(path / "plan.json"), site, request, path, allow, scripts[n])
     refused = {path: check.refused(findings) for path, findings in found.items()}
     if any(refused.values()):
         named = {Path(path).name: findings for path, findings in found.items()}
@@ -406,7 +406,7 @@ def submit_chain(folder: Path, times: int, site: str, allow: Collection[str], as
 
     where, request = site_of(site), request_of(options)
     left = [p for p in chain.stages_of(folder) if not run_folder.is_completed(p)]
-    found = {p.name: check.check(read_plan(p / "plan.json"), where, request, p, allow) for p in left}
+    found = {p.name: check.check_job(read_plan(p / "plan.json"), where, request, p, allow) for p in left}
     refused = any(check.refused(findings) for findings in found.values())
     ids = [] if refused else chain.submit(folder, where, times)
     text = "\n".join(filter(None, [findings_text(found), f"submitted: {', '.join(ids) or 'nothing'}"]))

@@ -34,7 +34,7 @@ def decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobState
     return next(filter(trained_or_failed, reversed(states)), states[-1] if states else None)
 
 
-def job_status(folder: Path, job: client.JobState) -> tuple[Status, str]:
+def status_of(folder: Path, job: client.JobState) -> tuple[Status, str]:
     """The job's status, and the line that proves it."""
     written = read_status(folder) if (folder / "status.json").exists() else None
     if job.state == "NOT SUBMITTED":

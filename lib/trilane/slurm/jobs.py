@@ -3,24 +3,28 @@
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
 from trilane.launch import local
 from trilane.slurm import client, ledger
-from trilane.slurm.job_status import decisive, job_status
+from trilane.slurm.job_status import decisive, status_of
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import Site
+from trilane.utils.tables import Columns, Table, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.run_folder import is_completed, write_text
 from trilane.workspace.status import RunStatus, Status
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class JobStatus:
     elapsed: str
     limit: str
     nodes: str
-    verdict: Status
+    status: Status
     evidence: str
     iteration: int
     iterations: int
@@ -46,7 +50,27 @@ class JobStatus:
     @property
     def has_failed(self) -> bool:
         """Whether it ended otherwise than completed, saved and stopped, or pruned."""
-        return self.verdict.has_failed
+        return self.status.has_failed
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `trilane slurm status`; the key of the status is `verdict`."""
+        return {"verdict" if name == "status" else name: value for name, value in asdict(self).items()}
+
+
+class JobTable(list[JobStatus], Table):
+    """The status of several runs."""
+
+    def to_frame(self) -> "pd.DataFrame":
+        columns = {
+            "run": [job.run for job in self],
+            "job": [job.id for job in self],
+            "state": [job.state for job in self],
+            "status": [str(job.status) for job in self],
+            "iteration": [f"{job.iteration} of {job.iterations}" for job in self],
+            "waits for": [job.reason for job in self],
+            "evidence": [short(job.evidence) for job in self],
+        }
+        return Columns(columns).to_frame()
 
 
 def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:
@@ -117,12 +141,12 @@ def cancel(folders: Iterable[Path]) -> list[str]:
     return live
 
 
-def status(folders: Iterable[Path]) -> list[JobStatus]:
+def job_status(folders: Iterable[Path]) -> JobTable:
     """The status of each run folder: of its job that runs, else of the next that waits, else of the last."""
     jobs = {folder: ledger.job_ids(folder) for folder in map(Path, folders)}
     submitted = [job for ids in jobs.values() for job in ids if client.JOB_ID.fullmatch(job)]
     known = client.states(submitted) if submitted and client.is_installed() else {}
-    return [_status(folder, ids, known) for folder, ids in jobs.items()]
+    return JobTable(_status(folder, ids, known) for folder, ids in jobs.items())
 
 
 def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState]) -> JobStatus:
@@ -131,7 +155,7 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
     running = [s for s in live if s.state != "PENDING"]
     none = client.JobState(id="", state="NOT SUBMITTED")
     current = next(iter(running or live), None) or decisive(folder, states) or none
-    word, evidence = job_status(folder, current)
+    word, evidence = status_of(folder, current)
     return JobStatus(
         run=folder.name,
         id=current.id,
@@ -140,7 +164,7 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
         elapsed=current.elapsed,
         limit=current.limit,
         nodes=current.nodes,
-        verdict=word,
+        status=word,
         evidence=evidence,
         iteration=run_folder.iteration(folder),
         iterations=read_plan(folder / "plan.json").run.goal,

@@ -79,7 +79,7 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
     is_down = False
     while True:
         try:
-            now = {str(folder): job for folder, job in zip(folders, jobs.status(folders), strict=True)}
+            now = {str(folder): job for folder, job in zip(folders, jobs.job_status(folders), strict=True)}
         except client.SlurmError as error:
             yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
             is_down = True
@@ -90,7 +90,7 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
             yield from changes(before, now)
             yield from (f"{now[f].run}: STALLED: {idle_text(Path(f))}" for f in now if idle[f] and not stalled.get(f))
             before, stalled = now, idle
-            if not any(job.verdict.is_active for job in now.values()):
+            if not any(job.status.is_active for job in now.values()):
                 return
         if time.monotonic() + every_s > end:
             return
@@ -102,10 +102,10 @@ def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> li
     lines = []
     for folder, job in now.items():
         old = before.get(folder)
-        if old is None or (old.id, old.state, old.verdict) != (job.id, job.state, job.verdict):
+        if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
             word = "DIED: " if job.has_failed else ""
             where = job.reason or job.nodes
-            lines.append(f"{job.run}: job {job.id} {job.state} {where}: {word}{job.verdict} {job.evidence}".rstrip())
+            lines.append(f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip())
         elif old.iteration != job.iteration:
             lines.append(f"{job.run}: iteration {job.iteration} of {job.iterations}")
     return lines

@@ -102,13 +102,13 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
 
 def failures(folder: Path) -> list[int]:
     """Lines of runs.txt whose run failed, and may succeed in another attempt."""
-    found = jobs.status(members(folder))
-    return [n for n, job in enumerate(found, 1) if job.verdict.can_retry]
+    found = jobs.job_status(members(folder))
+    return [n for n, job in enumerate(found, 1) if job.status.can_retry]
 
 
 def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
     """Submit only the failures; the arrays' ids. Raises ValueError where a run has not ended."""
-    active = [job.run for job in jobs.status(members(folder)) if job.verdict.is_active]
+    active = [job.run for job in jobs.job_status(members(folder)) if job.status.is_active]
     require(not active, "sweep", folder, f"{', '.join(active)} have not ended")
     failed = failures(folder)
     return submit(folder, site, parallel, failed) if failed else []
@@ -116,8 +116,8 @@ def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
 
 def table(folder: Path) -> "pd.DataFrame":
     """The runs in the columns of analysis.tables.frame, fastest first; the incomplete ones last, with a note."""
-    found = zip(members(folder), jobs.status(members(folder)), strict=True)
-    measured = [measure(path, status=job.verdict) for path, job in found]
+    found = zip(members(folder), jobs.job_status(members(folder)), strict=True)
+    measured = [measure(path, status=job.status) for path, job in found]
     infinite = float("inf")
     order = [m.sec_per_it if m.status is Status.COMPLETED and m.sec_per_it > 0 else infinite for m in measured]
     return frame([m for _, m in sorted(zip(order, measured, strict=True), key=lambda pair: pair[0])])

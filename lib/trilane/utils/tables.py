@@ -49,6 +49,18 @@ class Text(str):
         return str(self)
 
 
+class Html(str):
+    """HTML that a notebook shows; insert text from files escaped, as `Html.pre` does."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+    @classmethod
+    def pre(cls, text: str) -> "Html":
+        """`text` as it is, in a fixed-width font."""
+        return cls(f"<pre>{html.escape(text)}</pre>")
+
+
 def literal(text: object) -> str:
     """External text (a log, a dump, a file name) as Markdown without markup."""
     escaped = html.escape(" ".join(str(text).split()))

@@ -7,21 +7,21 @@ from pathlib import Path
 from trilane.config.plan import Plan
 from trilane.slurm.preflight import resources, storage
 from trilane.slurm.preflight import script as script_checks
-from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck, JobFinding
+from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, Findings, JobCheck, JobFinding
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import Site
 from trilane.utils.validation import require, require_known
 
 
-def check(
+def check_job(
     plan: Plan,
     site: Site,
     request: JobRequest,
     folder: Path,
     allow: Collection[str] = (),
     script: Path | None = None,
-) -> list[JobFinding]:
+) -> Findings:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
     It reads `script`, else the folder's job.sbatch, else the script that would be written.
@@ -33,7 +33,7 @@ def check(
         require(script is None or path.is_file(), "script", path, "no such file")
         text = path.read_text(encoding="utf-8") if path.exists() else render("train", plan, site, request)
     except ValueError as error:
-        return [of_error(error)]
+        return Findings([of_error(error)])
     case = JobCheck(plan, site, request, folder, text, path.name)
     found: list[JobFinding] = []
     for find in (*resources.RULES, *script_checks.RULES, *storage.RULES):
@@ -42,7 +42,7 @@ def check(
         except ValueError as error:  # an #SBATCH line edited by hand
             found.append(of_error(error))
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
-    return sorted(found, key=lambda f: f.level != REFUSAL)
+    return Findings(sorted(found, key=lambda f: f.level != REFUSAL))
 
 
 REMEDIES = {
@@ -59,14 +59,14 @@ def of_error(error: ValueError) -> JobFinding:
     """A ValueError of the form "field=value: the rule" as a refusal."""
     field = str(error).partition("=")[0]
     remedy = REMEDIES.get(field, "correct it in the plan, the script, the request or the site's file")
-    return JobFinding(level=REFUSAL, rule=field, says=str(error), remedy=remedy)
+    return JobFinding(level=REFUSAL, rule=field, message=str(error), remedy=remedy)
 
 
-def refused(findings: Collection[JobFinding]) -> list[JobFinding]:
+def refused(findings: Collection[JobFinding]) -> Findings:
     """The refusals among them."""
-    return [f for f in findings if f.level == REFUSAL]
+    return Findings(f for f in findings if f.level == REFUSAL)
 
 
 def line(finding: JobFinding) -> str:
     """A finding as two lines of text."""
-    return f"{finding.level:7} [{finding.rule}] {finding.says}\n        {finding.remedy}"
+    return f"{finding.level:7} [{finding.rule}] {finding.message}\n        {finding.remedy}"

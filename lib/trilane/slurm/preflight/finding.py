@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
@@ -11,25 +12,17 @@ from trilane.costmodel.predict import Prediction, predict_on
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, directives, nodes_of
 from trilane.slurm.sites import Site
+from trilane.utils.tables import Columns, Table
 from trilane.utils.validation import require_known
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 REFUSAL, WARNING = "refusal", "warning"
 # Every rule of the check; an impossible value is refused under its own field's name.
 RULES = (
-    *(
-        "cluster",
-        "nodes",
-        "tp",
-        "precision",
-        "wheel",
-        "qos time",
-        "qos gpus",
-        "account",
-        "memory",
-        "host memory",
-        "time",
-    ),
-    *("checkpoints", "site", "script", "array", "kill-on-bad-exit", "pipefail", "signal", "error file", "port"),
+    *("cluster", "nodes", "tp", "precision", "wheel", "qos time", "qos gpus", "account", "memory", "host memory"),
+    *("time", "checkpoints", "site", "script", "array", "kill-on-bad-exit", "pipefail", "signal", "error file", "port"),
     *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder"),
 )
 
@@ -40,21 +33,33 @@ class JobFinding:
 
     level: str
     rule: str
-    says: str
+    message: str
     remedy: str
 
     def __post_init__(self) -> None:
         require_known("level", self.level, (REFUSAL, WARNING))
 
+    def to_json(self) -> dict[str, str]:
+        """The JSON object of `trilane slurm check`; the key of the message is `says`."""
+        return {"level": self.level, "rule": self.rule, "says": self.message, "remedy": self.remedy}
 
-def refuse(rule: str, says: str, remedy: str) -> JobFinding:
+
+class Findings(list[JobFinding], Table):
+    """The findings about one job, refusals first."""
+
+    def to_frame(self) -> "pd.DataFrame":
+        names = ("level", "rule", "message", "remedy")
+        return Columns({name: [getattr(f, name) for f in self] for name in names}).to_frame()
+
+
+def refuse(rule: str, message: str, remedy: str) -> JobFinding:
     """A refusal; the rule is one of RULES."""
-    return JobFinding(level=REFUSAL, rule=rule, says=says, remedy=remedy)
+    return JobFinding(level=REFUSAL, rule=rule, message=message, remedy=remedy)
 
 
-def warn(rule: str, says: str, remedy: str) -> JobFinding:
+def warn(rule: str, message: str, remedy: str) -> JobFinding:
     """A warning; the rule is one of RULES."""
-    return JobFinding(level=WARNING, rule=rule, says=says, remedy=remedy)
+    return JobFinding(level=WARNING, rule=rule, message=message, remedy=remedy)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the guard asks of plan, nodes and time: do they fit together, and does the work survive the time limit?"""
+"""Pre-flight checks of plan, nodes and time: do they fit together, and is the work saved before the time limit?"""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def nodes(case: JobCheck) -> Iterator[JobFinding]:
 
 
 def precision(case: JobCheck) -> Iterator[JobFinding]:
-    """bf16 needs compute capability 8.0; is_bf16_supported() says yes on a V100, which only emulates it."""
+    """bf16 needs compute capability 8.0; torch's is_bf16_supported() is True on a V100, which only emulates it."""
     gpu = case.cluster.gpu
     if case.plan.topology.precision == "bf16" and gpu.kind == "cuda" and gpu.compute_capability < AMPERE:
         yield refuse("precision", f"{gpu.name} has no bf16", "use fp16 with a loss scale, or an A100 and later")
@@ -44,7 +44,7 @@ def precision(case: JobCheck) -> Iterator[JobFinding]:
 def wheel(case: JobCheck) -> Iterator[JobFinding]:
     """Whether the installed torch holds kernels for the card; torch's version.py is read, torch is not imported.
 
-    From 2.11 on only the CUDA 12.6 builds hold sm_70, and CUDA 13 has dropped it.
+    From 2.11 on only the CUDA 12.6 builds hold sm_70, and CUDA 13 no longer has it.
     """
     gpu, path = case.cluster.gpu, torch_version_file(case.request.environment)
     if gpu.kind != "cuda":
@@ -53,18 +53,18 @@ def wheel(case: JobCheck) -> Iterator[JobFinding]:
         yield warn("wheel", "torch was not found in the job's environment from here", "check it on a login node")
         return
     version, cuda = torch_build(path.read_text(encoding="utf-8"))
-    told = f"torch {version} is built for {'CUDA ' + cuda if cuda else 'no CUDA'}"
+    build = f"torch {version} is built for {'CUDA ' + cuda if cuda else 'no CUDA'}"
     if not cuda:
-        yield refuse("wheel", f"{told}, the nodes have {gpu.name}", "install the wheel of the card's CUDA")
+        yield refuse("wheel", f"{build}, the nodes have {gpu.name}", "install the wheel of the card's CUDA")
     elif gpu.compute_capability == VOLTA and cuda != "12.6":
         remedy = "install from https://download.pytorch.org/whl/cu126 (environment.yml, the V100 variant)"
         certain = _numbers(version) >= (2, 11) or _numbers(cuda) >= (13, 0)
-        says = f"{told}: {'no' if certain else 'perhaps no'} kernels for {gpu.name} (sm_70)"
-        yield (refuse if certain else warn)("wheel", says, remedy)
+        message = f"{build}: {'no' if certain else 'perhaps no'} kernels for {gpu.name} (sm_70)"
+        yield (refuse if certain else warn)("wheel", message, remedy)
 
 
 def torch_version_file(environment: str) -> Path | None:
-    """torch/version.py of a venv, of this Python where `environment` is empty; None where it cannot be known."""
+    """torch/version.py of a venv, or of this Python where `environment` is empty; None where it is not found."""
     if environment.startswith("conda:"):
         return None
     if environment:
@@ -96,52 +96,52 @@ def limits(case: JobCheck) -> Iterator[JobFinding]:
         yield refuse("qos gpus", f"{gpus} GPUs, {qos.name} allows {qos.gpus}", "another QoS or a reservation")
     account = asked.get("account", "")
     if site.account_ending and not account.endswith(site.account_ending):
-        says = f"account {account or '(none)'} does not end with {site.account_ending}"
-        yield refuse("account", says, f"--account PROJECT{site.account_ending}")
+        message = f"account {account or '(none)'} does not end with {site.account_ending}"
+        yield refuse("account", message, f"--account PROJECT{site.account_ending}")
 
 
 def memory(case: JobCheck) -> Iterator[JobFinding]:
     """The fullest stage against the card, and an offload against the node's memory."""
     p, used = case.prediction, min(case.plan.topology.gpus, case.cluster.gpus_per_node)
     card, risk = case.cluster.gpu.memory_bytes, p.oom_probability
-    says = f"predicted {p.memory_bytes / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
+    message = f"predicted {p.memory_bytes / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
     remedy = "smaller mbs, recompute full, more tp or pp, a higher ZeRO stage"
     if risk > IMPOSSIBLE:
-        yield refuse("memory", says, remedy)
+        yield refuse("memory", message, remedy)
     elif p.is_risky:
-        yield warn("memory", says, remedy)
+        yield warn("memory", message, remedy)
     host, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
     if host > has:
-        says = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
-        yield refuse("host memory", says, "more replicas, or no offload")
+        message = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
+        yield refuse("host memory", message, "more replicas, or no offload")
 
 
 def time(case: JobCheck) -> Iterator[JobFinding]:
-    """Whether the job's limit loses work: how long it trains, and what of it is saved before the end."""
+    """The training ends, or saves a checkpoint, before the job's time limit."""
     run, second = case.plan.run, case.prediction
     limit = seconds_of(case.directives.get("time", "00:10:00"))
     asked = "signal" in case.directives or run.exit_duration_minutes > 0
     iterations = run.goal - run.start_iteration
     needs = iterations * second.sec_per_it
     if 0 < limit < run.exit_duration_minutes * 60:
-        says = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
-        yield refuse("time", says, "end the run some minutes before the limit")
+        message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
+        yield refuse("time", message, "end the run some minutes before the limit")
     if needs <= limit:
         return
-    told = f"{iterations} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
+    duration = f"{iterations} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
     interval = run.save_interval * second.sec_per_it
     if not asked and not 0 < interval < limit:
         remedy = "save_interval, exit_duration_minutes or --signal-s"
-        yield refuse("checkpoints", f"{told}, and no checkpoint is saved before", remedy)
+        yield refuse("checkpoints", f"{duration}, and no checkpoint is saved before", remedy)
     else:
-        yield warn("time", f"{told}: {-(-needs // limit):.0f} jobs one after another", "submit them as a chain")
+        yield warn("time", f"{duration}: {-(-needs // limit):.0f} jobs one after another", "submit them as a chain")
     if limit / 10 < interval:
-        says = f"a checkpoint every {interval / 3600:.1f} h: a failure loses as much"
-        yield warn("checkpoints", says, f"save_interval={max(1, int(limit / 10 / second.sec_per_it))}")
+        message = f"a checkpoint every {interval / 3600:.1f} h: a failure loses as much"
+        yield warn("checkpoints", message, f"save_interval={max(1, int(limit / 10 / second.sec_per_it))}")
 
 
 def size(case: JobCheck) -> float:
-    """Bytes that the run's checkpoints take at most: those that are kept, and the one being written."""
+    """The most bytes of the run's checkpoints: those that are kept, and the one being written."""
     run = case.plan.run
     saves = run.goal // run.save_interval if run.save_interval else 0
     kept = min(saves, run.keep_last or saves)
@@ -149,10 +149,10 @@ def size(case: JobCheck) -> float:
 
 
 def known(case: JobCheck) -> Iterator[JobFinding]:
-    """A site that nobody described cannot be checked."""
+    """The site names a cluster, without which its nodes cannot be checked."""
     if not case.site.cluster and not case.site.is_local and case.plan.cluster.name not in cluster.catalogue():
-        says = f"site {case.site.name} names no cluster: nodes are believed to be those of the plan"
-        yield warn("site", says, "copy data/sites/generic.json and fill it in")
+        message = f"site {case.site.name} names no cluster: its nodes are assumed to be those of the plan"
+        yield warn("site", message, "copy data/sites/generic.json and fill it in")
 
 
 RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known)

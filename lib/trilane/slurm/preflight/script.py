@@ -32,12 +32,12 @@ def directives(case: JobCheck) -> Iterator[JobFinding]:
         wanted |= {"gres": f"gpu:{used}", "gpus-per-node": str(used)}
     for name, value in wanted.items():
         if name in asked and not _same(name, asked[name], value):
-            says = f"--{name}={asked[name]}: the plan's {every} GPUs need {value}"
-            yield refuse("script", says, "correct the script, or the plan")
+            message = f"--{name}={asked[name]}: the plan's {every} GPUs need {value}"
+            yield refuse("script", message, "correct the script, or the plan")
     started = re.search(r"--nproc-per-node=(\d+)", case.script)
     if started and int(started[1]) != used:
-        says = f"{started[1]} processes per node: the plan's {every} GPUs need {used}"
-        yield refuse("script", says, "change --nproc-per-node")
+        message = f"{started[1]} processes per node: the plan's {every} GPUs need {used}"
+        yield refuse("script", message, "change --nproc-per-node")
     if "array" not in asked and re.search(r"%[Aa]", asked.get("output", "")):
         yield warn("script", "%A and %a are 4294967294 outside of a job array", "use %j")
 
@@ -48,8 +48,8 @@ def requested(case: JobCheck) -> Iterator[JobFinding]:
         name, value = {"time_limit": "time", "mail": "mail-user"}.get(option, option), getattr(case.request, option)
         current = case.directives.get(name, "")
         if name in DIRECTIVES and not _same(name, current, value):
-            says = f"--{name} {value} is requested, {case.name} has {current or 'none'}"
-            yield refuse("script", says, rewrite_remedy(case))
+            message = f"--{name} {value} is requested, {case.name} has {current or 'none'}"
+            yield refuse("script", message, rewrite_remedy(case))
 
 
 def _same(name: str, current: str, value: str) -> bool:
@@ -79,28 +79,30 @@ def array(case: JobCheck) -> Iterator[JobFinding]:
     except client.SlurmError:
         return  # `accepted` reports it
     if largest is not None and max(lines) > largest:
-        says = f"--array goes up to {max(lines)}, SLURM here allows {largest} (MaxArraySize={largest + 1})"
-        yield refuse("array", says, f"sweeps of at most {largest} runs each")
+        message = f"--array goes up to {max(lines)}, SLURM here allows {largest} (MaxArraySize={largest + 1})"
+        yield refuse("array", message, f"sweeps of at most {largest} runs each")
 
 
 def dead_ends(case: JobCheck) -> Iterator[JobFinding]:
     """Nothing keeps a failed job running, hides its failure, or makes two jobs collide."""
     text = case.script
     if "srun" in text and "--kill-on-bad-exit=1" not in text:
-        says = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until the time limit"
-        yield refuse("kill-on-bad-exit", says, "srun --kill-on-bad-exit=1 --wait=60 ...")
+        message = "srun without --kill-on-bad-exit=1: when one node fails, the others wait until the time limit"
+        yield refuse("kill-on-bad-exit", message, "srun --kill-on-bad-exit=1 --wait=60 ...")
     if "| tee" in text and "pipefail" not in text:
-        says = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
-        yield refuse("pipefail", says, "set -euo pipefail")
+        message = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
+        yield refuse("pipefail", message, "set -euo pipefail")
     if "signal" in case.directives and not HANDLES_SIGNAL.search(text):
-        says = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: no checkpoint is saved"
-        yield refuse("signal", says, "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1")
+        message = (
+            "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: no checkpoint is saved"
+        )
+        yield refuse("signal", message, "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1")
     if re.search(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))", text):
-        says = "one TORCHELASTIC_ERROR_FILE for all nodes: the launchers overwrite each other's report"
-        yield warn("error file", says, "put $SLURM_NODEID into its name")
+        message = "one TORCHELASTIC_ERROR_FILE for all nodes: the launchers overwrite each other's report"
+        yield warn("error file", message, "put $SLURM_NODEID into its name")
     if re.search(r"MASTER_PORT=\d+\b", text):
-        says = "a fixed MASTER_PORT: two jobs on one node collide"
-        yield warn("port", says, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))")
+        message = "a fixed MASTER_PORT: two jobs on one node collide"
+        yield warn("port", message, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))")
 
 
 def internet(case: JobCheck) -> Iterator[JobFinding]:
@@ -113,11 +115,11 @@ def internet(case: JobCheck) -> Iterator[JobFinding]:
     if not case.site.offline:
         return
     if found := DOWNLOADS.search(case.script):
-        says = f"compute nodes of {case.site.name} have no internet, and the script has: {found[0].strip()}"
-        yield refuse("internet", says, "do it once on a login node")
+        message = f"compute nodes of {case.site.name} have no internet, and the script has: {found[0].strip()}"
+        yield refuse("internet", message, "do it once on a login node")
     if "HF_HUB_OFFLINE=1" not in case.script:
-        says = "without HF_HUB_OFFLINE=1 Hugging Face libraries wait minutes for a connection that cannot be made"
-        yield warn("internet", says, "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
+        message = "without HF_HUB_OFFLINE=1 Hugging Face libraries wait minutes for a connection that cannot be made"
+        yield warn("internet", message, "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
 
 
 def readable(case: JobCheck) -> Iterator[JobFinding]:

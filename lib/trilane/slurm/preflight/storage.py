@@ -43,17 +43,17 @@ def space(case: JobCheck) -> Iterator[JobFinding]:
     """
     place = next(p for p in (case.folder.resolve(), *case.folder.resolve().parents) if p.exists())
     need, (free, inodes) = size(case), available(place)
-    says = f"checkpoints take up to {need / 1e9:.3g} GB, {place} has {free / 1e9:.3g} GB free"
+    message = f"checkpoints take up to {need / 1e9:.3g} GB, {place} has {free / 1e9:.3g} GB free"
     if need > free:
-        yield refuse("disk", says, "smaller keep_last, larger save_interval, or another file system")
+        yield refuse("disk", message, "smaller keep_last, larger save_interval, or another file system")
     elif need > free / 2:
-        yield warn("disk", says, "smaller keep_last, or delete files")
+        yield warn("disk", message, "smaller keep_last, or delete files")
     ranks, run = case.plan.topology.gpus, case.plan.run
     kept = 1 + (min(run.keep_last or 10**9, run.goal // run.save_interval) if run.save_interval else 0)
     files = kept * (2 * ranks + 3)
     if files > inodes:
-        says = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
-        yield refuse("inodes", says, "delete files, or a smaller keep_last")
+        message = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
+        yield refuse("inodes", message, "delete files, or a smaller keep_last")
 
 
 def available(place: Path) -> tuple[float, float]:
@@ -68,10 +68,10 @@ def free(case: JobCheck) -> Iterator[JobFinding]:
     if is_completed(folder):
         yield refuse("run folder", f"{folder} holds a completed run", "take a new run folder")
     elif is_started(folder) and latest(folder / FOLDER) is None:
-        says = (
+        message = (
             f"{folder} holds a run without a checkpoint: its files move to attempts/, and it starts from the beginning"
         )
-        yield warn("run folder", says, "take a new run folder to keep both")
+        yield warn("run folder", message, "take a new run folder to keep both")
 
 
 RULES: tuple[Rule, ...] = (data, shared, space, free)

@@ -1,0 +1,200 @@
+"""The runs of a study: the best plans of its search as run folders, which are checked, priced, started and followed."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Data, Optimizer, Plan, Run
+from trilane.costmodel.predict import predict
+from trilane.slurm import chain, job_status, jobs, monitor, script, sites
+from trilane.slurm.preflight.check import check_job
+from trilane.slurm.preflight.finding import REFUSAL, JobFinding
+from trilane.slurm.request import JobRequest
+from trilane.slurm.sites import Site
+from trilane.utils.tables import Columns, Html, Table, Text, short
+from trilane.workspace.status import Status
+from trilane.workspace.study import Study, outputs_root
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """One plan with its prediction as in plans.json, why it was chosen, and its folder, completed before or not."""
+
+    plan: Plan
+    prediction: Mapping[str, Any]
+    reason: str
+    folder: Path
+    is_completed: bool
+
+    @property
+    def gpu_hours(self) -> float:
+        """Predicted, without start and checkpoints."""
+        return chain.gpu_hours(self.plan, self.prediction["sec_per_it"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRuns(Table):
+    """The runs of a study for one site and one request; as a table, the plans and why they were chosen."""
+
+    study: Study
+    site: Site
+    request: JobRequest
+    rows: tuple[StudyRun, ...]
+
+    @property
+    def folders(self) -> list[Path]:
+        """The run folders."""
+        return [run.folder for run in self.rows]
+
+    def to_frame(self) -> "pd.DataFrame":
+        columns: dict[str, Any] = {
+            "plan": [run.plan.label for run in self.rows],
+            "id": [run.plan.id for run in self.rows],
+            "processes": [run.plan.topology.gpus for run in self.rows],
+            "predicted s/it": [round(run.prediction["sec_per_it"], 3) for run in self.rows],
+            "why": [run.reason for run in self.rows],
+        }
+        return Columns(columns).to_frame()
+
+    def files(self) -> Html:
+        """The files of the first run folder, with the values filled into its job script on yellow."""
+        plan, site = self.rows[0].plan, script_site(self.site)
+        others = {n: text for n, text in jobs.files(plan, site, self.request).items() if n != script.SCRIPT}
+        marked = script.render("train", plan, site, self.request, marked=True)
+        return Html(script.folded(others) + script.as_html(marked))
+
+    def refused_example(self) -> Text:
+        """A topology that the search refused, and the rule."""
+        found = next(iter(self.study.load("plans.json", "02_topology")["refused"]), None)
+        if found is None:
+            return Text("The search refused none.")
+        return Text(f"`{Topology(**found['topology']).label}` is refused: {found['reason']}")
+
+    @cached_property
+    def findings(self) -> list[tuple[str, JobFinding]]:
+        """The findings of the pre-flight check with the run's name, of runs that are not completed."""
+        new = [run for run in self.rows if not run.is_completed]
+        return [(r.folder.name, f) for r in new for f in check_job(r.plan, self.site, self.request, r.folder)]
+
+    def check(self) -> Columns:
+        """The findings as a table."""
+        names, found = [name for name, _ in self.findings], [f for _, f in self.findings]
+        columns: dict[str, Any] = {
+            "plan": names or ["all"],
+            "level": [f.level for f in found] or ["fine"],
+            "rule": [f.rule for f in found] or [""],
+            "finding": [f.message for f in found] or ["nothing found"],
+            "remedy": [f.remedy for f in found] or [""],
+        }
+        return Columns(columns)
+
+    def costs(self) -> Columns:
+        """GPU-hours, days and jobs (of one time limit each) by the prediction."""
+        days = [run.gpu_hours / run.plan.topology.gpus / 24 for run in self.rows]
+        columns: dict[str, Any] = {
+            "plan": [run.plan.label for run in self.rows],
+            "GPUs": [run.plan.topology.gpus for run in self.rows],
+            "GPU-hours": [run.gpu_hours for run in self.rows],
+            "days": days,
+            "jobs": [math.ceil(d * 86400 / self.request.time_limit_s) for d in days],
+        }
+        return Columns(columns, digits=4)
+
+    def start(self, wanted: bool) -> Columns:
+        """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""
+        refused = not self.site.is_local and any(f.level == REFUSAL for _, f in self.findings)
+        dry_run = "not started: the check refuses a run" if refused else "not started: dry run"
+        started = [self._start(run) if wanted and not refused else dry_run for run in self.rows]
+        return Columns({"run": [folder.name for folder in self.folders], "job": started})
+
+    def _start(self, run: StudyRun) -> str:
+        active = [] if run.is_completed or self.site.is_local else jobs.active_jobs(run.folder)
+        if run.is_completed or active:
+            return f"has job {', '.join(active)} already" if active else "completed before"
+        return jobs.submit(run.folder, self.site, self.request)
+
+    def watch(self, seconds: float) -> None:
+        """Print a line whenever a job changes, for so many seconds."""
+        for line in monitor.watch(self.folders, every_s=5.0, seconds=seconds) if seconds else ():
+            print(line)
+
+    def status(self) -> jobs.JobTable:
+        """The status of each run."""
+        return jobs.job_status(self.folders)
+
+    def log(self, lines: int = 4) -> Html:
+        """The last lines of the last run's log."""
+        logs = [folder for folder in self.folders if (folder / "run.log").exists()]
+        found = [short(line, 160) for line in job_status.logs(logs[-1], lines)] if logs else ["no log yet"]
+        return Html.pre("\n".join(found))
+
+    def summary(self) -> Text:
+        """How many runs are completed, and the commands for the others; RuntimeError where one has failed."""
+        found = self.status()
+        failed = [job for job in found if job.has_failed]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(found)} runs did not complete: {failed[0].evidence}")
+        completed = sum(job.status is Status.COMPLETED for job in found)
+        if completed == len(found):
+            return Text(f"All {completed} runs completed; their logs are in `{self.study.folder}/runs`.")
+        name = self.study.name
+        return Text(
+            f"{completed} of {len(found)} runs are completed. `trilane slurm status {name}` shows the others, "
+            f"`trilane slurm submit {name} --site ...` submits those that were not."
+        )
+
+
+def script_site(site: Site) -> Site:
+    """The site of the job script in a run folder: at site `local` no script is needed, but a generic one is written."""
+    return sites.site("generic") if site.is_local else site
+
+
+def prepare_runs(
+    study: Study,
+    site: str,
+    request: JobRequest,
+    *,
+    count: int = 3,
+    control: bool = True,
+    engine: str = "",
+    corpus: str = "stdlib",
+    tokenizer: str = "bytes",
+    lr: float = 6e-4,
+    **run: Any,
+) -> StudyRuns:
+    """Write the run folders of the `count` best plans in the study's plans.json, for the site of that name or file.
+
+    `control` adds the first other plan with tensor and pipeline parallelism, `engine` replaces that of the search, and
+    `run` are fields of Run. The learning rate decays as a cosine to a tenth of `lr`. Raises ValueError for an
+    impossible plan.
+    """
+    where, plans = sites.site(site), study.plans()
+    entries = study.load("plans.json", "02_topology")["plans"]
+    both = (i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1)
+    chosen = [*range(len(plans[:count])), *(list(both)[:1] if control else [])]
+    rows = []
+    for i in chosen:
+        searched, gbs = plans[i], plans[i].topology.gbs
+        training = Run(**run)
+        plan = replace(
+            searched,
+            engine=engine or searched.engine,
+            data=Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data")),
+            optimizer=Optimizer(
+                lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=training.train_iters * gbs
+            ),
+            run=training,
+        )
+        prediction = entries[i]["prediction"] if plan.id == searched.id else predict(plan).to_json()
+        texts = jobs.files(plan, script_site(where), request, prediction)
+        folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
+        reason = "fastest predicted" if i < count else "control: TP and PP at work"
+        rows.append(StudyRun(plan=plan, prediction=prediction, reason=reason, folder=folder, is_completed=is_completed))
+    return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
