@@ -2,20 +2,18 @@
 
 import base64
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilane.config.engines import ENGINES, unsupported_reason
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json
+from trilane.costmodel.calibration import Calibration, from_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.record import Described, Record, energy_text
 from trilane.utils.tables import Columns, Table, Text, literal, show
 from trilane.utils.validation import read_json, require
-from trilane.workspace.study import Study, load_cluster
+from trilane.workspace.study import Study
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,34 +36,29 @@ REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSource:
-    """The file that a plan comes from, what made it (empty: not recorded), and what it predicts for the plan."""
+    """The file that a plan comes from, what made it (empty: not recorded), and its prediction and calibration."""
 
     file: str
-    made_by: Record
-    prediction: Record
+    made_by: Record = field(default_factory=dict)
+    prediction: Record = field(default_factory=dict)
+    calibration: Calibration | None = None
 
 
 def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
     """A plan and its source: a file, or one of the study's plans.json by id or label ("": the best)."""
     if name.endswith(".json"):
         values = read_json(name, "plan")
-        prediction = values.get("prediction") if isinstance(values, dict) else None
-        return plan_from_json(values), PlanSource(file=name, made_by={}, prediction=prediction or {})
+        plan = plan_from_json(values)
+        return plan, PlanSource(file=name, prediction=values.get("prediction") or {})
     found = study.load("plans.json", "02_topology")
-    entries = [whole for p in found["plans"] if name in ("", (whole := _whole(p, found))["id"], p["label"])]
-    require(bool(entries), "plan", name, f"no plan of study {study.name} has this id or label, and it is no .json file")
-    source = PlanSource(file="plans.json", made_by=found["made_by"], prediction=entries[0]["prediction"])
-    return plan_from_json({k: v for k, v in entries[0].items() if k != "id"}), source
-
-
-def _whole(entry: Record, found: Record) -> Record:
-    if "shape" in entry:
-        return entry
-    shape, topology = ModelShape(**found["shape"]), Topology(**entry["topology"])
-    engine = next((e for e in ENGINES if unsupported_reason(e, shape, topology) is None), ENGINES[0])
-    cluster = load_cluster(found["cluster"])
-    whole = Plan(label=entry["label"], shape=shape, cluster=cluster, topology=topology, engine=engine)
-    return {**whole.to_json(), "id": whole.id, "prediction": entry["prediction"]}
+    entry = next((p for p in found["plans"] + found.get("risky", []) if name in ("", p["id"], p["label"])), None)
+    require(
+        entry is not None, "plan", name, f"no plan of study {study.name} has this id or label; nor is it a .json file"
+    )
+    assert entry is not None
+    known = from_json(found["calibration"]) if "calibration" in found else None
+    source = PlanSource(file="plans.json", made_by=found["made_by"], prediction=entry["prediction"], calibration=known)
+    return plan_from_json(entry), source
 
 
 def calendar_record(found: Forecast, source: PlanSource) -> Record:
@@ -76,7 +69,7 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
         "plan_id": r.plan.id,
         "plan_json": r.plan.to_json(),
         "prediction": p.to_json(),
-        "source": vars(source),
+        "source": {"file": source.file, "made_by": source.made_by, "prediction": source.prediction},
         "sec_per_it": p.sec_per_it,
         "sec_interval": [p.sec_lo, p.sec_hi],
         "memory_bytes": p.memory_bytes,
@@ -193,7 +186,7 @@ class Decision(Described):
     def _entry(self) -> Record | None:
         """The forecast's plan in plans.json as it is now."""
         plan = self.record["plan_id"]
-        return next((p for p in self.plans.get("plans", []) if (p.get("id") or p["label"]) == plan), None)
+        return next((p for p in self.plans.get("plans", []) if p["id"] == plan), None)
 
     @property
     def _agrees(self) -> bool:
