@@ -10,17 +10,27 @@ from support import REPOSITORY
 from trilane.config.batch_rampup import parse_ramp
 from trilane.config.cluster import cluster
 from trilane.config.plan import read_plan
-from trilane.costmodel.calibration import default
+from trilane.costmodel.calibration import default, to_json
+from trilane.costmodel.predict import predict
 from trilane.forecasting.alternatives import other_schedules, other_topologies
 from trilane.forecasting.capacity import Capacity, CapacityStep, constant
-from trilane.forecasting.decision import KINDS, REMEDIES, Decision, PlanSource, calendar_record, measured_like
+from trilane.forecasting.decision import (
+    KINDS,
+    REMEDIES,
+    Decision,
+    PlanSource,
+    calendar_record,
+    decide,
+    measured_like,
+    study_plan,
+)
 from trilane.forecasting.failures import SOURCES, FailureModel
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.request import ForecastRequest, forecast_request
 from trilane.planning.sizing import SizeRequest, propose
 from trilane.report import notebook
 from trilane.report.plots import forecast as calendar_plots
-from trilane.report.plots import sizing
+from trilane.report.plots import planning
 from trilane.workspace.study import Study
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
@@ -70,6 +80,8 @@ def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(
 def test_the_measured_run_stands_beside_its_prediction(calendar):
     """Prequel, 02-28: 70 x 14336, 112 heads, TP 4, PP 12, DP 8, MBS 2, GBS 2048: 104.50 s."""
     assert [row.seconds for row in measured_like(PLAN)] == [104.5]
+    faster = dataclasses.replace(PLAN.topology, sequence_parallel=True, recompute="none")
+    assert measured_like(dataclasses.replace(PLAN, topology=faster)) == [], "that is another run"
     assert calendar["sec_per_it"] / calendar["measured"][0]["seconds"] == pytest.approx(1, abs=0.03)
 
 
@@ -111,6 +123,32 @@ def test_a_prediction_of_another_calibration_is_not_attributed_to_its_notebook(c
     other = decision({**calendar, "source": source}, plans={"plans": [{"id": calendar["plan_id"], **source}]})
     assert "sec_per_it=92.6" in other.inconsistencies[0]
     assert {fact.what: fact.notebook for fact in other.facts.facts}["seconds per iteration"] == "07_calendar"
+
+
+def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outputs):
+    """02 to 07: the seconds of the forecast's constant phase are those of plans.json to the last digit."""
+    known, study = dataclasses.replace(default(PLAN.cluster), matmul=0.5), Study.create("handed")
+    other = dataclasses.replace(PLAN, label="second", topology=dataclasses.replace(PLAN.topology, mbs=1))
+    entries = [p.to_json() | {"id": p.id, "prediction": predict(p, known).to_json()} for p in (PLAN, other)]
+    study.save("plans.json", {"plans": entries, "calibration": to_json(known)}, "02_topology")
+    for name, plan in (("", PLAN), (PLAN.id, PLAN), (other.id, other), ("second", other)):
+        chosen, source = study_plan(study, name)
+        assert chosen == plan and source.calibration == known and source.made_by["notebook"] == "02_topology"
+        made = calendar_record(forecast(forecast_request(chosen, calibration=source.calibration, runs=100)), source)
+        assert made["sec_per_it"] == source.prediction["sec_per_it"] and made["plan_id"] == plan.id
+        study.save("calendar.json", made, "07_calendar")
+        assert not decide(study).inconsistencies
+    study.save("plans.json", {"plans": entries[:1], "calibration": to_json(known)}, "02_topology")
+    assert "no longer holds plan" in decide(study).inconsistencies[0]
+    with pytest.raises(ValueError, match=r"^plan=third: no plan of study handed has this id or label"):
+        study_plan(study, "third")
+
+
+def test_each_batch_size_of_the_ramp_takes_the_seconds_that_predict_says(found):
+    for step in found.schedules[0][1][::20]:
+        topology = dataclasses.replace(PLAN.topology, gbs=step.phase.gbs)
+        seconds = predict(dataclasses.replace(PLAN, topology=topology), found.request.calibration).sec_per_it
+        assert step.choice.seconds == pytest.approx(seconds, rel=1e-12)
 
 
 def test_the_alternatives_are_shapes_topologies_and_schedules(calendar, found):
@@ -187,7 +225,7 @@ def test_shapes_are_drawn_over_width_and_depth():
     request = SizeRequest(
         parameters=20e9, vocabulary=50_257, gpus=32, cluster=machine, calibration=default(machine), gbs=512
     )
-    figure = sizing.shapes_and_efficiency(propose(request))
+    figure = planning.shapes_and_efficiency(propose(request))
     assert figure.axes[0].get_xlabel() == "hidden size" and figure.axes[0].get_ylabel() == "layers"
 
 
@@ -198,10 +236,12 @@ def test_from_a_target_size_to_the_page_for_who_decides(outputs):
     notebook.run(
         "01_sizing", study, cluster="jz-a100-80g", choose="target", target=20e9, target_gpus=32, target_gbs=512
     )
-    notebook.run("02_topology", study, gpus="32", precision="bf16", zero=1, partition="type:transformer|embedding")
+    notebook.run("02_topology", study, gpus="32", precision="bf16", zero="1", partition="type:transformer|embedding")
     notebook.run("07_calendar", study, tokens=20e9, ramp="32,32,1000000", start="2027-01-04", deadline="2027-01-05")
     page = notebook.run("08_decision", study).read_text()
     assert "is missed with probability" in page and 'href="07_calendar.html"' in page and "data:image/png" in page
     assert json.loads((study.folder / "sizing.json").read_text())["proposals"][0]["cost_beside_best"] == 1
-    assert json.loads((study.folder / "calendar.json").read_text())["p_miss_deadline"] == 1
+    made, best = study.load("calendar.json", "07_calendar"), study.load("plans.json", "02_topology")["plans"][0]
+    assert made["p_miss_deadline"] == 1 and made["plan_id"] == best["id"] and made["prediction"] == best["prediction"]
+    assert study.load("decision.json", "08_decision")["inconsistencies"] == [] and best["id"] in page
     assert (study.folder / "figures/01_target.png").exists() and (study.folder / "decision.json").exists()

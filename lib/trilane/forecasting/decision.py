@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json
 from trilane.costmodel.calibration import Calibration, from_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 KINDS = ("given", "computed", "measured", "fitted", "published", "assumed", "simulated")
 PREDICTED = ("sec_per_it", "memory_bytes")  # what a plan in plans.json and the forecast both predict
+NOT_RECORDED = ("adam", "buckets")  # choices that measured rows leave open
 REMEDIES = {
     "node failure": "spare nodes; a job that restarts itself",
     "hang or software crash": "a watchdog, or somebody on call at night",
@@ -84,7 +87,7 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
 
 
 def measured_like(plan: Plan) -> list[MeasuredRow]:
-    """The shipped rows of the plan's layers, hidden size, heads, tp, pp, dp, mbs and gbs on the same GPU."""
+    """The shipped rows of the plan's model and topology on the same GPU, but for what no row records."""
     if plan.cluster.gpu.kind == "cpu":
         return []
     rows, _ = read_rows(Path(shipped_rows()).with_name("scored.csv"))
@@ -93,10 +96,10 @@ def measured_like(plan: Plan) -> list[MeasuredRow]:
     return [r for r in same if r.seconds == r.seconds]  # a row without a time has nan
 
 
-def _identity(shape: Any, topology: Any, gpu: str) -> tuple[Any, ...]:
-    s, t = shape, topology
-    sizes = (s.num_layers, s.hidden_size, s.num_attention_heads, s.seq_length)
-    return (*sizes, t.tp, t.pp, t.dp, t.mbs, t.gbs, gpu)
+def _identity(shape: ModelShape, topology: Topology, gpu: str) -> tuple[Any, ...]:
+    sizes = (shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.seq_length)
+    choices = {name: value for name, value in vars(topology).items() if name not in NOT_RECORDED}
+    return sizes, choices, gpu
 
 
 @dataclass(frozen=True, kw_only=True)
