@@ -64,10 +64,11 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
 
     `gbs` is the full batch size, also of a run that is still ramping up.
     """
-    return _of_plan(plan) if plan else _of_log(log, gpu or card(log))
+    return config_of(plan) if plan else _of_log(log, gpu or card(log))
 
 
-def _of_plan(plan: Plan) -> RunConfig:
+def config_of(plan: Plan) -> RunConfig:
+    """The configuration that a plan describes."""
     t, gpu = plan.topology, plan.cluster.gpu
     # a process on a CPU machine has a share of the cores, for which the card's peak means nothing
     peak = gpu.flops_per_s(t.precision) if gpu.kind == "cuda" else 0.0

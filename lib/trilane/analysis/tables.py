@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trilane.analysis.measure import KEEP, Measurement, measure, measure_log
 from trilane.documents.runs import read_runs
 from trilane.utils.tables import percent
-from trilane.utils.validation import require
+from trilane.utils.validation import require_folder
 from trilane.workspace.status import Status
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]  # Measurement.row() with `source`, where the run lies, 
 def read_folder(folder: Path | str) -> tuple[list[Row], list[str]]:
     """The runs at and below a folder, by path, and why logs were left out; ValueError where there is no folder."""
     folder = Path(folder)
-    require(folder.is_dir(), "folder", folder, "no such folder")
+    require_folder("folder", folder)
     ours = sorted({path.parent for path in folder.rglob("plan.json") if (path.parent / "run.log").is_file()})
     rows = [_row(measure(path), str(path.relative_to(folder)), path.name) for path in ours]
     bad = []

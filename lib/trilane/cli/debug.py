@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from trilane.cli.options import FILE, Group, Number, Whole, emit, grid_options, json_option, option
+from trilane.cli.options import FILE, Group, Number, Whole, emit, grid_options, json_option, option, plan_argument
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
@@ -124,7 +124,7 @@ def restart(before: Path, after: Path, as_json: bool) -> int:
 
 
 @debug.command()
-@click.argument("plan", type=FILE)
+@plan_argument
 @option("--prepare", type=FILE, metavar="FOLDER", help="only write both runs, and print the commands that start them")
 @json_option
 def rehearse(plan: Path, prepare: Path | None, as_json: bool) -> int:
@@ -142,7 +142,7 @@ def rehearse(plan: Path, prepare: Path | None, as_json: bool) -> int:
 
 
 @debug.command()
-@click.argument("plan", type=FILE)
+@plan_argument
 @option("--axes", default="layers,hidden,dp,gbs,blocking", help="what to shrink")
 @option("--timeout", type=Number(), default=600.0, help="seconds for a job")
 @option("--out", type=FILE, help="folder of the jobs (default: <plan>-bisect)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trilane.cli.options import FILE, Group, Whole, emit, json_option, option
+from trilane.cli.options import Group, Whole, emit, json_option, option, plan_argument
 from trilane.config.engines import ENGINES
 from trilane.utils.validation import require_known
 
@@ -26,7 +26,7 @@ def machine(out: str, name: str) -> None:
 
 
 @measure.command()
-@click.argument("plan", type=FILE)
+@plan_argument
 @option("--iterations", type=Whole(0), default=0, help="train so many at the full batch (0: as the plan says)")
 @option("--leave-out", type=Whole(0), default=5, help="first iterations left out")
 @json_option

@@ -144,8 +144,8 @@ def option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 
 def plan_argument(function: F) -> F:
-    """The argument PLAN."""
-    return click.argument("plan", metavar="PLAN")(function)
+    """The argument PLAN, as read_plan() takes it."""
+    return click.argument("plan", metavar="PLAN", type=FILE)(function)
 
 
 def json_option(function: F) -> F:

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from trilane.cli.options import (
+    FILE,
     Choice,
     Count,
     Group,
@@ -16,6 +18,7 @@ from trilane.cli.options import (
     emit,
     json_option,
     option,
+    plan_argument,
 )
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES
@@ -229,7 +232,67 @@ def candidate_line(candidate: Any) -> str:
 
 
 @plan.command()
-@click.argument("plan", metavar="PLAN")
+@click.argument("plan", metavar="[PLAN]", type=FILE, required=False)
+@option("--shape", help=f"without PLAN: {SHAPE}")
+@option("--cluster", help="without PLAN: a cluster's name or JSON file")
+@option("--gpus", type=Whole(), help="GPUs of the run, where --dp is left open")
+@space_options
+@option("--tokens", type=Count(), help="also the days that so many tokens take: 300B")
+@option("--seconds", type=Number(), help="also the TFLOPs of an iteration measured to take so long")
+@json_option
+def show(
+    plan: Path | None,
+    shape: str | None,
+    cluster: str | None,
+    gpus: int | None,
+    gbs: int | None,
+    tokens: float | None,
+    seconds: float | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU, days.
+
+    The plan is a file, or the options --shape, --cluster, --gbs, --mbs, --tp, --pp, --dp and what else differs from
+    the defaults of cluster and engine.
+    """
+    from trilane.analysis.plan_report import plan_report
+    from trilane.config.plan import read_plan
+
+    if plan is not None:
+        pinned = {"shape": shape, "cluster": cluster, "gpus": gpus, "gbs": gbs, **{n: options[n] for n in CHOICES}}
+        name = next((name for name, value in pinned.items() if value is not None), "")
+        require(not name, name, pinned.get(name), f"contradicts the plan {plan}")
+        read = read_plan(plan)
+    else:
+        read = plan_of(shape, cluster, gpus, gbs, options)
+    report = plan_report(read, calibration_of(options["calibration"], read.cluster), tokens, seconds)
+    emit(as_json, report.to_json, report.as_text)
+
+
+def plan_of(shape: str | None, cluster: str | None, gpus: int | None, gbs: int | None, options: dict[str, Any]) -> Any:
+    """The plan that the options describe, with defaults for what they leave open."""
+    from trilane.config import cluster as hardware
+    from trilane.config.engines import default_topology, label_of
+    from trilane.config.model import read_shape
+    from trilane.config.plan import Plan
+
+    require(shape is not None, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
+    require(cluster is not None, "cluster", "missing", "needed where no plan is named")
+    require(gbs is not None, "gbs", "missing", "needed where no plan is named")
+    where, what, engine = hardware.cluster(str(cluster)), read_shape(str(shape)), options["engine"]
+    given = choices_of(options)
+    if gpus is not None:
+        replica = given.get("tp", 1) * given.get("pp", 1)
+        given.setdefault("dp", max(1, gpus // replica))
+        require(given["dp"] * replica == gpus, "tp x pp x dp", given["dp"] * replica, f"contradicts gpus={gpus}")
+    topology = default_topology(what, where, engine, gbs=gbs, **given)
+    label = label_of(what, where, topology, engine)
+    return Plan(label=label, shape=what, cluster=where, topology=topology, engine=engine)
+
+
+@plan.command()
+@plan_argument
 @option("--tokens", required=True, type=Count(), help="tokens of the whole run: 341B, 3.41e11")
 @option("--ramp", metavar="START,INCREMENT,SAMPLES", help="the batch size's ramp; default: the plan's")
 @option("--capacity", metavar="JSON", help="GPUs from day to day; default: the plan's GPUs, not shared")
@@ -253,7 +316,7 @@ def candidate_line(candidate: Any) -> str:
 @option("--runs", type=Whole(), default=10_000, help="simulated runs")
 @option("--seed", type=Whole(0), default=0, help="of the simulation")
 @json_option
-def calendar(plan: str, as_json: bool, **options: Any) -> None:
+def calendar(plan: Path, as_json: bool, **options: Any) -> None:
     """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an allocation."""
     from trilane.config.plan import read_plan
     from trilane.forecasting.forecast import forecast

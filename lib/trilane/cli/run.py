@@ -8,7 +8,24 @@ from trilane.cli.options import Command, option
 from trilane.utils.validation import require
 
 
-@click.command(cls=Command)
+class RunCommand(Command):
+    """`run NOTEBOOK --help` also lists the notebook's parameters."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The parameters of the notebook that the command line names."""
+        from trilane.report.parameters import described_parameters, notebook_names
+
+        names = notebook_names()
+        with formatter.section("Notebooks"):
+            formatter.write_text(", ".join(names))
+        for name in (word for word in sys.argv[1:] if word in names):
+            with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
+                formatter.write_dl(
+                    [(f"{p.name} {p.kind}", f"{p.comment} [{p.default}]") for p in described_parameters(name)]
+                )
+
+
+@click.command(cls=RunCommand)
 @click.argument("notebook", metavar="NOTEBOOK|all")
 @option("--study", default="demo", help="the folder below outputs/")
 @option("-p", "--parameter", nargs=2, multiple=True, metavar="NAME VALUE", help="set a parameter; may be repeated")

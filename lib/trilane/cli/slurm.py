@@ -18,6 +18,7 @@ from trilane.cli.options import (
     emit,
     json_option,
     option,
+    plan_argument,
     request_options,
     site_option,
 )
@@ -58,10 +59,18 @@ def allow_option(function: F) -> F:
 
 
 def folders_of(runs: Sequence[str]) -> list[Path]:
-    """The run folders that paths, plans' files or studies' names mean."""
+    """The run folders that paths, plans' files or studies' names mean; a new one for a plan that has none."""
+    from trilane.config.plan import locate_plan
+    from trilane.launch.local import run_folder
     from trilane.workspace.study import run_folders
 
-    return run_folders(runs)
+    return [
+        folder
+        for run in runs
+        for folder in (
+            run_folders([run]) if Path(run).is_dir() or not locate_plan(run)[0].is_file() else [run_folder(run, True)]
+        )
+    ]
 
 
 def findings_text(found: dict[str, Any]) -> str:
@@ -77,7 +86,7 @@ def as_dicts(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 @slurm.command("check")
-@click.argument("plan", metavar="PLAN", type=FILE)
+@plan_argument
 @site_option
 @allow_option
 @json_option
@@ -87,24 +96,24 @@ def check_command(plan: Path, site: str, allow: Collection[str], as_json: bool, 
 
     Exit code 1 where something is refused.
     """
-    from trilane.config.plan import read_plan
+    from trilane.config.plan import locate_plan, read_plan
     from trilane.slurm.preflight import check
 
-    where, request = site_of(site), request_of(options)
+    where, request, (file, _) = site_of(site), request_of(options), locate_plan(plan)
     try:
         read = read_plan(plan)
     except ValueError as error:
-        require_file("plan", plan)
+        require_file("plan", file)
         found = [check.of_error(error)]
     else:
-        found = check.check_job(read, where, request, plan.parent, allow)
+        found = check.check_job(read, where, request, file.parent, allow)
     text = "\n".join(map(check.line, found)) or "nothing found"
     emit(as_json, lambda: {"findings": [f.to_json() for f in found]}, lambda: text)
     return 1 if check.refused(found) else 0
 
 
 @slurm.command()
-@click.argument("plan", metavar="PLAN", type=FILE)
+@plan_argument
 @option("--template", type=Choice(TEMPLATES), default="train")
 @site_option
 @json_option
@@ -368,7 +377,7 @@ def chain() -> None:
 
 
 @chain.command("create")
-@click.argument("plan", type=FILE)
+@plan_argument
 @click.argument("folder", type=FILE)
 @option("--stages", default="", metavar="GBS:NODES:MBS,...", help="numbers of nodes that follow the batch ramp-up")
 @site_option

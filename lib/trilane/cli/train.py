@@ -5,24 +5,22 @@ from dataclasses import asdict
 
 import click
 
-from trilane.cli.options import FILE, Command, Whole, json_option, option
+from trilane.cli.options import Command, Whole, json_option, option, plan_argument
 
 
 @click.command(cls=Command)
-@click.argument("plan", type=FILE)
+@plan_argument
 @option("--port", type=Whole(0, 65535), default=0, help="torchrun's port (0: one that is free)")
 @option("--resume", is_flag=True, help="go on from the newest checkpoint of the run folder")
 @json_option
 def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
-    """Train PLAN here. A file plan.json runs in its own folder, another file in a new folder of its name.
+    """Train PLAN here: a plan.json in its own folder, a plan of another file in a new folder of its name.
 
     Exit code 0 when the run completed, 3 when it was stopped on request, else 1.
     """
-    from pathlib import Path
-
     from trilane.launch.local import run_folder, run_local
 
-    outcome = run_local(run_folder(Path(plan), resume), port=port, resume=resume)
+    outcome = run_local(run_folder(plan, resume), port=port, resume=resume)
     text = f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
     print(json.dumps(asdict(outcome)) if as_json else text)
     return outcome.status.exit_code

@@ -17,6 +17,8 @@ from trilane.utils.validation import (
 )
 
 PRECISIONS = ("fp32", "fp16", "bf16")
+LARGEST = 1e16  # bytes, or bytes per second, of one card: beyond it a file has its units wrong
+LARGEST_COUNT = 1_000_000  # nodes of a cluster, GPUs or cores of a node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,9 @@ class Gpu:
         for name in ("fp16_flops_per_s", "bf16_flops_per_s", "context_bytes"):
             require_not_negative(f"gpu.{name}", getattr(self, name))
         require_integer("gpu.num_sms", self.num_sms, 1)
+        rule = f"must be at most {LARGEST:g}, a thousand times what a card has"
+        for name in ("memory_bytes", "memory_bytes_per_s", "context_bytes"):
+            require(getattr(self, name) <= LARGEST, f"gpu.{name}", getattr(self, name), rule)
 
     def flops_per_s(self, precision: str) -> float:
         """Peak matmul rate in `precision`; ValueError where the card has no such units."""
@@ -83,6 +88,12 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "max_nodes", "cores_per_node"):
             require_integer(f"cluster.{name}", getattr(self, name), 1)
+            require(
+                getattr(self, name) <= LARGEST_COUNT,
+                f"cluster.{name}",
+                getattr(self, name),
+                f"must be at most {LARGEST_COUNT}",
+            )
         for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s", "host_memory_bytes"):
             require_positive(f"cluster.{name}", getattr(self, name))
         for name in ("latency_s", "launch_overhead_s"):

@@ -23,7 +23,8 @@ from trilane.utils.validation import (
 )
 
 BLEND = "blend"
-DERIVED = ("id", "prediction")  # of a plan in a result: derived from it, so never read back
+# What results write next to the fields of a plan: derived from it, so never read back.
+DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +233,38 @@ def plan_from_json(values: dict[str, Any]) -> Plan:
     return from_mapping(Plan, fields, "plan")
 
 
+def locate_plan(path: Path | str) -> tuple[Path, str]:
+    """The file and the name of `FILE`, `FILE:NAME`, or of a folder that holds a plan.json."""
+    whole = Path(path)
+    if whole.is_dir():
+        require((whole / "plan.json").is_file(), "plan", path, "is a folder without plan.json")
+        return whole / "plan.json", ""
+    file, colon, name = str(path).rpartition(":")
+    return (Path(file), name) if colon and not whole.exists() and Path(file).exists() else (whole, "")
+
+
+def read_plan_values(path: Path | str) -> dict[str, Any]:
+    """The JSON object of one plan in `path`, whatever stands next to the plan's fields; see read_plan()."""
+    file, name = locate_plan(path)
+    values = read_json(file, "plan")
+    if isinstance(values, dict) and "shape" not in values:
+        values = values.get("plan", values.get("plans", values))
+    if not isinstance(values, list):
+        require(not name, "plan", path, f"{file} holds one plan")
+        return values
+    require(bool(values), "plan", path, "holds no plan")
+    if not name:
+        return values[0]
+    named = [v for v in values if isinstance(v, dict) and name in (v.get("id"), v.get("label"))]
+    known = ", ".join(f"{v.get('id')} ({v.get('label')})" for v in values if isinstance(v, dict))
+    require(bool(named), "plan", path, f"names none of {known}")
+    return named[0]
+
+
 def read_plan(path: Path | str) -> Plan:
-    """The plan in the JSON file `path`; ValueError where it is missing, malformed or impossible."""
-    return plan_from_json(read_json(path, "plan"))
+    """The plan in the JSON file `path`; ValueError where it is missing, malformed or impossible.
+
+    `path` is a plan.json or the folder that holds it, or anything that a command or notebook 02 writes: an object with
+    `plan`, or with `plans`, of which the first (a search's best) is taken unless FILE:ID or FILE:LABEL names another.
+    """
+    return plan_from_json(read_plan_values(path))

@@ -14,7 +14,7 @@ from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
 from trilane.costmodel.calibration import Configuration
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import require, require_file, require_known
 
 NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
 
@@ -62,7 +62,7 @@ def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[Measur
     Raises ValueError for a file that is missing, no CSV, or lacks columns.
     """
     path = Path(path)
-    require(path.is_file(), "rows", path, "no such file")
+    require_file("rows", path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)

@@ -1,6 +1,7 @@
 """Start a plan on this machine: torchrun as a child, one log that a person can read, and a status with its evidence."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trilane.config.plan import Plan, read_plan
+from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.validation import require
@@ -170,20 +171,21 @@ def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 3)
 
 
-def run_folder(plan: Path, resume: bool = False) -> Path:
-    """The folder in which the plan of that file runs: its own, or for a plan of another name one called like it.
+def run_folder(plan: Path | str, reuse: bool = False) -> Path:
+    """The folder in which a plan runs: that of its plan.json, or a new one called like a file of another name.
 
-    ValueError for a file that is no plan, or whose folder is taken (by another plan, where a run is to `resume`).
+    `plan` as read_plan() takes it. ValueError for a file without a plan, and for a folder that exists, unless it holds
+    the same plan and may be used again (`reuse`).
     """
-    if plan.name == "plan.json":
-        return plan.parent
-    read_plan(plan)
-    folder = plan.with_suffix("")
-    if resume and (folder / "plan.json").is_file() and read_plan(folder / "plan.json") == read_plan(plan):
+    file, name = locate_plan(plan)
+    if file.name == "plan.json" and not name:
+        return file.parent
+    values = read_plan_values(plan)
+    read = plan_from_json(values)
+    folder = file.with_name(f"{file.stem}-{name}" if name else file.stem)
+    if reuse and (folder / "plan.json").is_file() and read_plan(folder / "plan.json") == read:
         return folder
-    require(
-        folder != plan and not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them"
-    )
+    require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them")
     folder.mkdir()
-    (folder / "plan.json").write_bytes(plan.read_bytes())
+    (folder / "plan.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     return folder

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_file
 
 BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
@@ -18,7 +18,7 @@ def blocks(path: Path) -> Iterator[bytes]:
     A truncated gzip file is read as far as possible. Leading zero bytes, left when a log is emptied while it is being
     written, are skipped. Raises ValueError for a missing, empty or binary file, and for a damaged gzip file.
     """
-    require(path.is_file(), "log", path, "no such file")
+    require_file("log", path)
     with path.open("rb") as raw:
         rest, size, started = b"", 0, False
         for chunk in _chunks(raw, path):

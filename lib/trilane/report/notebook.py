@@ -17,6 +17,7 @@ from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
 from trilane.report.html import title, write_index, write_notebook_report
+from trilane.report.parameters import notebook_names as names
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
@@ -60,11 +61,6 @@ class Parameter:
     type: str
     default: str
     comment: str
-
-
-def names() -> list[str]:
-    """The names of all notebooks, such as `01_sizing`."""
-    return sorted(path.stem for path in shipped("notebooks").glob("*.ipynb"))
 
 
 def path_of(name: str) -> Path:

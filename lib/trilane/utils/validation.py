@@ -102,6 +102,12 @@ def require_file(field: str, path: Path) -> None:
     require(path.is_file(), field, path, "no such file")
 
 
+def require_folder(field: str, path: Path) -> None:
+    """Raise ValueError unless `path` is a folder."""
+    require(not path.is_file(), field, path, "is a file; a folder is needed")
+    require(path.is_dir(), field, path, "no such folder")
+
+
 COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([KMBTkmbt]?)")
 
 

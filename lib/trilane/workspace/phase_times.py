@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
@@ -29,6 +29,7 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
     The first line, which holds the warm-up, is left out where there are others. The grid is that of plan.json with the
     ranks' hosts, unless one is given. Raises ValueError where there are no phase times.
     """
+    require_folder("folder", folder)
     found: dict[int, dict[str, float]] = {}
     hosts: dict[int, str] = {}
     for path in sorted((folder / "ranks").glob(f"*{SUFFIX}")):

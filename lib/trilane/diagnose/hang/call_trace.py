@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_folder
 from trilane.workspace.heartbeat import read_calls
 
 # Library/trace.py: a function entered, then its lines as they are run.
@@ -37,7 +37,7 @@ def last_calls(folder: Path) -> list[LastCall]:
     Python's `trace` writes ` --- modulename: M, funcname: F` and then `file.py(12): code` for each line; a ring buffer
     is a file `<rank>.calls`. Other files are ignored. Only the end of a file is read.
     """
-    require(folder.is_dir(), "folder", folder, "no such folder")
+    require_folder("folder", folder)
     paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: _natural(p.name))
     with ThreadPoolExecutor(THREADS) as pool:
         found = [call for call in pool.map(last_call, paths) if call is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from trilane.diagnose.hang import faulthandler, pyspy
 from trilane.diagnose.hang.flight_recorder import Recording, read_recording
 from trilane.diagnose.hang.stack import Dump
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
@@ -50,7 +50,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     (`trace-node7.out`) holds its ranks in the order of --local_rank, else of pid. Subfolders are moments, in the order
     of their names; the last counts. `grid` takes precedence over topology.json and plan.json.
     """
-    require(folder.is_dir(), "folder", folder, "no such folder")
+    require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=_natural)
     found = [(path, *_read(path)) for path in paths if not _is_no_dump(path)]

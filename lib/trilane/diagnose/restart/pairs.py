@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, Snapshot, read_prints, read_slices
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints
 from trilane.workspace.fingerprints import FOLDER
 
@@ -31,7 +31,7 @@ def records(field: str, folder: Path) -> list[Record]:
 
     Raises ValueError that begins with `field` where there is none.
     """
-    require(folder.is_dir(), field, folder, "no such folder")
+    require_folder(field, folder)
     saved = checkpoints.found_in(folder)
     found = [Record(path=path, moment=SAVED, iteration=_manifest_iteration(path)) for path in saved]
     loads = [folder] if not saved and list(folder.glob(PRINTS)) else sorted((folder / FOLDER).glob("load_*"))
