@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trilane.cli.app import main
-from trilane.diagnose.stragglers.node_swaps import Search, restarts_at_most, search
+from trilane.diagnose.stragglers.node_swaps import Search, restarts_at_most
 from trilane.diagnose.stragglers.stragglers import find_stragglers
 from trilane.workspace.rank_grid import regular
 
@@ -66,7 +66,9 @@ def test_every_bad_node_is_found_within_the_promised_restarts(nodes: int, spares
     names = [f"n{i}" for i in range(nodes)]
     needed = []
     for bad in names:
-        found = search(names, spares, lambda out, bad=bad: bad in out)
+        found = Search(suspects=tuple(names), spares=spares)
+        while not found.done:
+            found = found.after_run(bad in found.left_out)
         assert found.suspects == (bad,)
         needed.append(found.restarts)
     assert max(needed) == restarts_at_most(nodes, spares)

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from trilane.diagnose.hang.evidence import Evidence
-from trilane.diagnose.hang.stack import Dump, Frame
+from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.waits import Wait, soft_wait, wait_of
 
 # From the strongest evidence against a rank to the weakest.
@@ -44,7 +44,6 @@ class Condition:
     """What one rank does: one of KINDS, a description, its stack, what it waits for, and whether it `moves`: an earlier
     dump has another stack."""
 
-    rank: int
     kind: str
     text: str
     frames: tuple[Frame, ...] = ()
@@ -61,7 +60,7 @@ def conditions(evidence: Evidence) -> dict[int, Condition]:
     found = {rank: _condition(rank, evidence, without) for rank in grid.ranks}
     locked = [rank for rank, c in found.items() if c.kind == "locked"]
     if len(locked) > max(1, LOCKED_SHARE * len(seen)):
-        found |= {rank: _by_stack(rank, evidence.dumps[rank], evidence) for rank in locked}
+        found |= {rank: _by_stack(rank, evidence) for rank in locked}
     return _device_waits(found)
 
 
@@ -70,41 +69,41 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     place, dump = evidence.grid[rank], evidence.dumps.get(rank)
     frames = dump.main.frames if dump else ()
     if place.state in ("gone", "Z", "X"):
-        return Condition(rank=rank, kind="gone", text="its process is gone", frames=frames)
+        return Condition(kind="gone", text="its process is gone", frames=frames)
     if place.state in ("T", "t"):
-        return Condition(rank=rank, kind="stopped", text="its process is stopped (state T)", frames=frames)
+        return Condition(kind="stopped", text="its process is stopped (state T)", frames=frames)
     if dump is None:
         if rank in evidence.recordings:
             idle = evidence.recordings[rank].waiting is None
             text = "outside any collective" if idle else "only its Flight Recorder was dumped"
-            return Condition(rank=rank, kind="busy" if idle else "waiting", text=text)
+            return Condition(kind="busy" if idle else "waiting", text=text)
         if rank in evidence.unreadable:
-            return Condition(rank=rank, kind="unreadable", text="its dump cannot be read")
-        return Condition(rank=rank, kind=without, text="it has no dump")
+            return Condition(kind="unreadable", text="its dump cannot be read")
+        return Condition(kind=without, text="it has no dump")
     if not frames and dump.cut:
-        return Condition(rank=rank, kind="unreadable", text="its dump is truncated before its main thread")
+        return Condition(kind="unreadable", text="its dump is truncated before its main thread")
     if not frames:
-        return Condition(rank=rank, kind=without, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
+        return Condition(kind=without, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
     if dump.error and not FOLLOWS.search(dump.error) and "py-spy" not in dump.error:
-        return Condition(rank=rank, kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
+        return Condition(kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
     holder = dump.gil_holder
     if holder is not None:
         text = f"its thread {holder.name or '(unnamed)'} holds Python's global lock in {holder.frames[0]}"
-        return Condition(rank=rank, kind="locked", text=text, frames=frames)
-    return _by_stack(rank, dump, evidence)
+        return Condition(kind="locked", text=text, frames=frames)
+    return _by_stack(rank, evidence)
 
 
-def _by_stack(rank: int, dump: Dump, evidence: Evidence) -> Condition:
+def _by_stack(rank: int, evidence: Evidence) -> Condition:
     """The condition by the stack alone."""
-    frames = dump.main.frames
+    frames = evidence.dumps[rank].main.frames
     before = evidence.earlier.get(rank)
     moves = before is not None and bool(before.main.frames) and stack_key(before.main.frames) != stack_key(frames)
     wait = wait_of(frames)
     if wait is not None:
-        return Condition(rank=rank, kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
+        return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
     soft = soft_wait(frames)
     kind = "soft" if soft else "busy"
-    return Condition(rank=rank, kind=kind, text=activity(frames), frames=frames, wait=soft, moves=moves)
+    return Condition(kind=kind, text=activity(frames), frames=frames, wait=soft, moves=moves)
 
 
 def _device_waits(found: dict[int, Condition]) -> dict[int, Condition]:
@@ -119,7 +118,7 @@ def _device_waits(found: dict[int, Condition]) -> dict[int, Condition]:
             for rank in ranks:
                 c = found[rank]
                 wait = c.wait or Wait(op="device", site=c.frames[0], axis="")
-                found[rank] = Condition(rank=rank, kind="waiting", text="waits", frames=c.frames, wait=wait)
+                found[rank] = Condition(kind="waiting", text="waits", frames=c.frames, wait=wait)
     return found
 
 

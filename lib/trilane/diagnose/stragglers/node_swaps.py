@@ -7,7 +7,7 @@ ceil(log2 k) more the node in it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,14 +80,6 @@ def restarts_at_most(suspects: int, spares: int) -> int:
             return count + 1 + max(later, rest)
         suspects, count = max(out, suspects - out), count + 1
     return count
-
-
-def search(nodes: Sequence[str], spares: int, is_good: Callable[[tuple[str, ...]], bool]) -> Search:
-    """Run the search: `is_good(nodes left out)` restarts the job without them and returns whether it was good."""
-    state = Search(suspects=tuple(nodes), spares=spares)
-    while not state.done:
-        state = state.after_run(is_good(state.left_out))
-    return state
 
 
 def resume_search(nodes: Sequence[str], spares: int, results: Sequence[str]) -> Search:

@@ -1,4 +1,5 @@
-"""Readers of `py-spy dump` output: text (of any number of processes in one file) or JSON."""
+"""Readers of stack dumps: `py-spy dump` as text (of any number of processes in one file) or JSON, faulthandler (the
+fallback where py-spy may not attach), and Python tracebacks in a log."""
 
 import json
 import re
@@ -18,8 +19,15 @@ ERROR = re.compile(r"^.{0,80}?(?:Error|Failed to [\w ]+): ?(.*)$")
 # A frame object in truncated JSON.
 PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)".*?"line":\s*(-?\d+)', re.S)
 
+# faulthandler's dumps, and Python's tracebacks
+FAULT_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*?)\])? \(most recent call first\)")
+FAULT_FRAME = re.compile(r'^\s*File "(.*)", line (\d+|\?\?\?) in (.*?)\s*$')
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
+CALL = re.compile(r'^\s*(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d+), in (.*?)\s*$')
+RAISED = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)$")
 
-def read_text(text: str) -> list[Dump]:
+
+def read_pyspy_text(text: str) -> list[Dump]:
     """The processes in a text, in order; prefixes of pdsh and srun (`node3: `) are ignored.
 
     A process whose stacks py-spy could not get has no threads, and an `error`. Lines indented deeper than a thread's
@@ -55,7 +63,7 @@ def read_text(text: str) -> list[Dump]:
     return [*found[:-1], replace(found[-1], cut=True)] if found and not _is_whole(text) else found
 
 
-def read_json(text: str) -> Dump:
+def read_pyspy_json(text: str) -> Dump:
     """The process in the output of `py-spy dump --json`; of truncated output, the frames that it holds."""
     try:
         threads = json.loads(text)
@@ -92,3 +100,39 @@ def _salvaged(text: str) -> Dump:
 def _is_whole(text: str) -> bool:
     """Whether the text ends with a whole line, as py-spy's does."""
     return text.endswith("\n") or bool(FRAME.match(text.splitlines()[-1]))
+
+
+def read_faults(text: str) -> Dump:
+    """The last dump in the text: faulthandler appends to its file at every signal, or each time a timer ends.
+
+    One dump holds each thread once; that of a timer begins with a line of its own, and has no current thread.
+    """
+    threads: dict[str, tuple[bool, list[Frame]]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if match := FAULT_THREAD.search(line):
+            threads = {} if match[2] in threads else threads
+            frames = []
+            threads[match[2]] = match[1] == "Current thread", frames
+        elif line.startswith("Timeout ("):
+            threads = {}
+        elif match := FAULT_FRAME.match(line):
+            frames.append(frame(match[3], match[1], int(match[2]) if match[2].isdigit() else 0))
+    last = tuple(Thread(frames=tuple(frames), current=current) for current, frames in threads.values())
+    return Dump(threads=last, cut=not text.endswith("\n"))
+
+
+def read_traceback(text: str) -> Dump | None:
+    """The first traceback of a log as a stack, with the exception as its `error`; None where there is none."""
+    frames: list[Frame] = []
+    inside = False
+    for line in text.splitlines():
+        if TRACEBACK.search(line):
+            # Of chained tracebacks the first holds the cause.
+            inside = True
+        elif inside and (match := CALL.match(line)):
+            frames.append(frame(match[3], match[1], int(match[2])))
+        elif inside and frames and (match := RAISED.match(line.strip())):
+            thread = Thread(frames=tuple(reversed(frames)), name="MainThread")
+            return Dump(threads=(thread,), error=match[1].strip())
+    return None
