@@ -101,7 +101,7 @@ def grep(path: Path) -> None:
 
 
 def many(folder: Path, count: int, size: int = 20 * 10**6) -> None:
-    """`count` logs of 20 MB through the door."""
+    """`count` logs of 20 MB through `trilane logs parse`."""
     for number in range(4):
         write(folder / f"seed{number}", size)
     paths = [folder / f"{number}.log" for number in range(count)]
