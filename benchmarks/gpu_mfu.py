@@ -30,7 +30,7 @@ from trilane.costmodel import calibration
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.predict import predict
 from trilane.experiments.benchmark import result
-from trilane.launch.local import environment, run_local
+from trilane.launch.local import environment, train_local
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         run = folder / f"engine-{turn}"
         run.mkdir()
         (run / "plan.json").write_text(json.dumps(plan.to_json()))
-        outcome = run_local(run, watched=False)
+        outcome = train_local(run, show_progress=False)
         if outcome.status != "completed":
             raise SystemExit(f"the engine: {outcome.evidence}")
         found = result(run, args.leave_out)

@@ -129,7 +129,7 @@ def trial(name: str, plan: Plan, folder: Path, whole: list[float], seconds: floa
     fault = faulty(root)
     codes = ended(fork(plan, folder), 300)
     said = (folder / "0.log").read_text()
-    resumed = [int(n) for n in re.findall(r"goes on after iteration (\d+) of", said)]
+    resumed = [int(n) for n in re.findall(r"resumes after iteration (\d+) of", said)]
     losses = [step["lm_loss"] for step in steps(folder)]
     if set(codes) != {0} or len(losses) != ITERATIONS:
         fault = fault or f"the second run ended with {codes} after {len(losses)} iterations"

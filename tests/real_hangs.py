@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from plans import changed, run_folder, small_plan  # noqa: E402
 
-from trilane.launch.local import run_local  # noqa: E402
+from trilane.launch.local import train_local  # noqa: E402
 from trilane.workspace.status import RunStatus  # noqa: E402
 
 # kind: (rank, iteration); `skip` shows at the end of the run, when its rank is there an iteration early
@@ -62,7 +62,7 @@ def hang(kind: str, folder: Path, data: Path) -> Result:
     paths = [planted, *filter(None, [before["PYTHONPATH"]])]
     os.environ.update(PYTHONPATH=os.pathsep.join(paths), TRILANE_PLANT=f"{kind} {rank} {iteration}")
     try:
-        outcome = run_local(folder, watched=False, timeout_s=150)
+        outcome = train_local(folder, show_progress=False, timeout_s=150)
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

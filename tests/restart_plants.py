@@ -1,7 +1,7 @@
 """Six restart bugs of document 003's kind, planted into the real engines from outside, and clean cycles without any.
 
 `PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and ten clean cycles, and prints a row
-each, for docs/restarts.md. `... serve` is a nursery whose workers plant what the file `plant` of a run folder names.
+each, for docs/restarts.md. `... serve` is a pool whose workers plant what the file `plant` of a run folder names.
 """
 
 import json
@@ -19,7 +19,7 @@ from plans import small_plan  # noqa: E402
 
 from trilane.diagnose.restart.compare import RestartComparison  # noqa: E402
 from trilane.experiments import rehearse  # noqa: E402
-from trilane.experiments.parity import Nursery  # noqa: E402
+from trilane.experiments.parity import WorkerPool  # noqa: E402
 from trilane.experiments.parity_table import machine  # noqa: E402
 from trilane.launch.local import environment  # noqa: E402
 
@@ -188,12 +188,12 @@ CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 def asked(data: Path, folder: Path, settings: dict[str, Any]) -> rehearse.Rehearsal:
     """The rehearsal of a small plan with those settings; what both ends of a cycle must share is the batch."""
     plan = small_plan(data, source="mock", **{"mbs": 1, "gbs": 8, **settings})
-    made = rehearse.tiny(plan, folder, machine(cards=0, bf16=True), rehearse.PROCESSES)
+    made = rehearse.shrink(plan, folder, machine(cards=0, bf16=True), rehearse.PROCESSES)
     return made
 
 
 def cycle(
-    home: Nursery, folder: Path, settings: dict[str, Any], other: dict[str, Any] | None, plant: str
+    home: WorkerPool, folder: Path, settings: dict[str, Any], other: dict[str, Any] | None, plant: str
 ) -> RestartComparison:
     """Rehearse with these settings, the second run with `other` where there are any, and a bug where it is named."""
     from dataclasses import replace
@@ -223,20 +223,20 @@ def cycle(
 
 
 @contextmanager
-def planted_nursery() -> Iterator[Nursery]:
-    """A nursery whose workers plant the bug that their folder names."""
+def planted_pool() -> Iterator[WorkerPool]:
+    """A worker pool whose workers plant the bug that their folder names."""
     command, pipe = [sys.executable, __file__, "serve"], subprocess.PIPE
     with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
-        yield Nursery(process=process, machine=machine(**json.loads(process.stdout.readline())))
+        yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))
 
 
 def serve() -> None:
-    """The nursery, its work preceded by the plant."""
-    from trilane.engine import worker_pool as nursery
+    """The worker pool, its work preceded by the plant."""
+    from trilane.engine import worker_pool
     from trilane.utils.process import die_with_parent
 
-    work = nursery.work
+    work = worker_pool.work
 
     def planted(size: int, folder: str) -> int:
         kind = Path(folder, "plant").read_text()
@@ -244,15 +244,15 @@ def serve() -> None:
             BUGS[kind].plant()
         return work(size, folder)
 
-    nursery.work = planted
+    worker_pool.work = planted
     die_with_parent()
-    print(json.dumps(nursery.machine()), flush=True)
-    nursery.serve_forked()
+    print(json.dumps(worker_pool.machine()), flush=True)
+    worker_pool.serve_forked()
 
 
 def main(kinds: list[str]) -> None:
     """A row for each bug and each clean cycle."""
-    with planted_nursery() as home, tempfile.TemporaryDirectory() as place:
+    with planted_pool() as home, tempfile.TemporaryDirectory() as place:
         for number, kind in enumerate(kinds or [*BUGS, *CYCLES]):
             bug = BUGS.get(kind)
             settings, other = (bug.topology, None) if bug else CYCLES[kind]

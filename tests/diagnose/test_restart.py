@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from restart_plants import BUGS, CYCLES, asked, cycle, named, planted_nursery
+from restart_plants import BUGS, CYCLES, asked, cycle, named, planted_pool
 from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
 from trilane.diagnose.restart.compare import compare_restart
 from trilane.experiments import rehearse
-from trilane.experiments.parity import Nursery
+from trilane.experiments.parity import WorkerPool
 from trilane.experiments.parity_table import machine, rows
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
@@ -263,7 +263,7 @@ def test_marks_tell_how_far_two_tensors_are_apart(size: float) -> None:
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.label)
 def test_a_rehearsal_keeps_the_topology_of_every_plan_of_the_equality_table(row: Any, tmp_path: Path) -> None:
     plan = row.plan(machine(cards=0, bf16=True), str(tmp_path))
-    tiny = rehearse.tiny(plan, tmp_path, plan.cluster, 8).plan
+    tiny = rehearse.shrink(plan, tmp_path, plan.cluster, 8).plan
     kept = ("tp", "pp", "dp", "zero", "interleaving", "partition", "offload", "precision", "sequence_parallel")
     assert [getattr(tiny.topology, n) for n in kept] == [getattr(plan.topology, n) for n in kept]
     assert tiny.engine == plan.engine and tiny.shape.parameters <= plan.shape.parameters
@@ -291,36 +291,36 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
 def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_said(tmp_path: Path) -> None:
     plan = small_plan()
     plan = replace(plan, topology=replace(plan.topology, tp=2, dp=4, gbs=8))
-    made = rehearse.tiny(plan, tmp_path, plan.cluster, 4)
+    made = rehearse.shrink(plan, tmp_path, plan.cluster, 4)
     assert made.plan.topology.dp == 2 and made.notes == ("dp=2 instead of 4: this machine runs at most 4 processes",)
 
 
 @pytest.fixture(scope="module")
-def home() -> Any:
-    with planted_nursery() as nursery:
-        yield nursery
+def pool() -> Any:
+    with planted_pool() as pool:
+        yield pool
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BUGS)
-def test_a_bug_planted_into_a_real_engine_is_named(kind: str, home: Nursery, tmp_path: Path) -> None:
+def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     bug = BUGS[kind]
-    found = cycle(home, tmp_path / "r", bug.topology, None, kind)
+    found = cycle(pool, tmp_path / "r", bug.topology, None, kind)
     assert named(bug, found), [f.line() for f in found.findings]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*list(CYCLES)[:-1:3], list(CYCLES)[-1]])
-def test_nothing_is_found_in_a_clean_cycle(kind: str, home: Nursery, tmp_path: Path) -> None:
+def test_nothing_is_found_in_a_clean_cycle(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Four of the ten that docs/restarts.md lists (the script does all), and one whose weights are gathered late."""
-    assert not cycle(home, tmp_path / "r", *CYCLES[kind], "").findings
+    assert not cycle(pool, tmp_path / "r", *CYCLES[kind], "").findings
 
 
 @pytest.mark.slow
 def test_a_plan_is_rehearsed_in_processes_of_its_own(tmp_path: Path) -> None:
     """As the door does it; a bug in it would be the planted ones' business."""
     made = asked(tmp_path / "corpus", tmp_path, {"tp": 2})
-    done = rehearse.rehearse(made, tmp_path / "r", rehearse.here)
+    done = rehearse.rehearse(made, tmp_path / "r", rehearse.train_here)
     assert not done.problem and done.audit and not done.audit.findings
     assert len(done.audit.compared) == 2
     shutil.rmtree(tmp_path / "r")

@@ -1,4 +1,4 @@
-"""What the engine's tests share: one place for prepared data, and a nursery of workers."""
+"""What the engine's tests share: one place for prepared data, and a pool of workers."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ import pytest
 from plans import HERE, run_folder, steps
 
 from trilane.config.plan import Plan
-from trilane.experiments.parity import nursery
+from trilane.experiments.parity import worker_pool
 from trilane.experiments.parity_table import Task
 
 
@@ -22,10 +22,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fork() -> Iterator[Callable[..., None]]:
     """Run the plan in a folder on so many workers (0: the reference); another end than wanted shows what they said."""
-    with nursery() as home:
+    with worker_pool() as pool:
 
         def forked(processes: int, folder: Path, code: int = 0) -> None:
-            problem = home.run(processes, folder, code)
+            problem = pool.run(processes, folder, code)
             assert not problem, problem
 
         yield forked

@@ -41,7 +41,7 @@ def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch()
     assert changed(PLAN, "dp", 3).topology.gbs == 48
 
 
-@pytest.mark.parametrize(("status", "message"), [("completed", "does not hang"), ("crashed", "cure that first")])
+@pytest.mark.parametrize(("status", "message"), [("completed", "does not hang"), ("crashed", "fix that first")])
 def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bisect(PLAN, ("layers",), lambda plan, blocking: status)

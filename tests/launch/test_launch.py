@@ -23,7 +23,7 @@ from support import heed_ctrl_c
 
 from trilane.cli.app import main
 from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.launch.local import environment, run_local
+from trilane.launch.local import environment, train_local
 from trilane.launch.local import run_folder as launched_in
 from trilane.utils.progress import progress
 from trilane.workspace.status import RunStatus, culprit, judge, read_status, write_status
@@ -79,7 +79,7 @@ def worker(processes: list[psutil.Process], rank: int) -> psutil.Process:
 @pytest.mark.slow
 def test_a_run_that_completes_leaves_a_clean_log_its_steps_its_stamp_and_its_status(data: Path, tmp_path: Path) -> None:
     folder = run_folder(small_plan(data, iters=4, source="mock", tp=2, pp=2), tmp_path / "run")
-    outcome = run_local(folder)
+    outcome = train_local(folder)
     said = (folder / "run.log").read_text().splitlines()
     assert (outcome.status, outcome.rank, outcome.exit_code) == ("completed", 3, 0)
     assert outcome == read_status(folder)
@@ -108,7 +108,7 @@ def test_deepspeed_builds_nothing_says_nothing_and_leaves_its_json(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     plan = small_plan(data, iters=4, source="mock", engine=engine, **DEEPSPEED[engine])
     folder = run_folder(plan, tmp_path / "run")
-    outcome = run_local(folder)
+    outcome = train_local(folder)
     said = (folder / "run.log").read_text().splitlines()
     assert outcome.status == "completed", outcome.evidence
     assert not [line for line in said if not ITERATION.fullmatch(line) and not MEMORY.fullmatch(line)]
@@ -153,7 +153,7 @@ def test_a_launcher_killed_outright_leaves_no_orphan(launched: subprocess.Popen)
 
 @pytest.mark.slow
 def test_a_run_beyond_its_time_is_ended_and_says_so(folder: Path) -> None:
-    outcome = run_local(folder, timeout_s=3)
+    outcome = train_local(folder, timeout_s=3)
     assert (outcome.status, outcome.evidence) == ("timeout", "longer than 3 s")
     wait(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info["cmdline"])], 5, "end")
 
@@ -164,7 +164,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(folder: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port={port}: cannot be used here"):
-            run_local(folder, port=port)
+            train_local(folder, port=port)
     assert [path.name for path in folder.iterdir()] == ["plan.json"]
 
 
@@ -172,7 +172,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(folder: Path) -> None:
 def test_a_folder_that_holds_a_run_is_never_written_to(folder: Path, left: str) -> None:
     (folder / left).write_text("precious")
     with pytest.raises(ValueError, match=r"run folder=.*: holds a run already"):
-        run_local(folder)
+        train_local(folder)
     assert (folder / left).read_text() == "precious"
     assert len(list(folder.iterdir())) == 2
 
@@ -180,7 +180,7 @@ def test_a_folder_that_holds_a_run_is_never_written_to(folder: Path, left: str) 
 def test_a_bad_corpus_is_refused_before_anything_starts(data: Path, tmp_path: Path) -> None:
     folder = run_folder(small_plan(data, source=str(tmp_path / "nowhere")), tmp_path / "run")
     with pytest.raises(ValueError, match=r"^data.source=.*nowhere: no such file or folder"):
-        run_local(folder)
+        train_local(folder)
     assert [path.name for path in folder.iterdir()] == ["plan.json"]
 
 
@@ -233,7 +233,7 @@ def test_what_the_engine_refuses_is_the_evidence(data: Path, tmp_path: Path) -> 
     """Rank 0 alone says it; the empty logs of the others are older and must not be taken for the first to fail."""
     plan = small_plan(data, source="mock", dp=2)
     folder = run_folder(replace(plan, run=replace(plan.run, load="/nowhere")), tmp_path / "run")
-    outcome = run_local(folder)
+    outcome = train_local(folder)
     line = "rank 0: run.load=/nowhere: holds no complete checkpoint"
     assert (outcome.status, outcome.evidence) == ("crashed", line)
     assert (folder / "run.log").read_text() == line.removeprefix("rank 0: ") + "\n"
@@ -271,7 +271,7 @@ def test_the_launcher_imports_no_torch() -> None:
             " [..] iteration 4/ 4 | number of nan iterations:   0 |",
             "rank 0: [..] iteration 4/ 4 | number of nan iterations:   0 |",
         ),
-        ("trilane: goes on after iteration 4 of iter_0000004", "iteration 4 of 4"),
+        ("trilane: resumes after iteration 4 of iter_0000004", "iteration 4 of 4"),
     ],
 )
 def test_a_run_with_nothing_left_to_train_is_completed_by_the_engines_word(

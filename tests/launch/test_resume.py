@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
 
-from trilane.launch.local import environment, run_local
+from trilane.launch.local import environment, train_local
 from trilane.logs.run import read_run_folder
 from trilane.workspace.status import read_status
 
@@ -74,8 +74,8 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(f
     assert read_status(folder).evidence.startswith(f"stopped at iteration {trained(folder)} by the file `stop`")
     assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
     log = (folder / "run.log").read_text()
-    assert f"goes on after iteration {last} of" in log and status.evidence in log
+    assert f"resumes after iteration {last} of" in log and status.evidence in log
     assert (folder / "earlier/status.json.1").exists()
     assert list(read_run_folder(folder).iterations["iteration"]) == list(range(1, trained(folder) + 1))
     with pytest.raises(ValueError, match="holds the file `stop`"):
-        run_local(folder, resume=True)
+        train_local(folder, resume=True)

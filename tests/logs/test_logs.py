@@ -77,7 +77,7 @@ def test_a_run_that_never_took_a_step_is_empty_not_an_error(tmp_path):
 def test_an_iteration_that_a_resumed_run_trained_again_counts_once(tmp_path):
     """Killed after iteration 7, the run went on from a checkpoint of iteration 4; what was trained last stands."""
     again = "".join(LINE.format(i=i, n=10, s=4 * i, ms=100, loss=3 - i / 10) for i in range(5, 11))
-    (tmp_path / "run.log").write_text(log_text(iterations=7) + "trilane: goes on after iteration 4\n" + again)
+    (tmp_path / "run.log").write_text(log_text(iterations=7) + "trilane: resumes after iteration 4\n" + again)
     rows = read_run_folder(tmp_path).iterations
     assert list(rows["iteration"]) == list(range(1, 11))
     assert list(rows["lm_loss"]) == pytest.approx([5.9, 5.8, 5.7, 5.6, 2.5, 2.4, 2.3, 2.2, 2.1, 2.0])

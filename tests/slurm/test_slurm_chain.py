@@ -30,7 +30,7 @@ def alone(p: Plan, root: Path) -> list[float]:
     """The losses of the same run on one process of this machine, from beginning to end without a break."""
     one_process = replace(p, label="alone", topology=replace(p.topology, dp=1))
     folder = run_folder(root, one_process)
-    assert local.run_local(folder, watched=False).status == "completed"
+    assert local.train_local(folder, show_progress=False).status == "completed"
     return losses(folder)
 
 

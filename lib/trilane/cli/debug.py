@@ -137,7 +137,7 @@ def rehearse(plan: Path, prepare: Path | None, as_json: bool) -> int:
         emit(as_json, lambda: {"commands": text.splitlines()}, lambda: text)
         return 0
     done = rehearsal.rehearse_here(read_plan(plan))
-    emit(as_json, lambda: rehearsal.to_json(done), lambda: rehearsal.said(done))
+    emit(as_json, lambda: rehearsal.to_json(done), lambda: rehearsal.to_text(done))
     return 1 if done.problem or (done.audit and done.audit.findings) else 0
 
 

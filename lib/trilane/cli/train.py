@@ -18,9 +18,9 @@ def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
 
     Exit code 0 when the run completed, 3 when it was stopped on request, else 1.
     """
-    from trilane.launch.local import run_folder, run_local
+    from trilane.launch.local import run_folder, train_local
 
-    outcome = run_local(run_folder(plan, resume), port=port, resume=resume)
+    outcome = train_local(run_folder(plan, resume), port=port, resume=resume)
     text = f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
     print(json.dumps(asdict(outcome)) if as_json else text)
     return outcome.status.exit_code

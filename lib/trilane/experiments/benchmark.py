@@ -13,7 +13,7 @@ from trilane.analysis.measure import Measurement, measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
-from trilane.launch.local import run_folder, run_local
+from trilane.launch.local import run_folder, train_local
 from trilane.utils.validation import read_json, require, require_integer
 
 
@@ -32,7 +32,7 @@ def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
     folder = _short_run(plan, read, iterations) if iterations else run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
-        run_local(folder)
+        train_local(folder)
     return result(folder, leave_out)
 
 

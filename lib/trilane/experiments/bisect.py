@@ -1,5 +1,5 @@
-"""The bisection that document 003 did by hand: a hanging plan shrunk along one axis after the other, in short jobs with
-a time-out, until the boundary between what works and what hangs is known.
+"""Bisect a hanging plan, as document 003 did by hand: shrink it along one axis at a time, in short jobs with a time
+limit, until the boundary between what works and what hangs is known.
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
-from trilane.launch.local import run_local
+from trilane.launch.local import train_local
 from trilane.utils.validation import require, require_known
 from trilane.workspace.status import Status
 
@@ -24,7 +24,7 @@ Runner = Callable[[Plan, bool], str]  # a plan, and whether CUDA_LAUNCH_BLOCKING
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One short job: what was changed from the plan, and how it ended."""
+    """One short job: the changed axis and value, and its final status."""
 
     axis: str
     value: int
@@ -33,7 +33,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Along an axis the largest value that works and the smallest that hangs; 0 where there is none of them."""
+    """Along an axis the largest value that works and the smallest that hangs; 0 where there is none."""
 
     axis: str
     works: int
@@ -49,7 +49,7 @@ class Boundary:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All trials in their order, and a boundary for each axis."""
+    """All trials in order, and a boundary for each axis."""
 
     trials: tuple[Trial, ...]
     boundaries: tuple[Boundary, ...]
@@ -59,7 +59,7 @@ class Report:
 
 
 def values(plan: Plan, axis: str) -> list[int]:
-    """What can be tried along an axis, ascending, the plan's own last: only what makes a valid plan."""
+    """The values along an axis that make a valid plan, ascending; the plan's own is last."""
     s, t = plan.shape, plan.topology
     candidates = {
         "layers": range(1, s.num_layers + 1),
@@ -78,8 +78,8 @@ def tried(plan: Plan, axes: Iterable[str]) -> str:
 
 
 def changed(plan: Plan, axis: str, value: int) -> Plan:
-    """The plan with that value; ValueError where no such plan exists. Fewer replicas keep each its share of the batch:
-    that is how nodes are taken away. Without a ramp: a trial lasts a few iterations."""
+    """The plan with that value and few iterations; ValueError where no such plan exists. With fewer replicas, as with
+    fewer nodes, each keeps its share of the batch."""
     s, t = plan.shape, plan.topology
     shape = {"layers": lambda: replace(s, num_layers=value), "hidden": lambda: replace(s, hidden_size=value)}.get(
         axis, lambda: s
@@ -93,11 +93,11 @@ def changed(plan: Plan, axis: str, value: int) -> Plan:
 
 
 def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
-    """Shrink the hanging plan along each axis alone, halving what lies between works and hangs.
+    """Shrink the hanging plan along each axis separately, by bisection.
 
-    One run of the plan itself comes first: ValueError where it does not hang. Along an axis the smallest value is
-    tried, then the middle of what is left: 2 + log2(n) jobs. It is taken for granted that what hangs also hangs when
-    larger; a hang that comes and goes needs the search more than once.
+    The plan itself runs first: ValueError where it does not hang. Along an axis the smallest value is tried, then the
+    middle of the remaining interval: 2 + log2(n) jobs. Assumes that what hangs also hangs when larger; for an
+    intermittent hang repeat the search.
     """
     for axis in axes:
         require_known("axis", axis, AXES)
@@ -105,7 +105,7 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
 
     def works(axis: str, value: int, tried: Plan, blocking: bool = False) -> bool:
         trials.append(Trial(axis=axis, value=value, status=Status(run(tried, blocking))))
-        rule = f"{axis} {value} ended otherwise than in a hang: cure that first"
+        rule = f"{axis} {value} ended otherwise than in a hang; fix that first"
         require(trials[-1].status.is_clean or trials[-1].status.is_hang, "status", trials[-1].status, rule)
         return trials[-1].status.is_clean
 
@@ -132,7 +132,7 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
 
 
 def local_runner(folder: Path, timeout_s: float) -> Runner:
-    """Short jobs on this machine, each in a folder of its own below `folder`."""
+    """Runs short jobs on this machine, each in its own folder below `folder`."""
 
     def run(plan: Plan, blocking: bool) -> str:
         name, number = plan.label + ("-blocking" if blocking else ""), 1
@@ -150,7 +150,7 @@ def _run(folder: Path, timeout_s: float, environment: dict[str, str]) -> str:
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
-        return run_local(folder, watched=False, timeout_s=timeout_s).status
+        return train_local(folder, show_progress=False, timeout_s=timeout_s).status
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -1,4 +1,4 @@
-"""The equality table of the engines, trained on this machine."""
+"""The parity table of the engines, trained on this machine and compared with the reference."""
 
 import contextlib
 import json
@@ -18,36 +18,36 @@ from trilane.launch.local import environment, free_port
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nursery:
-    """A process that runs small plans one after the other (engine/nursery.py), and the machine that it found."""
+class WorkerPool:
+    """A process that trains small plans in turn (engine/worker_pool.py), and the machine that it reports."""
 
     process: "subprocess.Popen[str]"
     machine: Cluster
 
     def run(self, processes: int, folder: Path, code: int = 0) -> str:
-        """Train `folder`/plan.json in so many processes (0: the reference); "", or what they said where one of them
-        ends with another exit code.
+        """Train `folder`/plan.json in `processes` (0: the reference); "", or their output where an exit code is not
+        `code`.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{processes} {free_port(0)} {folder}\n")
         self.process.stdin.flush()
         codes = self.process.stdout.readline().split()
-        said = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
-        return "" if codes and set(codes) == {str(code)} else said or f"exit codes {' '.join(codes) or 'none'}"
+        output = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
+        return "" if codes and set(codes) == {str(code)} else output or f"exit codes {' '.join(codes) or 'none'}"
 
 
 @contextlib.contextmanager
-def nursery() -> Iterator[Nursery]:
-    """A nursery while the block lasts; its workers end with it."""
+def worker_pool() -> Iterator[WorkerPool]:
+    """A worker pool inside the block; its workers end with it."""
     command, pipe = [sys.executable, "-m", "trilane.engine.worker_pool"], subprocess.PIPE
     with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
-        yield Nursery(process=process, machine=machine(**json.loads(process.stdout.readline())))
+        yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one row gave: the largest |difference of loss| over its iterations (None: it did not train) and its time."""
+    """Result of one row: the largest |difference of loss| over its iterations (None: did not train), and its time."""
 
     row: Row
     max_abs_diff: float | None
@@ -61,61 +61,61 @@ class Result:
 
     def record(self) -> dict[str, Any]:
         """The row as JSON."""
-        said = {"engine": self.row.engine, "topology": self.row.topology, "precision": self.row.precision}
-        return {**said, "max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
+        names = {"engine": self.row.engine, "topology": self.row.topology, "precision": self.row.precision}
+        return {**names, "max_abs_diff": self.max_abs_diff, "seconds": round(self.seconds, 2)}
 
     def line(self) -> str:
-        """The row for a person."""
+        """The row as one line of text."""
         found = self.problem or f"{self.max_abs_diff:.1e}"
         verdict = "ok" if self.ok else f"above {self.row.bound:g}" if self.max_abs_diff is not None else "failed"
         names = f"{self.row.engine:15s} {self.row.precision:5s} {self.row.topology:45s}"
         return f"{names} {found:>9s}  {self.seconds:5.1f} s  {verdict}"
 
 
-class Bench:
-    """Folders for the rows, and the references that they are held to: one for each task, trained once."""
+class ParityRunner:
+    """Trains rows in folders of their own, and for each task once the reference that they are compared with."""
 
-    def __init__(self, home: Nursery, folder: Path) -> None:
-        self._home, self._folder, self._count = home, folder, 0
-        self._truths: dict[Task, list[float]] = {}
+    def __init__(self, pool: WorkerPool, folder: Path) -> None:
+        self._pool, self._folder, self._count = pool, folder, 0
+        self._references: dict[Task, list[float]] = {}
 
     def result(self, row: Row) -> Result:
-        """Train the row and hold its losses to the reference. ValueError where this machine cannot train it."""
-        made = row.plan(self._home.machine, str(self._folder / "data"))
-        truth = self._truth(row.task)
+        """Train the row and compare its losses with the reference. ValueError where this machine cannot train it."""
+        made = row.plan(self._pool.machine, str(self._folder / "data"))
+        reference = self._reference(row.task)
         begin = time.monotonic()
         folder, problem = self._run(made, made.topology.gpus)
         seconds = time.monotonic() - begin
         if problem:
             return Result(row=row, max_abs_diff=None, seconds=seconds, problem=problem.strip().splitlines()[-1])
         losses = [json.loads(line)["lm_loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
-        diffs = [abs(loss - right) for loss, right in zip(losses, truth, strict=True)]
-        if any(diff != diff for diff in diffs):  # max() would pass a NaN by
-            return Result(row=row, max_abs_diff=None, seconds=seconds, problem="a loss is no number")
+        diffs = [abs(loss - right) for loss, right in zip(losses, reference, strict=True)]
+        if any(diff != diff for diff in diffs):  # max() could ignore a NaN
+            return Result(row=row, max_abs_diff=None, seconds=seconds, problem="a loss is not a number")
         return Result(row=row, max_abs_diff=max(diffs), seconds=seconds)
 
-    def _truth(self, task: Task) -> list[float]:
-        if task not in self._truths:
-            folder, problem = self._run(task.plan(self._home.machine, str(self._folder / "data")), 0)
+    def _reference(self, task: Task) -> list[float]:
+        if task not in self._references:
+            folder, problem = self._run(task.plan(self._pool.machine, str(self._folder / "data")), 0)
             assert not problem, problem
-            self._truths[task] = [loss for loss, _ in json.loads((folder / "truth.json").read_text())]
-        return self._truths[task]
+            self._references[task] = [loss for loss, _ in json.loads((folder / "truth.json").read_text())]
+        return self._references[task]
 
     def _run(self, made: Plan, processes: int) -> tuple[Path, str]:
         self._count += 1
         folder = self._folder / str(self._count)
         folder.mkdir()
         (folder / "plan.json").write_text(json.dumps(made.to_json()), encoding="utf-8")
-        return folder, self._home.run(processes, folder)
+        return folder, self._pool.run(processes, folder)
 
 
 def verify(table: Sequence[Row]) -> Iterator[Result | str]:
-    """The result of each row as it comes; a line instead where this machine cannot train it."""
-    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as folder, nursery() as home:
-        bench = Bench(home, Path(folder))
+    """The result of each row in turn; a line of text instead where this machine cannot train it."""
+    with tempfile.TemporaryDirectory(prefix="trilane-verify-") as folder, worker_pool() as pool:
+        runner = ParityRunner(pool, Path(folder))
         for row in table:
             try:
-                yield bench.result(row)
+                yield runner.result(row)
             except ValueError as error:
                 yield f"{row.label}: left out, {error}"
 

@@ -1,4 +1,4 @@
-"""The equality table: every engine, topology and precision that must give the losses of one process, as plans."""
+"""The parity table: every engine, topology and precision that must reproduce the losses of one process, as plans."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ LAYERS = "type:transformer|embedding"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What all rows of it train alike: one reference serves them."""
+    """What its rows have in common: model, optimizer and batch, and so the reference."""
 
     shape: ModelShape = SHAPE
     optimizer: Optimizer = OPTIMIZER
@@ -35,7 +35,7 @@ class Task:
     gbs: int = 8
 
     def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
-        """The task by an engine on a topology: 20 iterations over Python's own library, its data kept in `folder`."""
+        """The task by an engine on a topology: 20 iterations over Python's standard library, prepared in `folder`."""
         return Plan(
             label="equality",
             engine=engine,
@@ -54,14 +54,14 @@ PLAIN = Task()
 NORMED = Task(shape=replace(SHAPE, embedding_layernorm=True))  # as BLOOM
 
 
-# A rate and a batch at which 8 bits of mantissa can follow: bf16 is up to 3.8e-3 off on the plain task, in every engine
-# alike, where the loss falls from 6.2 to 4.3 in 20 iterations.
+# A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss falls from 6.2 to 4.3
+# in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
 CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table: an engine on a topology in a precision, held to the reference of its task."""
+    """One row of the table: an engine on a topology in a precision, compared with the reference of its task."""
 
     engine: str
     topology: str
@@ -71,12 +71,12 @@ class Row:
 
     @property
     def label(self) -> str:
-        """A name for eyes."""
+        """A readable name."""
         return f"{self.engine} {self.topology} {self.precision}"
 
     @property
     def bound(self) -> float:
-        """How far a loss may be from the reference's."""
+        """Largest permitted difference of a loss from the reference."""
         return BOUNDS[self.precision]
 
     def plan(self, machine: Cluster, folder: str) -> Plan:
@@ -190,7 +190,7 @@ EMBEDDING_NORM: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 def rows(engines: tuple[str, ...] = ENGINES) -> list[Row]:
-    """The table of these engines, fp32 first."""
+    """The rows of these engines, fp32 first."""
     every = [Row(engine=e, topology=t, settings=s) for e, named in TOPOLOGIES.items() for t, s in named.items()]
     every += [Row(engine=e, topology=t, settings=s, task=NORMED) for e, t, s in EMBEDDING_NORM]
     tasks = {"fp16": PLAIN, "bf16": CALM}
@@ -199,9 +199,9 @@ def rows(engines: tuple[str, ...] = ENGINES) -> list[Row]:
 
 
 def machine(cards: int, bf16: bool) -> Cluster:
-    """This machine as the plans of the table see it: so many GPUs, or room for eight processes where there is none.
+    """This machine for the plans of the table: `cards` GPUs, or eight processes where there are none.
 
-    Only what a card can do is told; its speed does not matter here.
+    Only the supported precisions are real; nothing is predicted from the speeds.
     """
     gpu = Gpu(
         name="GPU" if cards else "CPU core",

@@ -1,5 +1,6 @@
-"""Rehearsal: the plan's engine and topology at tiny width train, save, load and go on, and
-everything is compared, before a large run depends on it.
+"""Rehearsal: train, save, load and resume the plan's engine and topology at tiny width and compare the states.
+
+Done before a large run depends on them.
 """
 
 import json
@@ -14,7 +15,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run
 from trilane.diagnose.restart.compare import RestartComparison, compare_restart
 from trilane.experiments.parity_table import machine
-from trilane.launch.local import run_local
+from trilane.launch.local import train_local
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.status import Status
@@ -25,10 +26,10 @@ PROCESSES = 8  # without GPUs
 TOKENS = 257  # of the tokenizer "bytes"
 
 
-LAST = 2  # iterations: one before the restart, one after it
+ITERATIONS = 2  # one before the restart, one after it
 
 
-Start = Callable[[Path], str]  # trains the plan in a folder; "" or why it could not
+Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,18 +42,18 @@ class Rehearsal:
     problem: str = ""
 
 
-def tiny(plan: Plan, folder: Path, cluster: Cluster, most: int) -> Rehearsal:
-    """The plan at tiny width for at most `most` processes, its replicas fewer where they are too many.
+def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Rehearsal:
+    """The plan at tiny width for at most `max_processes`, with fewer replicas where necessary.
 
     Kept: engine, tp, pp, interleaving, ZeRO, offload, precision, recomputation, partition, ties and norms. Changed: the
-    smallest model that can be cut so, two iterations, a rate at which weights move and a limit at which gradients are
-    clipped, and dropout, so that generators matter. ValueError where one replica is too large for `most`.
+    smallest model that this topology can split, two iterations, a learning rate at which weights move, a limit at
+    which gradients are clipped, and dropout, so that generators matter. ValueError where one replica is too large.
     """
     t = plan.topology
-    rule = f"one replica has more than the {most} processes of this machine; see --prepare for a cluster"
-    require(t.tp * t.pp <= most, "tp x pp", t.tp * t.pp, rule)
-    dp = min(t.dp, most // (t.tp * t.pp))
-    notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {most} processes",) if dp < t.dp else ()
+    rule = f"one replica has more than the {max_processes} processes of this machine; see --prepare for a cluster"
+    require(t.tp * t.pp <= max_processes, "tp x pp", t.tp * t.pp, rule)
+    dp = min(t.dp, max_processes // (t.tp * t.pp))
+    notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {max_processes} processes",) if dp < t.dp else ()
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
     small = Plan(
         label="rehearsal",
@@ -64,29 +65,33 @@ def tiny(plan: Plan, folder: Path, cluster: Cluster, most: int) -> Rehearsal:
         optimizer=_optimizer(plan.optimizer),
         dropout=plan.dropout if plan.dropout != Dropout() else Dropout(hidden=0.1, attention=0.1),
         run=Run(
-            train_iters=LAST, save_interval=1, keep_last=0, seed=plan.run.seed, hang_timeout_s=plan.run.hang_timeout_s
+            train_iters=ITERATIONS,
+            save_interval=1,
+            keep_last=0,
+            seed=plan.run.seed,
+            hang_timeout_s=plan.run.hang_timeout_s,
         ),
     )
     return Rehearsal(plan=small, notes=notes)
 
 
 def _optimizer(given: Optimizer) -> Optimizer:
-    """A rate at which weights move at once, and a limit below every gradient norm."""
+    """A learning rate at which weights move at once, and a limit below every gradient norm."""
     limit = 0.1 if given.clip_grad else 0.0
     return replace(given, lr=1e-3, min_lr=1e-4, warmup_samples=0, decay_samples=0, clip_grad=limit)
 
 
 def _shape(plan: Plan) -> ModelShape:
-    """The smallest model that the plan's topology cuts as it cuts the plan's."""
+    """The smallest model that the plan's topology splits as it splits the plan's."""
     t, heads = plan.topology, 2 * plan.topology.tp
-    wide = replace(
+    narrow = replace(
         plan.shape,
         hidden_size=16 * heads,
         num_attention_heads=heads,
         seq_length=t.tp * -(-32 // t.tp),
         vocab_size=padded_vocab_size(TOKENS, t.tp),
     )
-    shapes = (replace(wide, num_layers=layers) for layers in range(1, plan.shape.num_layers + 1))
+    shapes = (replace(narrow, num_layers=layers) for layers in range(1, plan.shape.num_layers + 1))
     return next(shape for shape in shapes if _fits(plan, shape, t))
 
 
@@ -99,18 +104,18 @@ def _fits(plan: Plan, shape: ModelShape, t: Topology) -> bool:
 
 
 def write(folder: Path, plan: Plan) -> tuple[Path, Path]:
-    """The run folders of both halves: `first` trains through, `second` goes on from its first checkpoint."""
+    """Write both run folders: `first` trains to the end, `second` resumes from its first checkpoint."""
     first, second = folder / "first", folder / "second"
     load = str(first / FOLDER / name_of(1))
     for place, made in ((first, plan), (second, replace(plan, run=replace(plan.run, load=load)))):
-        require(not place.exists(), "folder", place, "is there already; take a new one")
+        require(not place.exists(), "folder", place, "exists; use a new one")
         place.mkdir(parents=True)
         (place / "plan.json").write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
     return first, second
 
 
 def rehearse(rehearsal: Rehearsal, folder: Path, start: Start) -> Rehearsal:
-    """Train, save, load, go on, compare: the checkpoint with what was loaded, and both runs' last checkpoints."""
+    """Train, save, load, resume; compare the checkpoint with the loaded state, and both runs' last checkpoints."""
     first, second = write(folder, rehearsal.plan)
     for place in (first, second):
         problem = start(place)
@@ -119,9 +124,9 @@ def rehearse(rehearsal: Rehearsal, folder: Path, start: Start) -> Rehearsal:
     return replace(rehearsal, audit=compare_restart(first, second))
 
 
-def here(folder: Path) -> str:
-    """Train on this machine; "" or how it ended instead."""
-    outcome = run_local(folder, watched=False)
+def train_here(folder: Path) -> str:
+    """Train on this machine; "", or the other status and its evidence."""
+    outcome = train_local(folder, show_progress=False)
     return "" if outcome.status is Status.COMPLETED else f"{outcome.status}: {outcome.evidence}"
 
 
@@ -129,18 +134,18 @@ def rehearse_here(plan: Plan) -> Rehearsal:
     """The rehearsal of the plan on this machine, in a temporary folder."""
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
     with tempfile.TemporaryDirectory(prefix="trilane-rehearse-") as place:
-        asked = tiny(plan, Path(place), machine(cards=cards, bf16=True), cards or PROCESSES)
-        return rehearse(asked, Path(place), here)
+        asked = shrink(plan, Path(place), machine(cards=cards, bf16=True), cards or PROCESSES)
+        return rehearse(asked, Path(place), train_here)
 
 
 def prepare(plan: Plan, folder: Path) -> str:
     """Write both runs of a rehearsal on the plan's own cluster, and the commands that start them."""
-    made = tiny(plan, folder, plan.cluster, plan.topology.gpus)
+    made = shrink(plan, folder, plan.cluster, plan.topology.gpus)
     return commands(*write(folder, made.plan), made.plan)
 
 
 def commands(first: Path, second: Path, plan: Plan) -> str:
-    """What to start on a cluster, one after the other."""
+    """The commands to run on a cluster, in order."""
     tasks = f"srun --ntasks {plan.topology.gpus} --ntasks-per-node {plan.cluster.gpus_per_node}"
     lines = [f"{tasks} python -m trilane.engine {place / 'plan.json'}" for place in (first, second)]
     return "\n".join([*lines, f"trilane debug restart {first} {second}"])
@@ -157,7 +162,7 @@ def to_json(done: Rehearsal) -> dict[str, object]:
     return {"plan": done.plan.to_json(), "left_out": done.notes, "problem": done.problem, **found}
 
 
-def said(done: Rehearsal) -> str:
+def to_text(done: Rehearsal) -> str:
     """For a person."""
     text = done.problem or (done.audit.to_text() if done.audit else "")
     return "\n".join([f"rehearsed {_label(done.plan)}", *(f"note: {note}" for note in done.notes), text])

@@ -1,1 +1,1 @@
-"""Training a plan on this machine: starting the processes, following their log, noticing a hang."""
+"""Training a plan on this machine: start the processes, follow their logs, detect a hang."""

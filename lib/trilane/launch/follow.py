@@ -1,4 +1,4 @@
-"""Watching a run while it goes: what the ranks say gathered in one log, whole lines only."""
+"""Follow a run: collect the ranks' output in one log, in whole lines, and show the progress."""
 
 import json
 import os
@@ -18,19 +18,19 @@ def follow(
     child: subprocess.Popen[bytes],
     folder: Path,
     plan: Plan,
-    watched: bool,
+    show_progress: bool,
     deadline: float,
-    look: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Copy what the ranks say to run.log and show the progress until the child ends; its exit code.
+    """Copy the ranks' output to run.log until the child ends; its exit code.
 
-    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `look`, called often, raises.
+    Raises TimeoutError after `deadline` (seconds of the monotonic clock), and what `check`, called each poll, raises.
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps = Tail(folder / "steps.jsonl")
     with (
         (folder / "run.log").open("a", encoding="utf-8") as log,
-        progress(plan.label, plan.run.train_iters, watched) as show,
+        progress(plan.label, plan.run.train_iters, show_progress) as show,
     ):
         try:
             while True:
@@ -40,7 +40,7 @@ def follow(
                     show(json.loads(line))
                 if code is not None:
                     return code
-                look()
+                check()
                 if time.monotonic() > deadline:
                     raise TimeoutError
                 time.sleep(POLL_S)
@@ -57,9 +57,9 @@ def copy(tails: Sequence["Tail"], log: Any, rest: bool = False) -> None:
 
 
 class Tail:
-    """New lines of a file that somebody else is writing, and that may not be there yet.
+    """New lines of a file that another process writes, and that may not exist yet.
 
-    A file that is replaced by another (steps.jsonl, when a resumed run cuts it) is read from its beginning.
+    A file that is replaced (steps.jsonl, when a resumed run truncates it) is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:

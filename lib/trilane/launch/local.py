@@ -1,4 +1,4 @@
-"""Start a plan on this machine: torchrun as a child, one log that a person can read, and a status with its evidence."""
+"""Train a plan on this machine: torchrun as a child, one readable log, and a status with its evidence."""
 
 import contextlib
 import json
@@ -19,26 +19,24 @@ from trilane.utils.validation import require
 from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
 
-GRACE_S = 8.0  # between asking torchrun to end its workers and ending them by force
-
-
+GRACE_S = 8.0  # from asking torchrun to end its workers to killing them
 WEEK_S = 7 * 86400.0
 
 
-def run_local(
-    folder: Path, *, port: int = 0, watched: bool = True, timeout_s: float = WEEK_S, resume: bool = False
+def train_local(
+    folder: Path, *, port: int = 0, show_progress: bool = True, timeout_s: float = WEEK_S, resume: bool = False
 ) -> RunStatus:
-    """Train the plan in `folder`/plan.json here and wait; what happened is returned and written to status.json.
+    """Train the plan in `folder`/plan.json here and wait for it; the RunStatus, also written to status.json.
 
-    The folder gets run.log (what all ranks said, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json,
-    checkpoints/. `watched` shows how far it is. `port` is torchrun's, 0 for one that is free. Raises ValueError, before
-    anything starts, for a bad plan or corpus, a folder that holds a run already (unless told to `resume` it: it goes on
-    from its newest checkpoint, see again.py), or a port in use.
+    Writes run.log (the output of all ranks, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json and
+    checkpoints/ to the folder. `port` is torchrun's, 0 for a free one. Raises ValueError, before anything starts, for
+    an invalid plan or corpus, a folder with an earlier run (unless `resume`: it continues from its newest checkpoint,
+    see workspace/resume.py), or a port in use.
 
-    Ctrl-C ends all processes, leaves status "cancelled" and is raised again; a run longer than `timeout_s` is ended as
-    "timeout", one whose ranks stand still longer than the plan's hang_timeout_s as "hang", their stacks in stacks/.
-    SIGUSR1 makes the run save; SIGTERM makes it save and end as "stopped" (in the main thread alone may Python take
-    signals). The processes also end with the thread that called, even where it is killed.
+    Ctrl-C ends all processes, records the status "cancelled" and is raised again; a run longer than `timeout_s` is
+    ended as "timeout", one without progress for the plan's hang_timeout_s as "hang", with its stacks in stacks/.
+    SIGUSR1 makes the run save, SIGTERM makes it save and end as "stopped" (both only in the main thread, where Python
+    handles signals). The processes also end with the calling thread, even where that is killed.
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
@@ -49,12 +47,12 @@ def run_local(
     port = free_port(port)
     begin = time.monotonic()
     reopen(folder)
-    guard = HangMonitor(folder, plan)
+    monitor = HangMonitor(folder, plan)
     try:
         prepare_data(folder / "plan.json")
-        with started(folder, plan, port) as child, passing_on(child):
-            code = follow(child, folder, plan, watched, begin + timeout_s, guard.look)
-        outcome = guard.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
+        with torchrun(folder, plan, port) as child, forwarding_signals(child):
+            code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
+        outcome = monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
         write_status(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
@@ -67,17 +65,17 @@ def run_local(
 
 
 def _require_ready(folder: Path, resume: bool) -> None:
-    """ValueError where a run must not begin, or not go on, in that folder."""
+    """ValueError where a run must not start, or not resume, in that folder."""
     if resume:
-        require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; take it away to go on")
+        require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; remove it to resume")
         return
     for name in ("run.log", "steps.jsonl", "status.json"):
-        rule = f"holds a run already ({name}); resume it, or take a new one"
+        rule = f"holds a run already ({name}); resume it, or use a new folder"
         require(not (folder / name).exists(), "run folder", folder, rule)
 
 
 def free_port(port: int) -> int:
-    """`port` if nobody uses it, or any free one where it is 0; ValueError where it is taken."""
+    """`port` if it is free, or any free one where it is 0; ValueError where it is in use."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -87,14 +85,14 @@ def free_port(port: int) -> int:
 
 
 def environment(processes: int) -> dict[str, str]:
-    """The children's environment: cores shared out among them, gloo on the loopback, this trilane found first."""
+    """The environment of `processes` children: cores divided among them, gloo on the loopback, this trilane first."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = str(max(1, cores // processes))
-    ours = str(Path(__file__).parents[2])
-    paths = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    own = str(Path(__file__).parents[2])
+    paths = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
-        # Threads that wait for each other spin for milliseconds by default; where anything else wants the core, an
-        # iteration then takes ten times as long. libgomp takes this value itself once threads outnumber cores.
+        # Waiting threads spin for milliseconds by default; where other processes need the core, an iteration then takes
+        # ten times as long. libgomp itself takes this value once threads outnumber cores.
         "GOMP_SPINCOUNT": "1000",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
@@ -106,9 +104,9 @@ def environment(processes: int) -> dict[str, str]:
 
 
 def prepare_data(plan: Path) -> list[str]:
-    """Prepare the corpus of a plan's file in a process of its own (it may import torch); the prefixes of its pairs.
+    """Prepare the corpus of a plan's file in a child process (it may import torch); the prefixes of its pairs.
 
-    ValueError with the process's last line where it fails.
+    ValueError with the child's last line where it fails.
     """
     command = [sys.executable, "-m", "trilane.engine.data.corpus", str(plan)]
     done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
@@ -119,8 +117,8 @@ def prepare_data(plan: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun over the plan's processes, in its own process group; gone, with its workers, when the block ends."""
+def torchrun(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun over the plan's processes, in its own process group; ended, with its workers, after the block."""
     ranks = folder / "ranks"
     ranks.mkdir(exist_ok=True)
     processes = plan.topology.gpus
@@ -133,12 +131,12 @@ def started(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[by
     try:
         yield child
     finally:
-        end(child)
+        stop(child)
 
 
 @contextlib.contextmanager
-def passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Inside the block SIGUSR1 and SIGTERM are the run's, not ours."""
+def forwarding_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Forward SIGUSR1 and SIGTERM to the child inside the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,8 +149,8 @@ def passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """Ask torchrun to end its workers, who do not save then; by force after GRACE_S: the kernel ends them with it."""
+def stop(child: subprocess.Popen[bytes]) -> None:
+    """Interrupt torchrun, which ends its workers without a save; after GRACE_S kill it, and the kernel its workers."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
         try:

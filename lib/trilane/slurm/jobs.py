@@ -183,6 +183,6 @@ def _train_here(folder: Path) -> str:
     run_folder.put_aside(folder, keep=has_checkpoint)
     ledger.note(folder, "submitted", job, site="local", script="")
     ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
-    outcome: RunStatus = local.run_local(folder, resume=has_checkpoint)
+    outcome: RunStatus = local.train_local(folder, resume=has_checkpoint)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
     return job

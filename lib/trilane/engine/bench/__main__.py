@@ -1,7 +1,7 @@
-"""What this machine can do, measured in seconds: `trilane measure machine [OUT.json]`.
+"""Measure this machine within seconds: `trilane measure machine [OUT.json]`.
 
-Alone on a CPU machine it starts what it needs; alone on a machine with GPUs it starts torchrun with a rank on each;
-under torchrun or srun, one rank a GPU, all ranks measure together and rank 0 writes one file.
+A single process on a CPU machine starts the processes that it needs; on a machine with GPUs it becomes torchrun with
+one rank each. Under torchrun or srun, one rank per GPU, all ranks measure together and rank 0 writes one file.
 """
 
 import os
@@ -18,12 +18,12 @@ LOCAL = "local"
 
 
 def main(argv: list[str]) -> int:
-    """`[OUT [NAME]]`, as `trilane measure machine` gives them: 0 when the file is written; 2 and one line where not."""
+    """Arguments `[OUT [NAME]]`, from `trilane measure machine`. 0 when the file is written, else 2 with one line."""
     out, name = [*argv, "", ""][:2]
     size = world_size(os.environ)
     try:
         require(out.endswith(".json") or not out, "out", out, "must end in .json")
-        (_alone if size == 1 else _together)(out, name)
+        (_single_process if size == 1 else _all_ranks)(out, name)
     except ValueError as error:
         print_refusal(error, "trilane: ")
         return 2
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def world_size(env: MutableMapping[str, str]) -> int:
-    """Processes that torchrun or srun started. A batch script has SLURM_PROCID as well, but no step: it is alone."""
+    """Processes that torchrun or srun started. A batch script has SLURM_PROCID too, but no step: it is one process."""
     return int(env["WORLD_SIZE"] if "RANK" in env else env.get("SLURM_STEP_NUM_TASKS", "1"))
 
 
@@ -43,7 +43,7 @@ def destination(out: str, name: str) -> Path:
     return path
 
 
-def _alone(out: str, name: str) -> None:
+def _single_process(out: str, name: str) -> None:
     path = destination(out, name or LOCAL)  # before torch is imported: that takes seconds
     import torch
 
@@ -55,13 +55,13 @@ def _alone(out: str, name: str) -> None:
         own_device("fp32")  # raises where there is a GPU that torch cannot use
         return _write(path, single_process.measure(name or LOCAL))
     if "RANK" in os.environ:  # torchrun's only rank
-        return _together(out, name)
+        return _all_ranks(out, name)
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards}"]
     this = ["-m", "trilane.engine.bench.__main__", str(path), name or LOCAL]
     os.execv(sys.executable, [sys.executable, *ranks, *this])
 
 
-def _together(out: str, name: str) -> None:
+def _all_ranks(out: str, name: str) -> None:
     import torch
 
     from trilane.engine.distributed import world as worlds

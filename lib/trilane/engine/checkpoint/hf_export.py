@@ -1,8 +1,8 @@
-"""A checkpoint as a folder of Hugging Face's GPT-2, and back.
+"""Convert a checkpoint to a Hugging Face GPT-2 folder, and back.
 
 `trilane convert huggingface CHECKPOINT OUT` writes the weights (fp32, one tensor at a time in memory) and a config.json
-for `GPT2LMHeadModel.from_pretrained(OUT)`. `... --back FOLDER OUT` makes a checkpoint of iteration 0 of such a folder,
-with Adam's moments at zero, for `run.load`.
+for `GPT2LMHeadModel.from_pretrained(OUT)`. `... --back FOLDER OUT` makes of such a folder a checkpoint of iteration 0
+with zero Adam moments, for `run.load`.
 """
 
 import json
@@ -21,7 +21,7 @@ from trilane.utils.validation import from_mapping, read_json, require, to_mappin
 from trilane.workspace import checkpoints
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# GPT2Config's words for the sizes of a shape.
+# GPT2Config's names for the sizes of a shape.
 SIZES = {
     "num_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -32,19 +32,19 @@ SIZES = {
 }
 
 
-# What our GPT is built with; transformers' own default is the tanh form of GELU, another function.
+# Fixed in our GPT; transformers' default is the tanh form of GELU, another function.
 FIXED = {"model_type": "gpt2", "activation_function": "gelu", "layer_norm_epsilon": 1e-5}
 
 
 def export(checkpoint: Path, out: Path) -> None:
-    """Write the checkpoint's weights and sizes to the new folder `out`; ValueError where that cannot be."""
-    manifest = _whole(checkpoint)
+    """Write the checkpoint's weights and sizes to the new folder `out`; ValueError where it cannot be exported."""
+    manifest = _intact_manifest(checkpoint)
     shape = from_mapping(ModelShape, manifest["identity"]["shape"], "shape")
     tensors, heads = manifest["tensors"], shape.num_attention_heads
     entries = []
     for name, tensor in tensors.items():
-        there = gpt2_tensor(name, torch.empty(tensor["shape"], device="meta"), heads)
-        entries.append((gpt2_name(name), tuple(there.shape)))
+        exported = gpt2_tensor(name, torch.empty(tensor["shape"], device="meta"), heads)
+        entries.append((gpt2_name(name), tuple(exported.shape)))
     require(not out.exists(), "out", out, "exists")
     out.mkdir(parents=True)
     file = SliceFile(out / WEIGHTS, entries)
@@ -57,37 +57,37 @@ def export(checkpoint: Path, out: Path) -> None:
 
 
 def config(shape: ModelShape) -> dict[str, Any]:
-    """GPT2Config's JSON; dropout is for training, which happens here."""
+    """GPT2Config's JSON, without dropout, which only training uses."""
     sizes = {theirs: getattr(shape, ours) for ours, theirs in SIZES.items()}
     dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
     return {"architectures": ["GPT2LMHeadModel"], "torch_dtype": "float32", **FIXED, **sizes, **dropout}
 
 
-def back(folder: Path, out: Path) -> Path:
-    """A checkpoint of iteration 0 in the folder of checkpoints `out`, from a folder of GPT-2; ValueError otherwise."""
-    said = read_json(folder / CONFIG, "GPT-2")
+def import_gpt2(folder: Path, out: Path) -> Path:
+    """Write a checkpoint of iteration 0 below `out` from a GPT-2 folder; its path. ValueError for any other model."""
+    given = read_json(folder / CONFIG, "GPT-2")
     for name, value in FIXED.items():
-        require(said.get(name, value) == value, name, said.get(name), f"our GPT has {value}")
-    missing = [theirs for ours, theirs in SIZES.items() if theirs not in said and ours != "tied_embeddings"]
+        require(given.get(name, value) == value, name, given.get(name), f"our GPT has {value}")
+    missing = [theirs for ours, theirs in SIZES.items() if theirs not in given and ours != "tied_embeddings"]
     require(not missing, CONFIG, folder / CONFIG, f"has no {', '.join(missing)}")
-    shape = ModelShape(**{ours: said[theirs] for ours, theirs in SIZES.items() if theirs in said})
+    shape = ModelShape(**{ours: given[theirs] for ours, theirs in SIZES.items() if theirs in given})
     state = canonical_state(dict(_tensors(folder)), shape.num_attention_heads, shape.tied_embeddings)
     count = sum(tensor.numel() for tensor in state.values())
     require(count == shape.parameters, "GPT-2", folder, f"has {count} parameters, {CONFIG} means {shape.parameters}")
     target = out / checkpoints.name_of(0)
     require(not target.exists(), "out", target, "exists")
-    aside = out / f".{target.name}.import"
-    aside.mkdir(parents=True)
-    checkpoints.write_manifest(aside, {**_write(aside, state), "identity": {"shape": to_mapping(shape)}})
-    checkpoints.publish(aside, target)
+    temporary = out / f".{target.name}.import"
+    temporary.mkdir(parents=True)
+    checkpoints.write_manifest(temporary, {**_write(temporary, state), "identity": {"shape": to_mapping(shape)}})
+    checkpoints.publish(temporary, target)
     return target
 
 
-def _write(aside: Path, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The one file of a checkpoint that nobody trained, and its part of the manifest."""
+def _write(temporary: Path, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Write the file of an untrained checkpoint; its part of the manifest."""
     name = "rank_00000.safetensors"
     entries = [(f"{n}/{kind}", tuple(t.shape)) for n, t in state.items() for kind in checkpoints.KINDS]
-    file = SliceFile(aside / name, entries)
+    file = SliceFile(temporary / name, entries)
     tensors = {}
     for parameter, tensor in state.items():
         at = {kind: file.at[f"{parameter}/{kind}"] for kind in checkpoints.KINDS}
@@ -96,13 +96,13 @@ def _write(aside: Path, state: dict[str, torch.Tensor]) -> dict[str, Any]:
         for kind in checkpoints.KINDS:
             file.add(tensor if kind == "weight" else torch.zeros_like(tensor, dtype=torch.float32))
     files = {name: file.close()}
-    require(not file.error, "out", aside.parent, file.error)
+    require(not file.error, "out", temporary.parent, file.error)
     progress = {"iteration": 0, "consumed_samples": 0, "scalars": {"step": 0.0}, "layout": None}
     return {**progress, "files": files, "tensors": tensors}
 
 
-def _whole(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all as they were written; ValueError otherwise."""
+def _intact_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint with intact files; ValueError otherwise."""
     manifest = checkpoints.read_manifest(checkpoint)
     for name, (size, checksum) in manifest["files"].items():
         problem = checkpoints.fault(checkpoint, name, size, checksum)
@@ -122,11 +122,11 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def main(argv: list[str]) -> int:
-    """`[--back] SOURCE OUT`, as `trilane convert huggingface` gives them; 2 and one line where it cannot be done."""
+    """Arguments `[--back] SOURCE OUT`, from `trilane convert huggingface`; 2 with one line where it fails."""
     *options, source, out = argv
     try:
         if options:
-            print(back(Path(source), Path(out)))
+            print(import_gpt2(Path(source), Path(out)))
         else:
             found = checkpoints.found_in(Path(source))
             require(bool(found), "checkpoint", source, "holds no complete checkpoint")
