@@ -79,7 +79,7 @@ def megatron(
     from trilane.interop.shell_args import read_arguments
     from trilane.launch.local import prepare_data
 
-    require((plan is None) != (read is None), "plan", plan, "give either a plan, or --read FILE")
+    require((plan is None) != (read is None), "plan", plan or "missing", "give either a plan, or --read FILE")
     if plan:
         arguments = megatron_args(read_plan(plan), flavour, prepare_data(plan) if prepare else ())
         emit(as_json, lambda: arguments, lambda: megatron_text(arguments))

@@ -194,7 +194,7 @@ def search(
     from trilane.config.model import read_shape
     from trilane.planning.search import search as search_plans
 
-    require((gbs is None) != (gbs_max is None), "gbs", gbs, "give either --gbs or --gbs-max")
+    require((gbs is None) != (gbs_max is None), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
     where, what = hardware.cluster(cluster), read_shape(shape)
     sizes = gbs or range(1, (gbs_max or 0) + 1)
     given = {"calibration": calibration_of(options["calibration"], where), **choices_of(options)}

@@ -249,14 +249,16 @@ def read_plan_values(path: Path | str) -> dict[str, Any]:
     values = read_json(file, "plan")
     if isinstance(values, dict) and "shape" not in values:
         values = values.get("plan", values.get("plans", values))
+    rule = "must hold a plan as a JSON object, or several as `plans`"
+    require(all(isinstance(v, dict) for v in (values if isinstance(values, list) else [values])), "plan", file, rule)
     if not isinstance(values, list):
         require(not name, "plan", path, f"{file} holds one plan")
         return values
     require(bool(values), "plan", path, "holds no plan")
     if not name:
         return values[0]
-    named = [v for v in values if isinstance(v, dict) and name in (v.get("id"), v.get("label"))]
-    known = ", ".join(f"{v.get('id')} ({v.get('label')})" for v in values if isinstance(v, dict))
+    named = [v for v in values if name in (v.get("id"), v.get("label"))]
+    known = ", ".join(f"{v.get('id')} ({v.get('label')})" for v in values)
     require(bool(named), "plan", path, f"names none of {known}")
     return named[0]
 

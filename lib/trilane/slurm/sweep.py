@@ -30,7 +30,8 @@ def read_plans(path: Path) -> list[dict[str, Any]]:
     """Plans with their predictions: `trilane plan search --json`, plans.json of 02_topology, or a list of plans."""
     values = read_json(path, "plans")
     plans = values.get("plans") if isinstance(values, dict) else values
-    require(isinstance(plans, list) and bool(plans), "plans", path, "must be a list of plans, or hold one as `plans`")
+    ok = isinstance(plans, list) and bool(plans) and all(isinstance(plan, dict) for plan in plans)
+    require(ok, "plans", path, "must be a list of plans, or hold one as `plans`")
     if isinstance(values, dict) and "shape" in values:  # 02's: one shape and cluster for all, and other defaults
         common = {"shape": values["shape"], "cluster": to_mapping(load_cluster(values["cluster"]))}
         return [{**common, **{k: plan[k] for k in ("label", "topology", "prediction")}} for plan in plans or []]

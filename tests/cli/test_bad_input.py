@@ -1,0 +1,181 @@
+"""Bad input of every command: exit code 2, one line on stderr, and no traceback."""
+
+import json
+import shlex
+
+import pytest
+from support import small_plan
+
+from trilane.cli.app import main
+
+SEARCH = "plan search --shape 6,64,4,32,384 --cluster h200 --gpus 8"
+SIZE = "plan size --params 1.3B --vocab 50257 --gpus 8 --cluster jz-a100-80g"
+SITE = "--site jean-zay-a100"
+BAD = [
+    ("pln", "command=pln: did you mean plan?"),
+    ("plan serch", "command=serch: did you mean search?"),
+    ("slurm chain crete", "command=crete: did you mean create?"),
+    ("search", "command=search: is now `trilane plan search`"),
+    ("guard plan.json", "command=guard: is now `trilane slurm check`"),
+    ("slurm guard plan.json", "command=guard: is now `trilane slurm check`"),
+    ("parse a.log", "command=parse: is now `trilane logs parse`"),
+    ("ds-config plan.json", "command=ds-config: is now `trilane convert deepspeed`"),
+    ("--jsn", "option=--jsn: "),
+    ("plan --json search", "option=--json: "),
+    ("plan search --shap x", "option=--shap: did you mean --shape?"),
+    ("plan search", "shape=missing: needs a value"),
+    ("plan search --shape", "shape=missing: needs a value"),
+    ("train", "plan=missing: is required"),
+    ("train a b", "argument=b: is one too many"),
+    (f"{SEARCH} --gbs 0", "gbs=0: must be a whole number of at least 1"),
+    (f"{SEARCH} --gbs -8", "gbs=-8: must be a whole number of at least 1"),
+    (f"{SEARCH} --gbs 8.5", "gbs=8.5: must be a whole number"),
+    (f"{SEARCH} --gbs nan", "gbs=nan: must be a whole number"),
+    (f"{SEARCH} --gbs 99999999999999999999", "gbs=99999999999999999999: must be at most 1048576"),
+    (f"{SEARCH} --gbs 8 --gbs-max 16", "gbs=8: give either --gbs or --gbs-max"),
+    (f"{SEARCH}", "gbs=missing: give either --gbs or --gbs-max"),
+    (f"{SEARCH} --gbs-max 1000000", "gbs_max=1000000: must be at most 16384"),
+    (f"{SEARCH} --gbs 8 --gpus 100000000000000000000", "gpus=100000000000000000000: must be at most"),
+    (f"{SEARCH} --gbs 8 --tp 3", "tp=3: no tp x pp x dp with the pinned sizes makes gpus=8"),
+    (f"{SEARCH} --gbs 8 --zero 4", "zero=4: known: 0, 1, 2, 3"),
+    (f"{SEARCH} --gbs 8 --recompute ful", "recompute=ful: did you mean full?"),
+    (f"{SEARCH} --gbs 8 --engine megatrn", "engine=megatrn: did you mean megatron?"),
+    (f"{SEARCH} --gbs 8 --objective speed", "objective=speed: known"),
+    (f"{SEARCH} --gbs 8 --cluster h20", "cluster=h20: "),
+    (f"{SEARCH} --gbs 8 --cluster absurd.json", "gpu.memory_bytes=1e+300: must be at most"),
+    (f"{SEARCH} --gbs 8 --cluster none.json", "cluster=none.json: no such file"),
+    (f"{SEARCH} --gbs 8 --calibration binary", "calibration=binary: not JSON"),
+    (f"{SEARCH} --gbs 8 --shape 6,64", "shape=6,64: must be five whole numbers"),
+    (f"{SEARCH} --gbs 8 --top 0", "top=0: must be a whole number of at least 1"),
+    (f"{SIZE} --params -5", "params=-5: must be a number above zero"),
+    (f"{SIZE} --params nan", "params=nan: must be a number above zero"),
+    (f"{SIZE} --params inf", "params=inf: must be a number above zero"),
+    (f"{SIZE} --params 1e999", "params=1e999: must be a number above zero"),
+    (f"{SIZE} --params 40X", "params=40X: must be a number above zero"),
+    (f"{SIZE} --tokens 0", "tokens=0: must be a number above zero"),
+    (f"{SIZE} --vocab x", "vocab=x: must be a whole number"),
+    (f"{SIZE} --tolerance -1", "tolerance=-1.0: must be a number above zero"),
+    ("plan show", "shape=missing: name a plan"),
+    ("plan show none.json", "plan=none.json: no such file"),
+    ("plan show folder", "plan=folder: is a folder without plan.json"),
+    ("plan show binary", "plan=binary: not JSON"),
+    ("plan show plan.json --tp 2", "tp=2: contradicts the plan plan.json"),
+    ("plan show plan.json --seconds -1", "seconds=-1.0: must be a number above zero"),
+    ("plan show plan.json --tokens abc", "tokens=abc: must be a number above zero"),
+    ("plan show many.json:third", "plan=many.json:third: names none of"),
+    ("plan show empty.json", "plan=empty.json: holds no plan"),
+    ("plan show list.json", "plan=list.json: must hold a plan as a JSON object"),
+    ("plan calendar plan.json", "tokens=missing: needs a value"),
+    ("plan calendar plan.json --tokens 1e9 --start 2026-13-01", "start=2026-13-01: "),
+    ("plan calendar plan.json --tokens 1e9 --adapt maybe", "adapt=maybe: known"),
+    ("plan calendar plan.json --tokens 1e9 --runs 0", "runs=0: must be a whole number of at least 1"),
+    ("plan calendar folder --tokens 1e9", "plan=folder: is a folder without plan.json"),
+    ("plan backtest none.csv", "rows=none.csv: no such file"),
+    ("plan backtest folder", "rows=folder: is a folder"),
+    ("plan backtest binary", "binary"),
+    ("plan backtest rows.csv --cv month", "cv=month: known: date, hidden, table"),
+    ("plan backtest rows.csv --cv date --calibrate-on x", "cv=date: contradicts --calibrate-on"),
+    ("train folder", "plan=folder: is a folder without plan.json"),
+    ("train none.json", "plan=none.json: no such file"),
+    ("train plan.json --port 99999", "port=99999: must be at most 65535"),
+    ("measure plan none.json", "plan=none.json: no such file"),
+    ("measure plan plan.json --leave-out -1", "leave_out=-1: must be a whole number of at least 0"),
+    ("measure plan plan.json --iterations 3", "iterations=3: must be above leave_out=5"),
+    ("measure engines --engines megatrn", "engines=megatrn: did you mean megatron?"),
+    ("convert deepspeed none.json", "file=none.json: no such file"),
+    ("convert deepspeed list.json", "file=list.json: must hold a JSON object"),
+    ("convert deepspeed plan.json", "engine=megatron: takes no DeepSpeed JSON"),
+    ("convert megatron", "plan=missing: give either a plan, or --read FILE"),
+    ("convert megatron --read job.sh", "cluster=missing: --read needs the cluster"),
+    ("convert megatron --read folder --cluster h200", "read=folder: is a folder"),
+    ("convert megatron plan.json --flavour lm", "flavour=lm: "),
+    (f"slurm check none.json {SITE}", "plan=none.json: no such file"),
+    ("slurm check plan.json", "site=missing: needs a value"),
+    ("slurm check plan.json --site jean-zay", "site=jean-zay: "),
+    (f"slurm check plan.json {SITE} --allow diks", "allow=diks: did you mean disk?"),
+    (f"slurm check plan.json {SITE} --time-limit tomorrow", "time_limit='tomorrow': must be [DAYS-]HH:MM:SS"),
+    (f"slurm check plan.json {SITE} --signal-s -1", "signal_s=-1: must be a whole number of at least 0"),
+    (f"slurm check plan.json {SITE} --exclude 'a b'", "exclude='a b': must be a list of nodes"),
+    (f"slurm script plan.json {SITE} --template trian", "template=trian: did you mean train?"),
+    (f"slurm submit none.json {SITE}", "run=none.json: "),
+    (f"slurm submit folder {SITE}", "run=folder: "),
+    ("slurm status nowhere", "run=nowhere: "),
+    ("slurm tail nowhere", "run=nowhere: "),
+    ("slurm tail nowhere --lines 0", "lines=0: must be a whole number of at least 1"),
+    ("slurm watch nowhere --every 0", "every=0.0: must be a number above zero"),
+    ("slurm attach 1 gpus", "what=gpus: known"),
+    (f"slurm sweep create list.json s {SITE}", "plans=list.json: must be a list of plans"),
+    (f"slurm sweep create empty.json s {SITE}", "plans=empty.json: must be a list of plans"),
+    (f"slurm chain create plan.json c --stages 8:2 {SITE}", "stages="),
+    ("logs parse folder", "run=folder: holds neither run.log nor steps.jsonl"),
+    ("logs parse none.log", "log=none.log: no such file"),
+    ("logs parse binary", "log=binary: is a binary file, not a log"),
+    ("logs parse a.log --csv none/a.csv", "csv=none/a.csv: its folder does not exist"),
+    ("logs parse a.log --csv a.log", "csv=a.log: is a log"),
+    ("logs table binary", "folder=binary: is a file; a folder is needed"),
+    ("logs table folder --csv --html", "table=folder: choose one of"),
+    ("logs lint none.md", "log=none.md: no such file"),
+    ("logs lint a.log", "table=a.log: holds no table"),
+    ("logs compare a.log", "with=missing: needs a value"),
+    ("logs compare a.log --with none --confidence 0", "confidence=0.0: must be a number above zero"),
+    ("logs spikes none.log", "log=none.log: no such file"),
+    ("debug hang binary", "folder=binary: is a file; a folder is needed"),
+    ("debug hang nowhere", "folder=nowhere: no such folder"),
+    ("debug hang folder --tp 0", "tp=0: must be a whole number of at least 1"),
+    ("debug capture folder", "folder/plan.json: no such file"),
+    ("debug stragglers nope", "folder=nope: no such folder"),
+    ("debug stragglers folder", "folder=folder: holds no phase times"),
+    ("debug calls binary", "folder=binary: is a file"),
+    ("debug restart nowhere nowhere", "nowhere"),
+    ("debug rehearse none.json", "plan=none.json: no such file"),
+    ("debug bisect plan.json --axes layer", "axis=layer: did you mean layers?"),
+    ("debug bisect plan.json --timeout 0", "timeout=0.0: must be a number above zero"),
+    ("run 02_topolgy", "notebook=02_topolgy: did you mean 02_topology?"),
+    ("run all --resume --fresh", "resume=True: contradicts --fresh"),
+    ("run all -p gsb 8", "parameter=gsb: did you mean gbs?"),
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a plan, files that hold several, none or other things, and a binary one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRILANE_OUTPUTS", str(tmp_path / "outputs"))
+    plan = small_plan().to_json()
+    absurd = plan["cluster"] | {"gpu": plan["cluster"]["gpu"] | {"memory_bytes": 1e300}}
+    many = {"plans": [{"id": "1", **plan}, {"id": "2", **plan}]}
+    files = {"plan": plan, "absurd": absurd, "many": many, "empty": {"plans": []}, "list": [1]}
+    for name, values in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 8)
+    (tmp_path / "a.log").write_text("nothing\n")
+    (tmp_path / "job.sh").write_text("echo\n")
+    (tmp_path / "rows.csv").write_text("row_id\n1\n")
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[line for line, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(here, capsys, line, message):
+    code = main(shlex.split(line))
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("trilane: ") and error.count("\n") == 1, error
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("40B", 40e9), ("1.3e9", 1.3e9), ("40e9", 40e9), ("350M", 350e6), ("1.5T", 1.5e12), ("2k", 2e3)]
+)
+def test_counts_are_read_as_people_write_them(text, value):
+    from trilane.utils.validation import parse_count
+
+    assert parse_count("params", text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "many.json", "many.json:2", ".", "shown.json"])
+def test_any_file_with_a_plan_is_read(here, capsys, name):
+    assert main(["plan", "show", "plan.json", "--json"]) == 0
+    shown = capsys.readouterr().out
+    (here / "shown.json").write_text(shown)
+    assert main(["plan", "show", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(shown)
