@@ -1,4 +1,4 @@
-"""One plan by hand: widgets for its choices, and what is predicted for it at once."""
+"""Widgets that vary one plan and show its prediction."""
 
 import html
 from dataclasses import replace
@@ -13,7 +13,7 @@ from trilane.planning.space import divisors
 
 
 def sentence(base: Plan, calibration: Calibration, **choices: Any) -> str:
-    """What is predicted for the plan with other choices, as HTML; where it cannot be, the rule that forbids it."""
+    """The prediction of the plan with other choices, as HTML; for an impossible one, the rule that forbids it."""
     try:
         topology = replace(base.topology, **choices)
         reason = invalid_reason(base.shape, topology, base.cluster)
@@ -35,10 +35,10 @@ def sentence(base: Plan, calibration: Calibration, **choices: Any) -> str:
 
 
 def explore(base: Plan, calibration: Calibration, gpus: int) -> Any:
-    """Drop-downs for tp, pp, dp (up to `gpus`), mbs and recompute beginning at the plan `base`, and what they give.
+    """Drop-downs for tp, pp, dp (up to `gpus`), mbs and recompute starting at the plan `base`, with its prediction.
 
-    The words stand in a widget of their own. ipywidgets' `interactive` would print them to an Output widget, whose
-    messages back to the kernel cost papermill the end of 5 of 32 such cells (docs/log.md): it then waits for ever.
+    The text is in a widget of its own. ipywidgets' `interactive` would print it to an Output widget, whose messages to
+    the kernel made papermill miss the end of 5 of 32 such cells (docs/log.md) and wait forever.
     """
     from ipywidgets import HTML, Dropdown, VBox
 
@@ -47,20 +47,20 @@ def explore(base: Plan, calibration: Calibration, gpus: int) -> Any:
     boxes = {
         name: Dropdown(options=o, value=getattr(base.topology, name), description=name) for name, o in options.items()
     }
-    said = HTML()
+    caption = HTML()
 
     def show(_: Any = None) -> None:
         choices = {name: box.value for name, box in boxes.items()}
-        said.value = sentence(base, calibration, **choices)
+        caption.value = sentence(base, calibration, **choices)
 
     for box in boxes.values():
         box.observe(show, "value")
 
     class Explorer(VBox):
-        """Where nothing can be clicked, as in a report, the words alone."""
+        """As HTML, in a report without a kernel, the text alone."""
 
         def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-            return {**super()._repr_mimebundle_(**options), "text/html": f"<p>{said.value}</p>"}
+            return {**super()._repr_mimebundle_(**options), "text/html": f"<p>{caption.value}</p>"}
 
     show()
-    return Explorer([*boxes.values(), said])
+    return Explorer([*boxes.values(), caption])

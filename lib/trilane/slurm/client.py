@@ -219,7 +219,7 @@ def send(job: str, signal: str) -> None:
 
 
 def raw_id(job: str) -> str:
-    """The number that srun --jobid takes: a job of an array has one of its own beside ARRAY_INDEX."""
+    """The number that srun --jobid takes: a job of an array has its own besides ARRAY_INDEX."""
     _checked([job])
     if "_" not in job:
         return job

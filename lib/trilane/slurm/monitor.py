@@ -132,25 +132,25 @@ CAPTURE_S = 120.0
 
 
 def srun_command(job: str, nodes: int, command: str) -> list[str]:
-    """The second step that document 003 starts beside a hanging one: a task a node, of no GPU, in the job's share."""
+    """A second step of a hanging job, as in document 003: one task per node, without a GPU, within the job's share."""
     require(re.fullmatch(r"\d+(_\d+)?", job) is not None, "job", job, "must be a job's number")
     head = ["srun", f"--jobid={job}", *node_failure.step_options(), f"--nodes={nodes}", f"--ntasks={nodes}"]
     return [*head, "--ntasks-per-node=1", "--input=none", *shlex.split(command)]
 
 
 def here_command(folder: Path, stacks: Path) -> str:
-    """What each node runs to dump its own ranks."""
+    """The command with which each node dumps its own ranks."""
     parts = [sys.executable, "-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks)]
     return shlex.join(parts)
 
 
 def by_hostfile(command: str) -> str:
-    """The same with pdsh or DeepSpeed's ds_ssh, for those who may log in to the nodes; text to copy."""
+    """The same with pdsh or DeepSpeed's ds_ssh, where the nodes allow a login; text to copy."""
     return f"pdsh -R ssh -w ^hostfile {shlex.quote(command)}\nds_ssh -f hostfile {shlex.quote(command)}"
 
 
 def any_program() -> str:
-    """For a program that is not ours: every python process of the user, as document 003 did; text to copy."""
+    """For any other program: the stacks of all python processes of the user, as in document 003; text to copy."""
     found = "pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}"
     return f"srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c '{found}'"
 
