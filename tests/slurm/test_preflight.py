@@ -1,6 +1,7 @@
 """The guard refuses what would be paid for in GPU hours: each rule, with its remedy."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Plan, Run
 from trilane.slurm import client
 from trilane.slurm.preflight import check, storage
-from trilane.slurm.preflight.finding import REFUSAL, WARNING, JobCheck
+from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck
 from trilane.slurm.request import JobRequest, seconds_of
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import site
@@ -331,3 +332,9 @@ def test_the_whole_fp32_gradients_of_megatrons_distributed_optimizer_are_counted
         first = JobCheck(replace(p, engine=engine), A100, request, folder, "").prediction.stages[0]
         states = first.weights + first.gradients + first.optimizer
         assert states == pytest.approx(4.0119e9 * each, rel=1e-3)
+
+
+def test_every_rule_that_refuses_or_warns_can_be_named_in_allow():
+    sources = [path.read_text() for path in Path(check.__file__).parent.glob("*.py")]
+    used = {rule for text in sources for rule in re.findall(r'yield (?:refuse|warn)\(\s*"([^"]+)"', text)}
+    assert used and used <= set(RULES)
