@@ -34,6 +34,7 @@ _MODULES = {
     "forecasting.request": ("ForecastRequest", "forecast_request"),
     "interop.deepspeed_config": ("deepspeed_config",),
     "interop.megatron_args": ("megatron_args",),
+    "launch.local": ("train_local",),
     "planning.published": ("published_lines", "published_sizes", "published_states"),
     "planning.search": ("search",),
     "planning.sizing": ("hand_on", "propose_shapes", "survey_shapes"),
