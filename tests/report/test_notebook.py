@@ -10,6 +10,7 @@ from support import heed_ctrl_c
 
 from trilane.report import notebook
 from trilane.report.html import write_index
+from trilane.report.parameters import described_parameters
 from trilane.workspace.study import Study
 
 PARAMETERS = """\
@@ -45,7 +46,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path / "notebooks"
     folder.mkdir()
     nbformat.write(made, folder / "07_story.ipynb")
-    monkeypatch.setattr(notebook, "shipped", lambda name: tmp_path / name)
+    monkeypatch.setenv("TRILANE_HOME", str(tmp_path))
     return "07_story"
 
 
@@ -75,10 +76,10 @@ def test_text_becomes_the_declared_type(story):
     }
 
 
-def test_the_usage_lists_the_question_and_each_parameter_with_its_comment(story):
-    lines = notebook.usage(story).splitlines()
-    assert lines[0] == "Does it add up?"
-    assert lines[2].split() == ["-p", "tp", "int", "2", "size"] and lines[4].split()[-2:] == ["a", "path"]
+def test_each_parameter_has_its_type_default_and_comment(story):
+    found = described_parameters(story)
+    assert [(p.name, p.kind, p.default, p.comment) for p in found][1] == ("tp", "int", "2", "size")
+    assert len(found) == 5
 
 
 def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, tmp_path, monkeypatch):
@@ -101,7 +102,7 @@ def test_a_relative_path_means_what_it_means_where_the_caller_stands(story, tmp_
 
 def test_an_unknown_notebook_names_the_nearest(story):
     with pytest.raises(ValueError, match=r"^notebook=07_stori: did you mean 07_story\?"):
-        notebook.parameters("07_stori")
+        described_parameters("07_stori")
 
 
 def test_a_run_leaves_the_executed_copy_its_html_and_the_index(story, outputs):

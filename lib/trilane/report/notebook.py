@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,8 +15,8 @@ from jupyter_client import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
-from trilane.report.html import title, write_index, write_notebook_report
-from trilane.report.parameters import notebook_names as names
+from trilane.report.html import write_index, write_notebook_report
+from trilane.report.parameters import described_parameters, path_of
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
@@ -51,39 +50,6 @@ class NotebookError(Exception):
         super().__init__(f"{notebook}, {cell}: {reason}")
         self.notebook = notebook
         self.is_input = is_input
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """A parameter of a notebook: its type ("int", "float", "str" or "bool"), its default as Python, its comment."""
-
-    name: str
-    type: str
-    default: str
-    comment: str
-
-
-def path_of(name: str) -> Path:
-    """The source notebook of that name; ValueError where there is none."""
-    require_known("notebook", name, names())
-    return shipped("notebooks") / f"{name}.ipynb"
-
-
-def parameters(name: str) -> list[Parameter]:
-    """The notebook's parameters in the order of its cell tagged `parameters`."""
-    found = papermill.inspect_notebook(path_of(name))
-    return [
-        Parameter(name=p["name"], type=p["inferred_type_name"], default=p["default"], comment=p["help"])
-        for p in found.values()
-    ]
-
-
-def usage(name: str) -> str:
-    """The notebook's question and its parameters, one a line: option, type, default and comment."""
-    rows = [(f"-p {p.name}", p.type, p.default, p.comment) for p in parameters(name) if p.name != "study"]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows]
-    return "\n".join([title(nbformat.read(path_of(name), as_version=4)), "", *lines])
 
 
 def typed(field: str, text: object, kind: str) -> Any:
@@ -121,11 +87,11 @@ def located(text: str) -> str:
 
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The typed parameters of each notebook in `chosen`; ValueError for a name that none of them has."""
-    known = {name: parameters(name) for name in chosen}
+    known = {name: described_parameters(name) for name in chosen}
     for field in given:
         require_known("parameter", field, sorted({p.name for found in known.values() for p in found}))
     return {
-        name: {p.name: typed(p.name, given[p.name], p.type) for p in found if p.name in given}
+        name: {p.name: typed(p.name, given[p.name], p.kind) for p in found if p.name in given}
         for name, found in known.items()
     }
 

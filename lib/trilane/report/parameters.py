@@ -26,8 +26,13 @@ def notebook_names() -> list[str]:
 
 def described_parameters(name: str) -> list[Parameter]:
     """The parameters of a notebook, in the order of their lines; ValueError for an unknown notebook."""
+    return read_parameters(path_of(name))
+
+
+def path_of(name: str) -> Path:
+    """The source notebook of that name; ValueError for an unknown one."""
     require_known("notebook", name, notebook_names())
-    return read_parameters(shipped("notebooks") / f"{name}.ipynb")
+    return shipped("notebooks") / f"{name}.ipynb"
 
 
 def read_parameters(path: Path) -> list[Parameter]:

@@ -15,7 +15,7 @@ from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.request import JobRequest
 from trilane.slurm.sites import Site
-from trilane.utils.tables import Columns, Html, Table, Text, short
+from trilane.utils.tables import Columns, Html, Table, Text, literal, short
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study, outputs_root
 
@@ -75,7 +75,8 @@ class StudyRuns(Table):
         found = next(iter(self.study.load("plans.json", "02_topology")["refused"]), None)
         if found is None:
             return Text("The search refused none.")
-        return Text(f"`{Topology(**found['topology']).label}` is refused: {found['reason']}")
+        label = Topology(**found["topology"]).label
+        return Text(f"`{label}` is refused: {literal(found['reason'].removeprefix(f'{label}: '))}")
 
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
