@@ -1,0 +1,192 @@
+"""One plan has one number: every command and notebook that shows seconds, bytes or P(OOM) shows the same."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from support import REPOSITORY, small_cluster
+
+from trilane.cli.app import main
+from trilane.config.cluster import Cluster, cluster
+from trilane.config.engines import default_topology, label_of
+from trilane.config.model import ModelShape, parse_shape
+from trilane.config.plan import Plan
+from trilane.costmodel.calibration import default
+from trilane.costmodel.predict import Prediction, predict
+from trilane.planning.search import search
+from trilane.report.widgets import sentence
+from trilane.workspace.study import Study
+
+matplotlib.use("Agg")
+
+
+def plan_of(shape: str | ModelShape, machine: Cluster, engine: str, **chosen: Any) -> Plan:
+    shape = parse_shape(shape) if isinstance(shape, str) else shape
+    topology = default_topology(shape, machine, engine, **chosen)
+    label = label_of(shape, machine, topology, engine)
+    return Plan(label=label, shape=shape, cluster=machine, topology=topology, engine=engine)
+
+
+V100, A100, H100 = cluster("jz-v100-32g"), cluster("jz-a100-80g"), cluster("jz-h100")
+PLANS = {
+    "V100 fp16": plan_of("24,2304,24,2048,50304", V100, "megatron", tp=4, pp=2, dp=4, mbs=2, gbs=64),
+    "A100 bf16": plan_of(
+        *("70,14336,112,2048,250880", A100, "deepspeed-3d"),
+        **dict(tp=4, pp=12, dp=8, mbs=2, gbs=2048, recompute="full", partition="type:transformer|embedding"),
+    ),
+    "H100 sequence parallel": plan_of(
+        "40,8192,64,2048,50432", H100, "megatron", tp=4, pp=4, dp=4, mbs=1, gbs=256, sequence_parallel=True
+    ),
+    "this machine": plan_of("6,64,2,32,384", small_cluster(), "megatron", tp=1, pp=2, dp=1, mbs=2, gbs=4),
+    "out of memory": plan_of(
+        *("72,14336,64,2048,250880", A100, "deepspeed-3d"),
+        **dict(tp=4, pp=6, dp=16, mbs=2, gbs=2048, recompute="full", attention="scores"),
+    ),
+}
+SITES = {"V100 fp16": "jean-zay-v100-32g", "this machine": "local", "H100 sequence parallel": "jean-zay-h100"}
+FREE = ("tp", "pp", "dp", "mbs", "zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
+FIXED = ("precision", "attention", "fp32_gradients")
+
+
+def figures(prediction: Any) -> tuple[float, float, float]:
+    names = ("sec_per_it", "memory_bytes", "oom_probability")
+    values = prediction if isinstance(prediction, dict) else vars(prediction)
+    return tuple(values[name] for name in names)
+
+
+def printed(capsys: pytest.CaptureFixture, *words: object) -> Any:
+    main([*map(str, words), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def pinned(plan: Plan) -> dict[str, str]:
+    """Every choice of the plan, as options and parameters of a notebook give it."""
+    values = {name: getattr(plan.topology, name) for name in (*FREE, *FIXED)}
+    return {name: ("yes" if v else "no") if isinstance(v, bool) else str(v) for name, v in values.items()}
+
+
+def options(plan: Plan, tmp_path: Path) -> list[str]:
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps(dataclasses.asdict(plan.cluster)))
+    s = plan.shape
+    shape = f"{s.num_layers},{s.hidden_size},{s.num_attention_heads},{s.seq_length},{s.vocab_size}"
+    words = ["--shape", shape, "--cluster", str(machine), "--gpus", str(plan.topology.gpus), "--gbs"]
+    words += [str(plan.topology.gbs), "--engine", plan.engine]
+    return words + [word for name, v in pinned(plan).items() for word in (f"--{name.replace('_', '-')}", v)]
+
+
+@pytest.fixture(params=PLANS, ids=lambda name: name.replace(" ", "-"))
+def case(request: pytest.FixtureRequest, tmp_path: Path, outputs: Path) -> tuple[str, Plan, Prediction, Path]:
+    plan = PLANS[request.param]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    return request.param, plan, predict(plan), path
+
+
+def test_one_of_the_five_plans_runs_out_of_memory_and_the_others_do_not():
+    assert {name for name, plan in PLANS.items() if predict(plan).is_risky} == {"out of memory"}
+
+
+def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    name, plan, expected, path = case
+    shown = printed(capsys, "plan", "show", path)
+    assert (shown["id"], figures(shown["prediction"])) == (plan.id, figures(expected))
+    again = printed(capsys, "plan", "show", *[w for w in options(plan, tmp_path)])
+    assert (again["id"], figures(again["prediction"])) == (plan.id, figures(expected))
+
+    found = printed(capsys, "plan", "search", *options(plan, tmp_path))
+    listed = [(p["id"], p["label"], figures(p["prediction"])) for p in found["plans"]]
+    assert listed == ([] if name == "out of memory" else [(plan.id, plan.label, figures(expected))])
+
+    if name != "out of memory":
+        forecast = printed(capsys, "plan", "calendar", path, "--tokens", "1e9", "--runs", "100")
+        assert forecast["sec_per_it"] == expected.sec_per_it
+
+    main(["slurm", "check", str(path), "--site", SITES.get(name, "jean-zay-a100"), "--account", "xyz@a100", "--json"])
+    report = capsys.readouterr().out
+    size = f"predicted {expected.memory_bytes / 2**30:.1f} of"
+    assert ("memory" in report and size in report) == (expected.oom_probability > 0.1)
+
+
+def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -> None:
+    """02, 03, 07 and 08 in one study, their cells executed one after the other in this process."""
+    name, plan, expected, _ = case
+    text = sentence(plan, default(plan.cluster))
+    assert f"<b>{expected.sec_per_it:.3g} s</b>" in text and f"<b>{expected.memory_bytes / 2**30:.3g} GiB</b>" in text
+    given = options(plan, tmp_path)
+    shape, machine = given[1], given[3]
+    sizes = {"shape": shape, "cluster": machine, "gpus": str(plan.topology.gpus), "gbs": plan.topology.gbs}
+    choices = {n: v for n, v in pinned(plan).items() if n not in ("tp", "pp", "dp", "offload")}
+    study = {"study": "one"}
+    execute("02_topology", **study, **sizes, engine=plan.engine, beside="", keep=500, **choices)
+    handed = {p["id"]: p for p in Study("one").load("plans.json", "02_topology")["plans"]}
+    if name == "out of memory":
+        assert handed and plan.id not in handed
+        return
+    assert figures(handed[plan.id]["prediction"]) == figures(expected)
+
+    execute("07_calendar", **study, plan=plan.id, tokens=1e9, runs=100)
+    calendar = Study("one").load("calendar.json", "07_calendar")
+    assert (calendar["plan_id"], figures(calendar["prediction"])) == (plan.id, figures(expected))
+    decided = execute("08_decision", **study)["decision"]
+    assert plan.id in str(decided.to_json()) + str(decided.notes())
+
+    execute("03_launch", **study, runs=1, control=False, train=False, train_iters=10, corpus="mock")
+    written = [json.loads(p.read_text()) for p in Study("one").folder.glob("runs/*/plan.json")]
+    first = next(iter(handed.values()))
+    assert [figures(p["prediction"]) for p in written] == [figures(first["prediction"])]
+
+
+def test_what_01_chooses_is_found_by_02_with_its_defaults(outputs: Path, tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps(dataclasses.asdict(small_cluster())))
+    large = {"target": 1.3e9, "target_gpus": 8, "target_gbs": 64, "target_vocabulary": 50257, "tokens": 1e9}
+    ns = execute("01_sizing", study="two", cluster=str(machine), choose="target", **large)
+    best = ns["proposals"].best
+    ns = execute("02_topology", study="two", beside="")
+    assert best.plan.id in {c.plan.id for c in ns["found"].candidates}
+    assert figures(best.prediction) in [figures(c.prediction) for c in ns["found"].candidates]
+
+
+def test_plans_that_differ_in_a_choice_differ_in_id_and_label():
+    """72 x 14336 on TP 4 PP 6 DP 16: attention kernel, gradient sums and engine once shared one label."""
+    base = PLANS["out of memory"]
+    made = [base]
+    for change in (
+        {"attention": "fused"},
+        {"fp32_gradients": False},
+        {"recompute": "none"},
+        {"sequence_parallel": True},
+    ):
+        made.append(dataclasses.replace(base, topology=dataclasses.replace(base.topology, **change)))
+    made.append(dataclasses.replace(base, engine="megatron"))
+    labels = {label_of(p.shape, p.cluster, p.topology, p.engine) for p in made}
+    assert len({p.id for p in made}) == len(labels) == len(made)
+    assert all(re.fullmatch(r"[\w-]+", label) for label in labels)
+
+
+def test_search_and_size_find_the_same_best_plan():
+    from trilane.planning.sizing import SizeRequest, propose
+
+    for proposal in propose(SizeRequest(parameters=1.3e9, vocabulary=50257, gpus=8, cluster=A100, gbs=64, tokens=1e9))[
+        :3
+    ]:
+        found = search(proposal.shape, A100, gpus=8, gbs=64, top=1).candidates[0]
+        assert (found.plan.id, figures(found.prediction)) == (proposal.plan.id, figures(proposal.prediction))
+
+
+def execute(name: str, **given: Any) -> dict[str, Any]:
+    """The names that a notebook's cells leave, executed with these parameters."""
+    cells = json.loads((REPOSITORY / f"notebooks/{name}.ipynb").read_text())["cells"]
+    namespace: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), name, "exec"), namespace)
+            if "parameters" in cell["metadata"].get("tags", []):
+                assert set(given) <= set(namespace), f"{name} has no {set(given) - set(namespace)}"
+                namespace |= given
+    return namespace
