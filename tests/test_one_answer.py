@@ -104,7 +104,7 @@ def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, ca
 
     if name != "out of memory":
         forecast = printed(capsys, "plan", "calendar", path, "--tokens", "1e9", "--runs", "100")
-        assert forecast["sec_per_it"] == expected.sec_per_it
+        assert (forecast["plan_id"], figures(forecast["prediction"])) == (plan.id, figures(expected))
 
     main(["slurm", "check", str(path), "--site", SITES.get(name, "jean-zay-a100"), "--account", "xyz@a100", "--json"])
     report = capsys.readouterr().out

@@ -153,6 +153,8 @@ class Forecast(Described):
         ramp_ends = self.outcomes.reached_s[:, self.ramp_end] if self.ramp_phases else self.outcomes.wall_s * 0
         return {
             "plan": r.plan.label,
+            "plan_id": r.plan.id,
+            "prediction": self.prediction.to_json(),
             "start": r.start.isoformat(),
             "tokens": r.tokens,
             "samples": r.samples,
