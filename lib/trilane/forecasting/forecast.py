@@ -170,10 +170,7 @@ class Forecast(Described):
             "days_interval": [self.days(0.05), self.days(0.95)],
             "gpu_hours": hours[0],
             "gpu_hours_interval": hours[1:],
-            "ideal": {
-                "days": float(self.ideal.wall_s[0]) / 86400,
-                "gpu_hours": float(self.ideal.gpu_s[0]) / 3600,
-            },
+            "ideal": {"days": float(self.ideal.wall_s[0]) / 86400, "gpu_hours": float(self.ideal.gpu_s[0]) / 3600},
             "finish": {f"p{round(100 * q):02}": self.finish(q).isoformat(timespec="minutes") for q in QUANTILES},
             "deadline": r.deadline.isoformat() if r.deadline else None,
             "p_miss_deadline": self.p_miss_deadline,
