@@ -1,11 +1,13 @@
 """Figures of a backtest: predicted against measured, and the error of each row."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from matplotlib.figure import Figure
 
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
-from trilane.report.plots.style import COLORS, figure
+from trilane.report.plots.style import COLORS, INK, figure, finished
 
 OUTLIER = 0.09  # rows with a larger error are labelled
 LABEL_GAP = 4  # rows between two labels, so that they do not overlap
@@ -27,12 +29,19 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:
         x, y = ([dot[i] for dot in dots] for i in (0, 1))
         axes.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0, label=f"{name} ({len(dots)})")
     ends = [f(v for dots in points.values() for dot in dots for v in dot) for f in (min, max)]
-    axes.plot(ends, ends, color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
+    axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
     unit = "seconds per iteration" if what == "seconds" else "GiB"
     scale = "log" if what == "seconds" else "linear"
-    axes.set(xscale=scale, yscale=scale, xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return made
+    return finished(made, "", xscale=scale, yscale=scale, xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
+
+
+def _spaced(places: Iterable[int]) -> list[int]:
+    """Those of the ascending places that are LABEL_GAP after the one chosen before."""
+    chosen: list[int] = []
+    for place in places:
+        if not chosen or place - chosen[-1] >= LABEL_GAP:
+            chosen.append(int(place))
+    return chosen
 
 
 def residuals(result: Backtest) -> Figure:
@@ -46,18 +55,11 @@ def residuals(result: Backtest) -> Figure:
     excluded = np.array([r.excluded for r, _ in timed])
     axes.scatter(places[~excluded], ratio[~excluded], s=14, color=COLORS[0], label="predicted / measured")
     axes.scatter(places[excluded], ratio[excluded], s=20, facecolors="none", edgecolors=COLORS[7], label="excluded")
-    axes.axhline(1, color="#1b2530", lw=0.8, ls="--")
-    labelled: float = -LABEL_GAP
-    for place, ((row, _), value) in enumerate(zip(timed, ratio, strict=True)):
-        if abs(value - 1) > OUTLIER and place - labelled >= LABEL_GAP:
-            labelled = place
-            axes.annotate(row.row_id.partition("-")[2], (place, value), (3, 3), textcoords="offset points", fontsize=7)
-    ticks: list[int] = []
-    for place, (row, _) in enumerate(timed):
-        starts = place == 0 or row.table != timed[place - 1][0].table
-        if starts and (not ticks or place - ticks[-1] >= LABEL_GAP):
-            ticks.append(place)
-    axes.set_xticks(ticks, [timed[i][0].table for i in ticks], rotation=90, fontsize=7)
-    axes.set(ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return made
+    axes.axhline(1, color=INK, lw=0.8, ls="--")
+    for i in _spaced(np.flatnonzero(abs(ratio - 1) > OUTLIER)):
+        name = timed[i][0].row_id.partition("-")[2]
+        axes.annotate(name, (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7)
+    tables = [row.table for row, _ in timed]
+    ticks = _spaced([i for i, table in enumerate(tables) if i == 0 or table != tables[i - 1]])
+    axes.set_xticks(ticks, [tables[i] for i in ticks], rotation=90, fontsize=7)
+    return finished(made, "", ylabel="predicted / measured (seconds)", xlabel="rows, table by table")

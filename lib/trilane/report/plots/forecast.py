@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trilane.forecasting.forecast import QUANTILES, Forecast
-from trilane.report.plots.style import COLORS, STYLE, figure
+from trilane.report.plots.style import COLORS, INK, LIMIT, STYLE, figure, finished, legend, title
 
-LIMIT = "#b3261e"
 PARTS = 6  # causes named in the bar of GPU-hours
 
 
@@ -45,7 +44,7 @@ def gantt(found: Forecast) -> Figure:
     sizes = [p.gbs for p in found.phases[:-1]] + [found.phases[-1].gbs] * (len(ends) - len(found.phases))
     above.stairs(sizes, _at(start, ends), color=COLORS[0], lw=1.6, baseline=None)
     above.set(ylabel="batch size\n(sequences)", ylim=(0, 1.12 * max(sizes)))
-    above.set_title("Jobs of the expected run", loc="left", weight="bold", fontsize=11)
+    title(above, "Jobs of the expected run")
     kinds = list(dict.fromkeys((b.choice.dp, b.choice.mbs) for b in jobs))
     seen: set[tuple[int, int]] = set()
     for job in jobs:
@@ -62,7 +61,7 @@ def gantt(found: Forecast) -> Figure:
         _deadline(axes, found)
     _as_dates(below)
     below.set(ylabel="nodes", xlabel="date (UTC)", ylim=(0, None))
-    below.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    legend(below)
     return made
 
 
@@ -71,9 +70,8 @@ def _capacity(axes: Axes, found: Forecast) -> None:
     start, last = found.request.start, float(found.expected.wall_s[0])
     windows = [window for window, _ in found.schedules if window.start_s < last]
     edges = [*(w.start_s for w in windows), last]
-    nodes = [
-        -(-w.gpus // found.request.plan.cluster.gpus_per_node) for w in windows
-    ]  # whole nodes, as a job takes them
+    per_node = found.request.plan.cluster.gpus_per_node
+    nodes = [-(-w.gpus // per_node) for w in windows]  # whole nodes, as a job takes them
     axes.stairs(nodes, _at(start, edges), color=LIMIT, lw=1.3, ls="--", baseline=None, label="capacity")
 
 
@@ -93,10 +91,8 @@ def fan(found: Forecast) -> Figure:
     axes.axhline(samples * found.request.plan.shape.seq_length / 1e9, color=COLORS[4], lw=0.8, ls=":")
     _deadline(axes, found)
     _as_dates(axes)
-    axes.set(xlabel="date (UTC)", ylabel="tokens trained (billions)", ylim=(0, None))
-    axes.set_title("When the run is finished", loc="left", weight="bold", fontsize=11)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-    return made
+    labels = {"xlabel": "date (UTC)", "ylabel": "tokens trained (billions)", "ylim": (0, None)}
+    return finished(made, "When the run is finished", **labels)
 
 
 def budget(found: Forecast) -> Figure:
@@ -111,11 +107,8 @@ def budget(found: Forecast) -> Figure:
         left += hours / unit
     low, middle, high = (found.gpu_hours(q) / unit for q in (0.05, 0.5, 0.95))
     bar = [[middle - low], [high - middle]]
-    axes.errorbar([middle], [-0.42], xerr=bar, fmt="|", color="#1b2530", capsize=4, lw=1.4, ms=9, label="9 of 10 runs")
+    axes.errorbar([middle], [-0.42], xerr=bar, fmt="|", color=INK, capsize=4, lw=1.4, ms=9, label="9 of 10 runs")
     if found.request.allocation:
         axes.axvline(found.request.allocation / unit, color=LIMIT, lw=1.8, label="allocation")
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=word, ylim=(-0.65, 0.4))
-    axes.set_title("What the run costs", loc="left", weight="bold", fontsize=11)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.05), frameon=False, fontsize=8)
-    return made
+    return finished(made, "What the run costs", xlabel=word, ylim=(-0.65, 0.4))

@@ -5,7 +5,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from trilane.diagnose.hang.verdict import Verdict
-from trilane.report.plots.style import COLORS, figure
+from trilane.report.plots.style import COLORS, figure, title
+from trilane.utils.tables import short
 
 NAMED = len(COLORS)  # groups with a colour of their own; the others share a grey
 GREY = "#c4ccd3"
@@ -13,8 +14,7 @@ LABEL_CHARS = 64  # of a group's name in the legend
 
 
 def hang_grid(verdict: Verdict) -> Figure:
-    """Every rank as a square: replica and tensor rank to the right, pipeline stage downwards, coloured by stack, with a
-    thick frame around the suspects."""
+    """Every rank as a square: replica and tensor rank to the right, stage downwards; suspects framed."""
     tp, pp, dp = verdict.grid.sizes
     made, axes = figure(min(13.0, 4.5 + 0.16 * tp * dp), 1.9 + 0.32 * pp + 0.22 * min(NAMED, len(verdict.groups)))
     colour = {r: _colour(i) for i, group in enumerate(verdict.groups) for r in group.ranks}
@@ -24,13 +24,11 @@ def hang_grid(verdict: Verdict) -> Figure:
         place = verdict.grid[rank]
         x = place.dp * (tp + 0.6) + place.tp
         axes.add_patch(Rectangle((x + 0.02, place.pp + 0.02), 0.96, 0.96, fill=False, ec="black", lw=2.2))
-    axes.set_xlim(-0.2, dp * (tp + 0.6) - 0.4)
-    axes.set_ylim(pp + 0.2, -0.2)
+    axes.set(xlim=(-0.2, dp * (tp + 0.6) - 0.4), ylim=(pp + 0.2, -0.2), ylabel="pipeline stage")
     axes.set_xticks([k * (tp + 0.6) + tp / 2 for k in range(dp)], [f"dp {k}" for k in range(dp)])
     axes.set_yticks([k + 0.5 for k in range(pp)], [str(k) for k in range(pp)])
-    axes.set_ylabel("pipeline stage")
     axes.set_xlabel(f"replica, and in each its {tp} tensor rank{'s' if tp > 1 else ''}")
-    axes.set_title(f"The stacks of {len(verdict.grid.ranks)} ranks", loc="left", weight="bold", fontsize=11)
+    title(axes, f"The stacks of {len(verdict.grid.ranks)} ranks")
     axes.grid(False)
     axes.legend(handles=_legend(verdict), loc="upper left", bbox_to_anchor=(0, -0.42 / max(1, pp / 3)), frameon=False)
     return made
@@ -48,8 +46,7 @@ def _legend(verdict: Verdict) -> list[Patch]:
 
 def _name(text: str) -> str:
     """The text shortened, without matplotlib's mathematical notation."""
-    short = text if len(text) <= LABEL_CHARS else text[: LABEL_CHARS - 3] + "..."
-    return short.replace("$", r"\$")
+    return short(text, LABEL_CHARS).replace("$", r"\$")
 
 
 def _colour(index: int) -> str:

@@ -12,7 +12,7 @@ from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.planning.search import Candidate
 from trilane.planning.sizing import Proposal, ShapeSurvey
-from trilane.report.plots.style import COLORS, GIB, STYLE, figure, legend, stacked_bars, title
+from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, figure, legend, stacked_bars, title
 
 NAMED = 5  # proposals that are named, the best first
 
@@ -32,21 +32,19 @@ def shapes_and_efficiency(proposals: Sequence[Proposal]) -> Figure:
     ends = rate.min() - 1, rate.max() + 1
     axes.contourf(x, y, _smoothed(x, y, hidden, layers, rate), np.linspace(*ends, 7), cmap="Blues", alpha=0.35)
     _size_lines(axes, x, y, proposals[0])
-    dots = axes.scatter(hidden, layers, c=rate, cmap="Blues", s=46, edgecolors="#1b2530", linewidths=0.6, zorder=3)
+    dots = axes.scatter(hidden, layers, c=rate, cmap="Blues", s=46, edgecolors=INK, linewidths=0.6, zorder=3)
     dots.set_clim(*ends)
     for i, p in enumerate(proposals[:NAMED]):
         text = f"{i + 1}: {p.shape.num_layers} × {p.shape.hidden_size}"
-        weight = "bold" if i == 0 else "normal"
-        place: Any = {"textcoords": "offset points", "xytext": (7, 5), "fontsize": 8, "weight": weight, "zorder": 4}
-        axes.annotate(
-            text, (hidden[i], layers[i]), bbox={"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.8}, **place
-        )
+        look: Any = {"fontsize": 8, "weight": "bold" if i == 0 else "normal", "zorder": 4}
+        look["bbox"] = {"fc": "white", "ec": "none", "alpha": 0.7, "pad": 0.8}
+        axes.annotate(text, (hidden[i], layers[i]), (7, 5), textcoords="offset points", **look)
     axes.scatter(hidden[:1], layers[:1], s=120, facecolors="none", edgecolors=COLORS[1], linewidths=2, zorder=4)
     bar = made.colorbar(dots, ax=axes, pad=0.02)
     bar.set_label("TFLOP/s a GPU (predicted)")
     bar.outline.set_visible(False)
     axes.set(xlabel="hidden size", ylabel="layers", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
-    axes.set_title("Shapes of the target size (ring: the best)", loc="left", weight="bold", fontsize=11)
+    title(axes, "Shapes of the target size (ring: the best)")
     return made
 
 
@@ -104,20 +102,25 @@ def shapes_on_the_plane(survey: ShapeSurvey) -> Figure:
     return made
 
 
-def _stages(count: int, ylabel: str, title: str) -> tuple[Figure, Sequence[Axes]]:
-    """One panel a plan, side by side, on a common scale."""
+def _stages(candidates: Sequence[Candidate], ylabel: str, heading: str) -> tuple[Figure, Sequence[Axes]]:
+    """One panel a plan, side by side, on a common scale, its pipeline stages to the right."""
+    count = len(candidates)
     with plt.rc_context(STYLE):
         made, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 3.2), sharey=True, squeeze=False)
         made.set_layout_engine("constrained")
     plt.close(made)
     panels[0][0].set_ylabel(ylabel)
-    made.suptitle(title, x=0.01, ha="left", weight="bold", fontsize=11)
+    for axes, candidate in zip(panels[0], candidates, strict=True):
+        pp = len(candidate.prediction.stages)
+        axes.set_title(candidate.label, fontsize=8, loc="left")
+        axes.set(xlabel="pipeline stage", xticks=range(0, pp, -(-pp // 8)))
+    made.suptitle(heading, x=0.01, ha="left", weight="bold", fontsize=11)
     return made, panels[0]
 
 
 def memory_by_stage(candidates: Sequence[Candidate]) -> Figure:
     """What fills a GPU of each pipeline stage, one panel a topology; the GPU's memory is the line where it is near."""
-    made, panels = _stages(len(candidates), "GiB per process", "Predicted memory by stage")
+    made, panels = _stages(candidates, "GiB per process", "Predicted memory by stage")
     names, limit_bytes = list(StageMemory.__dataclass_fields__), candidates[0].plan.cluster.gpu.memory_bytes
     highest = max(stage.total for c in candidates for stage in c.prediction.stages)
     for axes, candidate in zip(panels, candidates, strict=True):
@@ -128,22 +131,16 @@ def memory_by_stage(candidates: Sequence[Candidate]) -> Figure:
                 axes.bar(range(len(stages)), heights, bottom=below, color=COLORS[i % len(COLORS)], label=name)
             below = [b + h for b, h in zip(below, heights, strict=True)]
         if limit_bytes < 2 * highest:
-            axes.axhline(limit_bytes / GIB, color="#b3261e", lw=1.2)
-        axes.set_title(candidate.label, fontsize=8, loc="left")
-        axes.set_xlabel("pipeline stage")
-        axes.set_xticks(range(0, len(stages), -(-len(stages) // 8)))
+            axes.axhline(limit_bytes / GIB, color=LIMIT, lw=1.2)
     legend(panels[-1])
     return made
 
 
 def time_by_stage(candidates: Sequence[Candidate]) -> Figure:
     """Milliseconds that a microbatch takes on each stage, one panel a topology; the slowest sets the pace."""
-    made, panels = _stages(len(candidates), "ms per microbatch", "Predicted time by stage (orange: the slowest)")
+    made, panels = _stages(candidates, "ms per microbatch", "Predicted time by stage (orange: the slowest)")
     for axes, candidate in zip(panels, candidates, strict=True):
         times = candidate.prediction.stage_seconds
         faces = [COLORS[1] if t > 0.999 * max(times) else COLORS[0] for t in times]
         axes.bar(range(len(times)), [1e3 * t for t in times], color=faces)
-        axes.set_title(candidate.label, fontsize=8, loc="left")
-        axes.set_xlabel("pipeline stage")
-        axes.set_xticks(range(0, len(times), -(-len(times) // 8)))
     return made

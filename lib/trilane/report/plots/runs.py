@@ -11,10 +11,8 @@ from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
 from trilane.analysis.phase_times import ORDER, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
-from trilane.report.plots.style import COLORS, GIB, figure, legend, stacked_bars, title
+from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, figure, finished, stacked_bars, title
 from trilane.utils.tables import Text
-
-LIMIT = "#b3261e"  # the colour of a limit
 
 
 def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
@@ -40,10 +38,8 @@ def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
             axes.axvline(float(begins), color=color, lw=0.8, ls=":")
         if len(curve.redone) and column in curve.redone:
             axes.plot(curve.redone[column], curve.redone["lm_loss"], color=color, lw=0.6)
-    axes.set(xlabel=" / ".join(sorted(labels)), ylabel="loss (nats per token)")
-    title(axes, "Loss" + (" (dotted: a restart)" if any(c.restarts for c in curves.values()) else ""))
-    legend(axes)
-    return made
+    heading = "Loss" + (" (dotted: a restart)" if any(c.restarts for c in curves.values()) else "")
+    return finished(made, heading, xlabel=" / ".join(sorted(labels)), ylabel="loss (nats per token)")
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -59,15 +55,12 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         axes.plot(at[out], seconds[out], "o", ms=4, mfc="white", mec=color, mew=1, ls="")
         axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
     axes.plot([], [], "o", ms=4, mfc="white", mec=COLORS[4], ls="", label="left out")
-    axes.set(xlabel="iteration", ylabel="seconds per iteration")
-    title(axes, "Time (dotted: the median)")
     if _far_apart([m.sec_per_it for m in measurements]):
         axes.set_yscale("log")
     else:
         highest = max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements)
         axes.set_ylim(bottom=0, top=1.5 * highest)
-    legend(axes)
-    return made
+    return finished(made, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
 
 
 def _far_apart(values: Sequence[float]) -> bool:
@@ -82,7 +75,7 @@ def predicted_against_measured(recalibration: Recalibration) -> Figure | Text:
     """
     if not recalibration:
         return NOTHING
-    labels, measured = [m.name for m in recalibration.runs], [m.sec_per_it for m in recalibration.runs]
+    names, measured = [m.name for m in recalibration.runs], [m.sec_per_it for m in recalibration.runs]
     before, after = (
         [(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (recalibration.before, recalibration.after)
     )
@@ -94,20 +87,18 @@ def predicted_against_measured(recalibration: Recalibration) -> Figure | Text:
         axes.errorbar(measured, middle, yerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
     highest = 1.3 * max([*measured, *(p[0] for p in (*before, *after))])
     lowest = 0.5 * min([*measured, *(p[1] for p in (*before, *after))]) if _far_apart(measured) else 0.0
-    axes.plot([lowest, highest], [lowest, highest], color="#1b2530", lw=0.8, ls="--", label="predicted = measured")
-    for number, (label, x) in enumerate(sorted(zip(labels, measured, strict=True), key=lambda pair: pair[1])):
+    axes.plot([lowest, highest], [lowest, highest], color=INK, lw=0.8, ls="--", label="predicted = measured")
+    for number, (label, x) in enumerate(sorted(zip(names, measured, strict=True), key=lambda pair: pair[1])):
         # from the axis upwards: labels of runs of one speed would overlap
         spot = (x, 0.02 + 0.06 * number)
         side = "right" if x > 0.7 * max(measured) else "left"
         axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
         axes.axvline(x, color="#c4ced6", lw=0.6, zorder=0)
-    axes.set(xlabel="measured (s/iteration)", ylabel="predicted (s/iteration)")
-    title(axes, "Prediction against measurement")
     if lowest:
         axes.set(xscale="log", yscale="log")
     axes.set(xlim=(lowest, 1.25 * max(measured)), ylim=(lowest, highest))
-    legend(axes)
-    return made
+    labels = {"xlabel": "measured (s/iteration)", "ylabel": "predicted (s/iteration)"}
+    return finished(made, "Prediction against measurement", **labels)
 
 
 def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -132,10 +123,7 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
     axes.set_yticks(range(len(rated)), [m.name for m in rated])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=f"{unit} per GPU (process)")
-    title(axes, "One run, several definitions")
-    legend(axes)
-    return made
+    return finished(made, "One run, several definitions", xlabel=f"{unit} per GPU (process)")
 
 
 def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -155,9 +143,8 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
         spot = (limit / GIB, 1.0)
         axes.annotate("limit ", spot, xycoords=("data", "axes fraction"), color=LIMIT, fontsize=8, ha="right")
     axes.set_yticks(range(len(known)), [m.name for m in known])
-    axes.set_ylim(len(known) - 0.5, -0.5)
-    axes.set_xlim(left=0, right=1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)]))
-    axes.set(xlabel="GiB, peak of a rank (a dot)")
+    end = 1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)])
+    axes.set(xlim=(0, end), ylim=(len(known) - 0.5, -0.5), xlabel="GiB, peak of a rank (a dot)")
     title(axes, "Measured memory")
     return made
 
@@ -202,13 +189,11 @@ def next_runs(choice: NextRuns) -> Figure | Text:
     axes.scatter(cost, after, s=36, color=COLORS[0], label="a possible run")
     axes.scatter(cost[:1], after[:1], s=110, facecolors="none", edgecolors=COLORS[1], linewidths=1.8, label="the best")
     axes.axhline(now, color=LIMIT, lw=1.2, ls="--", label="now")
-    axes.set(xlabel="GPU-hours (process-hours) of the run", ylabel="uncertainty left (± %, 90 %)")
     if _far_apart(cost):
         axes.set_xscale("log")
     name = runs[0].label
     axes.annotate(name, (cost[0], after[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
     axes.margins(x=0.15)
     axes.set_ylim(0, 1.15 * now)
-    title(axes, "How well the winner's time is known after one more run")
-    legend(axes)
-    return made
+    labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "uncertainty left (± %, 90 %)"}
+    return finished(made, "How well the winner's time is known after one more run", **labels)

@@ -1,4 +1,4 @@
-"""The style of all figures, and the figures of predicted plans: one function per matplotlib Figure."""
+"""The style that all figures share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,17 +7,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-STYLE: Any = {
-    "figure.dpi": 110,
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e3e8ec",
-    "axes.axisbelow": True,
-}
-
+STYLE: Any = {"figure.dpi": 110, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+STYLE |= {"axes.grid": True, "grid.color": "#e3e8ec", "axes.axisbelow": True}
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
+LIMIT = "#b3261e"  # the colour of a limit
+INK = "#1b2530"  # of a diagonal or a whisker
 GIB = 2**30
 
 
@@ -33,8 +27,17 @@ def title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", weight="bold", fontsize=11)
 
 
-def legend(axes: Axes) -> None:
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False)
+def legend(axes: Axes, **font: Any) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, frameon=False, **font)
+
+
+def finished(made: Figure, heading: str, **labels: Any) -> Figure:
+    """The figure with its heading, a legend off the data, and the properties `labels` of its first axes."""
+    axes = made.axes[0]
+    axes.set(**labels)
+    title(axes, heading)
+    legend(axes)
+    return made
 
 
 def stacked_bars(
@@ -49,11 +52,8 @@ def stacked_bars(
             axes.barh(labels, [p[name] for p in parts], left=left, color=color, label=label, height=0.62)
     longest = max(sum(p.values()) for p in parts)
     if limit is not None and limit < 3 * longest:
-        axes.axvline(limit, color="#b3261e", lw=1.5)
-        axes.annotate("limit", (limit, -0.5), color="#b3261e", fontsize=8, ha="right")
+        axes.axvline(limit, color=LIMIT, lw=1.5)
+        axes.annotate("limit", (limit, -0.5), color=LIMIT, fontsize=8, ha="right")
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=xlabel)
-    title(axes, heading)
-    legend(axes)
-    return made
+    return finished(made, heading, xlabel=xlabel)
