@@ -3,22 +3,19 @@ limit, until the boundary between what works and what hangs is known.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.launch.local import train_local
+from trilane.utils.process import environment_set
 from trilane.utils.validation import require, require_known
 from trilane.workspace.status import Status
 
 AXES = ("layers", "hidden", "dp", "gbs", "blocking")
-
-
 ITERATIONS = 5
-
-
 Runner = Callable[[Plan, bool], str]  # a plan, and whether CUDA_LAUNCH_BLOCKING=1 -> how it ended
 
 
@@ -80,16 +77,12 @@ def tried(plan: Plan, axes: Iterable[str]) -> str:
 def changed(plan: Plan, axis: str, value: int) -> Plan:
     """The plan with that value and few iterations; ValueError where no such plan exists. With fewer replicas, as with
     fewer nodes, each keeps its share of the batch."""
-    s, t = plan.shape, plan.topology
-    shape = {"layers": lambda: replace(s, num_layers=value), "hidden": lambda: replace(s, hidden_size=value)}.get(
-        axis, lambda: s
-    )()
-    topology = replace(t, gbs=value) if axis == "gbs" else t
-    if axis == "dp":
-        topology = replace(t, dp=value, gbs=t.gbs // t.dp * value)
+    shape, t = plan.shape, plan.topology
+    sizes = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(axis, {})
+    batch = {"gbs": {"gbs": value}, "dp": {"dp": value, "gbs": t.gbs // t.dp * value}}.get(axis, {})
     run = replace(plan.run, train_iters=min(ITERATIONS, plan.run.train_iters))
-    label = f"{plan.label}-{axis}{value}"
-    return replace(plan, label=label, shape=shape, topology=topology, run=run)
+    made: dict[str, Any] = {"shape": replace(shape, **sizes), "topology": replace(t, **batch)}
+    return replace(plan, label=f"{plan.label}-{axis}{value}", run=run, **made)
 
 
 def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
@@ -124,9 +117,8 @@ def bisect(plan: Plan, axes: tuple[str, ...], run: Runner) -> Report:
             continue
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (
-                (middle, high) if works(axis, tried[middle], changed(plan, axis, tried[middle])) else (low, middle)
-            )
+            is_low = works(axis, tried[middle], changed(plan, axis, tried[middle]))
+            low, high = (middle, high) if is_low else (low, middle)
         found.append(Boundary(axis=axis, works=tried[low], hangs=tried[high]))
     return Report(trials=tuple(trials), boundaries=tuple(found))
 
@@ -140,20 +132,10 @@ def local_runner(folder: Path, timeout_s: float) -> Runner:
             number += 1
         place.mkdir(parents=True)
         (place / "plan.json").write_text(json.dumps(plan.to_json(), indent=1), encoding="utf-8")
-        environment = {"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}
-        return _run(place, timeout_s, environment)
+        with environment_set({"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {}):
+            return train_local(place, show_progress=False, timeout_s=timeout_s).status
 
     return run
-
-
-def _run(folder: Path, timeout_s: float, environment: dict[str, str]) -> str:
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        return train_local(folder, show_progress=False, timeout_s=timeout_s).status
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _valid(plan: Plan, axis: str, value: int) -> bool:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, padded_vocab_size
@@ -21,14 +22,8 @@ from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.status import Status
 
 PROCESSES = 8  # without GPUs
-
-
 TOKENS = 257  # of the tokenizer "bytes"
-
-
 ITERATIONS = 2  # one before the restart, one after it
-
-
 Start = Callable[[Path], str]  # trains the plan in a folder; "", or why it failed
 
 
@@ -55,6 +50,7 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
     dp = min(t.dp, max_processes // (t.tp * t.pp))
     notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {max_processes} processes",) if dp < t.dp else ()
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
+    kept: dict[str, Any] = {"seed": plan.run.seed, "hang_timeout_s": plan.run.hang_timeout_s}
     small = Plan(
         label="rehearsal",
         engine=plan.engine,
@@ -64,13 +60,7 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
         data=Data(source="mock", folder=str(folder / "data")),
         optimizer=_optimizer(plan.optimizer),
         dropout=plan.dropout if plan.dropout != Dropout() else Dropout(hidden=0.1, attention=0.1),
-        run=Run(
-            train_iters=ITERATIONS,
-            save_interval=1,
-            keep_last=0,
-            seed=plan.run.seed,
-            hang_timeout_s=plan.run.hang_timeout_s,
-        ),
+        run=Run(train_iters=ITERATIONS, save_interval=1, keep_last=0, **kept),
     )
     return Rehearsal(plan=small, notes=notes)
 

@@ -11,7 +11,6 @@ NODE_FAILURE = "node failure"
 USUAL_SPARE_NODES = 4
 MOST_SPREAD = 3.0
 MOST_UNDER_REPAIR = 700.0  # nodes, on average: above it e^-mean underflows, and the relative spread is a few per cent
-
 # The other causes that cost time; an interruption may not have one of these names.
 QUEUE, CHANGE = "queue between jobs", "change of capacity"
 CERTAIN = EVALUATION, SAVING, JOB_ENDS = "evaluation", "saving", "ends of jobs"

@@ -17,6 +17,7 @@ from traitlets import Unicode
 
 from trilane.report.html import write_index, write_notebook_report
 from trilane.report.parameters import described_parameters, path_of
+from trilane.utils.process import environment_set
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
@@ -106,22 +107,20 @@ def run(name: str, study: Study, **given: object) -> Path:
     keep_earlier(executed)
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
     inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())}  # the kernel runs in another folder
-    outer = {key: os.environ.get(key) for key in inherited}
-    os.environ.update(inherited)
     kernel_stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed below
     sockets = tempfile.TemporaryDirectory(prefix="trilane-")  # removed below
+    options = {"stdout_file": sys.stderr, "request_save_on_cell_execute": True, "cwd": str(source.parent)}
     try:
-        papermill.execute_notebook(
-            source,
-            executed,
-            parameters={**values, "study": study.name},
-            kernel_name="python3",
-            kernel_manager_class=kernel_manager(kernel_stderr, sockets.name),
-            cwd=str(source.parent),
-            progress_bar={"desc": name, "unit": "cell"},
-            stdout_file=sys.stderr,
-            request_save_on_cell_execute=True,
-        )
+        with environment_set(inherited):
+            papermill.execute_notebook(
+                source,
+                executed,
+                parameters={**values, "study": study.name},
+                kernel_name="python3",
+                kernel_manager_class=kernel_manager(kernel_stderr, sockets.name),
+                progress_bar={"desc": name, "unit": "cell"},
+                **options,
+            )
     except PapermillExecutionError as error:
         cell = cell_name(source, error.source)
         raise NotebookError(name, cell, error.evalue or error.ename, error.ename == "ValueError") from None
@@ -136,9 +135,6 @@ def run(name: str, study: Study, **given: object) -> Path:
     finally:
         kernel_stderr.close()
         sockets.cleanup()
-        for key, value in outer.items():
-            os.environ.pop(key)
-            os.environ.update({key: value} if value is not None else {})
         if executed.exists():
             write_notebook_report(executed)
             write_index(study)

@@ -1,9 +1,11 @@
 """Child processes that end with their parent, even when the parent is killed."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping
 
 PARENT = "TRILANE_PARENT_PID"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -26,6 +28,18 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def environment_set(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables inside the block; afterwards what they were before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def announce(environment: dict[str, str]) -> dict[str, str]:

@@ -96,6 +96,11 @@ def read_json(path: Path | str, what: str) -> Any:
         raise ValueError(f"{what}={path}: not JSON ({error})") from None
 
 
+def shipped_json(name: str) -> Any:
+    """The JSON that ships as trilane/data/`name`.json."""
+    return read_json(Path(__file__).parents[1] / f"data/{name}.json", name)
+
+
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a file."""
     require(not path.is_dir(), field, path, "is a folder; a file is needed")
