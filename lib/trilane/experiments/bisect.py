@@ -78,8 +78,8 @@ def changed(plan: Plan, axis: str, value: int) -> Plan:
     """The plan with that value and few iterations; ValueError where no such plan exists. With fewer replicas, as with
     fewer nodes, each keeps its share of the batch."""
     shape, t = plan.shape, plan.topology
-    sizes = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(axis, {})
-    batch = {"gbs": {"gbs": value}, "dp": {"dp": value, "gbs": t.gbs // t.dp * value}}.get(axis, {})
+    sizes: dict[str, Any] = {"layers": {"num_layers": value}, "hidden": {"hidden_size": value}}.get(axis, {})
+    batch: dict[str, Any] = {"gbs": {"gbs": value}, "dp": {"dp": value, "gbs": t.gbs // t.dp * value}}.get(axis, {})
     run = replace(plan.run, train_iters=min(ITERATIONS, plan.run.train_iters))
     made: dict[str, Any] = {"shape": replace(shape, **sizes), "topology": replace(t, **batch)}
     return replace(plan, label=f"{plan.label}-{axis}{value}", run=run, **made)

@@ -85,15 +85,11 @@ def machine(cards: int, bf16: bool) -> Cluster:
     Only the supported precisions are real; nothing is predicted from the speeds.
     """
     name, kind = ("GPU", "cuda") if cards else ("CPU core", "cpu")
-    speeds = dict.fromkeys(("memory_bytes", "memory_bytes_per_s", "fp32_flops_per_s", "fp16_flops_per_s"), 1e9)
+    known = ("memory_bytes", "memory_bytes_per_s", "fp32_flops_per_s", "fp16_flops_per_s")
+    speeds: dict[str, Any] = dict.fromkeys(known, 1e9)
     gpu = Gpu(name=name, kind=kind, bf16_flops_per_s=1e9 * bf16, context_bytes=1e8, **speeds)
-    links = dict.fromkeys(("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s"), 1e9)
-    host: dict[str, Any] = {
-        "cores_per_node": 2,
-        "host_memory_bytes": 1e10,
-        "launch_overhead_s": 1e-5,
-        "latency_s": 1e-5,
-    }
+    rates = dict.fromkeys(("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s"), 1e9)
+    counts = {"gpus_per_node": cards or 8, "max_nodes": 1, "cores_per_node": 2}
+    rest: dict[str, Any] = {**rates, **counts, "latency_s": 1e-5, "launch_overhead_s": 1e-5, "host_memory_bytes": 1e10}
     sources = {"all": "not measured: nothing is predicted from them"}
-    nodes: dict[str, Any] = {"gpus_per_node": cards or 8, "max_nodes": 1}
-    return Cluster(name="this machine", gpu=gpu, sources=sources, **nodes, **links, **host)
+    return Cluster(name="this machine", gpu=gpu, sources=sources, **rest)
