@@ -3,11 +3,17 @@
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 from typing import IO
 
 EARLIER = "earlier"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted without -o flock, some NFS
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key by which the numbers in names count: node2 before node10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def lock(file: IO[str]) -> None:

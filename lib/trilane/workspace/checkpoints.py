@@ -24,7 +24,6 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of each parameter, all fp32: the master weight and Adam's two moments
 NAME = re.compile(r"iter_(\d{7,})")
-BLOCK = 1 << 22
 
 
 def checkpoint_bytes(shape: ModelShape) -> int:
@@ -43,9 +42,7 @@ def name_of(iteration: int) -> str:
 
 def iteration_of(path: Path) -> int:
     """The iteration after which the checkpoint was taken, by its folder name."""
-    found = NAME.fullmatch(path.name)
-    assert found, path
-    return int(found[1])
+    return int(path.name.removeprefix("iter_"))
 
 
 def complete(folder: Path) -> list[Path]:
@@ -75,11 +72,8 @@ def latest(folder: Path) -> Path | None:
 
 def digest(path: Path) -> str:
     """BLAKE2b of the file's bytes, 128 bits, as `b2sum -l 128` prints it."""
-    found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def write_durably(path: Path, text: str) -> None:

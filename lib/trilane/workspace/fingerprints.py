@@ -11,17 +11,15 @@ hashing (Carter and Wegman 1979), the sketch that of Alon, Matias and Szegedy 19
 columns. With eight sketches the estimate of |a - b| is about a quarter off. Left out: which of the values differ.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from trilane.workspace.checkpoints import KINDS
-
 FOLDER = "fingerprints"  # in a run folder: the state in memory after a load
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
-ALL_KINDS = (*KINDS, COPY)
 SKETCHES = 8
 WORD = 1 << 64
 ROWS = 64  # processed at a time, so that temporary arrays fit in the processor's cache
@@ -31,6 +29,12 @@ Box = Sequence[Sequence[int]]
 def file_of(rank: int) -> str:
     """The file name of a rank's fingerprint."""
     return f"fingerprint_{rank:05d}.json"
+
+
+def hashed(generators: Mapping[str, Any]) -> dict[str, str]:
+    """Each random number generator's state as a hash; those of "tracked" by their own names."""
+    flat = {**{k: v for k, v in generators.items() if k != "tracked"}, **generators.get("tracked", {})}
+    return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
 
 
 def must_decay(name: str) -> bool:
@@ -58,14 +62,10 @@ class Mark:
 
     def __add__(self, other: "Mark") -> "Mark":
         """The mark of the union of two disjoint parts."""
-        return Mark(
-            hash=(self.hash + other.hash) % WORD,
-            squares=self.squares + other.squares,
-            total=self.total + other.total,
-            low=min(self.low, other.low),
-            high=max(self.high, other.high),
-            sketch=tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
-        )
+        found, squares, total = (self.hash + other.hash) % WORD, self.squares + other.squares, self.total + other.total
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        sketch = tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True))
+        return Mark(hash=found, squares=squares, total=total, low=low, high=high, sketch=sketch)
 
     @property
     def norm(self) -> float:
@@ -142,14 +142,8 @@ def mark(part: np.ndarray, box: Box) -> Mark:
             squares += float(np.einsum("rc,rc->r", block, block).sum(dtype=np.float64))
             total += float(block.sum(dtype=np.float64))
             sketch += ((block @ t) * s[at : at + ROWS]).sum(0, dtype=np.float64)
-    return Mark(
-        hash=found % WORD,
-        squares=squares,
-        total=total,
-        low=float(x.min()),
-        high=float(x.max()),
-        sketch=tuple(sketch.tolist()),
-    )
+    low, high, sums = float(x.min()), float(x.max()), tuple(sketch.tolist())
+    return Mark(hash=found % WORD, squares=squares, total=total, low=low, high=high, sketch=sums)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ torch creates a pipe per rank, TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe",
 something was written to it (DumpPipe in torch 2.13's ProcessGroupNCCL.hpp). Without NCCL there is no pipe.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -43,12 +44,11 @@ def collect(ranks: Path, asked: dict[int, int], stacks: Path) -> None:
         time.sleep(0.2)
         for rank, before in sizes.copy().items():
             path = ranks / f"{DUMP}{rank}"
-            if _written_ns(ranks, rank) == asked[rank]:
-                continue
-            sizes[rank] = path.stat().st_size
-            if 0 < sizes[rank] == before:
-                shutil.copyfile(path, stacks / path.name)
-                del sizes[rank]
+            if _written_ns(ranks, rank) != asked[rank]:
+                sizes[rank] = path.stat().st_size
+                if 0 < sizes[rank] == before:
+                    shutil.copyfile(path, stacks / path.name)
+                    del sizes[rank]
 
 
 def forget(ranks: Path, rank: str) -> None:
@@ -62,16 +62,13 @@ def _pipe(ranks: Path, rank: int | str) -> Path:
 
 def _request(pipe: Path) -> bool:
     """Write to the pipe; whether a process reads it. Never blocks."""
-    try:
+    with contextlib.suppress(OSError):
         end = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)  # ENXIO where no process reads
-    except OSError:
-        return False
-    try:
-        return os.write(end, b"?") == 1
-    except OSError:
-        return False
-    finally:
-        os.close(end)
+        try:
+            return os.write(end, b"?") == 1
+        finally:
+            os.close(end)
+    return False
 
 
 def _written_ns(ranks: Path, rank: int) -> int:

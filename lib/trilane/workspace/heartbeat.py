@@ -8,7 +8,6 @@ import platform
 import re
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,16 +52,14 @@ def place() -> bytes:
 
 def read_beats(folder: Path) -> dict[int, Heartbeat]:
     """The last heartbeat of each rank of a run folder, where readable."""
-    return {beat.rank: beat for beat in _read(folder)}
-
-
-def _read(folder: Path) -> Iterator[Heartbeat]:
+    found = {}
     for path in sorted((folder / "ranks").glob("*.beat")):
         parts = path.read_text(encoding="utf-8", errors="replace").split()
         if len(parts) >= 5 and path.stem.isdigit():
-            step, phase, when, pid, host = parts[:5]
-            phase = "" if phase == "-" else phase
-            yield Heartbeat(rank=int(path.stem), step=int(step), phase=phase, time=float(when), pid=int(pid), host=host)
+            rank, step, pid, when = int(path.stem), int(parts[0]), int(parts[3]), float(parts[2])
+            phase = "" if parts[1] == "-" else parts[1]
+            found[rank] = Heartbeat(rank=rank, step=step, phase=phase, time=when, pid=pid, host=parts[4])
+    return found
 
 
 def process_state(pid: int) -> str:
@@ -100,17 +97,13 @@ class StallDetector:
         for rank, beat in beats.items():
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = (beat, now)
-        still = [(self._idle_s(beat, now - since), str(beat)) for beat, since in self._seen.values()]
+        running = [(beat, now - since) for beat, since in self._seen.values() if beat.phase != END]
+        still = [(age_s / (self._start if beat.step < 2 else 1.0), str(beat)) for beat, age_s in running]
         absent = [r for r in range(self._ranks) if r not in beats]
         if absent:
             still.append(((now - self._begin) / self._start, f"rank {absent[0]} before its first heartbeat"))
         longest, who = max(still, default=(0.0, ""))
         return f"no progress for {self.timeout_s:.0f} s: {who}" if longest > self.timeout_s else ""
-
-    def _idle_s(self, beat: Heartbeat, age_s: float) -> float:
-        if beat.phase == END:
-            return 0.0
-        return age_s / (self._start if beat.step < 2 else 1.0)
 
 
 def read_calls(path: Path) -> list[str]:

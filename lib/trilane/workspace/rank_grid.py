@@ -5,18 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trilane.utils.validation import require
+from trilane.utils.validation import require, require_integer
 
 # A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
-AXES = {
-    "tp": ("tp",),
-    "pp": ("pp",),
-    "dp": ("dp",),
-    "model": ("tp", "pp"),
-    "stage": ("tp", "dp"),
-    "pp-dp": ("pp", "dp"),
-    "world": ("tp", "pp", "dp"),
-}
+AXES = {"tp": "tp", "pp": "pp", "dp": "dp", "model": "tp pp", "stage": "tp dp", "pp-dp": "pp dp", "world": "tp pp dp"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +103,13 @@ MOST = 1 << 20  # ranks; a file with more is broken
 def regular(tp: int, pp: int, dp: int, gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
     """The grid of tp x pp x dp ranks that fill nodes of `gpus_per_node` one after the other."""
     for name, size in (("tp", tp), ("pp", pp), ("dp", dp), ("gpus_per_node", gpus_per_node)):
-        require(size >= 1, name, size, "must be at least 1")
+        require_integer(name, size, 1)
     require(tp * pp * dp <= MOST, "tp x pp x dp", tp * pp * dp, f"must be at most {MOST}")
-    names = list(hosts)
+    names = dict(enumerate(hosts))
     places = []
     for rank in range(tp * pp * dp):
         number = rank // gpus_per_node
-        named = number < len(names)
-        node = names[number] if named else f"node{number}"
+        node, named = names.get(number, f"node{number}"), number in names
         places.append(Place(rank=rank, tp=rank % tp, dp=rank // tp % dp, pp=rank // (tp * dp), node=node, named=named))
     return Grid(places=tuple(places))
 
@@ -148,8 +139,7 @@ def _ordinal(number: int) -> str:
 
 def unknown(ranks: Iterable[int], gpus_per_node: int, hosts: Iterable[str] = ()) -> Grid:
     """The grid of a job of unknown topology: ranks 0 to the highest of `ranks`."""
-    grid = regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts)
-    return Grid(places=grid.places, known=False)
+    return replace(regular(1, 1, max(ranks, default=0) + 1, gpus_per_node, hosts), known=False)
 
 
 def from_json(values: Mapping[str, Any]) -> Grid | None:
@@ -165,15 +155,15 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     node = values.get("gpus_per_node") or (cluster.get("gpus_per_node") if isinstance(cluster, Mapping) else None) or 8
     base = None
     if isinstance(sizes, Mapping) and any(name in sizes for name in ("tp", "pp", "dp")):
-        tp, pp, dp = (_whole(name, sizes.get(name, 1)) for name in ("tp", "pp", "dp"))
-        base = regular(tp, pp, dp, _whole("gpus_per_node", node), values.get("hosts", ()))
+        tp, pp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "dp"))
+        base = regular(tp, pp, dp, node, values.get("hosts", ()))
     listed = values.get("ranks")
     if isinstance(listed, Mapping):
         listed = [{"rank": int(rank), **facts} for rank, facts in listed.items()]
     if not isinstance(listed, list) or not listed:
         return base
     given = {int(facts["rank"]): facts for facts in listed}
-    base = base or unknown(given, _whole("gpus_per_node", node))
+    base = base or unknown(given, node)
     hosts: defaultdict[Any, set[str]] = defaultdict(set)
     for facts in given.values():
         hosts[facts.get("node")] |= {str(facts["host"])} if facts.get("host") else set()
@@ -185,22 +175,15 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
 
 def _place(base: Place, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> Place:
     """A rank of topology.json. `hosts` are the known hosts of each node: then "node" is only a label."""
-    coordinates = {name: int(facts.get(name, getattr(base, name))) for name in ("tp", "pp", "dp")}
     node = facts.get("node", base.node)
     names = {str(facts["host"])} if facts.get("host") else hosts.get(node, set())
     host = next(iter(names)) if len(names) == 1 else ""
-    step = facts.get("step", -1)
     return Place(
         rank=rank,
-        **coordinates,
+        **{name: int(facts.get(name, getattr(base, name))) for name in ("tp", "pp", "dp")},
         node=host or (f"node{node}" if isinstance(node, int) else str(node)),
         state=str(facts.get("state") or ""),
-        step=-1 if step is None else int(step),
+        step=-1 if facts.get("step") is None else int(facts["step"]),
         phase=str(facts.get("phase") or ""),
         named=bool(host) or (isinstance(node, str) and not hosts if "node" in facts else base.named),
     )
-
-
-def _whole(name: str, value: Any) -> int:
-    require(isinstance(value, int) and not isinstance(value, bool) and value >= 1, name, value, "must be at least 1")
-    return value

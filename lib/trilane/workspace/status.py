@@ -127,20 +127,25 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
     closed; ranks that printed nothing come last.
     """
-    path = folder / "ranks" / "failures.json"
-    failures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    failures = _failures(folder)
     if not failures:
         return None, ""
-    first = min(failures, key=lambda f: (_follows(f["exitcode"]), _fell_silent(folder / "ranks" / f"{f['rank']}.log")))
-    if first["exitcode"] >= 0:
-        return first["rank"], ""
-    return first["rank"], f"killed by {signal.Signals(-first['exitcode']).name} after: "
+    ranks = folder / "ranks"
+    rank = min(failures, key=lambda r: (_follows(failures[r]), _fell_silent(ranks / f"{r}.log")))
+    code = failures[rank]
+    return rank, f"killed by {signal.Signals(-code).name} after: " if code < 0 else ""
 
 
 def failed_ranks(folder: Path) -> set[int]:
     """The ranks that torchrun saw fail."""
+    return set(_failures(folder))
+
+
+def _failures(folder: Path) -> dict[int, int]:
+    """The exit codes of these ranks."""
     path = folder / "ranks" / "failures.json"
-    return {f["rank"] for f in json.loads(path.read_text(encoding="utf-8"))} if path.exists() else set()
+    listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {failure["rank"]: failure["exitcode"] for failure in listed}
 
 
 def last_line(folder: Path, rank: int | str, words: str = "") -> str:

@@ -103,9 +103,8 @@ class Study:
         study, number = cls(name), 2
         while fresh and study.folder.exists():
             study, number = cls(f"{name}-{number}"), number + 1
-        require(
-            resume or not study.folder.exists(), "study", name, f"{study.folder} exists; resume it, or name another"
-        )
+        rule = f"{study.folder} exists; resume it, or name another"
+        require(resume or not study.folder.exists(), "study", name, rule)
         study.folder.mkdir(parents=True, exist_ok=True)
         return study
 
@@ -119,7 +118,8 @@ class Study:
     def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
         """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""
         path = self.folder / name
-        if path.exists() and _unstamped(read_json(path, "study file")) == json.loads(json.dumps(_unstamped(values))):
+        new = json.loads(json.dumps(_without(values, "made_by")))
+        if path.exists() and _without(read_json(path, "study file"), "made_by") == new:
             return path
         text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp()}}, indent=1)
         return write_text(path, text + "\n")
@@ -132,7 +132,7 @@ class Study:
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
         """The result file `name` without the stamp of what made it."""
-        return _unstamped(self.load(name, made_by))
+        return _without(self.load(name, made_by), "made_by")
 
     def plans(self) -> list[Plan]:
         """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
@@ -179,7 +179,7 @@ class Study:
         wanted, number = self.folder / "runs" / plan.label, 2
         folder = wanted
         while folder.exists():
-            if plan_fields(read_json(folder / "plan.json", "plan")) == plan.to_json():
+            if _without(read_json(folder / "plan.json", "plan"), *DERIVED) == plan.to_json():
                 if is_completed(folder):
                     return folder, True
                 if not is_started(folder):
@@ -192,30 +192,21 @@ class Study:
         return folder, False
 
 
-def _unstamped(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if k != "made_by"}
+def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k not in names}
 
 
-def plan_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """A plan.json without what is derived from the plan: its id and its prediction."""
-    return {k: v for k, v in values.items() if k not in DERIVED}
-
-
-def local_cluster_file() -> Path:
-    """The measured description of this machine, created at first use by the engine's benchmark (some seconds)."""
+def load_cluster(name: str) -> Cluster:
+    """The cluster of that name or JSON file; `local` is this machine, measured at first use by the engine's benchmark
+    (some seconds; outputs/local.json)."""
     path = outputs_root() / "local.json"
-    if not path.exists():
+    if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "trilane.engine.bench", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")
-    return path
-
-
-def load_cluster(name: str) -> Cluster:
-    """The cluster of that name or JSON file; `local` is this machine, measured at first use."""
-    return cluster.cluster(str(local_cluster_file()) if name == "local" else name)
+    return cluster.cluster(str(path) if name == "local" else name)
 
 
 def run_folders(names: Iterable[str]) -> list[Path]:

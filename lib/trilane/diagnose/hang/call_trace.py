@@ -1,13 +1,13 @@
 """The last call of each rank, read from the end of its trace: of Python's `trace`, or of trilane's ring buffer."""
 
-import os
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from trilane.utils.files import natural
 from trilane.utils.validation import require, require_folder
 from trilane.workspace.heartbeat import read_calls
 
@@ -38,7 +38,7 @@ def last_calls(folder: Path) -> list[LastCall]:
     is a file `<rank>.calls`. Other files are ignored. Only the end of a file is read.
     """
     require_folder("folder", folder)
-    paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: _natural(p.name))
+    paths = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: natural(p.name))
     with ThreadPoolExecutor(THREADS) as pool:
         found = [call for call in pool.map(last_call, paths) if call is not None]
     require(bool(found), "folder", folder, "holds no trace (of Python's trace module, or *.calls)")
@@ -52,8 +52,10 @@ def last_call(path: Path) -> LastCall | None:
         return _ring_call(path, size)
     window = WINDOW
     while True:
-        tail = _tail(path, size, window)
-        entered, ran = _last(ENTERED, tail), _last(RAN, tail)
+        with path.open("rb") as file:
+            file.seek(max(0, size - window))
+            tail = file.read(window)
+        entered, ran = (next(iter(deque(pattern.finditer(tail), maxlen=1)), None) for pattern in (ENTERED, RAN))
         if entered is not None:
             function = f"{entered[2].decode('utf-8', 'replace')} ({entered[1].decode('utf-8', 'replace')})"
             return LastCall(rank=label(path), function=function, line=_line(ran), bytes=size)
@@ -85,24 +87,9 @@ def _ring_call(path: Path, size: int) -> LastCall | None:
     entered = [m for m in map(RING_LINE.match, calls) if m]
     if not entered:
         return None
-    function = next((m[2] for m in reversed(entered) if m[1] == ">"), "")
-    last = entered[-1]
-    return LastCall(
-        rank=label(path), function=function, line=("in " if last[1] == ">" else "left ") + last[2], bytes=size
-    )
-
-
-def _tail(path: Path, size: int, window: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, size - window), os.SEEK_SET)
-        return file.read(window)
-
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> re.Match[bytes] | None:
-    found = None
-    for found in pattern.finditer(text):  # noqa: B007
-        pass
-    return found
+    function, last = next((m[2] for m in reversed(entered) if m[1] == ">"), ""), entered[-1]
+    line = f"{'in' if last[1] == '>' else 'left'} {last[2]}"
+    return LastCall(rank=label(path), function=function, line=line, bytes=size)
 
 
 def _line(ran: re.Match[bytes] | None) -> str:
@@ -110,10 +97,6 @@ def _line(ran: re.Match[bytes] | None) -> str:
         return ""
     file, line, code = (part.decode("utf-8", "replace").strip() for part in ran.groups())
     return f"{file}:{line}  {code[:120]}"
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"(\d+)", name)]
 
 
 def calls_text(calls: Collection[LastCall]) -> str:

@@ -112,14 +112,11 @@ def _write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> No
         states |= json.loads(path.read_text(encoding="utf-8"))
     t = plan.topology
     grid = rank_grid.regular(t.tp, t.pp, t.dp, min(plan.cluster.gpus_per_node, t.gpus))
-    ranks = [_rank_facts(place, beats.get(place.rank), states.get(str(place.rank), "")) for place in grid.places]
+    ranks = []
+    for place in grid.places:
+        facts: dict[str, Any] = {"rank": place.rank, "tp": place.tp, "pp": place.pp, "dp": place.dp}
+        if (beat := beats.get(place.rank)) is not None:  # the host is known only from a heartbeat
+            facts |= {"host": beat.host, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "time": beat.time}
+        ranks.append({**facts, "state": states.get(str(place.rank), "")})
     sizes = {"tp": t.tp, "pp": t.pp, "dp": t.dp, "gpus_per_node": plan.cluster.gpus_per_node}
     replace_text(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")
-
-
-def _rank_facts(place: rank_grid.Place, beat: Heartbeat | None, state: str) -> dict[str, Any]:
-    """An entry of "ranks" in topology.json; the host is known only from a heartbeat."""
-    facts: dict[str, Any] = {"rank": place.rank, "tp": place.tp, "pp": place.pp, "dp": place.dp}
-    if beat is not None:
-        facts |= {"host": beat.host, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "time": beat.time}
-    return {**facts, "state": state}

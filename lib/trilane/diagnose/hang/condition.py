@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.waits import Wait, soft_wait, wait_of
+from trilane.diagnose.hang.waits import Wait, first_match, soft_wait, wait_of
 
 # From the strongest evidence against a rank to the weakest.
 HARD = ("gone", "crashed", "stopped", "locked")
@@ -16,27 +16,12 @@ NO_EVIDENCE = ("unreadable", "unknown")  # nothing is concluded from these
 # Errors of a rank that failed because another was gone.
 FOLLOWS = re.compile(
     r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|by peer|[Tt]imed? ?out|NCCL|DistBackend|[Ww]atchdog|SIGTERM"
-    r"|SignalException|gloo|Interrupt",
+    r"|SignalException|gloo|Interrupt"
 )
 
-# The share of missing dumps below which a missing dump counts against its rank; above it, those ranks were not dumped.
-SILENT_SHARE = 0.5
+SILENT_SHARE = 0.5  # of missing dumps, below which one counts against its rank; above it, those ranks were not dumped
 LOCKED_SHARE = 1 / 8  # in more ranks than this a thread that holds the GIL is not the cause
-
-# A stack outside communication in more than this share of the dumps is no suspect's: these ranks wait for their GPU.
-CROWD = 0.5
-
-ACTIVITIES = [
-    ("in the data loader", r"data_?loader|/data/|dataset|get_batch|sampler|_next_data|tokenizer|microbatches"),
-    ("in checkpoint input/output", r"checkpoint|serialization\.py|torch_save|state_dict|safetensors"),
-    ("waiting for a lock", r"threading\.py.*|(?:^|\b)acquire|filelock|lockf?\b"),
-    ("reading or writing a file", r"\bread|\bwrite|open\b|fsync|socket\.py|ssl\.py|selectors\.py|subprocess\.py"),
-    ("in the optimizer", r"optim|adam"),
-    ("in the backward pass", r"backward|autograd"),
-    ("in the forward pass", r"forward|nn/modules|attention|mlp"),
-]
-
-ACTIVITY = [(name, re.compile(pattern, re.I)) for name, pattern in ACTIVITIES]
+CROWD = 0.5  # of the dumps: ranks with one stack outside communication in more than this share wait for their GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +88,18 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
         return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
     soft = soft_wait(frames)
     kind = "soft" if soft else "busy"
-    return Condition(kind=kind, text=activity(frames), frames=frames, wait=soft, moves=moves)
+    return Condition(
+        kind=kind,
+        text=first_match("activities", frames[:8]) or "outside communication",
+        frames=frames,
+        wait=soft,
+        moves=moves,
+    )
+
+
+def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
+    """Identifies a stack across tools."""
+    return tuple(frame.key for frame in frames)
 
 
 def _device_waits(found: dict[int, Condition]) -> dict[int, Condition]:
@@ -120,17 +116,6 @@ def _device_waits(found: dict[int, Condition]) -> dict[int, Condition]:
                 wait = c.wait or Wait(op="device", site=c.frames[0], axis="")
                 found[rank] = Condition(kind="waiting", text="waits", frames=c.frames, wait=wait)
     return found
-
-
-def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
-    """Identifies a stack across tools."""
-    return tuple(frame.key for frame in frames)
-
-
-def activity(frames: tuple[Frame, ...]) -> str:
-    """What a rank that does not wait is doing, in words, by the names closest to the innermost frame."""
-    names = [f"{f.function} {f.file}" for f in frames[:8]]
-    return next((text for name in names for text, pattern in ACTIVITY if pattern.search(name)), "outside communication")
 
 
 def majority_step(evidence: Evidence) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from trilane.diagnose.hang import stack_readers
 from trilane.diagnose.hang.flight_recorder import Recording, read_recording
 from trilane.diagnose.hang.stack import Dump
+from trilane.utils.files import natural
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
@@ -28,7 +29,10 @@ LAUNCHER = re.compile(
 
 SPREAD_S = 120.0  # dumps written further apart than this are of different moments
 LARGEST = 64 << 20  # bytes; larger files are not read
-META = {"plan.json", "topology.json", "status.json", "env.json", "ds_config.json", "verdict.json", "failures.json"}
+# Facts about the run, and process states of a host.
+NO_DUMP = re.compile(
+    r"^(?:(?:plan|topology|status|env|ds_config|verdict|failures)\.json|states-.*|.*\.beat|.*\.sh)$", re.S
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +56,8 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     """
     require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
-    paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=_natural)
-    found = [(path, *_read(path)) for path in paths if not _is_no_dump(path)]
+    paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
+    found = [(path, *_read(path)) for path in paths if not NO_DUMP.search(path.name)]
     grid = grid or _grid(folder, paths)
     series: defaultdict[int, list[tuple[Path, Dump]]] = defaultdict(list)
     recordings, notes, unreadable, nodes = {}, [], set(), []
@@ -89,7 +93,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         earlier={rank: dumps[-2][1] for rank, dumps in series.items() if rank in grid and len(dumps) > 1},
         recordings={rank: recording for rank, recording in recordings.items() if rank in grid},
         unreadable=tuple(sorted(unreadable - set(main) & set(grid.ranks))),
-        notes=(*notes, *_moments(path for path, _ in main.values()), *_cut(main)),
+        notes=(*notes, *_oddities(main)),
     )
 
 
@@ -102,11 +106,6 @@ def rank_of(path: Path, *, alone: bool = False) -> int | None:
     match = None if path.name.startswith("trace-") else match
     match = match or (LAST.search(path.name) if alone else None)
     return int(next(filter(None, match.groups()))) if match else None
-
-
-def _is_no_dump(path: Path) -> bool:
-    """Whether a file is no dump by its name, such as facts about the run or process states of a host."""
-    return path.name in META or path.name.startswith("states-") or path.suffix in (".beat", ".sh")
 
 
 def is_trainer(dump: Dump) -> bool:
@@ -151,7 +150,8 @@ def _grid(folder: Path, paths: Iterable[Path]) -> Grid | None:
     """The grid by the topology.json of the last moment, else of the folder, else by plan.json here or up to two folders
     above."""
     listed = [p for p in paths if p.name == "topology.json"]
-    for path in [*reversed(listed), folder / "topology.json", folder / "plan.json", *_above(folder)]:
+    folders = [folder, *list(folder.resolve().parents)[:2]]
+    for path in [*reversed(listed), *(f / name for f in folders for name in ("topology.json", "plan.json"))]:
         if path.is_file():
             try:
                 grid = rank_grid.from_json(json.loads(path.read_text(encoding="utf-8")))
@@ -162,42 +162,32 @@ def _grid(folder: Path, paths: Iterable[Path]) -> Grid | None:
     return None
 
 
-def _above(folder: Path) -> list[Path]:
-    return [parent / name for parent in list(folder.resolve().parents)[:2] for name in ("topology.json", "plan.json")]
-
-
 def _assign_ranks(
-    nodes: list[tuple[Path, list[Dump]]],
-    grid: Grid | None,
-    series: defaultdict[int, list[tuple[Path, Dump]]],
+    nodes: list[tuple[Path, list[Dump]]], grid: Grid | None, series: defaultdict[int, list[tuple[Path, Dump]]]
 ) -> None:
     """Add the processes of node files to `series` under their ranks."""
     width = max((len(dumps) for _, dumps in nodes), default=0)
-    order = {name: i for i, name in enumerate(dict.fromkeys(_host(path) for path, _ in nodes))}
-    hosts = {p.node for p in grid.places if p.named} if grid else set()
+    wide = len(next(iter(grid.nodes.values()))) if grid else width
+    hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
+    named = {p.node for p in grid.places if p.named} if grid else set()
     for path, dumps in nodes:
         host = _host(path)
-        local = {d.pid: LOCAL.search(d.command) for d in dumps}
+        first = hosts.index(host) * wide
+        ranks = sorted(grid.nodes[host]) if grid and host in named else None
         for index, dump in enumerate(sorted(dumps, key=lambda d: d.pid)):
-            place = int(match[1]) if (match := local[dump.pid]) else index
-            if grid is not None and host in hosts:
-                ranks = sorted(grid.nodes[host])
-                if place < len(ranks):
-                    series[ranks[place]].append((path, dump))
-            else:
-                wide = len(next(iter(grid.nodes.values()))) if grid else width
-                series[order[host] * wide + place].append((path, dump))
+            place = int(match[1]) if (match := LOCAL.search(dump.command)) else index
+            if ranks is None or place < len(ranks):
+                series[ranks[place] if ranks else first + place].append((path, dump))
 
 
 def _host(path: Path) -> str:
     return re.sub(r"^(?:trace|stacks?|dump|py-?spy)[-_.]", "", path.name).rsplit(".", 1)[0]
 
 
-def _moments(paths: Iterable[Path]) -> list[str]:
-    """A note where the dumps are not of one moment: of one folder, written within SPREAD_S."""
-    chosen = list(paths)
-    folders = Counter(str(path.parent.name) for path in chosen if path.suffix != ".log")
-    times = sorted(path.stat().st_mtime for path in chosen)
+def _oddities(main: dict[int, tuple[Path, Dump]]) -> list[str]:
+    """Notes where the dumps are not of one moment (of one folder, written within SPREAD_S), or truncated."""
+    folders = Counter(path.parent.name for path, _ in main.values() if path.suffix != ".log")
+    times = sorted(path.stat().st_mtime for path, _ in main.values())
     notes = []
     if len(folders) > 1:
         (last, _), *rest = sorted(folders.items(), reverse=True)
@@ -205,13 +195,5 @@ def _moments(paths: Iterable[Path]) -> list[str]:
     elif times and times[-1] - times[0] > SPREAD_S:
         apart = (times[-1] - times[0]) / 60
         notes.append(f"the dumps are up to {apart:.0f} minutes apart: ranks may have moved in between")
-    return notes
-
-
-def _cut(main: dict[int, tuple[Path, Dump]]) -> list[str]:
     cut = [rank for rank, (_, dump) in sorted(main.items()) if dump.cut]
-    return [f"truncated dumps: ranks {cut[:8]}; their frames are used as far as they go"] if cut else []
-
-
-def _natural(path: Path) -> list[object]:
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path))]
+    return notes + ([f"truncated dumps: ranks {cut[:8]}; their frames are used as far as they go"] if cut else [])

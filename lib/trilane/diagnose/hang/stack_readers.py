@@ -60,7 +60,8 @@ def read_pyspy_text(text: str) -> list[Dump]:
         elif match := ERROR.match(line):
             error = error or match[0].strip()
     close()
-    return [*found[:-1], replace(found[-1], cut=True)] if found and not _is_whole(text) else found
+    cut = bool(found) and not text.endswith("\n") and not FRAME.match(lines[-1])  # py-spy's text ends with a whole line
+    return [*found[:-1], replace(found[-1], cut=True)] if cut else found
 
 
 def read_pyspy_json(text: str) -> Dump:
@@ -87,19 +88,11 @@ def _thread(values: dict[str, Any]) -> Thread:
 def _salvaged(text: str) -> Dump:
     threads = []
     for part in re.split(r'(?="pid":)', text):
-        frames = _python([frame(name, file, int(line)) for name, file, line in PIECE.findall(part)])
-        name = re.search(r'"thread_name":\s*"([^"]*)"', part)
-        if frames:
-            gil = re.search(r'"owns_gil":\s*(true|false)', part)
-            threads.append(
-                Thread(frames=frames, name=name[1] if name else "", owns_gil=gil is not None and gil[1] == "true")
-            )
+        if frames := _python([frame(name, file, int(line)) for name, file, line in PIECE.findall(part)]):
+            name = re.search(r'"thread_name":\s*"([^"]*)"', part)
+            gil = re.search(r'"owns_gil":\s*true', part) is not None
+            threads.append(Thread(frames=frames, name=name[1] if name else "", owns_gil=gil))
     return Dump(threads=tuple(threads), cut=True)
-
-
-def _is_whole(text: str) -> bool:
-    """Whether the text ends with a whole line, as py-spy's does."""
-    return text.endswith("\n") or bool(FRAME.match(text.splitlines()[-1]))
 
 
 def read_faults(text: str) -> Dump:

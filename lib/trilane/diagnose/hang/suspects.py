@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Condition, majority_step
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.wait_graph import Edges, axes_of, components, reaching, wait_edges
+from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +36,16 @@ def find_suspects(evidence: Evidence, found: dict[int, Condition]) -> Suspects:
     silent = [r for r, c in found.items() if c.kind == "silent"]
     # A recording alone shows that a rank is outside any collective, not that it should be in one.
     idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or waited[r])]
-    busy = _holding_up(idle, waited, edges)
+    held = {r: len(reaching(edges, {r})) for r in idle if waited[r]}
+    # Those that hold up at least half as many as the one that holds up most.
+    busy = [r for r, count in held.items() if 2 * count >= max(held.values())] if held else idle
     reached = reaching(edges, {*hard, *silent})
     if hard:  # a busy rank is suspect only for those that do not wait for a rank that is gone
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
-    roots = [*hard, *busy, *silent]
-    reasons = {
-        r: found[r].text if found[r].frames or r not in busy else _only_waited_for(evidence, found, edges, r)
-        for r in roots
-    }
-    left = set(edges) - reaching(edges, set(roots))
-    mismatch = _mismatch(evidence, found, edges, left, alone=not roots)
-    reasons |= {r: text for r, text in mismatch.items() if r not in reasons}
+    reasons = {r: found[r].text for r in (*hard, *busy, *silent)}
+    reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
+    left = set(edges) - reaching(edges, set(reasons))
+    reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
     ranks = sorted(reasons, key=lambda r: (_strength(found[r]), -len(reaching(edges, {r})) if r in busy else 0, r))
     complete = not ranks and bool(edges) and not any(c.kind in NO_EVIDENCE for c in found.values())
     return Suspects(ranks=tuple(ranks), reasons=reasons, edges=edges, axes=axes, complete=complete)
@@ -57,22 +55,17 @@ def _strength(condition: Condition) -> int:
     return 0 if condition.kind in HARD else 1 if condition.kind in ("busy", "soft", "waiting") else 2
 
 
-def _holding_up(busy: list[int], waited: Counter[int], edges: Edges) -> list[int]:
-    """The busy ranks that hold up others: at least half as many as the one that holds up most."""
-    held = {r: len(reaching(edges, {r})) for r in busy if waited[r]}
-    if not held:
-        return busy
-    return [r for r, count in held.items() if 2 * count >= max(held.values())]
-
-
 def _mismatch(
     evidence: Evidence, found: dict[int, Condition], edges: Edges, left: set[int], *, alone: bool
 ) -> dict[int, str]:
     """Suspects among ranks that all wait, with reasons; unless `alone` (no other suspects), only cycles count."""
     seen = left | {t for r in left for t in edges[r]}
     inside = {r: edges.get(r, set()) & seen for r in seen}
-    cycles = [cycle for cycle in components(inside) if not any(inside[r] - cycle for r in cycle)]
-    cycles = [c for c in cycles if len(c) > 1 or (alone and any(next(iter(c)) in t for t in inside.values()))]
+    cycles = [
+        c
+        for c in final_components(inside)
+        if len(c) > 1 or (alone and any(next(iter(c)) in t for t in inside.values()))
+    ]
     reasons: dict[int, str] = {}
     for cycle in cycles:
         if not any(found[r].kind in NO_EVIDENCE for r in cycle):

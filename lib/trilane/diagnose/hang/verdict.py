@@ -1,7 +1,8 @@
 """Verdict on a hang: groups of equal stacks, suspect ranks and their nodes, and a summary in words."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,8 @@ from trilane.workspace.rank_grid import Grid
 if TYPE_CHECKING:
     import pandas as pd
 
-WAITS = {
-    "device": "for the GPU",
-    "wait": "for an operation begun earlier",
-}  # waits whose collective is not in the stack
+# Waits whose collective is not in the stack.
+WAITS = {"device": "for the GPU", "wait": "for an operation begun earlier"}
 SHOWN = 6  # frames of a stack in text
 TOP_LEVEL = ("runpy.py", "<frozen runpy>", "run_module", "threading.py", "<module>")
 
@@ -61,15 +60,9 @@ class Verdict(Table):
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
         import pandas as pd
 
-        return pd.DataFrame(
-            {
-                "ranks": [span(group.ranks) for group in self.groups],
-                "how many": [len(group.ranks) for group in self.groups],
-                "state": [group.kind for group in self.groups],
-                "over": [group.axis for group in self.groups],
-                "stack, innermost first": [stack_line(group.frames[:4]) for group in self.groups],
-            }
-        )
+        names = ["ranks", "how many", "state", "over", "stack, innermost first"]
+        rows = [(span(g.ranks), len(g.ranks), g.kind, g.axis, stack_line(g.frames[:4])) for g in self.groups]
+        return pd.DataFrame(rows, columns=names)
 
     def suspect_table(self) -> Columns:
         """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""
@@ -111,26 +104,13 @@ class Verdict(Table):
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object: groups, waiting_for, suspects, nodes, exclude, verdict, reasons, notes."""
-        groups = [
-            {
-                "ranks": list(g.ranks),
-                "state": g.kind,
-                "where": g.text,
-                "op": g.op,
-                "axis": g.axis,
-                "site": g.site,
-                "frames": [str(f) for f in g.frames],
-            }
-            for g in self.groups
-        ]
-        waiting = [
-            {"ranks": list(g.ranks), "op": g.op, "axis": g.axis, "site": g.site, "for": list(g.waits_for)}
-            for g in self.groups
-            if g.waits_for
-        ]
+        places = [{"ranks": list(g.ranks), "op": g.op, "axis": g.axis, "site": g.site} for g in self.groups]
+        states = [{"state": g.kind, "where": g.text, "frames": list(map(str, g.frames))} for g in self.groups]
         return {
-            "groups": groups,
-            "waiting_for": waiting,
+            "groups": [{**place, **state} for place, state in zip(places, states, strict=True)],
+            "waiting_for": [
+                {**place, "for": list(g.waits_for)} for place, g in zip(places, self.groups, strict=True) if g.waits_for
+            ],
             "suspects": list(self.suspects),
             "nodes": list(self.nodes),
             "exclude": self.exclude,
@@ -152,20 +132,19 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     evidence = read_folder(folder, grid)
     found = conditions(evidence)
     suspects = find_suspects(evidence, found)
-    groups = _groups(found, suspects)
     nodes = tuple(dict.fromkeys(evidence.grid[rank].node for rank in suspects.ranks))
     named = all(evidence.grid[rank].named for rank in suspects.ranks)
     exclude = f"--exclude={','.join(nodes)}" if named and 0 < len(nodes) < len(evidence.grid.nodes) else ""
     return Verdict(
         folder=folder,
         grid=evidence.grid,
-        groups=groups,
+        groups=_groups(found, suspects),
         suspects=suspects.ranks,
         reasons=suspects.reasons,
         nodes=nodes,
         exclude=exclude,
         paragraph=" ".join(_sentences(evidence.grid, found, suspects, exclude)),
-        notes=(*evidence.notes, *_missing(found), *_moving(found)),
+        notes=(*evidence.notes, *_notes(found)),
     )
 
 
@@ -176,18 +155,11 @@ def _groups(found: dict[int, Condition], suspects: Suspects) -> tuple[Group, ...
     groups = []
     for ranks in same.values():
         c = found[ranks[0]]
-        targets = sorted({t for r in ranks for t in suspects.edges.get(r, ())})
-        group = Group(
-            ranks=tuple(ranks),
-            kind=c.kind,
-            text=c.text,
-            op=c.wait.op if c.wait else "",
-            axis=suspects.axes.get(ranks[0], "") if c.wait else "",
-            site=str(c.wait.site) if c.wait else str(c.frames[0]) if c.frames else "",
-            frames=c.frames,
-            waits_for=tuple(targets),
-        )
-        groups.append(group)
+        op, axis = (c.wait.op, suspects.axes.get(ranks[0], "")) if c.wait else ("", "")
+        site = str(c.wait.site if c.wait else c.frames[0] if c.frames else "")
+        targets = tuple(sorted({t for r in ranks for t in suspects.edges.get(r, ())}))
+        what = {"kind": c.kind, "text": c.text, "op": op, "axis": axis, "site": site}
+        groups.append(Group(ranks=tuple(ranks), **what, frames=c.frames, waits_for=targets))
     return tuple(sorted(groups, key=lambda g: (-len(g.ranks), g.ranks)))
 
 
@@ -256,13 +228,10 @@ def _name(grid: Grid, ranks: list[int]) -> str:
 
 def span(ranks: list[int] | tuple[int, ...]) -> str:
     """Ranks as ranges, such as 0-3, 7, 9-11."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    words = [f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts]
+    words = []
+    for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0]):
+        block = [rank for _, rank in run]
+        words.append(f"{block[0]}-{block[-1]}" if len(block) > 1 else str(block[0]))
     return ", ".join(words[:8]) + (f", ... ({len(ranks)} in all)" if len(words) > 8 else "")
 
 
@@ -272,23 +241,15 @@ def stack_line(frames: tuple[Frame, ...]) -> str:
     return " < ".join(map(str, real[:SHOWN]))
 
 
-def _missing(found: dict[int, Condition]) -> list[str]:
-    """Notes on ranks without a dump: whether that counts against them."""
-    kinds = Counter(c.kind for c in found.values())
-    notes = []
-    if kinds["silent"]:
-        silent = [r for r, c in found.items() if c.kind == "silent"]
-        notes.append(f"missing: ranks {span(silent)} have no stack though most do; this counts against them")
-    if kinds["unknown"]:
-        notes.append(f"missing: {kinds['unknown']} of {len(found)} ranks have no dump; nothing is concluded from this")
-    if kinds["unreadable"]:
-        bad = [r for r, c in found.items() if c.kind == "unreadable"]
-        notes.append(f"missing: the dumps of ranks {span(bad)} cannot be read; nothing is concluded from this")
-    return notes
-
-
-def _moving(found: dict[int, Condition]) -> list[str]:
-    moving = [r for r, c in found.items() if c.moves]
-    if not moving:
-        return []
-    return [f"between the two moments ranks {span(moving)} moved: slow rather than stuck"]
+def _notes(found: dict[int, Condition]) -> list[str]:
+    """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
+    kinds = ("silent", "unknown", "unreadable")
+    silent, unknown, unreadable = ([r for r, c in found.items() if c.kind == kind] for kind in kinds)
+    moved = [r for r, c in found.items() if c.moves]
+    notes = (
+        (silent, f"missing: ranks {span(silent)} have no stack though most do; this counts against them"),
+        (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump; nothing is concluded from this"),
+        (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; nothing is concluded from this"),
+        (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck"),
+    )
+    return [text for ranks, text in notes if ranks]

@@ -116,46 +116,28 @@ def reaching(edges: Edges, targets: Iterable[int]) -> set[int]:
     for rank, others in edges.items():
         for other in others:
             back[other].add(rank)
+    return reached(back, targets)
+
+
+def reached(edges: Edges, starts: Iterable[int]) -> set[int]:
+    """The ranks to which a path of edges leads from one of the starts."""
     found: set[int] = set()
-    queue = list(targets)
+    queue = list(starts)
     while queue:
-        for rank in back[queue.pop()] - found:
-            found.add(rank)
-            queue.append(rank)
+        fresh = edges.get(queue.pop(), set()) - found
+        found |= fresh
+        queue += fresh
     return found
 
 
-def components(edges: Edges) -> list[set[int]]:
-    """The strongly connected components of a graph (Tarjan 1972, without recursion)."""
-    order: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    on: set[int] = set()  # the same ranks
-    found = []
-    for root in edges:
-        if root in order:
-            continue
-        work = [(root, iter(edges[root]))]
-        order[root] = low[root] = len(order)
-        stack.append(root)
-        on.add(root)
-        while work:
-            node, targets = work[-1]
-            fresh = next((t for t in targets if t in edges and (t not in order or t in on)), None)
-            if fresh is not None and fresh not in order:
-                order[fresh] = low[fresh] = len(order)
-                stack.append(fresh)
-                on.add(fresh)
-                work.append((fresh, iter(edges[fresh])))
-            elif fresh is not None:
-                low[node] = min(low[node], order[fresh])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    cut = stack.index(node)
-                    found.append(set(stack[cut:]))
-                    on -= set(stack[cut:])
-                    del stack[cut:]
+def final_components(edges: Edges) -> list[set[int]]:
+    """The strongly connected components of a graph that no edge leaves."""
+    left, found = set(edges), []
+    while left:
+        start = min(left)
+        while beyond := reached(edges, {start}) - reaching(edges, {start}) - {start}:
+            start = min(beyond)
+        component = {start, *reached(edges, {start})}
+        found.append(component)
+        left -= component | reaching(edges, component)
     return found

@@ -1,60 +1,33 @@
 """What a stack waits for: the collective, the line that called it, and the group axis that it runs over."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 
 from trilane.diagnose.hang.stack import Frame
 
-# Functions between the caller and the collective, without information.
-WRAPPERS = {"wrapper", "inner", "_fn", "decorate_context", "inner_wrapper", "log_wrapper", "wrapped_fn", "__call__",
-            "__exit__", "__enter__"}  # fmt: skip
-
-COLLECTIVES = {
-    "all_reduce", "all_reduce_coalesced", "broadcast", "broadcast_object_list", "barrier", "monitored_barrier",
-    "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "_all_gather_base", "gather",
-    "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor",
-    "_reduce_scatter_base", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "send_object_list",
-    "recv_object_list", "batch_isend_irecv", "new_group", "init_process_group", "_store_based_barrier", "rendezvous",
-    "destroy_process_group", "allgather_fn", "reduce_scatter_fn", "inference_all_reduce",
-}  # fmt: skip
-
-# Files whose functions only communicate; a rank in one of them waits for others.
-LIBRARIES = re.compile(
-    r"distributed/distributed_c10d\.py|distributed/c10d_logger\.py|distributed/_functional_collectives\.py"
-    r"|distributed/rendezvous\.py|distributed/elastic/utils/store\.py|deepspeed/comm/\w+\.py|^comm/\w+\.py"
-    r"|pipe/p2p\.py|pipeline_parallel/p2p_communication\.py|megatron/p2p_communication\.py|^p2p_communication\.py"
-    r"|nccl\.py$|distributed_c10d\.py$"
-)
-
-# Waits for the GPU: for everything queued on it, collectives included.
-DEVICE = re.compile(r"(?:cuda/(?:__init__|streams|_utils)\.py|accelerator/.*\.py|cuda_accelerator\.py)$")
-DEVICE_WAITS = {"synchronize", "wait", "wait_stream", "wait_event", "current_stream", "query", "_sync", "elapsed_time"}
-
-# The group axis by names of functions and files, innermost first. Groups of several axes come before those of one.
-# Taken from megatron-core 0.16, Megatron-DeepSpeed and DeepSpeed 0.19.
-HINTS = [
-    ("embedding", r"embedding_grads|embedding_grad_sync|allreduce_word_embedding|position_embedding_grads|reduce_tied"),
-    ("previous", r"recv_forward|recv_activations|RecvActivation|send_backward|send_grads|SendGrad"),
-    ("next", r"recv_backward|recv_grads|RecvGrad|send_forward|send_activations|SendActivation"),
-    ("model", r"grad_norm|clip_grad|found_inf|check_for_nan|has_overflow|check_overflow|_has_inf|unscale|count_zeros"),
-    ("pp", r"_aggregate_total_loss|_bcast_pipe|p2p_communication|pipe/p2p|pipe/engine\.py.*bcast"),
-    ("tp", r"layernorm_grads|non_tensor_model_parallel|tensor_parallel|mappings\.py|vocab_parallel|sequence_parallel"
-           r"|RowParallel|ColumnParallel|cross_entropy|model_parallel_region|broadcast_data"),
-    ("dp", r"data_parallel|allreduce_gradients|allreduce_bucket|distributed/finalize_model_grads|param_and_grad_buffer"
-           r"|zero/|stage_1_and_2|stage3|partition_parameters|partitioned_param|distrib_optimizer|grad_sync|param_sync"
-           r"|reduce_grads|average_losses|fsdp|buffered_allreduce|allreduce_no_retain|dp_process_group"
-           r"|^_mean .*engine/(?:backends/)?megatron"),
-    ("world", r"checkpoint|\bbarrier|initialize|init_process_group|new_group|rendezvous|timers|exit|print_rank"
-              r"|shutdown|destroy_process|broadcast_object_list|shared_prefix|build_train_valid|engine/(?:stop_)?requests\.py"),
-]  # fmt: skip
-
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 
-ALL_RANKS = {"barrier", "monitored_barrier", "new_group", "init_process_group", "_store_based_barrier", "rendezvous",
-             "destroy_process_group"}  # fmt: skip
 
-PATTERNS = [(axis, re.compile(pattern)) for axis, pattern in HINTS]
+@cache
+def patterns(table: str) -> dict[str, re.Pattern[str]]:
+    """A table of data/hang_patterns.json: "functions" by name, or "files", "axes" and "activities" by expressions."""
+    values = json.loads(resources.files("trilane").joinpath("data/hang_patterns.json").read_text(encoding="utf-8"))
+    return {key: re.compile("|".join(parts), re.I * (table == "activities")) for key, parts in values[table].items()}
+
+
+def is_function(frame: Frame, kind: str) -> bool:
+    """Whether the frame's function is one of the "wrappers", "collectives", "all_ranks" or "device_waits"."""
+    return bool(patterns("functions")[kind].fullmatch(frame.function))
+
+
+def first_match(table: str, frames: Iterable[Frame]) -> str:
+    """The first entry of "axes" or "activities" that matches, from the innermost frame outwards; "" where none does."""
+    names = (f"{frame.function} {frame.file}" for frame in frames)
+    return next((key for name in names for key, pattern in patterns(table).items() if pattern.search(name)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,29 +52,32 @@ class Wait:
 
 def wait_of(frames: Sequence[Frame]) -> Wait | None:
     """What a stack (innermost frame first) waits for; None where its innermost frame does not communicate."""
-    inner = next((i for i, f in enumerate(frames) if f.function not in WRAPPERS or _communicates(f)), len(frames))
+    wrapped = [is_function(f, "wrappers") for f in frames]
+    inner = next((i for i, f in enumerate(frames) if not wrapped[i] or _communicates(f)), len(frames))
     if inner == len(frames):
         return None
-    at = frames[inner]
-    if DEVICE.search(at.file) and at.function in DEVICE_WAITS:
-        above = [f for f in frames[inner:] if not DEVICE.search(f.file) and f.function not in WRAPPERS]
-        return Wait(op="device", site=above[0] if above else at, axis=_axis(above[:1]))
+    at, device = frames[inner], patterns("files")["device"]
+    if device.search(at.file) and is_function(at, "device_waits"):
+        above = [
+            f for f, skip in zip(frames[inner:], wrapped[inner:], strict=True) if not (skip or device.search(f.file))
+        ]
+        return Wait(op="device", site=above[0] if above else at, axis=first_match("axes", above[:1]))
     if not _communicates(at):
         return None
     last = inner
-    while last + 1 < len(frames) and (_communicates(frames[last + 1]) or frames[last + 1].function in WRAPPERS):
+    while last + 1 < len(frames) and (wrapped[last + 1] or _communicates(frames[last + 1])):
         last += 1
-    callers = list(frames[last + 1 :])
-    ops = [f.function for f in frames[inner : last + 1] if f.function in COLLECTIVES]
-    op = ops[0] if ops else at.function
-    axis = _direction(frames[inner : last + 1]) or _axis(callers[:CALLERS]) or ("world" if op in ALL_RANKS else "")
-    return Wait(op=op, site=callers[0] if callers else at, axis=axis)
+    inside, callers = frames[inner : last + 1], frames[last + 1 :]
+    op = next((f for f in inside if is_function(f, "collectives")), at)
+    axis = _direction(inside) or first_match("axes", callers[:CALLERS])
+    axis = axis or ("world" if is_function(op, "all_ranks") else "")
+    return Wait(op=op.function, site=callers[0] if callers else at, axis=axis)
 
 
 def _direction(frames: Sequence[Frame]) -> str:
     """The neighbour stage ("next", "previous") of pipeline communication; "pp" where unknown, "" for other frames."""
-    names = [f.function for f in frames if "p2p" in f.file]
-    axis = next((axis for name in names for axis, pattern in PATTERNS[1:3] if pattern.search(name)), "")
+    names, axes = [f.function for f in frames if "p2p" in f.file], ("previous", "next")
+    axis = next((axis for name in names for axis in axes if patterns("axes")[axis].search(name)), "")
     return axis or ("pp" if names else "")
 
 
@@ -110,15 +86,10 @@ def soft_wait(frames: Sequence[Frame]) -> Wait | None:
 
     `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
     """
-    axis = _axis(frames[:1])
+    axis = first_match("axes", frames[:1])
     return Wait(op="wait", site=frames[0], axis=axis) if axis else None
 
 
 def _communicates(frame: Frame) -> bool:
-    return bool(LIBRARIES.search(frame.file)) or (frame.function in COLLECTIVES and "distributed" in frame.file)
-
-
-def _axis(frames: Sequence[Frame]) -> str:
-    """The first hint from the innermost frame outwards."""
-    names = (f"{frame.function} {frame.file}" for frame in frames)
-    return next((axis for name in names for axis, pattern in PATTERNS if pattern.search(name)), "")
+    known = patterns("files")["communication"].search(frame.file) is not None
+    return known or (is_function(frame, "collectives") and "distributed" in frame.file)

@@ -7,17 +7,43 @@ from typing import TYPE_CHECKING, Any
 
 from trilane.diagnose.restart.finding import KINDS, RestartFinding
 from trilane.diagnose.restart.over_time import changed
-from trilane.diagnose.restart.pairs import pairs
-from trilane.diagnose.restart.replicas import differing_replicas
-from trilane.diagnose.restart.rules import stale_copies, unclipped, wrong_decay
-from trilane.diagnose.restart.snapshot import SAVED, RankPrint, Snapshot
+from trilane.diagnose.restart.rules import differing_replicas, stale_copies, unclipped, wrong_decay
+from trilane.diagnose.restart.snapshot import (
+    LOADED,
+    PRINTS,
+    SAVED,
+    RankPrint,
+    Snapshot,
+    read_prints,
+    read_slices,
+    whole_print,
+)
 from trilane.utils.tables import Table, Text, literal
-from trilane.utils.validation import require
+from trilane.utils.validation import read_json, require, require_folder
+from trilane.workspace import checkpoints
+from trilane.workspace.fingerprints import FOLDER
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN = 6  # findings of one kind in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A state on disk: a checkpoint ("saved"), or the fingerprints of memory after one was loaded ("loaded")."""
+
+    path: Path
+    moment: str
+    iteration: int
+
+    def read(self) -> Snapshot:
+        """Its snapshot; ValueError where its files are damaged."""
+        inside = self.path.parent.name in (FOLDER, checkpoints.FOLDER)
+        name = f"{self.path.parent.parent.name}/{self.path.name}" if inside else self.path.name
+        if not list(self.path.glob(PRINTS)):
+            return read_slices(self.path, name)
+        return read_prints(self.path, self.moment, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +61,8 @@ class RestartComparison(Table):
         """A row per finding: its kind, the tensor, the ranks, the difference."""
         import pandas as pd
 
-        return pd.DataFrame(
-            {
-                "finding": [KINDS[finding.kind] for finding in self.findings],
-                "tensor": [finding.tensor for finding in self.findings],
-                "where": [finding.where for finding in self.findings],
-                "difference": [finding.what for finding in self.findings],
-            }
-        )
+        rows = [(KINDS[f.kind], f.tensor, f.where, f.what) for f in self.findings]
+        return pd.DataFrame(rows, columns=["finding", "tensor", "where", "difference"])
 
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""
@@ -73,7 +93,7 @@ class RestartComparison(Table):
 
 
 def compare_restart(before: Path, after: Path) -> RestartComparison:
-    """Compare what one folder saved with what the other loaded or saved; pairs.py chooses the states.
+    """Compare what one folder saved with what the other loaded or saved; `pairs` chooses the states.
 
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one holds no state, is
     damaged, or holds another model.
@@ -97,6 +117,44 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     return RestartComparison(
         before=before, after=after, compared=tuple(compared), findings=tuple(findings.values()), notes=unique
     )
+
+
+def pairs(before: Path, after: Path) -> list[tuple[Record, Record]]:
+    """The states to compare: each that `after` loaded or saved, with what `before` saved after the same iteration.
+
+    Where they have no iteration in common, the newest of both.
+    """
+    a, b = records("A", before), records("B", after)
+    saved = {m.iteration: m for m in a if m.moment == LOADED} | {m.iteration: m for m in a if m.moment == SAVED}
+    found = [(saved[m.iteration], m) for m in b if m.iteration in saved and saved[m.iteration].path != m.path]
+    return found or [(next((m for m in a[::-1] if m.moment == SAVED), a[-1]), b[-1])]
+
+
+def records(field: str, folder: Path) -> list[Record]:
+    """The states in `folder` (a run, its checkpoints, one checkpoint, or fingerprints), by iteration.
+
+    Raises ValueError that begins with `field` where there is none.
+    """
+    require_folder(field, folder)
+    saved = checkpoints.found_in(folder)
+    found = [Record(path=path, moment=SAVED, iteration=_manifest_iteration(path)) for path in saved]
+    loads = [folder] if not saved and list(folder.glob(PRINTS)) else sorted((folder / FOLDER).glob("load_*"))
+    for path in loads:
+        for file in sorted(path.glob(PRINTS))[:1]:
+            moment = SAVED if path.name.startswith("save") else LOADED
+            with whole_print(file):
+                iteration = int(read_json(file, "fingerprint")["iteration"])
+                found.append(Record(path=path, moment=moment, iteration=iteration))
+    rule = "holds no complete checkpoint and no fingerprints (a run folder, or one of its checkpoints, is wanted)"
+    require(bool(found), field, folder, rule)
+    return sorted(found, key=lambda record: record.iteration)
+
+
+def _manifest_iteration(checkpoint: Path) -> int:
+    try:
+        return int(checkpoints.read_manifest(checkpoint)["iteration"])
+    except ValueError as error:
+        raise ValueError(f"checkpoint={checkpoint}: {error}") from None
 
 
 def within_each(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
@@ -178,9 +236,8 @@ def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
             yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=what, size=abs(b.scalars[name] - value))
     if a.next_lr is not None and b.next_lr is not None and abs(a.next_lr - b.next_lr) > 1e-9 * abs(a.next_lr):
         what = f"the next learning rate is {b.next_lr:.6g}, it would have been {a.next_lr:.6g}"
-        yield RestartFinding(
-            kind="optimizer", tensor="", ranks=(), what=what, size=abs(b.next_lr / (a.next_lr or 1) - 1)
-        )
+        size = abs(b.next_lr / (a.next_lr or 1) - 1)
+        yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=what, size=size)
     for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"):
         old, new = a.optimizer.get(name), b.optimizer.get(name)
         if old is not None and new is not None and old != new:

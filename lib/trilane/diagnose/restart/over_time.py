@@ -91,12 +91,9 @@ def _finding(name: str, difference: Difference) -> RestartFinding:
     assert difference.marks
     before, after = difference.marks
     kind = difference.kind if difference.kind != COPY else "the model's copy of the weight"
+    short, what = "not-restored", f"{kind} is {share(difference.size)} of its norm away from what was saved"
+    what += f" (norm {before.norm:.6g}, now {after.norm:.6g})"
     if difference.reset:
-        what = (
-            f"{kind} was trained (norm {before.norm:.6g}) and every element is {after.low:g} now: reset to its defaults"
-        )
-    else:
-        what = f"{kind} is {share(difference.size)} of its norm away from what was saved"
-        what += f" (norm {before.norm:.6g}, now {after.norm:.6g})"
-    short = "reset" if difference.reset else "not-restored"
+        short, what = "reset", f"{kind} was trained (norm {before.norm:.6g}) and every element is {after.low:g} now"
+        what += ": reset to its defaults"
     return RestartFinding(kind=short, tensor=name, ranks=tuple(difference.ranks), what=what, size=difference.size)

@@ -1,15 +1,20 @@
-"""Rules for one state: weight-decay groups, gradient clipping, and equal weights in model and optimizer."""
+"""Rules for one state: equal replicas, weight-decay groups, gradient clipping, equal weights in model and optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from trilane.diagnose.restart.finding import RestartFinding, share
-from trilane.diagnose.restart.replicas import scale
 from trilane.diagnose.restart.snapshot import RankPrint, Snapshot
-from trilane.workspace.fingerprints import COPY, Part, must_decay
+from trilane.workspace.checkpoints import KINDS
+from trilane.workspace.fingerprints import COPY, Mark, Part, must_decay
+
+# Allowed difference of replicas, relative to the tensor's norm: sums in another order differ by rounding.
+ROUNDING = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
+AXES = {"pp": "tied", "tp": "tensor-replicas", "dp": "data-replicas"}
+Held = tuple[RankPrint, Part]
 
 # bf16 has 8 bits: a weight and its copy differ by 2e-3, relative; a tensor of denormal fp16 somewhat more.
 ROUNDED = 2e-2
-
 # Some engines sum the gradient norm in half precision, and clip to within its rounding.
 SLACK = 1.02
 
@@ -62,9 +67,8 @@ def unclipped(snapshot: Snapshot) -> list[RestartFinding]:
     norm = (mean * sum(moments)) ** 0.5
     if norm <= limit * SLACK:
         return []
-    what = (
-        f"the gradients' norm after clipping was {norm:.4g} (root mean square over the steps), clip_grad is {limit:g}"
-    )
+    what = f"the gradients' norm after clipping was {norm:.4g} (root mean square over the steps), "
+    what += f"clip_grad is {limit:g}"
     stages = _stages(snapshot, mean, limit)
     ranks = tuple(r for r in snapshot.ranks if r.pp in stages)
     if len(stages) < len({r.pp for r in snapshot.ranks}):
@@ -84,9 +88,8 @@ def _stages(snapshot: Snapshot, mean: float, limit: float) -> set[int]:
     shares: dict[int, float] = {}
     for pp in {r.pp for r in snapshot.ranks}:
         unique = {(part.name, part.box): part for r in snapshot.ranks if r.pp == pp for part in r.parts}
-        shares[pp] = mean * sum(
-            part.marks["exp_avg_sq"].total for part in unique.values() if "exp_avg_sq" in part.marks
-        )
+        moments = [part.marks["exp_avg_sq"] for part in unique.values() if "exp_avg_sq" in part.marks]
+        shares[pp] = mean * sum(mark.total for mark in moments)
     beyond = {pp for pp, share in shares.items() if share > (limit * SLACK) ** 2}
     return beyond or {max(shares, key=lambda pp: shares[pp])}
 
@@ -97,3 +100,80 @@ def _tied(snapshot: Snapshot) -> Iterator[tuple[int, Part]]:
         if len({r.pp for r, _ in held}) > 1:
             yield from ((r.pp, part) for r, part in held)
             return
+
+
+def differing_replicas(snapshot: Snapshot) -> list[RestartFinding]:
+    """A finding for each tensor, and each axis along which its replicas differ."""
+    found: dict[tuple[str, str], Deviation] = {}
+    for (name, _), held in snapshot.holders.items():
+        for axis in AXES:
+            for line in _lines(held, axis):
+                _compare(line, found.setdefault((name, axis), Deviation()))
+    return [_finding(name, axis, deviation) for (name, axis), deviation in found.items() if deviation.ranks]
+
+
+@dataclass
+class Deviation:
+    """The difference between replicas of a tensor along an axis: the deviating ranks, and the largest case."""
+
+    ranks: dict[int, RankPrint] = field(default_factory=dict)
+    size: float = 0.0
+    kind: str = ""
+    pair: tuple[Held, Held] | None = None
+
+
+def _compare(line: Sequence[Held], deviation: Deviation) -> None:
+    """Compare the holders that differ from the majority along the line with one of the majority, kind by kind."""
+    for kind in (*KINDS, COPY):
+        same, other = _split([h for h in line if kind in h[1].marks], kind)
+        for odd in other:
+            away = odd[1].marks[kind].apart(same[0][1].marks[kind])
+            if away > ROUNDING[kind]:
+                deviation.ranks[odd[0].rank] = odd[0]
+                if away > deviation.size:
+                    deviation.size, deviation.kind, deviation.pair = away, kind, (same[0], odd)
+
+
+def _finding(name: str, axis: str, deviation: Deviation) -> RestartFinding:
+    assert deviation.pair
+    (place, usual), (odd_place, odd) = deviation.pair
+    away = f"{share(deviation.size)} of its norm away from that of {place.place}"
+    what = f"{deviation.kind} of {odd_place.place} is {away}{_why(usual, odd) if axis == 'pp' else ''}"
+    ranks = tuple(deviation.ranks[rank] for rank in sorted(deviation.ranks))
+    return RestartFinding(kind=AXES[axis], tensor=name, ranks=ranks, what=what, size=deviation.size)
+
+
+def _lines(held: Sequence[Held], axis: str) -> Iterator[list[Held]]:
+    """The groups of holders that differ only in `axis`."""
+    rest = [name for name in AXES if name != axis]
+    lines: dict[tuple[int, ...], list[Held]] = {}
+    for h in held:
+        lines.setdefault(tuple(getattr(h[0], name) for name in rest), []).append(h)
+    return (line for line in lines.values() if len(line) > 1)
+
+
+def _split(line: Sequence[Held], kind: str) -> tuple[list[Held], list[Held]]:
+    """The holders that agree with the majority (of equals, with the first), and the others."""
+    hashes = [part.marks[kind].hash for _, part in line]
+    usual = max(hashes, key=hashes.count, default=0)
+    same = [h for h, found in zip(line, hashes, strict=True) if found == usual]
+    return same, [h for h, found in zip(line, hashes, strict=True) if found != usual]
+
+
+def _why(first: Part, last: Part) -> str:
+    """Why the two ends of the pipeline differ, by their moments."""
+    factor = scale(first, last)
+    if factor:
+        return f"; its gradients are {factor:.3g} times as large: clipped at one end alone"
+    if "exp_avg" in first.marks and first.marks["exp_avg"].hash == last.marks["exp_avg"].hash:
+        return "; its moments are equal: only the weight was changed"
+    return "; its gradients are not summed over both ends"
+
+
+def scale(first: Part, last: Part) -> float | None:
+    """The factor between two replicas' gradients where they differ only by a factor; None otherwise."""
+    marks: list[Mark | None] = [part.marks.get("exp_avg") for part in (first, last)]
+    if marks[0] is None or marks[1] is None:
+        return None
+    factor = marks[1].scaled(marks[0])
+    return factor if factor and abs(factor - 1) > 1e-2 else None

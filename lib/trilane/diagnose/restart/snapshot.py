@@ -1,16 +1,17 @@
 """Snapshot: the fingerprints of all ranks at one moment, from their files or made from a checkpoint's slices."""
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import read_json
 from trilane.workspace import checkpoints, fingerprints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import Box, Mark, Part, part_from_json
@@ -82,7 +83,7 @@ class Snapshot:
             if sum(_count(part.box) for part in parts) != _count([(0, n) for n in parts[0].shape]):
                 continue
             kinds = set.intersection(*({*part.marks} for part in parts))
-            found[name] = {kind: _sum(part.marks[kind] for part in parts) for kind in kinds}
+            found[name] = {kind: reduce(add, (part.marks[kind] for part in parts)) for kind in kinds}
         return found
 
     @property
@@ -101,10 +102,13 @@ class Snapshot:
 
 def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
     """The snapshot in a folder of fingerprints. Missing ranks are noted; ValueError for a truncated file."""
-    files = sorted(folder.glob(PRINTS))
-    prints = [_read(path) for path in files]
-    first, ranks = prints[0], tuple(_rank(values, path) for values, path in zip(prints, files, strict=True))
-    try:
+    files, prints, ranks = sorted(folder.glob(PRINTS)), [], []
+    for path in files:
+        with whole_print(path):
+            prints.append(json.loads(path.read_text(encoding="utf-8")))
+            ranks.append(_rank(prints[-1]))
+    first = prints[0]
+    with whole_print(files[0]):
         missing = sorted({*range(first["world"])} - {r.rank for r in ranks})
         notes = (f"{name}: no fingerprint of rank {', '.join(map(str, missing))}",) if missing else ()
         return Snapshot(
@@ -120,11 +124,9 @@ def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
             # A rank that updates no parameters, as some may with many replicas, has taken no steps.
             scalars=max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"]),
             next_lr=first["next_lr"],
-            ranks=ranks,
+            ranks=tuple(ranks),
             notes=notes,
         )
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"fingerprint={files[0]}: is damaged or half-written") from None
 
 
 def read_slices(folder: Path, name: str) -> Snapshot:
@@ -136,9 +138,8 @@ def read_slices(folder: Path, name: str) -> Snapshot:
     for tensor, facts in manifest["tensors"].items():
         for piece in facts["slices"]:
             digits = "".join(filter(str.isdigit, Path(piece["file"]).stem))
-            parts.setdefault(int(digits or 0) if layout else 0, []).append(
-                _slice(folder, tensor, facts["shape"], piece)
-            )
+            held = parts.setdefault(int(digits or 0) if layout else 0, [])
+            held.append(_slice(folder, tensor, facts["shape"], piece))
     return Snapshot(
         name=name,
         moment=SAVED,
@@ -156,25 +157,22 @@ def read_slices(folder: Path, name: str) -> Snapshot:
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+@contextmanager
+def whole_print(path: Path) -> Iterator[None]:
+    """Raises ValueError with the path for what a truncated or damaged fingerprint raises inside."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        require(isinstance(values, dict), "fingerprint", path, "is damaged or half-written")
-    except (OSError, ValueError):
+        yield
+    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         raise ValueError(f"fingerprint={path}: is damaged or half-written") from None
-    return values
 
 
-def _rank(values: Mapping[str, Any], path: Path) -> RankPrint:
-    try:
-        return RankPrint(
-            **{name: int(values[name]) for name in ("rank", "tp", "pp", "dp")},
-            parts=tuple(part_from_json(part) for part in values["parts"]),
-            generators={str(name): str(text) for name, text in values["generators"].items()},
-            samples=None if values["samples"] is None else int(values["samples"], 16),
-        )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        raise ValueError(f"fingerprint={path}: is damaged or half-written") from None
+def _rank(values: Mapping[str, Any]) -> RankPrint:
+    return RankPrint(
+        **{name: int(values[name]) for name in ("rank", "tp", "pp", "dp")},
+        parts=tuple(part_from_json(part) for part in values["parts"]),
+        generators={str(name): str(text) for name, text in values["generators"].items()},
+        samples=None if values["samples"] is None else int(values["samples"], 16),
+    )
 
 
 def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, Any]) -> Part:
@@ -193,9 +191,7 @@ def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, An
 
 def _from_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> RankPrint:
     file, place = folder / f"rank_{rank:05d}.json", grid[rank]
-    states = read_json(file, "generators") if file.exists() else {}
-    flat = {**{k: v for k, v in states.items() if k != "tracked"}, **states.get("tracked", {})}
-    hashes = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
+    hashes = fingerprints.hashed(read_json(file, "generators")) if file.exists() else {}
     return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=hashes)
 
 
@@ -207,10 +203,3 @@ def _optimizer(checkpoint: Path) -> Mapping[str, float]:
 
 def _count(box: Box) -> int:
     return int(np.prod([end - first for first, end in box], dtype=np.int64))
-
-
-def _sum(marks: Iterable[Mark]) -> Mark:
-    first, *rest = marks
-    for mark in rest:
-        first = first + mark
-    return first

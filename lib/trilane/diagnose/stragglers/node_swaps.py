@@ -8,7 +8,7 @@ ceil(log2 k) more the node in it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trilane.utils.validation import require, require_integer, require_known
@@ -21,7 +21,6 @@ class Search:
     suspects: tuple[str, ...]
     spares: int
     restarts: int = 0
-    cleared: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         require(len(set(self.suspects)) == len(self.suspects) > 0, "suspects", self.suspects, "must be distinct nodes")
@@ -62,10 +61,8 @@ class Search:
 
     def after_run(self, good: bool) -> "Search":
         """The state after a run without `left_out`: if it was good, the bad node is one of these."""
-        out = self.left_out
-        rest = tuple(node for node in self.suspects if node not in out)
-        keep, clear = (out, rest) if good else (rest, out)
-        return Search(suspects=keep, spares=self.spares, restarts=self.restarts + 1, cleared=(*self.cleared, *clear))
+        rest = tuple(node for node in self.suspects if node not in self.left_out)
+        return replace(self, suspects=self.left_out if good else rest, restarts=self.restarts + 1)
 
 
 def restarts_at_most(suspects: int, spares: int) -> int:

@@ -91,16 +91,10 @@ def fingerprint(
         "optimizer": to_mapping(plan.optimizer),
         "scalars": engine.states.scalars(),
         **upcoming,
-        "generators": hashed(rng.states()),
+        "generators": fingerprints.hashed(rng.states()),
         "parts": [part.to_json() for part in marks.parts()],
         "seconds": round(marks.seconds, 6),
     }
-
-
-def hashed(states: Mapping[str, Any]) -> dict[str, str]:
-    """Each generator's state as a hash."""
-    flat = {**{k: v for k, v in states.items() if k != "tracked"}, **states["tracked"]}
-    return {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in flat.items()}
 
 
 def write_loaded(
