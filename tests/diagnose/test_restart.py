@@ -213,7 +213,7 @@ def short(folder: Path) -> None:
 BAD = {
     "missing": (lambda folder: None, "B={B}: no such folder"),
     "empty": (lambda folder: folder.mkdir(), "B={B}: holds no complete checkpoint and no fingerprints (a run folder"),
-    "a file": (lambda folder: folder.write_text(""), "B={B}: no such folder"),
+    "a file": (lambda folder: folder.write_text(""), "B={B}: is a file; a folder is needed"),
     "another model": (
         lambda folder: put(folder, prints(state(), shape={**SHAPE, "hidden_size": 12})),
         "B hidden_size=12: before/iter_0000010 has 6: two models cannot be compared",
