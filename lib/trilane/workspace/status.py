@@ -130,8 +130,9 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     failures = _failures(folder)
     if not failures:
         return None, ""
-    ranks = folder / "ranks"
-    rank = min(failures, key=lambda r: (_follows(failures[r]), _fell_silent(ranks / f"{r}.log")))
+    later = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}
+    order = {rank: later.get(code, int(code >= 0)) for rank, code in failures.items()}
+    rank = min(failures, key=lambda r: (order[r], _fell_silent(folder / "ranks" / f"{r}.log")))
     code = failures[rank]
     return rank, f"killed by {signal.Signals(-code).name} after: " if code < 0 else ""
 
@@ -163,13 +164,6 @@ def write_status(folder: Path, status: RunStatus) -> None:
 def read_status(folder: Path) -> RunStatus:
     """The status in status.json."""
     return RunStatus(**json.loads((folder / "status.json").read_text(encoding="utf-8")))
-
-
-def _follows(exit_code: int) -> int:
-    """Sort key: how likely this rank only failed after another."""
-    if exit_code >= 0:
-        return 1
-    return {-signal.SIGABRT: 2, -signal.SIGTERM: 3}.get(exit_code, 0)
 
 
 def _fell_silent(log: Path) -> tuple[bool, int]:

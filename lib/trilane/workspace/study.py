@@ -111,9 +111,7 @@ class Study:
     @classmethod
     def open(cls, name: str) -> "Study":
         """The study of that name, created if it does not exist (a notebook run by hand)."""
-        study = cls(name)
-        study.folder.mkdir(parents=True, exist_ok=True)
-        return study
+        return cls.create(name, resume=True)
 
     def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
         """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""

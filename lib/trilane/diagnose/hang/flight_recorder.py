@@ -21,7 +21,6 @@ class Call:
     sizes: str
     state: str
     done: bool
-    where: str
 
     @property
     def number(self) -> tuple[str, bool, int]:
@@ -35,7 +34,6 @@ class Recording:
 
     calls: tuple[Call, ...]
     entered: dict[str, int]
-    members: dict[str, tuple[int, ...]]
 
     @property
     def waiting(self) -> Call | None:
@@ -69,7 +67,7 @@ def read_recording(data: bytes) -> Recording:
     for call in calls:
         if not call.p2p:
             entered[call.group] = max(entered.get(call.group, 0), call.sequence)
-    return Recording(calls=_in_order(calls), entered=entered, members=members)
+    return Recording(calls=_in_order(calls), entered=entered)
 
 
 def _in_order(calls: tuple[Call, ...]) -> tuple[Call, ...]:
@@ -91,9 +89,6 @@ def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Call:
     group, desc = [*entry["process_group"], ""][:2]
     p2p = bool(entry.get("is_p2p"))
     state = str(entry.get("state", ""))
-    frames = entry.get("frames") or []
-    ours = [f for f in frames if "torch/distributed" not in f["filename"]] or frames
-    where = f"{ours[0]['name']} ({'/'.join(ours[0]['filename'].split('/')[-2:])}:{ours[0]['line']})" if ours else ""
     return Call(
         group=str(group),
         desc=str(desc),
@@ -106,7 +101,6 @@ def _call(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Call:
         state=state,
         # NCCL reports "completed"; gloo only retires the entry
         done=state == "completed" or (bool(entry.get("retired")) and state != "started"),
-        where=where,
     )
 
 

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trilane.diagnose.restart.finding import KINDS, RestartFinding
 from trilane.diagnose.restart.over_time import changed
 from trilane.diagnose.restart.rules import differing_replicas, stale_copies, unclipped, wrong_decay
-from trilane.diagnose.restart.snapshot import (
-    LOADED,
-    PRINTS,
-    SAVED,
-    RankPrint,
-    Snapshot,
-    read_prints,
-    read_slices,
-    whole_print,
-)
+from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, RankPrint, Snapshot, read_snapshot, whole_print
 from trilane.utils.tables import Table, Text, literal
 from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints
@@ -36,14 +27,6 @@ class Record:
     path: Path
     moment: str
     iteration: int
-
-    def read(self) -> Snapshot:
-        """Its snapshot; ValueError where its files are damaged."""
-        inside = self.path.parent.name in (FOLDER, checkpoints.FOLDER)
-        name = f"{self.path.parent.parent.name}/{self.path.name}" if inside else self.path.name
-        if not list(self.path.glob(PRINTS)):
-            return read_slices(self.path, name)
-        return read_prints(self.path, self.moment, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +84,7 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     findings: dict[tuple[str, str, str], RestartFinding] = {}
     compared, notes = [], []
     for one, two in pairs(before, after):
-        a, b = one.read(), two.read()
+        a, b = read_snapshot(one.path, one.moment), read_snapshot(two.path, two.moment)
         known = bool(findings)
         _require_same_model(a, b)
         compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment}), {len(b.tensors)} tensors")

@@ -49,7 +49,6 @@ class Snapshot:
     iteration: int
     consumed: int
     layout: tuple[Any, ...]
-    world: int
     precision: str
     shape: Mapping[str, Any]
     optimizer: Mapping[str, float]
@@ -100,8 +99,15 @@ class Snapshot:
         return sum(hashes) % fingerprints.WORD if hashes and len(hashes) == replicas else None
 
 
-def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
-    """The snapshot in a folder of fingerprints. Missing ranks are noted; ValueError for a truncated file."""
+def read_snapshot(path: Path, moment: str) -> Snapshot:
+    """The snapshot of a checkpoint or a folder of fingerprints; ValueError where a file is missing or damaged."""
+    inside = path.parent.name in (fingerprints.FOLDER, checkpoints.FOLDER)
+    name = f"{path.parent.parent.name}/{path.name}" if inside else path.name
+    return _from_prints(path, moment, name) if list(path.glob(PRINTS)) else _from_slices(path, name)
+
+
+def _from_prints(folder: Path, moment: str, name: str) -> Snapshot:
+    """The snapshot in a folder of fingerprints; missing ranks are noted."""
     files, prints, ranks = sorted(folder.glob(PRINTS)), [], []
     for path in files:
         with whole_print(path):
@@ -117,7 +123,6 @@ def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
             iteration=int(first["iteration"]),
             consumed=int(first["consumed_samples"]),
             layout=tuple(first["layout"]),
-            world=int(first["world"]),
             precision=str(first["precision"]),
             shape=first["shape"],
             optimizer=first["optimizer"],
@@ -129,8 +134,8 @@ def read_prints(folder: Path, moment: str, name: str) -> Snapshot:
         )
 
 
-def read_slices(folder: Path, name: str) -> Snapshot:
-    """The snapshot of a checkpoint without fingerprints, from its slices. ValueError where a file is truncated."""
+def _from_slices(folder: Path, name: str) -> Snapshot:
+    """The snapshot of a checkpoint without fingerprints, from its slices."""
     manifest = checkpoints.read_manifest(folder)
     layout = tuple(manifest["layout"] or ())  # an imported checkpoint has none
     grid = regular(layout[1], layout[2], layout[3], 8) if layout else regular(1, 1, 1, 8)
@@ -146,13 +151,12 @@ def read_slices(folder: Path, name: str) -> Snapshot:
         iteration=manifest["iteration"],
         consumed=manifest["consumed_samples"],
         layout=layout,
-        world=len(grid.ranks),
         precision="",
         shape=manifest["identity"]["shape"],
         optimizer=_optimizer(folder),
         scalars=manifest["scalars"],
         next_lr=None,
-        ranks=tuple(_from_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks),
+        ranks=tuple(_rank_of_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks),
         notes=(f"{name}: has no fingerprints; its slices do not show replicas, optimizer groups and data order",),
     )
 
@@ -189,7 +193,7 @@ def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, An
     return Part(name=name, shape=tuple(shape), box=box, decay=None, marks=marks)
 
 
-def _from_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> RankPrint:
+def _rank_of_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> RankPrint:
     file, place = folder / f"rank_{rank:05d}.json", grid[rank]
     hashes = fingerprints.hashed(read_json(file, "generators")) if file.exists() else {}
     return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=hashes)
