@@ -4,29 +4,30 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from trilane.cli.options import FILE, Choice, Group, Whole, emit, json_option, option
+from trilane.cli.options import FILE, JSON, Choice, Group, command, emit, option, whole
+from trilane.config import cluster as hardware
+from trilane.config.plan import plan_from_json, read_plan
 from trilane.interop.megatron_args import ENGINE_OF, LM
 from trilane.utils.validation import read_json, require, require_file, to_mapping
 
-
-@click.group(cls=Group)
-def convert() -> None:
-    """Convert plans and checkpoints to and from DeepSpeed, Megatron-LM and Hugging Face."""
+convert = Group("convert", help="Convert plans and checkpoints to and from DeepSpeed, Megatron-LM and Hugging Face.")
 
 
-@convert.command()
-@click.argument("file", type=FILE)
-@option("--plan", type=FILE, help="compare the DeepSpeed JSON with this plan")
-@option("--tp", type=Whole(), help="tensor-parallel size, where no plan gives it")
-@option("--pp", type=Whole(), help="pipeline stages, where no plan gives them")
-@option("--dp", type=Whole(), help="replicas (default: what the batch sizes mean)")
-@json_option
+@command(
+    convert,
+    click.argument("file", type=FILE),
+    option("--plan", type=FILE, help="compare the DeepSpeed JSON with this plan"),
+    option("--tp", type=whole(), help="tensor-parallel size, where no plan gives it"),
+    option("--pp", type=whole(), help="pipeline stages, where no plan gives them"),
+    option("--dp", type=whole(), help="replicas (default: what the batch sizes mean)"),
+    JSON,
+)
 def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json: bool) -> int:
     """Print DeepSpeed's JSON of a plan; or of FILE, a DeepSpeed JSON, its contradictions, then exit code 1."""
-    from trilane.config.plan import plan_from_json, read_plan
     from trilane.interop.deepspeed_config import deepspeed_config
     from trilane.interop.deepspeed_lint import contradictions, own_topology, replicas
 
@@ -36,8 +37,7 @@ def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json:
         given = plan_from_json(dict(values))
         require(plan is None, "plan", plan, f"{file} is a plan itself")
         require(given.engine != "megatron", "engine", given.engine, "takes no DeepSpeed JSON")
-        emit(True, lambda: deepspeed_config(given, compiler=True), str, indent=2)
-        return 0
+        return emit(True, deepspeed_config(given, compiler=True), "", indent=2)
     if plan:
         lines, topology = contradictions(values, read_plan(plan)), None
     else:
@@ -45,35 +45,28 @@ def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json:
     names = ("dp", "mbs", "gbs", "zero", "offload", "precision", "fp32_gradients")
     meant = topology and to_mapping(topology)
     clean = "no contradiction" + (": " + ", ".join(f"{n} {meant[n]}" for n in names) if meant else "")
-    emit(as_json, lambda: {"contradictions": lines, "topology": meant}, lambda: "\n".join(lines) or clean, indent=2)
-    return 1 if lines else 0
+    text = "\n".join(lines) or clean
+    return emit(as_json, {"contradictions": lines, "topology": meant}, text, indent=2, failed=lines)
 
 
-@convert.command()
-@click.argument("plan", type=FILE, required=False)
-@option("--flavour", type=Choice(tuple(ENGINE_OF)), default=LM, help="whose arguments")
-@option("--prepare", is_flag=True, help="prepare the corpus, and name its .bin/.idx pairs")
-@option("--read", type=FILE, metavar="FILE", help="a command line or part of a script; prints a plan")
-@option("--cluster", default="", help="for --read: the cluster's name or JSON file")
-@option("--gpus", type=Whole(), help="for --read, where the text starts no torchrun")
-@option("--vocab-size", type=Whole(), help="for --read, padded, where the text names none")
-@json_option
+@command(
+    convert,
+    click.argument("plan", type=FILE, required=False),
+    option("--flavour", type=Choice(tuple(ENGINE_OF)), default=LM, help="whose arguments"),
+    option("--prepare", is_flag=True, help="prepare the corpus, and name its .bin/.idx pairs"),
+    option("--read", type=FILE, metavar="FILE", help="a command line or part of a script; prints a plan"),
+    option("--cluster", default="", help="for --read: the cluster's name or JSON file"),
+    option("--gpus", type=whole(), help="for --read, where the text starts no torchrun"),
+    option("--vocab-size", type=whole(), help="for --read, padded, where the text names none"),
+    JSON,
+)
 def megatron(
-    plan: Path | None,
-    flavour: str,
-    prepare: bool,
-    read: Path | None,
-    cluster: str,
-    gpus: int | None,
-    vocab_size: int | None,
-    as_json: bool,
+    plan: Path | None, read: Path | None, flavour: str, prepare: bool, cluster: str, as_json: bool, **sizes: Any
 ) -> None:
     """Print PLAN as Megatron-LM's or Megatron-DeepSpeed's arguments; or with --read the plan that arguments mean.
 
     What the plan cannot hold goes to stderr.
     """
-    from trilane.config import cluster as hardware
-    from trilane.config.plan import read_plan
     from trilane.interop.megatron_args import megatron_args, megatron_text
     from trilane.interop.megatron_parse import parse_plan
     from trilane.interop.shell_args import read_arguments
@@ -82,29 +75,25 @@ def megatron(
     require((plan is None) != (read is None), "plan", plan or "missing", "give either a plan, or --read FILE")
     if plan:
         arguments = megatron_args(read_plan(plan), flavour, prepare_data(plan) if prepare else ())
-        emit(as_json, lambda: arguments, lambda: megatron_text(arguments))
+        emit(as_json, arguments, megatron_text(arguments))
         return
     assert read is not None
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     require_file("read", read)
-    parsed = parse_plan(
-        read_arguments(read.read_text(encoding="utf-8", errors="replace")),
-        cluster=hardware.cluster(cluster),
-        gpus=gpus or 0,
-        vocab_size=vocab_size or 0,
-        label=read.stem,
-    )
+    arguments = read_arguments(read.read_text(encoding="utf-8", errors="replace"))
+    known = {name: value or 0 for name, value in sizes.items()}
+    parsed = parse_plan(arguments, cluster=hardware.cluster(cluster), label=read.stem, **known)
     found = parsed.plan.to_json()
     left = {"ignored": parsed.ignored, "unknown": parsed.unknown, "differs": parsed.differs}
-    emit(True, lambda: {"plan": found, **left} if as_json else found, str)
+    emit(True, {"plan": found, **left} if as_json else found, "")
     for line in parsed.notes:
         print(f"trilane: {line}", file=sys.stderr)
 
 
-@convert.command()
-@click.argument("source", type=FILE)
-@click.argument("out", type=FILE)
-@option("--back", is_flag=True, help="SOURCE is a folder of GPT-2, OUT a folder of checkpoints")
+BACK = option("--back", is_flag=True, help="SOURCE is a folder of GPT-2, OUT a folder of checkpoints")
+
+
+@command(convert, click.argument("source", type=FILE), click.argument("out", type=FILE), BACK)
 def huggingface(source: Path, out: Path, back: bool) -> None:
     """Write a checkpoint as a folder of Hugging Face's GPT-2 (of a run folder the newest), or with --back read one."""
     options = ["--back"] if back else []

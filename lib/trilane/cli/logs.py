@@ -7,13 +7,10 @@ from pathlib import Path
 
 import click
 
-from trilane.cli.options import FILE, Command, Group, Number, emit, json_option, option
+from trilane.cli.options import FILE, FOLDER, JSON, Command, Group, command, emit, number, option
 from trilane.utils.validation import require
 
-
-@click.group(cls=Group)
-def logs() -> None:
-    """Read training logs in any dialect, and hand-written tables of measured runs."""
+logs = Group("logs", help="Read training logs in any dialect, and hand-written tables of measured runs.")
 
 
 def report_unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
@@ -23,10 +20,10 @@ def report_unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
     return 0 if not lines else 1 if read else 2
 
 
-@logs.command()
-@click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=FILE)
-@option("--csv", type=FILE, metavar="FILE", help="write all iterations of all runs to FILE")
-@json_option
+CSV_FILE = option("--csv", type=FILE, metavar="FILE", help="write all iterations of all runs to FILE")
+
+
+@command(logs, click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=FILE), CSV_FILE, JSON)
 def parse(logs: Sequence[Path], csv: Path | None, as_json: bool) -> int:
     """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
 
@@ -41,16 +38,16 @@ def parse(logs: Sequence[Path], csv: Path | None, as_json: bool) -> int:
     records = [values for one in found for values in one.records]
     code = report_unreadable([one.error for one in found if one.error], records)
     if code < 2:
-        emit(as_json, lambda: {"runs": records}, lambda: "\n".join(map(record_text, records)))
+        emit(as_json, {"runs": records}, "\n".join(map(record_text, records)))
     return code
 
 
-@logs.command()
-@click.argument("folder", type=FILE)
-@option("--markdown", is_flag=True, help="print Markdown (the default)")
-@option("--csv", is_flag=True, help="print CSV")
-@option("--html", is_flag=True, help="print HTML")
-@json_option
+MARKDOWN = option("--markdown", is_flag=True, help="print Markdown (the default)")
+CSV = option("--csv", is_flag=True, help="print CSV")
+HTML = option("--html", is_flag=True, help="print HTML")
+
+
+@command(logs, FOLDER, MARKDOWN, CSV, HTML, JSON)
 def table(folder: Path, markdown: bool, csv: bool, html: bool, as_json: bool) -> None:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
     from trilane.analysis import tables
@@ -63,19 +60,17 @@ def table(folder: Path, markdown: bool, csv: bool, html: bool, as_json: bool) ->
     write = tables.to_csv if csv else tables.to_html if html else tables.markdown
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
     found = {"folder": str(folder), "rows": values, "left_out": bad}
-    emit(as_json, lambda: found, lambda: write(rows).removesuffix("\n"))
+    emit(as_json, found, write(rows).removesuffix("\n"))
 
 
-@logs.command()
-@click.argument("file", type=FILE)
-@json_option
+@command(logs, click.argument("file", type=FILE), JSON)
 def lint(file: Path, as_json: bool) -> int:
     """Print what contradicts itself in the tables of measured runs in FILE, Markdown or CSV; then exit code 1."""
     from trilane.documents.lint.lint import lint as find_contradictions
 
     report = find_contradictions(file)
     if as_json:
-        emit(True, report.to_json, str)
+        emit(True, report.to_json(), "")
     else:
         for f in report.findings:
             print(f"{report.file}:{f.line}: {f.rule}: {f.message}; likely: {f.likely}")
@@ -97,11 +92,12 @@ class CompareCommand(Command):
         return super().parse_args(ctx, words)
 
 
-@logs.command(cls=CompareCommand)
-@click.argument("a", nargs=-1, required=True, metavar="A...")
-@option("--with", "b", multiple=True, required=True, metavar="B...", help="logs or run folders of the other variant")
-@option("--confidence", type=Number(), default=0.95, help="of the interval")
-@json_option
+A = click.argument("a", nargs=-1, required=True, metavar="A...")
+B = option("--with", "b", multiple=True, required=True, metavar="B...", help="logs or run folders of the other variant")
+CONFIDENCE = option("--confidence", type=number(), default=0.95, help="of the interval")
+
+
+@command(logs, A, B, CONFIDENCE, JSON, cls=CompareCommand)
 def compare(a: Sequence[str], b: Sequence[str], confidence: float, as_json: bool) -> None:
     """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
     from trilane.analysis import compare as comparison
@@ -111,12 +107,10 @@ def compare(a: Sequence[str], b: Sequence[str], confidence: float, as_json: bool
     runs_a, runs_b = ([m for path in paths for m in measure_path(path, keep=KEEP)] for paths in (a, b))
     found = comparison.compare(runs_a, runs_b, confidence)
     values = {**asdict(found), "decided": found.decided, "verdict": found.sentence}
-    emit(as_json, lambda: values, lambda: str(found))
+    emit(as_json, values, str(found))
 
 
-@logs.command()
-@click.argument("logs", nargs=-1, required=True, metavar="LOG...")
-@json_option
+@command(logs, click.argument("logs", nargs=-1, required=True, metavar="LOG..."), JSON)
 def spikes(logs: Sequence[str], as_json: bool) -> int:
     """Print where the loss or the gradient norm left its course, over restarts; the logs in the order of their runs.
 
@@ -137,5 +131,5 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     if code < 2:
         found = [(group, join(group)) for group in trainings(read)]
         text = "\n".join(training_text(group, curve) for group, curve in found) or "no log holds an iteration"
-        emit(as_json, lambda: {"trainings": [training_record(group, curve) for group, curve in found]}, lambda: text)
+        emit(as_json, {"trainings": [training_record(group, curve) for group, curve in found]}, text)
     return code

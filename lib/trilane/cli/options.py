@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
@@ -17,26 +17,18 @@ from trilane.utils.validation import (
     require_positive,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
+Parameter = Callable[[Any], Any]  # a decorator that adds an option or an argument
 FILE = click.Path(path_type=Path)
 # The flat commands of versions before 0.2, and where they are now.
 MOVED = {
-    "size": "plan size",
-    "search": "plan search",
-    "calendar": "plan calendar",
-    "backtest": "plan backtest",
-    "launch": "train",
-    "bench": "measure machine",
-    "benchmark": "measure plan",
-    "verify": "measure engines",
-    "ds-config": "convert deepspeed",
-    "megatron-args": "convert megatron",
-    "guard": "slurm check",
+    **{name: f"plan {name}" for name in ("size", "search", "calendar", "backtest")},
+    **{"launch": "train", "bench": "measure machine", "benchmark": "measure plan", "verify": "measure engines"},
+    **{"ds-config": "convert deepspeed", "megatron-args": "convert megatron", "guard": "slurm check"},
     **{name: f"slurm {name}" for name in ("script", "submit", "resubmit", "status", "tail", "cancel", "sweep")},
     **{name: f"slurm {name}" for name in ("chain", "attach", "watch", "job")},
     **{name: f"logs {name}" for name in ("parse", "table", "lint", "compare", "spikes")},
-    "trace-tail": "debug calls",
     **{name: f"debug {name}" for name in ("hang", "capture", "stragglers", "restart", "rehearse", "bisect")},
+    "trace-tail": "debug calls",
 }
 
 
@@ -77,52 +69,55 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class Whole(click.ParamType):
+class Checked(click.ParamType):
+    """The value that `read` makes of an option's name and text; its ValueError names the option."""
+
+    def __init__(self, name: str, read: Callable[[str, Any], Any]) -> None:
+        self.name, self.read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value."""
+        return self.read(field_of(param), value)
+
+
+def field_of(param: click.Parameter | None) -> str:
+    """The name of a parameter in messages."""
+    return param.name if param and param.name else "value"
+
+
+def converted(kind: type, value: Any) -> Any:
+    """The value as that kind of number; unchanged where it is none, for a check to name it."""
+    try:
+        return kind(value)
+    except ValueError:
+        return value
+
+
+def whole(minimum: int = 1, maximum: int = 10**15) -> Checked:
     """A whole number of at least `minimum` and at most `maximum`."""
 
-    name = "integer"
-
-    def __init__(self, minimum: int = 1, maximum: int = 10**15) -> None:
-        self.minimum, self.maximum = minimum, maximum
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; ValueError names the option."""
-        field = param.name if param and param.name else "value"
-        try:
-            number: Any = int(value)
-        except ValueError:
-            number = value
-        require_integer(field, number, self.minimum)
-        require(number <= self.maximum, field, number, f"must be at most {self.maximum}")
+    def read(field: str, value: Any) -> int:
+        number = converted(int, value)
+        require_integer(field, number, minimum)
+        require(number <= maximum, field, number, f"must be at most {maximum}")
         return int(number)
 
+    return Checked("integer", read)
 
-class Number(click.ParamType):
+
+def number(is_positive: bool = True) -> Checked:
     """A finite number above zero, or of at least zero."""
 
-    name = "number"
+    def read(field: str, value: Any) -> float:
+        (require_positive if is_positive else require_not_negative)(field, converted(float, value))
+        return float(value)
 
-    def __init__(self, is_positive: bool = True) -> None:
-        self.require = require_positive if is_positive else require_not_negative
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; ValueError names the option."""
-        try:
-            number: Any = float(value)
-        except ValueError:
-            number = value
-        self.require(param.name if param and param.name else "value", number)
-        return float(number)
+    return Checked("number", read)
 
 
-class Count(click.ParamType):
+def count() -> Checked:
     """Parameters or tokens: 40B, 1.3e9, 350M."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; ValueError names the option."""
-        return parse_count(param.name if param and param.name else "value", str(value))
+    return Checked("count", lambda field, value: parse_count(field, str(value)))
 
 
 class Choice(click.Choice[str]):
@@ -130,7 +125,7 @@ class Choice(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The name; ValueError lists the known ones, the nearest first."""
-        require_known(param.name if param and param.name else "value", value, self.choices)
+        require_known(field_of(param), value, self.choices)
         return str(value)
 
     def fail(self, message: str, param: Any = None, ctx: Any = None) -> NoReturn:
@@ -138,56 +133,27 @@ class Choice(click.Choice[str]):
         raise ValueError(message)
 
 
-def option(*names: str, **settings: Any) -> Callable[[F], F]:
+def option(*names: str, **settings: Any) -> Parameter:
     """An option that shows its default, where it has one."""
     return click.option(*names, **{"show_default": settings.get("default") not in (None, "", False, ()), **settings})
 
 
-def plan_argument(function: F) -> F:
-    """The argument PLAN, as read_plan() takes it."""
-    return click.argument("plan", metavar="PLAN", type=FILE)(function)
+def command(group: click.Group, *parameters: Parameter, **settings: Any) -> Callable[[Callable], click.Command]:
+    """A command of the group with these parameters, in the order of its help; `settings` are click's."""
+    return lambda function: group.command(**settings)(together(*parameters)(function))
 
 
-def json_option(function: F) -> F:
-    """--json: one JSON object on stdout instead of text."""
-    return click.option("--json", "as_json", is_flag=True, help="print JSON")(function)
+def together(*parameters: Parameter) -> Parameter:
+    """Several parameters as one."""
+    return lambda function: reduce(lambda decorated, add: add(decorated), reversed(parameters), function)
 
 
-def emit(as_json: bool, values: Callable[[], Any], text: Callable[[], str], indent: int | None = 1) -> None:
-    """Print the values as JSON, or the text."""
-    print(json.dumps(values(), indent=indent, allow_nan=False) if as_json else text())
+PLAN = click.argument("plan", metavar="PLAN", type=FILE)  # as read_plan() takes it
+FOLDER = click.argument("folder", type=FILE)
+JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 
 
-def calibration_option(function: F) -> F:
-    """--calibration: a file of constants."""
-    return option("--calibration", metavar="JSON", help="constants fitted to your own runs")(function)
-
-
-def grid_options(function: F) -> F:
-    """--tp, --pp, --dp, --gpus-per-node, for a folder of dumps without plan or topology."""
-    function = option("--gpus-per-node", type=Whole(), default=8, help="with --tp, --pp, --dp")(function)
-    for name in ("dp", "pp", "tp"):
-        help_ = "where the folder has no topology.json or plan.json"
-        function = option(f"--{name}", type=Whole(), default=None, help=help_)(function)
-    return function
-
-
-def site_option(function: F) -> F:
-    """--site, required."""
-    from trilane.slurm import sites
-
-    return option("--site", required=True, help=f"{', '.join(sites.catalogue())}, or a JSON file")(function)
-
-
-def request_options(function: F) -> F:
-    """An option for each field of a JobRequest; the function gets them as keyword arguments of these names."""
-    from trilane.slurm.request import CHOICES, JobRequest
-
-    for f in reversed(fields(JobRequest)):
-        name = f.name.replace("_", "-")
-        if isinstance(f.default, bool):
-            function = option(f"--{name}/--no-{name}", default=f.default, show_default=True)(function)
-        else:
-            kind = Choice(CHOICES[f.name]) if f.name in CHOICES else Whole(0) if isinstance(f.default, int) else str
-            function = option(f"--{name}", type=kind, default=f.default)(function)
-    return function
+def emit(as_json: bool, values: Any, text: str, indent: int | None = 1, *, failed: object = False) -> int:
+    """Print the values as JSON, or the text; the exit code, 1 where something failed or was found."""
+    print(json.dumps(values, indent=indent, allow_nan=False) if as_json else text)
+    return 1 if failed else 0

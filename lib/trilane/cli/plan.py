@@ -1,44 +1,52 @@
 """`trilane plan`: sizes, topologies, one plan in full, dates and risks, the cost model against measurements."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from trilane.cli.options import (
-    FILE,
-    Choice,
-    Count,
-    Group,
-    Number,
-    Whole,
-    calibration_option,
-    emit,
-    json_option,
-    option,
-    plan_argument,
-)
+from trilane.cli.options import FILE, JSON, PLAN, Choice, Group, command, count, emit, number, option, together, whole
+from trilane.config import cluster as hardware
 from trilane.config.cluster import PRECISIONS, Cluster
-from trilane.config.engines import ENGINES
+from trilane.config.engines import ENGINES, default_topology, label_of
+from trilane.config.model import read_shape
 from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
+from trilane.config.plan import Plan, read_plan
 from trilane.utils.validation import require
 
-F = TypeVar("F", bound=Callable[..., Any])
 CHOICES = (
     *("tp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
     *("precision", "attention", "fp32_gradients"),
 )
-SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file with a shape"
-ATTENTION = "scores: no flash kernel"
 MOST_GBS = 1 << 14  # every size up to it is evaluated: 9 s on two cores
 MOST_SEQUENCES = 1 << 20  # of one iteration; published runs have at most 16,384
-
-
-@click.group(cls=Group)
-def plan() -> None:
-    """Plan a training: its size, its topology, its dates."""
+SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file with a shape"
+CLUSTER = "a cluster's name or JSON file"
+SCORES = "scores: no flash kernel"
+YES_NO = Choice(("yes", "no"))
+CALIBRATION = option("--calibration", metavar="JSON", help="constants fitted to your own runs")
+ENGINE = option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
+PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
+SPACE = together(  # a model on a cluster, and the topologies of one number of GPUs
+    option("--gbs", type=whole(1, MOST_SEQUENCES), help="sequences an iteration"),
+    ENGINE,
+    option("--tp", type=whole(), help="tensor-parallel size"),
+    option("--pp", type=whole(), help="pipeline stages"),
+    option("--dp", type=whole(), help="data-parallel size: replicas"),
+    option("--mbs", type=whole(), help="sequences of a microbatch, per replica"),
+    option("--zero", type=Choice(("0", "1", "2", "3")), help="ZeRO stage"),
+    option("--interleaving", type=whole(), help="model chunks of a pipeline stage"),
+    option("--recompute", type=Choice(RECOMPUTE), help="activations computed again in the backward pass"),
+    option("--partition", type=Choice(PARTITIONS), help="how layers are cut into pipeline stages"),
+    option("--sequence-parallel", type=YES_NO, help="cut norms and dropouts by tp, too"),
+    option("--offload", type=Choice(OFFLOADS), help="what stays in host memory"),
+    PRECISION,
+    option("--attention", type=Choice(ATTENTIONS), help=f"{SCORES}; default: what card and heads allow"),
+    option("--fp32-gradients", type=YES_NO, help="sum 16-bit gradients in fp32; default: for bf16"),
+    CALIBRATION,
+)
+plan = Group("plan", help="Plan a training: its size, its topology, its dates.")
 
 
 def calibration_of(path: str | None, cluster: Cluster) -> Any:
@@ -48,24 +56,22 @@ def calibration_of(path: str | None, cluster: Cluster) -> Any:
     return load(path) if path else default(cluster)
 
 
-@plan.command()
-@option("--params", required=True, type=Count(), help="parameters of the model: 200B, 1.3e9, 350M")
-@option("--vocab", required=True, type=Whole(), help="tokens of the vocabulary; padded to a multiple of 128")
-@option("--gpus", required=True, type=Whole(), help="GPUs of the run")
-@option("--cluster", required=True, help="a cluster's name or JSON file")
-@option("--tokens", type=Count(), default="300B", help="tokens to train on")
-@option("--gbs", type=Whole(1, MOST_SEQUENCES), default=2048, help="sequences an iteration")
-@option("--seq", type=Whole(), default=2048, help="tokens of a sequence")
-@option("--tolerance", type=Number(), default=0.03, help="allowed distance from the target, as a share of it")
-@option("--recompute", type=Choice(RECOMPUTE), help="default: whatever is fastest")
-@option("--partition", type=Choice(PARTITIONS))
-@option("--attention", type=Choice(ATTENTIONS), help=f"{ATTENTION}, as in 2022")
-@option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
-@option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
-@option("--fp32-gradients", is_flag=True, help="accumulate 16-bit gradients in fp32")
-@calibration_option
-@option("--top", type=Whole(), default=10, help="shapes to list")
-@json_option
+@command(
+    plan,
+    option("--params", required=True, type=count(), help="parameters of the model: 200B, 1.3e9, 350M"),
+    option("--vocab", required=True, type=whole(), help="tokens of the vocabulary; padded to a multiple of 128"),
+    option("--gpus", required=True, type=whole(), help="GPUs of the run"),
+    option("--cluster", required=True, help=CLUSTER),
+    option("--tokens", type=count(), default="300B", help="tokens to train on"),
+    option("--gbs", type=whole(1, MOST_SEQUENCES), default=2048, help="sequences an iteration"),
+    option("--seq", type=whole(), default=2048, help="tokens of a sequence"),
+    option("--tolerance", type=number(), default=0.03, help="allowed distance from the target, as a share of it"),
+    option("--recompute", type=Choice(RECOMPUTE), help="default: whatever is fastest"),
+    option("--partition", type=Choice(PARTITIONS)),
+    option("--attention", type=Choice(ATTENTIONS), help=f"{SCORES}, as in 2022"),
+    *(ENGINE, PRECISION, option("--fp32-gradients", is_flag=True, help="accumulate 16-bit gradients in fp32")),
+    *(CALIBRATION, option("--top", type=whole(), default=10, help="shapes to list"), JSON),
+)
 def size(top: int, as_json: bool, **options: Any) -> int:
     """List shapes of a target size, layers x hidden, each with its best topology, days and GPU-hours.
 
@@ -75,33 +81,24 @@ def size(top: int, as_json: bool, **options: Any) -> int:
 
     request = size_request(options)
     found, refused = survey(request)
-    values = lambda: {**survey_json(request, found[:top], len(found)), "refused": dict(refused)}  # noqa: E731
-    emit(
-        as_json, values, lambda: size_text(request, found[:top]) + ("" if found else "\n" + why_none(request, refused))
-    )
-    return 0 if found else 1
+    values = {**survey_json(request, found[:top], len(found)), "refused": dict(refused)}
+    why = [] if found else [why_none(request, refused)]
+    return emit(as_json, values, "\n".join([size_text(request, found[:top]), *why]), failed=not found)
 
 
 def size_request(options: dict[str, Any]) -> Any:
     """What the options of `size` ask for."""
-    from trilane.config import cluster as hardware
     from trilane.planning.sizing import SizeRequest
 
+    names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
+    same = ("gpus", "tokens", "gbs", "tolerance", "engine")
     cluster = hardware.cluster(options["cluster"])
-    names = ("attention", "precision", "recompute", "partition")
-    choices: dict[str, Any] = {name: options[name] for name in names if options[name]}
     return SizeRequest(
-        parameters=options["params"],
-        vocabulary=options["vocab"],
-        gpus=options["gpus"],
+        **{name: options[name] for name in same},
+        **{"parameters": options["params"], "vocabulary": options["vocab"], "seq_length": options["seq"]},
         cluster=cluster,
         calibration=calibration_of(options["calibration"], cluster),
-        tokens=options["tokens"],
-        gbs=options["gbs"],
-        seq_length=options["seq"],
-        tolerance=options["tolerance"],
-        choices=choices | ({"fp32_gradients": True} if options["fp32_gradients"] else {}),
-        engine=options["engine"],
+        choices={name: options[name] for name in names if options[name]},
     )
 
 
@@ -129,30 +126,6 @@ def size_text(request: Any, proposals: list[Any]) -> str:
     return "\n".join(lines)
 
 
-def space_options(function: F) -> F:
-    """The options that describe a model, a cluster and the topologies of one number of GPUs."""
-    for decorate in (
-        calibration_option,
-        option("--fp32-gradients", type=Choice(("yes", "no")), help="sum 16-bit gradients in fp32; default: for bf16"),
-        option("--attention", type=Choice(ATTENTIONS), help=f"{ATTENTION}; default: what card and heads allow"),
-        option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it"),
-        option("--offload", type=Choice(OFFLOADS), help="what stays in host memory"),
-        option("--sequence-parallel", type=Choice(("yes", "no")), help="cut norms and dropouts by tp, too"),
-        option("--partition", type=Choice(PARTITIONS), help="how layers are cut into pipeline stages"),
-        option("--recompute", type=Choice(RECOMPUTE), help="activations computed again in the backward pass"),
-        option("--interleaving", type=Whole(), help="model chunks of a pipeline stage"),
-        option("--zero", type=Choice(("0", "1", "2", "3")), help="ZeRO stage"),
-        option("--mbs", type=Whole(), help="sequences of a microbatch, per replica"),
-        option("--dp", type=Whole(), help="data-parallel size: replicas"),
-        option("--pp", type=Whole(), help="pipeline stages"),
-        option("--tp", type=Whole(), help="tensor-parallel size"),
-        option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it"),
-        option("--gbs", type=Whole(1, MOST_SEQUENCES), help="sequences an iteration"),
-    ):
-        function = decorate(function)
-    return function
-
-
 def choices_of(options: dict[str, Any]) -> dict[str, Any]:
     """What the options pin, by Topology's names and as search() takes it."""
     given = {name: options[name] for name in CHOICES if options[name] is not None}
@@ -160,50 +133,31 @@ def choices_of(options: dict[str, Any]) -> dict[str, Any]:
     return given | ({"zero": int(given["zero"])} if "zero" in given else {})
 
 
-def gpus_of(gpus: int, cluster: Cluster) -> int:
-    """The number of GPUs, which the cluster must have."""
-    require(gpus <= cluster.max_gpus, "gpus", gpus, f"{cluster.name} has {cluster.max_gpus}")
-    return gpus
-
-
-@plan.command()
-@option("--shape", required=True, help=SHAPE)
-@option("--cluster", required=True, help="a cluster's name or JSON file")
-@option("--gpus", type=Whole(), required=True, help="GPUs of the run")
-@space_options
-@option("--gbs-max", type=Whole(1, MOST_GBS), help="instead of --gbs: every global batch size up to this one")
-@option("--objective", type=Choice(("seconds", "days", "gpu_hours", "headroom")), default="seconds")
-@option("--top", type=Whole(), default=10, help="plans to list")
-@json_option
-def search(
-    shape: str,
-    cluster: str,
-    gpus: int,
-    gbs: int | None,
-    gbs_max: int | None,
-    objective: str,
-    top: int,
-    as_json: bool,
-    **options: Any,
-) -> int:
+@command(
+    plan,
+    option("--shape", required=True, help=SHAPE),
+    option("--cluster", required=True, help=CLUSTER),
+    option("--gpus", type=whole(), required=True, help="GPUs of the run"),
+    SPACE,
+    option("--gbs-max", type=whole(1, MOST_GBS), help="instead of --gbs: every global batch size up to this one"),
+    option("--objective", type=Choice(("seconds", "days", "gpu_hours", "headroom")), default="seconds"),
+    option("--top", type=whole(), default=10, help="plans to list"),
+    JSON,
+)
+def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json: bool, **options: Any) -> int:
     """Predict every topology of a cluster for a model, and list the best; exit code 1 where none can run.
 
     An option that names a choice of the topology pins it.
     """
-    from trilane.config import cluster as hardware
-    from trilane.config.model import read_shape
     from trilane.planning.search import search as search_plans
 
     require((gbs is None) != (gbs_max is None), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
-    where, what = hardware.cluster(cluster), read_shape(shape)
-    sizes = gbs or range(1, (gbs_max or 0) + 1)
-    given = {"calibration": calibration_of(options["calibration"], where), **choices_of(options)}
-    count = gpus_of(gpus, where)
-    found = search_plans(
-        what, where, gpus=count, gbs=sizes, engine=options["engine"], objective=objective, top=top, **given
-    )
-    emit(as_json, lambda: search_json(found), lambda: search_text(found))
-    return 0 if found.candidates else 1
+    cluster, what = hardware.cluster(options["cluster"]), read_shape(shape)
+    require(gpus <= cluster.max_gpus, "gpus", gpus, f"{cluster.name} has {cluster.max_gpus}")
+    given = {"calibration": calibration_of(options["calibration"], cluster), **choices_of(options)}
+    given |= {name: options[name] for name in ("engine", "objective", "top")}
+    found = search_plans(what, cluster, gpus=gpus, gbs=gbs or range(1, (gbs_max or 0) + 1), **given)
+    return emit(as_json, search_json(found), search_text(found), failed=not found.candidates)
 
 
 def search_json(found: Any) -> dict[str, Any]:
@@ -231,107 +185,94 @@ def candidate_line(candidate: Any) -> str:
     return f"{seconds} {memory}  gbs {t.gbs:5} {candidate.plan.id} {candidate.label}"
 
 
-@plan.command()
-@click.argument("plan", metavar="[PLAN]", type=FILE, required=False)
-@option("--shape", help=f"without PLAN: {SHAPE}")
-@option("--cluster", help="without PLAN: a cluster's name or JSON file")
-@option("--gpus", type=Whole(), help="GPUs of the run, where --dp is left open")
-@space_options
-@option("--tokens", type=Count(), help="also the days that so many tokens take: 300B")
-@option("--seconds", type=Number(), help="also the TFLOPs of an iteration measured to take so long")
-@json_option
-def show(
-    plan: Path | None,
-    shape: str | None,
-    cluster: str | None,
-    gpus: int | None,
-    gbs: int | None,
-    tokens: float | None,
-    seconds: float | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@command(
+    plan,
+    click.argument("plan", metavar="[PLAN]", type=FILE, required=False),
+    option("--shape", help=f"without PLAN: {SHAPE}"),
+    option("--cluster", help=f"without PLAN: {CLUSTER}"),
+    option("--gpus", type=whole(), help="GPUs of the run, where --dp is left open"),
+    SPACE,
+    option("--tokens", type=count(), help="also the days that so many tokens take: 300B"),
+    option("--seconds", type=number(), help="also the TFLOPs of an iteration measured to take so long"),
+    JSON,
+)
+def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json: bool, **options: Any) -> None:
     """Predict one plan in full: seconds by cause, memory by pipeline stage, TFLOPs, MFU and HFU, days.
 
     The plan is a file, or the options --shape, --cluster, --gbs, --mbs, --tp, --pp, --dp and what else differs from
     the defaults of cluster and engine.
     """
     from trilane.analysis.plan_report import plan_report
-    from trilane.config.plan import read_plan
 
     if plan is not None:
-        pinned = {"shape": shape, "cluster": cluster, "gpus": gpus, "gbs": gbs, **{n: options[n] for n in CHOICES}}
+        pinned = {name: options[name] for name in ("shape", "cluster", "gpus", "gbs", *CHOICES)}
         name = next((name for name, value in pinned.items() if value is not None), "")
         require(not name, name, pinned.get(name), f"contradicts the plan {plan}")
-        read = read_plan(plan)
-    else:
-        read = plan_of(shape, cluster, gpus, gbs, options)
+    read = read_plan(plan) if plan else plan_of(options)
     report = plan_report(read, calibration_of(options["calibration"], read.cluster), tokens, seconds)
-    emit(as_json, report.to_json, report.as_text)
+    emit(as_json, report.to_json(), report.as_text())
 
 
-def plan_of(shape: str | None, cluster: str | None, gpus: int | None, gbs: int | None, options: dict[str, Any]) -> Any:
+def plan_of(options: dict[str, Any]) -> Plan:
     """The plan that the options describe, with defaults for what they leave open."""
-    from trilane.config import cluster as hardware
-    from trilane.config.engines import default_topology, label_of
-    from trilane.config.model import read_shape
-    from trilane.config.plan import Plan
-
-    require(shape is not None, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
-    require(cluster is not None, "cluster", "missing", "needed where no plan is named")
-    require(gbs is not None, "gbs", "missing", "needed where no plan is named")
-    where, what, engine = hardware.cluster(str(cluster)), read_shape(str(shape)), options["engine"]
-    given = choices_of(options)
+    require(options["shape"] is not None, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
+    for name in ("cluster", "gbs"):
+        require(options[name] is not None, name, "missing", "needed where no plan is named")
+    cluster, shape, engine = hardware.cluster(options["cluster"]), read_shape(options["shape"]), options["engine"]
+    given, gpus = choices_of(options), options["gpus"]
     if gpus is not None:
         replica = given.get("tp", 1) * given.get("pp", 1)
         given.setdefault("dp", max(1, gpus // replica))
         require(given["dp"] * replica == gpus, "tp x pp x dp", given["dp"] * replica, f"contradicts gpus={gpus}")
-    topology = default_topology(what, where, engine, gbs=gbs, **given)
-    label = label_of(what, where, topology, engine)
-    return Plan(label=label, shape=what, cluster=where, topology=topology, engine=engine)
+    topology = default_topology(shape, cluster, engine, gbs=options["gbs"], **given)
+    label = label_of(shape, cluster, topology, engine)
+    return Plan(label=label, shape=shape, cluster=cluster, topology=topology, engine=engine)
 
 
-@plan.command()
-@plan_argument
-@option("--tokens", required=True, type=Count(), help="tokens of the whole run: 341B, 3.41e11")
-@option("--ramp", metavar="START,INCREMENT,SAMPLES", help="the batch size's ramp; default: the plan's")
-@option("--capacity", metavar="JSON", help="GPUs from day to day; default: the plan's GPUs, not shared")
-@option(
-    "--failures-per-node-year", type=Number(False), help="node failures; default: 1.8, uncertain by a factor of 2.2"
+@command(
+    plan,
+    PLAN,
+    option("--tokens", required=True, type=count(), help="tokens of the whole run: 341B, 3.41e11"),
+    option("--ramp", metavar="START,INCREMENT,SAMPLES", help="the batch size's ramp; default: the plan's"),
+    option("--capacity", metavar="JSON", help="GPUs from day to day; default: the plan's GPUs, not shared"),
+    option("--failures-per-node-year", type=number(False), help="default: 1.8, uncertain by a factor of 2.2"),
+    option("--allocation", type=number(False), metavar="GPU_HOURS", help="GPU-hours that are granted"),
+    option("--deadline", metavar="DATE", help="the last day, such as 2026-07-11"),
+    option("--start", metavar="DATE", help="default: today (UTC)"),
+    option(
+        "--adapt", type=Choice(("no", "days", "gpu_hours")), default="no", help="let DP, MBS, nodes follow the batch"
+    ),
+    option("--day-worth", type=number(False), metavar="GPU_HOURS", help="instead of --adapt: the price of a day"),
+    option("--reshape", is_flag=True, help="with these, let TP and PP change too"),
+    option("--checkpoint-minutes", type=number(), help="between checkpoints; default: Daly's optimum"),
+    option("--spare-nodes", type=whole(0), help="nodes in reserve (default: 4, or what the jobs leave free)"),
+    option("--job-hours", type=number(), help="the longest job that the queue takes (default: 20)"),
+    option("--evaluation-iters", type=whole(0), help="per 1000 iterations (default: 100, as Megatron-LM)"),
+    option("--risks", metavar="JSON", help="fields of FailureModel that you know better"),
+    option("--price", type=number(False), metavar="PER_GPU_HOUR", help="price of one GPU-hour, in your currency"),
+    option("--watts", type=number(False), metavar="PER_GPU", help="of one GPU with its share of the node"),
+    CALIBRATION,
+    option("--runs", type=whole(), default=10_000, help="simulated runs"),
+    option("--seed", type=whole(0), default=0, help="of the simulation"),
+    JSON,
 )
-@option("--allocation", type=Number(False), metavar="GPU_HOURS", help="GPU-hours that are granted")
-@option("--deadline", metavar="DATE", help="the last day, such as 2026-07-11")
-@option("--start", metavar="DATE", help="default: today (UTC)")
-@option("--adapt", type=Choice(("no", "days", "gpu_hours")), default="no", help="let DP, MBS, nodes follow the batch")
-@option("--day-worth", type=Number(False), metavar="GPU_HOURS", help="instead of --adapt: the price of a day")
-@option("--reshape", is_flag=True, help="with these, let TP and PP change too")
-@option("--checkpoint-minutes", type=Number(), help="between checkpoints; default: Daly's optimum")
-@option("--spare-nodes", type=Whole(0), help="nodes in reserve (default: 4, or what the jobs leave free)")
-@option("--job-hours", type=Number(), help="the longest job that the queue takes (default: 20)")
-@option("--evaluation-iters", type=Whole(0), help="per 1000 iterations (default: 100, as Megatron-LM)")
-@option("--risks", metavar="JSON", help="fields of FailureModel that you know better")
-@option("--price", type=Number(False), metavar="PER_GPU_HOUR", help="price of one GPU-hour, in your currency")
-@option("--watts", type=Number(False), metavar="PER_GPU", help="of one GPU with its share of the node")
-@calibration_option
-@option("--runs", type=Whole(), default=10_000, help="simulated runs")
-@option("--seed", type=Whole(0), default=0, help="of the simulation")
-@json_option
 def calendar(plan: Path, as_json: bool, **options: Any) -> None:
     """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an allocation."""
-    from trilane.config.plan import read_plan
     from trilane.forecasting.forecast import forecast
     from trilane.forecasting.request import forecast_request
 
     found = forecast(forecast_request(read_plan(plan), **options))
-    emit(as_json, found.to_json, found.as_text)
+    emit(as_json, found.to_json(), found.as_text())
 
 
-@plan.command()
-@click.argument("rows", metavar="ROWS.csv")
-@option("--cluster", help="a cluster's name or JSON file, instead of the column")
-@option("--cv", type=Choice(("date", "hidden", "table")), help="refit without each table, hidden size or date")
-@option("--calibrate-on", metavar="CSV", help="refit to these rows first")
-@json_option
+@command(
+    plan,
+    click.argument("rows", metavar="ROWS.csv"),
+    option("--cluster", help=f"{CLUSTER}, instead of the column"),
+    option("--cv", type=Choice(("date", "hidden", "table")), help="refit without each table, hidden size or date"),
+    option("--calibrate-on", metavar="CSV", help="refit to these rows first"),
+    JSON,
+)
 def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str | None, as_json: bool) -> int:
     """Compare measured rows (columns of lib/trilane/data/measured.csv) with their predictions.
 
@@ -344,5 +285,4 @@ def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str |
     if not as_json:
         for skipped in result.skipped:
             print(f"skipped {skipped.row_id}: {skipped.reason}", file=sys.stderr)
-    emit(as_json, result.to_json, result.as_text)
-    return 0 if result.predictions else 1
+    return emit(as_json, result.to_json(), result.as_text(), failed=not result.predictions)

@@ -5,14 +5,14 @@ from dataclasses import asdict
 
 import click
 
-from trilane.cli.options import Command, Whole, json_option, option, plan_argument
+from trilane.cli.options import JSON, PLAN, Command, option, together, whole
+
+PORT = option("--port", type=whole(0, 65535), default=0, help="torchrun's port (0: one that is free)")
+RESUME = option("--resume", is_flag=True, help="go on from the newest checkpoint of the run folder")
 
 
 @click.command(cls=Command)
-@plan_argument
-@option("--port", type=Whole(0, 65535), default=0, help="torchrun's port (0: one that is free)")
-@option("--resume", is_flag=True, help="go on from the newest checkpoint of the run folder")
-@json_option
+@together(PLAN, PORT, RESUME, JSON)
 def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
     """Train PLAN here: a plan.json in its own folder, a plan of another file in a new folder of its name.
 

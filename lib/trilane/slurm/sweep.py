@@ -14,10 +14,9 @@ from trilane.slurm import client, jobs, ledger
 from trilane.slurm.request import JobRequest
 from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import Site
-from trilane.utils.validation import read_json, require, to_mapping
+from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
-from trilane.workspace.study import load_cluster
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,14 +26,11 @@ LIST, INDEX = "runs.txt", "sweep.json"
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
-    """Plans with their predictions: `trilane plan search --json`, plans.json of 02_topology, or a list of plans."""
+    """Plans, with predictions if given: of `trilane plan search --json`, of 02_topology's plans.json, or a list."""
     values = read_json(path, "plans")
     plans = values.get("plans") if isinstance(values, dict) else values
     ok = isinstance(plans, list) and bool(plans) and all(isinstance(plan, dict) for plan in plans)
     require(ok, "plans", path, "must be a list of plans, or hold one as `plans`")
-    if isinstance(values, dict) and "shape" in values:  # 02's: one shape and cluster for all, and other defaults
-        common = {"shape": values["shape"], "cluster": to_mapping(load_cluster(values["cluster"]))}
-        return [{**common, **{k: plan[k] for k in ("label", "topology", "prediction")}} for plan in plans or []]
     return list(plans or [])
 
 
