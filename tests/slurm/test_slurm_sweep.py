@@ -138,9 +138,8 @@ def test_a_bad_table_of_plans_is_one_line(content: str, message: str, tmp_path: 
 
 def test_the_ranking_of_02_is_a_table_of_plans(tmp_path: Path) -> None:
     p = plan("one", tmp_path / "d", nodes=1)
-    (tmp_path / "nodes.json").write_text(json.dumps(to_mapping(p.cluster)))
-    ranked = {"label": "one", "topology": to_mapping(p.topology), "prediction": {"memory_bytes": 1.0}, "why": "fast"}
-    found = {"shape": to_mapping(p.shape), "cluster": str(tmp_path / "nodes.json"), "plans": [ranked]}
+    ranked = {"id": p.id, **p.to_json(), "prediction": {"memory_bytes": 1.0}}
+    found = {"plans": [ranked], "risky": [], "refused": []}
     (tmp_path / "plans.json").write_text(json.dumps(found))
     (made,) = sweep.create(tmp_path / "sweep", sweep.read_plans(tmp_path / "plans.json"), SITE, REQUEST)
     assert json.loads((made / "plan.json").read_text())["topology"] == to_mapping(p.topology)

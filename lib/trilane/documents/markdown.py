@@ -1,9 +1,12 @@
 """Markdown and CSV tables that people typed, as rows of named cells with units."""
 
 import csv
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 
 from trilane.logs.table import NAN
 
@@ -17,38 +20,8 @@ GROUPED = {
     r"\.": r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})",
     "_": r"\d[\d_]*(?:[.,]\d*)?",
 }
-
 DIGITS = "|".join(f"({form})" for form in GROUPED.values())
 NUMBER = re.compile(rf"^[~≈]?\s*([-+]?)(?:{DIGITS})([eE][-+]?\d+)?\s*([A-Za-zµ][A-Za-z/.]*)?$")
-
-NAMES = {
-    "gpus": "gpus ngpus numgpus worldsize cards",
-    "nodes": "nodes nnodes numnodes",
-    "gpus_per_node": "gpuspernode gpusnode",
-    "size": "size modelsize params parameters modelsizeb",
-    "dp": "dp dpsize dataparallel dataparallelsize",
-    "tp": "tp tpsize tensorparallel tensorparallelsize tensormodelparallelsize",
-    "cp": "cp cpsize contextparallel contextparallelsize",
-    "pp": "pp ppsize pipelineparallel pipelineparallelsize pipelinemodelparallelsize",
-    "chunks": "ppchunks chunks gas gradacc gradaccum microbatches nummicrobatches",
-    "mbs": "mbs micbs microbs microbatchsize microbatch",
-    "gbs": "gbs globbs globalbs globalbatchsize globalbatch",
-    "mem": "mem memory maxmem maxmemory peakmem peakmemory gpumem mempergpu",
-    "time": "sec/it s/it secs/it sec/iter s/iter secperit sec/iteration seconds/iteration time timeperiteration "
-    "throughput speed iterationtime steptime sec/step s/step time/it ms/it ms/iter ms/step msperit it/s iter/s its/s",
-    "tflops": "tflops tflop/s tflop tflops/gpu tflop/s/gpu tflopsprinted tflopspergpu gflop/sperprocess gflops",
-    "heads": "nheads heads attentionheads numattentionheads",
-    "hidden": "nhidden hidden hiddensize",
-    "layers": "layers nlayers numlayers",
-    "zero": "zs zero zerostage",
-    "seq": "seq seqlen seqlength sequencelength",
-    "vocab": "vocab vocabsize",
-    "async": "async",
-    "table": "table tableid",
-    "notes": "notes note comment comments remarks date",
-}
-
-KNOWN = {word: name for name, words in NAMES.items() for word in words.split()}
 UNIT = re.compile(r"[(\[]([^)\]]*)[)\]]")
 
 # unknown columns distinguish configurations, unless they are results or names
@@ -56,7 +29,6 @@ RESULT = re.compile(
     r"loss|ppl|perp|[mh]fu|tok|sampl|±|std|spread|util|time|sec|id\b|line|row|#|run|name|band|hour|day"
     r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
 )
-
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
 MAX_NUMBER = 1e15  # a larger number is no measurement
 SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0}
@@ -84,8 +56,8 @@ class Cell:
 class TableRow:
     """A row of a table. `line` and `row` count from 1, in the file and in the table.
 
-    `cells` and `facts`, the numbers in the text around the table (see prose.py), are named by the keys of NAMES; the
-    names of unknown columns begin with a colon.
+    `cells` and `facts`, the numbers in the text around the table (see prose.py), have the names of
+    data/table_columns.json; those of unknown columns begin with a colon.
     """
 
     line: int
@@ -127,14 +99,16 @@ class TableRow:
     @property
     def ran_out(self) -> bool:
         """Whether the row has OOM instead of a measurement."""
-        measured = self.has("time") or self.has("tflops")
-        return not measured and any(re.search(r"\bOOM\b", cell.text) for cell in self.cells.values())
+        return self._instead(r"\bOOM\b")
 
     @property
     def hangs(self) -> bool:
         """Whether the row has a hang instead of a measurement."""
+        return self._instead(r"\bhangs?\b|\bhung\b")
+
+    def _instead(self, words: str) -> bool:
         measured = self.has("time") or self.has("tflops")
-        return not measured and any(re.search(r"\bhangs?\b|\bhung\b", cell.text) for cell in self.cells.values())
+        return not measured and any(re.search(words, cell.text) for cell in self.cells.values())
 
 
 def scale(name: str, cell: Cell) -> float:
@@ -150,13 +124,21 @@ def is_rate(unit: str) -> bool:
     return bool(re.fullmatch(r"(it|its|iter|iters|iterations)/s(ec)?", unit.lower()))
 
 
+@cache
+def known_columns() -> dict[str, str]:
+    """The name of a column by each way to write it, in small letters without blanks or marks."""
+    text = resources.files("trilane").joinpath("data/table_columns.json").read_text(encoding="utf-8")
+    return {word: name for name, words in json.loads(text).items() for word in words.split()}
+
+
 def column(header: str) -> tuple[str, str]:
     """The name of a column ("" if unknown) and the unit in its header."""
     in_brackets = UNIT.search(header)
     inside = IN_NAME.search(header)
     unit = in_brackets[1].strip() if in_brackets else (inside[0].strip("_") if inside else "")
     key = re.sub(r"[^a-z0-9/]+", "", UNIT.sub("", header).lower())
-    name = KNOWN.get(key) or KNOWN.get(re.sub(r"(gib|gb|mib|mb)$", "", key), "")
+    known = known_columns()
+    name = known.get(key) or known.get(re.sub(r"(gib|gb|mib|mb)$", "", key), "")
     if key.startswith("gflop"):
         unit = "GFLOPS"
     elif name == "time" and not unit and (key.startswith("sec") or key == "s/it"):
@@ -243,6 +225,5 @@ def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> It
 def measures(header: list[str]) -> bool:
     """Whether the header is that of measured runs: time or TFLOPs, and two numbers of a configuration."""
     names = {column(name)[0] for name in header}
-    return (
-        bool(names & {"time", "tflops"}) and len(names & {"gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"}) >= 2
-    )
+    sizes = {"gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"}
+    return bool(names & {"time", "tflops"}) and len(names & sizes) >= 2

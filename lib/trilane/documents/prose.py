@@ -2,23 +2,15 @@
 
 import re
 
+from trilane.documents.markdown import known_columns
+
 ASSIGNED = re.compile(
     r"\b(N?HIDDEN(?:_SIZE)?|N?LAYERS|N?HEADS|NUM_LAYERS|SEQ_LEN(?:GTH)?|VOCAB_(?:SIZE|LENGTH)|[TPD]P(?:_SIZE)?|GBS|MBS"
     r"|MICRO_BATCH_SIZE|GLOBAL_BATCH_SIZE)\s*=\s*(\d[\d_]*(?:\.\d+)?)(k?)\b(?!\s*\*)"
 )
-
-NAMES = {
-    **{"HIDDEN": "hidden", "NHIDDEN": "hidden", "HIDDEN_SIZE": "hidden", "NHIDDEN_SIZE": "hidden", "NLAYERS": "layers"},
-    **{"LAYERS": "layers", "NUM_LAYERS": "layers", "NHEADS": "heads", "HEADS": "heads", "SEQ_LEN": "seq"},
-    **{"SEQ_LENGTH": "seq", "VOCAB_SIZE": "vocab", "VOCAB_LENGTH": "vocab", "GBS": "gbs", "GLOBAL_BATCH_SIZE": "gbs"},
-    **{"MBS": "mbs", "MICRO_BATCH_SIZE": "mbs", "TP": "tp", "PP": "pp", "DP": "dp"},
-    **{"TP_SIZE": "tp", "PP_SIZE": "pp", "DP_SIZE": "dp"},
-}
-
 PERL = {"gbs": "gbs", "seqlen": "seq", "ms": "size"}  # variables of the one-line programs that compute TFLOPs
 SCRIPT = re.compile(r"\$(gbs|seqlen|ms)=(\d+(?:\.\d+)?)")
 TFLOPS_SEQ = re.compile(r"\*4\*2\*(\d+)\*\$gbs")
-
 SENTENCES = [
     ("seq", re.compile(r"[Ss]eq(?:uence)?[ _-]?len(?:gth)? is (\d+)")),
     ("size", re.compile(r"\b(\d+(?:\.\d+)?)B model\b")),
@@ -28,7 +20,6 @@ SENTENCES = [
     ("gpus_per_node", re.compile(r"--gres=gpu:([1-9]\d*)")),
     ("gpus_per_node", re.compile(r"\b(\d+)[ -]gpus?(?: per)? nodes?\b")),
 ]
-
 LASTING = ("seq", "vocab", "gpus_per_node")  # hold for the whole document
 OF_THE_MACHINE = ("nodes", "dp")  # precede a shape, as in `10 nodes, 1 replica`
 
@@ -81,7 +72,8 @@ def assignments(line: str) -> dict[str, float]:
     """The facts of a line, named as table columns; a name with two values is a choice, not a fact."""
     values: dict[str, set[float]] = {}
     for name, digits, thousand in ASSIGNED.findall(line):
-        values.setdefault(NAMES[name], set()).add(float(digits.replace("_", "")) * (1000 if thousand else 1))
+        column = known_columns()[name.lower().replace("_", "")]
+        values.setdefault(column, set()).add(float(digits.replace("_", "")) * (1000 if thousand else 1))
     found = {name: min(numbers) for name, numbers in values.items() if len(numbers) == 1}
     for name, pattern in SENTENCES:
         if match := pattern.search(line):

@@ -17,7 +17,6 @@ NUMBERS = (
     *("gpus", "nodes", "size", "dp", "tp", "pp", "chunks", "mbs", "gbs", "zero"),
     *("layers", "hidden", "heads", "seq"),
 )
-
 GIB = 2**30  # the GB of a table are those of nvidia-smi, which are GiB
 
 

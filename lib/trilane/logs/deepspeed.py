@@ -11,12 +11,10 @@ THROUGHPUT = re.compile(rb"(?:global_step=(\d+)|\d+/(\d+)), (?:RunningAvg)?Sampl
 CURRENT = re.compile(rb"CurrSamplesPerSec=" + NUMBER)
 TIMER_MEMORY = re.compile(rb"MemAllocated=(\d+\.?\d*)GB, MaxMemAllocated=(\d+\.?\d*)GB")
 MEMORY = re.compile(rb"MA (\d+\.?\d*) GB\s+Max_MA (\d+\.?\d*) GB\s+CA (\d+\.?\d*) GB\s+Max_CA (\d+\.?\d*) GB")
-
 PROFILE = re.compile(
     rb"^\s*(?:\S+: )?((?:fwd|bwd|iter|step|params|world size|data parallel|batch size|model parallel)[^:]*):"
     rb"\s+(\d+\.?\d*) ?([KMGTP]?)\s?(FLOPS|FLOPs|MACs|samples/second|ms|us|s)?\s*$"
 )
-
 SCALES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
 SECONDS = {b"ms": 1e-3, b"us": 1e-6}
 EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: (\d+\.?\d*)")

@@ -57,7 +57,6 @@ PATTERNS = [
     (5, "crashed", b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
     (5, "crashed", b"srun", rb"srun: error: .*: Terminated"),
 ]
-
 WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
 ANY_WORD = re.compile(b"|".join(WORDS))
 COMPILED = [(l, Status(s), frozenset(words.split()), re.compile(pattern)) for l, s, words, pattern in PATTERNS]

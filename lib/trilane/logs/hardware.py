@@ -11,19 +11,16 @@ from trilane.logs.table import NAN
 GPU_NAME = re.compile(
     rb"^\s*(?:\S+: ?)?\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|\s+[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
 )
-
 GPU_MEMORY = re.compile(rb"(\d+)MiB\s*/\s*(\d+)MiB")
 NUMBER = rb"(\d+\.?\d*)"
 RANK = re.compile(rb"^\s*(\d+):\s*$")
 DURATION = re.compile(rb"duration: " + NUMBER + rb" sec")
 ALGORITHM = re.compile(rb"algo throughput: \d+\.?\d* bps, " + NUMBER + rb" Gbps")
 BUS = re.compile(rb"busbw: " + NUMBER + rb"\s+Gbps")
-
 NCCL_TEST = re.compile(
     rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"
     + rb"\s+".join([NUMBER] * 3)
 )
-
 NCCL_END = re.compile(rb"# Avg bus bandwidth\s*: " + NUMBER)
 SUMMARY = re.compile(rb"average bandwidth of \w+")
 BITS = 1e9 / 8

@@ -14,7 +14,6 @@ from trilane.logs.table import NAN
 
 # an iteration line begins; it may end on a later line
 WRAPPED = re.compile(rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)")
-
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
 MAX_PIECES = 12  # of a wrapped iteration line
 MAX_LENGTH = 1 << 16  # bytes: longer lines are searched for iterations only

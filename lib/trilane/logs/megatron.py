@@ -11,11 +11,9 @@ ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+|infinity)\s*\|")
 MEMORY = re.compile(rb"(?:\[Rank (\d+)\] )?\(?after (\d+) iterations\)? memory \(MB\) \|")
 TIMERS = re.compile(rb"\btime \(ms\) \|")
 TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+\.?\d*)(?:,\s+(\d+\.?\d*)\))?\s*$")
-
 FIELD = re.compile(
     rb"\s*([^:|]+?)\s*(:?)\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
-
 PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
 LONGEST_FIELD = 200  # bytes between two bars: matching time grows with the cube of the blanks
 NEOX_RATE = re.compile(rb"samples/sec: (\d+\.?\d*) \|\s*$")

@@ -26,7 +26,6 @@ FIRST_BYTE = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}
 SHORT = 8  # bytes: all lines up to this length are read, such as the `12:` of all_reduce_bench
 HASH_BITS = 18  # with 16, one line in ten was selected by mistake
 MULTIPLIER = np.uint32(2654435761)  # Knuth's multiplicative hash
-
 DIGITS = bytes.maketrans(b"123456789", b"000000000")  # the form of a line is the line with every digit as 0
 MAX_FORM = 1000  # bytes: longer forms hardly occur twice
 CAPACITY = 32 << 20  # bytes of forms

@@ -26,12 +26,10 @@ if TYPE_CHECKING:
 
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
-
 DIALECTS = (
     "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
     "trilane, all_reduce_bench, nccl-tests"
 )
-
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 FRESH_S = 60.0  # a log written within this time, or within two iterations, is still being written
 SHOWN = 10  # iterations that a notebook shows of a log

@@ -12,7 +12,6 @@ LAUNCH = re.compile(
     rb"using world size:|-{6,} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
     rb"|- INFO - Starting job: "
 )
-
 LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py")
 HF_COUNT = rb">>  "
 MAX_OTHER_LINES = 2000  # without an argument, after which a dump counts as closed

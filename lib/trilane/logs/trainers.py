@@ -13,7 +13,6 @@ ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor
 BAR = re.compile(rb"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # tqdm's bar on the same line, with the time passed
 COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]*|Num examples) = ([\d,]+)")
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
-
 TITAN = re.compile(
     rb"step:\s*(\d+)\s+loss:\s*"
     + NUMBER
@@ -22,7 +21,6 @@ TITAN = re.compile(
     + rb"\s+)?memory:\s*(\d+\.?\d*)GiB\((\d+\.?\d*)%\)"
     rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%|N/A)"
 )
-
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}

@@ -67,25 +67,17 @@ def _narayanan(factor: float, vocabulary: int, attention: float = 1.0) -> Callab
     return work
 
 
-SIZE = [
-    Formula(name="size x 4 x 2 x sequence x batch", work=_size(4)),
-    Formula(name="size x 3 x 2 x sequence x batch", work=_size(3)),
-]
-
+SIZE = [Formula(name=f"size x {n} x 2 x sequence x batch", work=_size(n)) for n in (4, 3)]
 # for sizes that were rounded, or counted otherwise than in the TFLOPs: only gross errors show
 ROUGH = [Formula(name=f"{f.name}, roughly", work=f.work, exact=LOOSE) for f in SIZE]
-
+NARAYANAN = (("with recomputation", 96, 1.0), ("without recomputation", 72, 1.0), ("causal attention halved", 72, 0.5))
 FORMULAS = [
     *SIZE,
     Formula(name="4 x 2 x sequence x batch x blocks without embeddings", work=_blocks, exact=EXACT / 2),
     *(
         Formula(name=f"Narayanan et al., {words}", work=_narayanan(factor, V, attention), exact=EXACT)
         for V in VOCABULARY
-        for factor, words, attention in (
-            (96, "with recomputation", 1.0),
-            (72, "without recomputation", 1.0),
-            (72, "causal attention halved", 0.5),
-        )
+        for words, factor, attention in NARAYANAN
     ),
 ]
 

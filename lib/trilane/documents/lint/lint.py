@@ -20,15 +20,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RULES = (
-    product_rules.products,
-    product_rules.swaps,
-    unit_rules.units,
-    size_rules.formulas,
-    size_rules.sizes,
-    repeat_rules.duplicates,
-    repeat_rules.outliers,
+    *(product_rules.products, product_rules.swaps, unit_rules.units),
+    *(size_rules.formulas, size_rules.sizes, repeat_rules.duplicates, repeat_rules.outliers),
 )
-
 PRODUCT = re.compile(r"(?<![\w*./-])(\d+(?:\*\d+)+) ?= ?(\d+)(?![\w.*/])")
 
 
@@ -102,11 +96,10 @@ def lint_tables(document: Document) -> list[LintTable]:
         return row.number("gpus") if row.has("gpus") else row.number("nodes") * node
 
     chosen = flops_rules.choose_formulas(found, gpus)
+    usual = _usual(document.rows, "tp")
     return [
-        LintTable(
-            rows=table, gpus_per_node=node, usual_tp=_usual(document.rows, "tp"), formula=formula_, others=document.rows
-        )
-        for table, node, formula_ in zip(found, nodes, chosen, strict=True)
+        LintTable(rows=table, gpus_per_node=node, usual_tp=usual, formula=formula, others=document.rows)
+        for table, node, formula in zip(found, nodes, chosen, strict=True)
     ]
 
 
@@ -117,13 +110,8 @@ def _gpus_per_node(rows: Sequence[TableRow]) -> float:
         if known(row, "gpus_per_node"):
             counts[row.number("gpus_per_node")] += 1
         elif row.has("nodes") and known(row, "nodes", "dp", "tp", "pp"):
-            counts[
-                row.number("dp")
-                * row.number("tp")
-                * row.number("pp")
-                * product_rules.context(row)
-                / row.number("nodes")
-            ] += 1
+            product = row.number("dp") * row.number("tp") * row.number("pp") * product_rules.context(row)
+            counts[product / row.number("nodes")] += 1
         elif row.has("nodes") and row.has("gpus") and known(row, "nodes", "gpus"):
             counts[row.number("gpus") / row.number("nodes")] += 1
     return counts.most_common(1)[0][0] if counts else 0.0

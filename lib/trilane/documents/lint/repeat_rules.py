@@ -72,9 +72,8 @@ def _memory(table: LintTable) -> Iterator[LintFinding]:
             if less.number("mbs") < more.number("mbs") and less.memory_gb > more.memory_gb * (1 + MORE):
                 a, b = plain(less.memory_gb), plain(more.memory_gb)
                 message = f"{a} GB at MBS {plain(less.number('mbs'))}, but {b} GB at MBS {plain(more.number('mbs'))}"
-                yield finding(
-                    less, "outlier", f"{message} (line {more.line})", f"under {b} GB, such as {_digits(a, b)}"
-                )
+                likely = f"under {b} GB, such as {_digits(a, b)}"
+                yield finding(less, "outlier", f"{message} (line {more.line})", likely)
 
 
 def _digits(high: str, low: str) -> str:

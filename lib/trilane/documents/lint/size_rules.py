@@ -98,15 +98,13 @@ def _against_shape(row: TableRow, whole: int) -> Iterator[LintFinding]:
             return
     if full == full and abs(size - full) > slack and abs(size - blocks) > slack:
         if abs(size * 2**30 / 1e9 - full) <= slack:
-            message = f"{row.cells['size'].text} counts a billion as 2^30: {shape} are {full:.1f}B"
-            yield finding(row, "size convention", message, f"{full:.0f}B")
-            return
-        if any(abs(size * times / full - 1) < LOOSE for times in (1e3, 1e-3)):
-            message = f"{row.cells['size'].text}, but {shape} are {full:.4g}B"
-            yield finding(row, "size convention", message, f"{full:.4g}B")
-            return
-        message = f"{row.cells['size'].text}, but {shape} are {full:.1f}B ({blocks:.1f}B without embeddings)"
-        yield finding(row, "size convention", message, f"{full if whole >= 0 else blocks:.0f}B")
+            message, likely = f" counts a billion as 2^30: {shape} are {full:.1f}B", f"{full:.0f}B"
+        elif any(abs(size * times / full - 1) < LOOSE for times in (1e3, 1e-3)):
+            message, likely = f", but {shape} are {full:.4g}B", f"{full:.4g}B"
+        else:
+            message = f", but {shape} are {full:.1f}B ({blocks:.1f}B without embeddings)"
+            likely = f"{full if whole >= 0 else blocks:.0f}B"
+        yield finding(row, "size convention", f"{row.cells['size'].text}{message}", likely)
 
 
 def _mixed(table: LintTable) -> Iterator[LintFinding]:
@@ -114,21 +112,17 @@ def _mixed(table: LintTable) -> Iterator[LintFinding]:
     rows = [r for r in table.rows if flops_rules.is_measured(r) and r.has("size") and known(r, "seq", "gbs", "size")]
     implied = [(r, flops_rules.implied_size(r, table.gpus(r))) for r in rows]
     implied = [(r, n) for r, n in implied if n > 0 and abs(r.number("size") / n - 1) < LOOSE]
-    larger = [
-        r.number("size") / n for r, n in implied if r.number("size") / n - 1 > r.cells["size"].half / n + 2 * NEAR
-    ]
+    ratios = [(r.number("size") / n, r.cells["size"].half / n) for r, n in implied]
+    larger = sorted(ratio for ratio, half in ratios if ratio - 1 > half + 2 * NEAR)
     if not larger:
         return
-    usual = sorted(larger)[len(larger) // 2]
+    usual = larger[len(larger) // 2]
     for row, size in implied:
         if abs(row.number("size") / size - 1) <= row.cells["size"].half / size + NEAR / 4:
-            one = [
-                r
-                for r, n in implied
-                if abs(n / size - 1) < SAME_MODEL and r.cells["size"].text != row.cells["size"].text
-            ]
+            text = row.cells["size"].text
+            one = [r for r, n in implied if abs(n / size - 1) < SAME_MODEL and r.cells["size"].text != text]
             with_it = f"; line {one[0].line} calls the same model {one[0].cells['size'].text}" if one else ""
-            message = f"{row.cells['size'].text} is the size without embeddings, other rows count them{with_it}"
+            message = f"{text} is the size without embeddings, other rows count them{with_it}"
             yield finding(row, "size convention", message, one[0].cells["size"].text if one else f"{size * usual:.0f}B")
 
 
