@@ -15,8 +15,6 @@ from trilane.costmodel.predict import predict
 from trilane.forecasting.alternatives import other_schedules, other_topologies
 from trilane.forecasting.capacity import Capacity, CapacityStep, constant
 from trilane.forecasting.decision import (
-    KINDS,
-    REMEDIES,
     Decision,
     PlanSource,
     calendar_record,
@@ -24,13 +22,14 @@ from trilane.forecasting.decision import (
     measured_like,
     study_plan,
 )
-from trilane.forecasting.failures import SOURCES, FailureModel
+from trilane.forecasting.failures import FailureModel
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest, forecast_request
 from trilane.planning.sizing import SizeRequest, propose
 from trilane.report import notebook
 from trilane.report.plots import forecast as calendar_plots
 from trilane.report.plots import planning
+from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
 PLAN = read_plan(REPOSITORY / "docs/plan-176b.json")
@@ -66,8 +65,9 @@ def decision(calendar, **changes):
 
 
 def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(calendar):
+    kinds = {"given", "computed", "measured", "fitted", "published", "assumed", "simulated"}
     table = decision(calendar, backtest_error=0.012, reports=frozenset({"07_calendar"})).facts
-    assert all(fact.kind in KINDS and fact.source and fact.value for fact in table.facts)
+    assert all(fact.kind in kinds and fact.source and fact.value for fact in table.facts)
     assert {"given", "fitted", "measured", "assumed", "simulated"} <= {fact.kind for fact in table.facts}
     rough = {**calendar, "sec_per_it": 0.2159, "sec_interval": [0.1447, 0.3221], "energy_kwh": 4.58}
     values = {fact.what: fact for fact in decision(rough).facts.facts}
@@ -192,8 +192,8 @@ def test_on_a_capacity_that_grows_the_rivals_wait_for_it_too(found):
 
 
 def test_every_danger_has_a_remedy_and_every_assumption_a_source(calendar):
-    assert all(danger["what"] in REMEDIES for danger in calendar["dangers"])
-    assert set(SOURCES) == set(vars(FailureModel())) - {"stops"}
+    assert all(danger["what"] in shipped_json("risks")["remedies"] for danger in calendar["dangers"])
+    assert set(shipped_json("risks")["sources"]) == set(vars(FailureModel())) - {"stops"}
     assert all(taken["source"] for taken in calendar["assumptions"])
 
 

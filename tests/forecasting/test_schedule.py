@@ -12,8 +12,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel import calibration
-from trilane.forecasting.schedule import ScheduledTopology, optimize, phases_of
-from trilane.forecasting.throughput import choices, first_full_gbs, schedule_on
+from trilane.forecasting.schedule import ScheduledTopology, choices, first_full_gbs, optimize, phases_of, schedule_on
 from trilane.planning.space import divisors
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from trilane.config.plan import Run
 from trilane.forecasting.request import ForecastRequest
-from trilane.forecasting.throughput import SOONEST
+from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
 from trilane.planning.search import Candidate, search
-from trilane.utils.tables import Table, short, show
+from trilane.utils.tables import Table, short
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,10 +31,6 @@ class Alternative:
     restarts: int
     reason: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Alternatives(Table):
@@ -43,6 +39,7 @@ class Alternatives(Table):
     schedules: tuple[Alternative, ...]
     topologies: tuple[Alternative, ...]
     price: float | None = None
+    digits = 1
 
     def to_frame(self) -> "pd.DataFrame":
         """A row for each: days, GPU-hours, money where a price is given, restarts, memory, a note."""
@@ -61,17 +58,11 @@ class Alternatives(Table):
         }
         return pd.DataFrame(columns)
 
-    def _repr_html_(self) -> str:
-        return show(self.to_frame(), digits=1).to_html()
-
 
 def alternatives(request: ForecastRequest) -> Alternatives:
     """The alternatives to a request's plan on the same capacity."""
-    return Alternatives(
-        schedules=tuple(other_schedules(request)),
-        topologies=tuple(other_topologies(request)),
-        price=request.price.per_gpu_hour,
-    )
+    schedules, topologies = tuple(other_schedules(request)), tuple(other_topologies(request))
+    return Alternatives(schedules=schedules, topologies=topologies, price=request.price.per_gpu_hour)
 
 
 def other_schedules(request: ForecastRequest) -> list[Alternative]:

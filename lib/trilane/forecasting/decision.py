@@ -2,6 +2,7 @@
 
 import base64
 import html
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,27 +15,14 @@ from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.record import Described, Record, energy_text
 from trilane.utils.tables import Columns, Table, Text, literal, show
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import read_json, require, shipped_json
 from trilane.workspace.study import Study
 
 if TYPE_CHECKING:
     import pandas as pd
 
-KINDS = ("given", "computed", "measured", "fitted", "published", "assumed", "simulated")
 PREDICTED = ("sec_per_it", "memory_bytes")  # what a plan in plans.json and the forecast both predict
 NOT_RECORDED = ("adam", "buckets")  # choices that measured rows leave open
-REMEDIES = {
-    "node failure": "spare nodes; a job that restarts itself",
-    "hang or software crash": "a watchdog, or somebody on call at night",
-    "rollback after a loss spike": "several checkpoints kept; data that can be skipped",
-    "outage of the machine": "days in reserve before the deadline",
-    "slower than predicted": "a benchmark of one replica on the same nodes before the start",
-    "queue between jobs": "a reservation; longer jobs",
-    "change of capacity": "the same GPUs from the first day",
-    "evaluation": "fewer iterations of it",
-    "ends of jobs": "longer jobs",
-    "saving": "faster storage; fewer checkpoints",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +43,8 @@ def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
         return plan, PlanSource(file=name, prediction=values.get("prediction") or {})
     found = study.load("plans.json", "02_topology")
     entry = next((p for p in found["plans"] + found.get("risky", []) if name in ("", p["id"], p["label"])), None)
-    require(
-        entry is not None, "plan", name, f"no plan of study {study.name} has this id or label; nor is it a .json file"
-    )
+    rule = f"no plan of study {study.name} has this id or label; nor is it a .json file"
+    require(entry is not None, "plan", name, rule)
     assert entry is not None
     known = from_json(found["calibration"]) if "calibration" in found else None
     source = PlanSource(file="plans.json", made_by=found["made_by"], prediction=entry["prediction"], calibration=known)
@@ -81,8 +68,8 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
         "fitted_rows": r.calibration.rows,
         "half_width": r.calibration.half_width,
         "measured": [{"row": row.row_id, "seconds": row.seconds} for row in measured_like(r.plan)],
-        "schedules": [other.to_json() for other in found.alternatives.schedules],
-        "rivals": [other.to_json() for other in found.alternatives.topologies],
+        "schedules": [vars(other) for other in found.alternatives.schedules],
+        "rivals": [vars(other) for other in found.alternatives.topologies],
     }
 
 
@@ -102,9 +89,12 @@ def _identity(shape: ModelShape, topology: Topology, gpu: str) -> tuple[Any, ...
     return sizes, choices, gpu
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fact:
-    """A figure, its kind (one of KINDS), its source, and the notebook that computed it ("": none)."""
+    """A figure, its kind, its source, and the notebook that computed it ("": none).
+
+    Kinds: given, computed, measured, fitted, published, assumed, simulated.
+    """
 
     what: str
     value: str
@@ -207,7 +197,8 @@ class Decision(Described):
     def risks(self, most: int = 3) -> Columns:
         """The largest causes of delay, and what helps against each."""
         columns = {head: values[:most] for head, values in self.delays.columns.items()}
-        return Columns({**columns, "what helps": [REMEDIES.get(cause, "") for cause in columns["cause"]]}, digits=1)
+        remedies = shipped_json("risks")["remedies"]
+        return Columns({**columns, "what helps": [remedies.get(cause, "") for cause in columns["cause"]]}, digits=1)
 
     def alternatives(self, most: int = 3) -> Columns:
         """Other shapes, topologies and schedules: cost in GPU-hours and days, relative to the plan's.
@@ -223,60 +214,59 @@ class Decision(Described):
         plan = c["schedules"][0] if c["schedules"] and c["schedules"][0]["days"] else c["ideal"]
         others = [("topology", o) for o in c["rivals"][:most]] + [("schedule", o) for o in c["schedules"][1:]]
         rows += [(kind, o["name"], *_relative(o, plan)) for kind, o in others if o["days"]]
-        return Columns(
-            {
-                "what": [kind for kind, *_ in rows],
-                "alternative": [name for _, name, *_ in rows],
-                "cost (GPU-hours)": [f"{hours - 1:+.1%}" for *_, hours, _ in rows],
-                "days": [f"{days - 1:+.1%}" for *_, days in rows],
-            }
-        )
+        columns = {
+            "what": [kind for kind, *_ in rows],
+            "alternative": [name for _, name, *_ in rows],
+            "cost (GPU-hours)": [f"{hours - 1:+.1%}" for *_, hours, _ in rows],
+            "days": [f"{days - 1:+.1%}" for *_, days in rows],
+        }
+        return Columns(columns)
 
     @property
     def facts(self) -> Facts:
         """Every figure of the page with its provenance."""
-        c, made_by = self.record, self.record.get("made_by", {}).get("notebook", "07_calendar")
-        seconds, (low, high) = c["sec_per_it"], c["sec_interval"]
-        planner = (self._agrees and c["source"]["made_by"].get("notebook")) or made_by
-        fitted = f"constants fitted to {c['fitted_rows']} measured rows" if c["fitted_rows"] else "unfitted constants"
-        free, card, ideal = c["card_bytes"] - c["memory_bytes"], c["card_bytes"] / 2**30, c["ideal"]
-        known, most = "fitted" if c["fitted_rows"] else "assumed", "maximum of the node's data sheet, building 1.2"
-        interval = f"90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}"
-        memory = f"{free / 2**30:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
-        days, hours, lost = c["days_interval"], c["gpu_hours_interval"], sum(c["lost_days"].values())
-        days_text = f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})"
-        hours_text = f"{c['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})"
-        rows = [
-            ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}", planner),
-            ("tokens, start, ramp, capacity", f"{c['tokens'] / 1e9:,.4g} billion tokens", "given", "the request", ""),
-            ("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule", ""),
-            (
-                "seconds per iteration",
-                f"{seconds:.4g} ({low:.4g} to {high:.4g})",
-                known,
-                f"{fitted}, {interval}",
-                planner,
-            ),
-        ]
+        made_by = self.record.get("made_by", {}).get("notebook", "07_calendar")
+        planner = (self._agrees and self.record["source"]["made_by"].get("notebook")) or made_by
+        found = [*self._predicted(planner), *self._simulated(made_by)]
+        if self.backtest_error is not None:
+            error, source = f"{self.backtest_error:.1%} (median)", "rows that the constants were not fitted to"
+            found.append(Fact("error of predicted time", error, "measured", source, "06_backtest"))
+        return Facts(tuple(found), self.reports)
+
+    def _predicted(self, planner: str) -> Iterator[Fact]:
+        """The plan and what is predicted for one iteration of it."""
+        c, seconds, (low, high) = self.record, self.record["sec_per_it"], self.record["sec_interval"]
+        kind, fitted = "assumed", "unfitted constants"
+        if c["fitted_rows"]:
+            kind, fitted = "fitted", f"constants fitted to {c['fitted_rows']} measured rows"
+        source = f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}"
+        yield Fact("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}", planner)
+        yield Fact("tokens, start, ramp, capacity", f"{c['tokens'] / 1e9:,.4g} billion tokens", "given", "the request")
+        yield Fact("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule")
+        yield Fact("seconds per iteration", f"{seconds:.4g} ({low:.4g} to {high:.4g})", kind, source, planner)
         for m in c["measured"][:2]:
             ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
             source = f"row {m['row']} of the public documents"
-            rows.append(("the same run, measured", ratio, "measured", source, "06_backtest"))
-        rows += [
-            ("free memory", memory, "fitted", "the fullest stage; docs/planner.md", planner),
-            ("days", days_text, "simulated", f"{ideal['days']:.4g} without the interruptions below", made_by),
-            ("GPU-hours", hours_text, "simulated", f"{ideal['gpu_hours']:,.0f} of iterations", made_by),
-            ("interruptions, evaluation, saving", f"{lost:.3g} days", "assumed", "docs/calendar.md", made_by),
-        ]
+            yield Fact("the same run, measured", ratio, "measured", source, "06_backtest")
+        free, card = (c["card_bytes"] - c["memory_bytes"]) / 2**30, c["card_bytes"] / 2**30
+        memory = f"{free:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
+        yield Fact("free memory", memory, "fitted", "the fullest stage; docs/planner.md", planner)
+
+    def _simulated(self, made_by: str) -> Iterator[Fact]:
+        """What the forecast gives for the whole run."""
+        c, ideal = self.record, self.record["ideal"]
+        days, hours = c["days_interval"], c["gpu_hours_interval"]
+        without, lost = f"{ideal['days']:.4g} without the interruptions below", sum(c["lost_days"].values())
+        yield Fact("days", f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})", "simulated", without, made_by)
+        text = f"{c['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})"
+        yield Fact("GPU-hours", text, "simulated", f"{ideal['gpu_hours']:,.0f} of iterations", made_by)
+        text = f"{lost:.3g} days"
+        yield Fact("interruptions, evaluation, saving", text, "assumed", "docs/calendar.md", made_by)
         if c.get("energy_kwh"):
-            rows.append(("energy", energy_text(c["energy_kwh"]), "assumed", f"{most}: an upper bound", made_by))
+            source = "maximum of the node's data sheet, building 1.2: an upper bound"
+            yield Fact("energy", energy_text(c["energy_kwh"]), "assumed", source, made_by)
         if c.get("cost"):
-            rows.append(("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price", made_by))
-        if self.backtest_error is not None:
-            error, source = f"{self.backtest_error:.1%} (median)", "rows that the constants were not fitted to"
-            rows.append(("error of predicted time", error, "measured", source, "06_backtest"))
-        found = [Fact(what=w, value=v, kind=k, source=s, notebook=n) for w, v, k, s, n in rows]
-        return Facts(tuple(found), self.reports)
+            yield Fact("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price", made_by)
 
     def to_json(self) -> Record:
         """What decision.json holds."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from trilane.utils.validation import require, require_not_negative, require_positive
+from trilane.utils.validation import require, require_not_negative, require_positive, shipped_json
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
@@ -38,89 +38,29 @@ class Interruption:
 
     def __post_init__(self) -> None:
         for field in ("per_node_year", "per_year", "spread", "idle_hours"):
-            value = getattr(self, field)
-            require_not_negative(f"stop.{field}", value)
+            require_not_negative(f"stop.{field}", getattr(self, field))
         rule = f"must be at most {MOST_SPREAD}: one run in six then has {math.exp(MOST_SPREAD):.0f} times as many stops"
         require(self.spread <= MOST_SPREAD, "stop.spread", self.spread, rule)
         require(self.name not in OWN_NAMES, "stop.name", self.name, "names another cause of the forecast")
 
 
 def usual_stops() -> tuple[Interruption, ...]:
-    """The interruptions that published runs report. The figures of the papers are quoted from memory.
-
-    Node failures, per node-year: OPT-175B (Zhang et al. 2022, arXiv:2205.01068, section 2.5) cycled over 100 of 124
-    hosts in two months, 4.9; Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, table 5) 419 unexpected stops on 2,048
-    nodes in 54 days, 78 % of them hardware, 1.1; two research clusters (Kokolis et al. 2024, arXiv:2410.21680) 6.5 and
-    2.3 per 1,000 node-days, 2.4 and 0.85. Their geometric mean is 1.8, the standard deviation of their logarithms 0.8.
-    Hangs and crashes of software: OPT 35 manual restarts, 1.7; Llama 3 54 software faults, 0.18; mean 0.55.
-    Rollbacks: PaLM (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1) about 20 loss spikes in its largest run, each
-    100 steps back; smaller runs had few. The rate of outages and the time until somebody notices a stop are assumed.
-    """
-    return (
-        Interruption(
-            name=NODE_FAILURE,
-            per_node_year=1.8,
-            spread=0.8,
-            idle_hours=0.5,
-            source="OPT-175B, Llama 3, Kokolis et al. 2024; half an hour: PyTorch's NCCL timeout until 2.2",
-        ),
-        Interruption(
-            name="hang or software crash",
-            per_node_year=0.55,
-            spread=1.0,
-            idle_hours=3.0,
-            source="OPT-175B, Llama 3; three hours until somebody notices, nights included: assumed",
-        ),
-        Interruption(
-            name="rollback after a loss spike",
-            per_year=20.0,
-            spread=1.0,
-            idle_hours=3.0,
-            source="PaLM: 20 in its largest run; three hours of repeated iterations and of investigation: assumed",
-        ),
-        Interruption(
-            name="outage of the machine",
-            per_year=3.0,
-            spread=0.5,
-            idle_hours=24.0,
-            charged=False,
-            source="assumed: a computing centre's maintenance and storage",
-        ),
-    )
-
-
-# Where the defaults of FailureModel come from, for the tables of a report.
-SOURCES = {
-    "startup_s": "20 minutes: assumed; MegaScale (arXiv:2402.15627) resumes within 15",
-    "reshape_s": "an hour to convert a checkpoint to another TP or PP: assumed",
-    "queue_s": "2 hours, where the capacity is shared: assumed",
-    "repair_hours": "a day: assumed, from the prequel's 'Hanging Issue' (nodes came back the next morning)",
-    "spare_nodes": "prequel, 'Hardware': 4 of 52 nodes are kept; never more than the jobs leave free",
-    "job_hours": "Jean Zay, QoS t3: 20 hours",
-    "evaluation_every": "Megatron-LM's --eval-interval",
-    "evaluation_iters": "Megatron-LM's --eval-iters",
-    "checkpoint_s": "0: Daly's optimum (Daly 2006)",
-    "write_bytes_per_s": "1 GB/s a node: assumed",
-    "slowdown": "a long run is 2 % slower than its benchmark: assumed",
-    "slowdown_spread": "standard deviation 2 %: assumed",
-    "common": "the errors of a prediction at two batch sizes of one topology are mostly the same: assumed",
-}
+    """The interruptions that published runs report: "stops" of data/risks.json; its "rates" derive them."""
+    return tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """The costs of a long run that a benchmark does not show. Assumptions, unless a source is named.
+    """The costs of a long run that a benchmark does not show; "sources" of data/risks.json says where each is from.
 
-    startup_s           from a job's start to its first iteration: launch, checkpoint loading, data index. MegaScale
-                        (Jiang et al. 2024, arXiv:2402.15627) resumes within 15 minutes
+    startup_s           from a job's start to its first iteration: launch, checkpoint loading, data index
     reshape_s           what a change of TP or PP takes in addition to the restart: the checkpoint is converted
     queue_s             mean wait in the queue before each restart, only where the capacity is shared
-    repair_hours        mean time until a broken node is back: overnight, as 13 of 52 in the prequel ('Hanging Issue')
-    spare_nodes         nodes kept in reserve; None: at most 4, the number that the prequel keeps of 52. A forecast
-                        never counts more than its jobs leave free
-    job_hours           the queue's limit of a job: 20 on Jean Zay (QoS t3); each job ends with a checkpoint
-    evaluation_every    iterations between evaluations, and iterations of one: Megatron-LM's --eval-interval 1000 and
-    evaluation_iters    --eval-iters 100
+    repair_hours        mean time until a broken node is back
+    spare_nodes         nodes kept in reserve, never more than the jobs leave free; None: at most 4
+    job_hours           the queue's limit of a job; each job ends with a checkpoint
+    evaluation_every    iterations between evaluations
+    evaluation_iters    iterations of one
     checkpoint_s        seconds between checkpoints; 0: Daly's optimum for these interruptions
     write_bytes_per_s   what one node writes to storage
     slowdown, spread    ratio of a long run's time to its benchmark (stragglers, data, heat): median, and standard
@@ -177,6 +117,21 @@ class FailureModel:
         if self.checkpoint_s or rate == 0:
             return self.checkpoint_s or self.job_hours * 3600
         return daly_interval_s(save_s, 1 / rate)
+
+    def stop_cost(
+        self, stop: Interruption, nodes: float, interval_s: float, shared: bool, spare_nodes: int
+    ) -> tuple[float, float, float]:
+        """Mean seconds of one interruption, their variance, and the share of them that is charged.
+
+        Lost work is uniform in the interval (variance t^2 / 12); idle time, start-up, queue and waits are exponential.
+        """
+        wait = self.queue_s if shared else 0.0
+        if stop.name == NODE_FAILURE:
+            wait += wait_for_node_s(nodes, stop.per_node_year, self.repair_hours, spare_nodes)
+        idle, lost = stop.idle_hours * 3600, interval_s / 2
+        mean = lost + idle + self.startup_s + wait
+        variance = interval_s**2 / 12 + idle**2 + self.startup_s**2 + wait**2
+        return mean, variance, (lost + self.startup_s + idle * stop.charged) / max(mean, 1e-9)
 
 
 def young_interval_s(save_s: float, mtbf_s: float) -> float:

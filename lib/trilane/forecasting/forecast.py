@@ -12,8 +12,8 @@ from trilane.forecasting.alternatives import Alternatives, alternatives
 from trilane.forecasting.failures import QUEUE
 from trilane.forecasting.record import MEANING, Described, Record, assumptions_of
 from trilane.forecasting.request import Z90, ForecastRequest
+from trilane.forecasting.schedule import first_full_gbs
 from trilane.forecasting.simulation import Outcomes, simulate
-from trilane.forecasting.throughput import first_full_gbs
 from trilane.forecasting.timeline import (
     Job,
     Schedules,

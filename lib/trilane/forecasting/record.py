@@ -2,11 +2,12 @@
 
 import dataclasses
 import html
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trilane.forecasting.failures import SOURCES
 from trilane.forecasting.request import ForecastRequest
 from trilane.utils.tables import Columns, Table, Text
+from trilane.utils.validation import shipped_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,8 +29,8 @@ def assumptions_of(request: ForecastRequest, spare_nodes: int) -> list[Record]:
     stops = [
         {"what": s.name, "per_node_year": s.per_node_year, "per_year": s.per_year, "source": s.source} for s in r.stops
     ]
-    names = [f.name for f in dataclasses.fields(r) if f.name != "stops"]
-    return stops + [{"what": name, "value": getattr(r, name), "source": SOURCES[name]} for name in names]
+    sources = shipped_json("risks")["sources"].items()
+    return stops + [{"what": name, "value": getattr(r, name), "source": source} for name, source in sources]
 
 
 def energy_unit(kwh: float | None) -> tuple[str, float]:
@@ -48,6 +49,11 @@ def probability_text(probability: float) -> str:
     return "under 0.1 %" if probability < 0.001 else f"{probability:.1%}"
 
 
+def _with_intervals(rows: Mapping[str, Sequence[Any]], digits: int = 3) -> Columns:
+    """A table of rows with median and interval each."""
+    return Columns({"": list(rows), **{h: [row[i] for row in rows.values()] for i, h in enumerate(HEADS)}}, digits)
+
+
 class Described(Table):
     """The sentences and tables of a forecast, all of them from `record`: its JSON, with plan and `dangers`."""
 
@@ -58,12 +64,8 @@ class Described(Table):
         r = self.record
         rows = {"finish": [r["finish"][name][:10] for name in ("p50", "p05", "p95")]}
         for name, key in (("days", "days"), ("GPU-hours", "gpu_hours")):
-            rows[name] = [
-                f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}" for value in (r[key], *r[f"{key}_interval"])
-            ]
-        return Columns(
-            {"": list(rows), **{h: [row[i] for row in rows.values()] for i, h in enumerate(HEADS)}}
-        ).to_frame()
+            rows[name] = [f"{n:,.4g}" if n < 1e4 else f"{n:,.0f}" for n in (r[key], *r[f"{key}_interval"])]
+        return _with_intervals(rows).to_frame()
 
     def summary(self) -> Text:
         """The plan, when it is finished, what it costs, and how likely it fails either limit."""
@@ -111,9 +113,7 @@ class Described(Table):
             f"energy ({unit})": energy,
             "money": [r["cost"], *r["cost_interval"]],
         }
-        known = {name: row for name, row in rows.items() if row[0] is not None}
-        columns = {head: [row[i] for row in known.values()] for i, head in enumerate(HEADS)}
-        return Columns({"": list(known), **columns}, digits=1)
+        return _with_intervals({name: row for name, row in rows.items() if row[0] is not None}, digits=1)
 
     @property
     def delays(self) -> Columns:

@@ -11,9 +11,8 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, default, load
 from trilane.forecasting.capacity import Capacity, CapacityWindow, constant, parse_day, read_capacity, today
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
-from trilane.forecasting.schedule import phases_of
+from trilane.forecasting.schedule import SOONEST, phases_of, require_divisible
 from trilane.forecasting.simulation import Uncertainty
-from trilane.forecasting.throughput import SOONEST, require_divisible
 from trilane.utils.validation import (
     from_mapping,
     read_json,

@@ -1,5 +1,6 @@
-"""The topology and nodes for each batch size of a ramp, the cost of each restart included."""
+"""The topology and nodes for each batch size of a ramp: predicted seconds, and the cost of each restart included."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,9 +8,23 @@ from itertools import pairwise
 import numpy as np
 
 from trilane.config.batch_rampup import Phase, Ramp
-from trilane.config.parallelism import RECOMPUTE
+from trilane.config.parallelism import RECOMPUTE, Topology, invalid_reason
+from trilane.config.plan import Plan
+from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.columns import columns_of
+from trilane.costmodel.columns import stack as stacked
+from trilane.costmodel.iteration import iteration_columns
+from trilane.costmodel.memory import memory_bytes, oom_probability
+from trilane.costmodel.predict import IMPOSSIBLE
+from trilane.planning.search import search_space
+from trilane.planning.space import divisors, space_around
+from trilane.utils.validation import require
 
 RECOMPUTED = ("", *RECOMPUTE)  # a measured row may leave it open
+MICROBATCHES = (1, 2, 4, 8)
+SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
+ParallelSizes = tuple[int, int]  # tp, pp
+OTHER_SIZES = 4  # of the best tp x pp that are tried at the smallest and at the full batch size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +119,122 @@ def _switch_s(
     )
     differs = new[:, None, :] != old[None, :, :]
     return differs.any(axis=-1) * restart_s + differs[..., :2].any(axis=-1) * reshape_s
+
+
+def require_divisible(ramp: Ramp, topology: Topology) -> None:
+    """ValueError that names each batch size of the ramp that mbs x dp does not divide."""
+    failing = ramp.failing(topology.gbs, topology.mbs * topology.dp)
+    rule = f"every batch size must be a multiple of mbs x dp = {topology.mbs} x {topology.dp}"
+    require(not failing, "ramp", ", ".join(map(str, failing)), rule)
+
+
+def first_full_gbs(topology: Topology) -> int:
+    """The smallest batch size with a microbatch for every stage, pp x mbs x dp; below it some stage is always idle.
+
+    The prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; the product is 192, where its
+    later runs start ('main-5').
+    """
+    return topology.pp * topology.mbs * topology.dp
+
+
+def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[ParallelSizes]:
+    """The plan's tp x pp, and the best others at the smallest and the largest batch size on that many GPUs."""
+    t = plan.topology
+    found = [(t.tp, t.pp)]
+    for gbs in {min(batches), max(batches)}:
+        space = space_around(t, [gpus], [gbs], MICROBATCHES, plan.engine)
+        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_per_sizes(OTHER_SIZES).rows
+        found += [(c.topology.tp, c.topology.pp) for c in best]
+    return list(dict.fromkeys(found))
+
+
+def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[ParallelSizes] = ()) -> list[Topology]:
+    """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp or those of `others`.
+
+    The plan's own topology where it fits and `adapt` is false; else every DP and microbatch, with the plan's or full
+    recomputation, since of fewer replicas each holds larger ZeRO shards.
+    """
+    t = plan.topology
+    if t.gpus <= gpus and not adapt:
+        return [dataclasses.replace(t, gbs=gbs)]
+    pairs = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
+    found = [
+        {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "recompute": recompute}
+        for tp, pp in others or [(t.tp, t.pp)]
+        for mbs, dp in pairs
+        for recompute in sorted({t.recompute, "full"})
+        if tp * pp * dp <= gpus
+    ]
+    made = [dataclasses.replace(t, gbs=gbs, **fields) for fields in found]  # type: ignore[arg-type]
+    return [topology for topology in made if invalid_reason(plan.shape, topology) is None]
+
+
+def choices(
+    plan: Plan,
+    batches: Sequence[int],
+    gpus: int,
+    calibration: Calibration,
+    adapt: bool,
+    others: Sequence[ParallelSizes] = (),
+) -> list[list[ScheduledTopology]]:
+    """For each batch size every topology that fits the GPU, and the plan's own, with its predicted seconds."""
+    found = [topologies(plan, gbs, gpus, adapt, others) for gbs in batches]
+    predicted = iter(seconds_and_oom(plan, [t for group in found for t in group], calibration))
+    rows = [[(t, *next(predicted)) for t in group] for group in found]
+    return [
+        [choice_of(t, plan, s) for t, s, p_oom in group if p_oom <= IMPOSSIBLE or t == _own(plan, t.gbs)]
+        for group in rows
+    ]
+
+
+def seconds_and_oom(plan: Plan, options: Sequence[Topology], calibration: Calibration) -> list[tuple[float, float]]:
+    """Predicted seconds per iteration and P(out of memory) of the plan on each topology, computed together."""
+    if not options:
+        return []
+    columns = stacked([columns_of(plan.shape, t, plan.engine) for t in options])
+    seconds = iteration_columns(columns, plan.cluster, calibration.constants).total
+    p_oom = oom_probability(memory_bytes(columns, plan.cluster), plan.cluster)
+    both = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, p_oom))
+    return list(zip(*both, strict=True))
+
+
+def _own(plan: Plan, gbs: int) -> Topology | None:
+    """The plan's topology at that batch size; None where it does not divide."""
+    t = plan.topology
+    return dataclasses.replace(t, gbs=gbs) if gbs % (t.mbs * t.dp) == 0 else None
+
+
+def choice_of(topology: Topology, plan: Plan, seconds: float) -> ScheduledTopology:
+    """A topology with its predicted seconds, in whole nodes of the plan's cluster."""
+    t = topology
+    nodes = -(-t.gpus // plan.cluster.gpus_per_node)
+    return ScheduledTopology(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds, recompute=t.recompute)
+
+
+def schedule_on(
+    plan: Plan,
+    phases: Sequence[Phase],
+    gpus: int,
+    calibration: Calibration,
+    restart_s: float,
+    adapt: bool = False,
+    day_worth: float = SOONEST,
+    reshape_s: float | None = None,
+) -> Schedule | None:
+    """The phases on at most `gpus` GPUs; the plan's topology is kept where it fits, unless `adapt`.
+
+    TP and PP stay unless `reshape_s`, the seconds of their change, is given. None where no replica fits by number, or
+    for some batch size by memory. ValueError names batch sizes that no DP and microbatch divide.
+    """
+    if gpus < plan.topology.tp * plan.topology.pp:
+        return None
+    batches = [phase.gbs for phase in phases]
+    others = [] if reshape_s is None else parallel_sizes(plan, batches, gpus, calibration)
+    options = choices(plan, batches, gpus, calibration, adapt, others)
+    empty = [gbs for gbs, found in zip(batches, options, strict=True) if not found]
+    none = [gbs for gbs in empty if not topologies(plan, gbs, gpus, adapt, others)]
+    rule = f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs"
+    require(not none, "ramp", ", ".join(map(str, none)), rule)
+    if empty:
+        return None
+    return optimize(phases, options, restart_s, day_worth, reshape_s or 0.0)

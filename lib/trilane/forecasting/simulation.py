@@ -6,15 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.forecasting.capacity import CapacityWindow
-from trilane.forecasting.failures import (
-    CHANGE,
-    NODE_FAILURE,
-    NODE_YEAR_S,
-    QUEUE,
-    FailureModel,
-    Interruption,
-    wait_for_node_s,
-)
+from trilane.forecasting.failures import CHANGE, NODE_FAILURE, NODE_YEAR_S, QUEUE, FailureModel
 from trilane.utils.validation import require
 
 MOST_UNDONE, MOST_LOST = 0.9, 10.0  # lost work and lost time, relative to the work: above it a run never ends
@@ -198,7 +190,8 @@ class _Simulation:
         undone = sum(means) * self.interval_s / 2 / seconds
         nodes = float(np.median((node_s / seconds)[busy]))
         counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
-        costs = [stop_cost(stop, self.risks, nodes, self.interval_s, stretch) for stop in kinds]
+        where = (nodes, self.interval_s, stretch.window.shared, stretch.spare_nodes)
+        costs = [self.risks.stop_cost(stop, *where) for stop in kinds]
         shares = [float(np.median((n * cost[0] / seconds)[busy])) for n, cost in zip(counts, costs, strict=True)]
         require_progress(self.risks, self.interval_s, float(np.median(undone[busy])), shares)
         lost: dict[str, np.ndarray] = {}
@@ -222,20 +215,3 @@ def require_progress(risks: FailureModel, interval_s: float, undone: float, shar
         "such a run would lose ten times its work, or undo most of it; needs fewer interruptions or a shorter interval"
     )
     require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)
-
-
-def stop_cost(
-    stop: Interruption, risks: FailureModel, nodes: float, interval_s: float, stretch: Stretch
-) -> tuple[float, float, float]:
-    """Mean seconds of one interruption, their variance, and the share of them that is charged.
-
-    Lost work is uniform in the interval (variance t^2 / 12); idle time, start-up, queue and waits are exponential.
-    """
-    wait = risks.queue_s if stretch.window.shared else 0.0
-    if stop.name == NODE_FAILURE:
-        wait += wait_for_node_s(nodes, stop.per_node_year, risks.repair_hours, stretch.spare_nodes)
-    idle = stop.idle_hours * 3600
-    lost, startup = interval_s / 2, risks.startup_s
-    mean = lost + idle + startup + wait
-    variance = interval_s**2 / 12 + idle**2 + startup**2 + wait**2
-    return mean, variance, (lost + startup + idle * stop.charged) / max(mean, 1e-9)

@@ -10,9 +10,8 @@ import numpy as np
 from trilane.config.batch_rampup import Phase
 from trilane.forecasting.capacity import CapacityWindow
 from trilane.forecasting.request import CHUNKS, ForecastRequest
-from trilane.forecasting.schedule import Schedule, ScheduledTopology
+from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
 from trilane.forecasting.simulation import Outcomes, Stretch, Uncertainty, simulate
-from trilane.forecasting.throughput import SOONEST, schedule_on
 from trilane.utils.validation import require
 
 # Each window of the capacity with its schedule; None where nothing can run.
@@ -31,19 +30,9 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """The job as a JSON object, its times in days."""
-        c = self.choice
-        return {
-            "from_day": self.start_s / 86400,
-            "to_day": self.end_s / 86400,
-            "gbs": [self.first_gbs, self.last_gbs],
-            "tp": c.tp,
-            "pp": c.pp,
-            "dp": c.dp,
-            "mbs": c.mbs,
-            "nodes": c.nodes,
-            "gpus": c.gpus,
-            "recompute": c.recompute,
-        }
+        names = ("tp", "pp", "dp", "mbs", "nodes", "gpus", "recompute")
+        days = {"from_day": self.start_s / 86400, "to_day": self.end_s / 86400}
+        return {**days, "gbs": [self.first_gbs, self.last_gbs], **{n: getattr(self.choice, n) for n in names}}
 
 
 def schedules_of(request: ForecastRequest) -> Schedules:
@@ -75,13 +64,8 @@ def jobs_of(request: ForecastRequest, schedules: Schedules, reached_s: np.ndarra
         for i in inside if schedule else []:
             assert schedule is not None
             step, begin = schedule[same[i]], reached_s[i - 1] if i else 0.0
-            new = Job(
-                start_s=float(max(begin, window.start_s)),
-                end_s=float(min(reached_s[i], window.end_s)),
-                choice=step.choice,
-                first_gbs=step.phase.gbs,
-                last_gbs=step.phase.gbs,
-            )
+            times = {"start_s": float(max(begin, window.start_s)), "end_s": float(min(reached_s[i], window.end_s))}
+            new = Job(choice=step.choice, first_gbs=step.phase.gbs, last_gbs=step.phase.gbs, **times)
             if found and found[-1].choice.same_job(step.choice) and found[-1].end_s >= new.start_s:
                 new = dataclasses.replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
             found.append(new)
@@ -129,11 +113,7 @@ def _stretch(
     seconds = iterations * np.array([step.choice.seconds for step in steps])
     first = np.concatenate([[True], np.diff(same) > 0])
     seconds += np.array([step.pause_s for step in steps]) * first
-    return Stretch(
-        window=window,
-        seconds=seconds,
-        gpus=np.array([float(step.choice.gpus) for step in steps]),
-        nodes=np.array([float(step.choice.nodes) for step in steps]),
-        queue_share=window.shared * risks.queue_s / (risks.job_hours * 3600),
-        spare_nodes=risks.spares_of(_free_nodes(request, window, schedule)),
-    )
+    gpus, nodes = (np.array([float(getattr(step.choice, name)) for step in steps]) for name in ("gpus", "nodes"))
+    queue_share = window.shared * risks.queue_s / (risks.job_hours * 3600)
+    spares = risks.spares_of(_free_nodes(request, window, schedule))
+    return Stretch(window=window, seconds=seconds, gpus=gpus, nodes=nodes, queue_share=queue_share, spare_nodes=spares)

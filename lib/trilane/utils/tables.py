@@ -16,14 +16,16 @@ LONG = 44  # characters: a longer text may wrap
 
 
 class Table:
-    """A result that a notebook shows as a table; subclasses implement `to_frame()`."""
+    """A result that a notebook shows as a table, floats with at most `digits` decimals, of `to_frame()`."""
+
+    digits: int = 3
 
     def to_frame(self) -> "pd.DataFrame":
         """The table as a DataFrame, with columns named for display."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        return show(self.to_frame()).to_html()
+        return show(self.to_frame(), self.digits).to_html()
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,6 @@ class Columns(Table):
         import pandas as pd
 
         return pd.DataFrame(self.columns)
-
-    def _repr_html_(self) -> str:
-        return show(self.to_frame(), self.digits).to_html()
 
 
 class Text(str):
