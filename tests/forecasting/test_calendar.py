@@ -27,7 +27,7 @@ from trilane.forecasting.failures import (
 )
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest, Price
-from trilane.forecasting.simulation import Stretch, Uncertainty, simulate
+from trilane.forecasting.simulation import Simulation, Stretch, Uncertainty
 from trilane.forecasting.timeline import schedules_of, stretches_of
 
 A100 = cluster("jz-a100-80g")
@@ -78,16 +78,9 @@ def test_simulated_runs_take_as_long_on_average_as_dalys_formula_says(mtbf, inte
     stops = (Interruption(name="stop", per_year=NODE_YEAR_S / (mtbf * HOUR)),)
     risks = dataclasses.replace(CALM, stops=stops, startup_s=restart)
     shares, tau = {"saving": save / (interval * HOUR)}, interval * HOUR
-    found = simulate(
-        [one_stretch(2000 * HOUR)],
-        np.array([0]),
-        Uncertainty(common=0, independent=0),
-        risks,
-        shares,
-        tau,
-        4000,
-        np.random.default_rng(1),
-    )
+    sure = Uncertainty(common=0, independent=0)
+    many = Simulation(np.array([0]), sure, risks, shares, tau, 4000, np.random.default_rng(1))
+    found = many.run([one_stretch(2000 * HOUR)])
     expected = daly_wall_s(2000 * HOUR, tau, save, mtbf * HOUR, restart)
     assert found.wall_s.mean() == pytest.approx(expected, rel=0.006)
 

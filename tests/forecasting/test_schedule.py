@@ -136,7 +136,7 @@ def test_the_optimizer_finds_what_trying_everything_finds():
         found = optimize(phases, ways, restart, worth)
 
         def cost(path, worth=worth, restart=restart):
-            seconds = [1000 * c.seconds + restart * (i > 0 and not c.same_job(path[i - 1])) for i, c in enumerate(path)]
+            seconds = [1000 * c.seconds + restart * (i > 0 and c.job != path[i - 1].job) for i, c in enumerate(path)]
             return sum(s * (c.gpus / 3600 + worth / 86400) for s, c in zip(seconds, path, strict=True))
 
         best = min(itertools.product(*ways), key=cost)
@@ -153,7 +153,7 @@ def test_a_dear_restart_is_not_made_and_a_dear_day_takes_more_nodes():
 
 def test_each_change_of_the_job_pauses_for_a_restart():
     found = schedule(ON_16GB, (32, 64, 128, 256, 512))
-    changed = [not a.choice.same_job(b.choice) for a, b in itertools.pairwise(found)]
+    changed = [a.choice.job != b.choice.job for a, b in itertools.pairwise(found)]
     assert [step.pause_s for step in found] == [0.0, *(RESTART_S * change for change in changed)] and any(changed)
 
 

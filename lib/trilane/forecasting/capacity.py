@@ -2,12 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import date
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from trilane.utils.validation import read_json, require, require_integer, require_known
+from trilane.utils.validation import require, require_integer, require_known
 
 FOREVER = float("inf")
 
@@ -18,11 +17,6 @@ def parse_day(field: str, text: object) -> date:
         return date.fromisoformat(str(text))
     except ValueError:
         raise ValueError(f"{field}={text}: must be a date such as 2026-03-11") from None
-
-
-def today() -> date:
-    """The date in UTC."""
-    return datetime.now(UTC).date()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +80,6 @@ def capacity_of(values: object) -> Capacity:
     require(isinstance(steps, list), "capacity", json.dumps(steps)[:60], rule)
     assert isinstance(steps, list)
     return Capacity(steps=tuple(_step(step) for step in steps))
-
-
-def read_capacity(path: Path | str) -> Capacity:
-    """The capacity in a JSON file; ValueError where it is missing or malformed."""
-    return capacity_of(read_json(path, "capacity"))
 
 
 def _step(values: Any) -> CapacityStep:

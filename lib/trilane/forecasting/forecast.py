@@ -8,22 +8,13 @@ import numpy as np
 
 from trilane.config.batch_rampup import Phase
 from trilane.costmodel.predict import Prediction, predict
+from trilane.forecasting import timeline
 from trilane.forecasting.alternatives import Alternatives, alternatives
 from trilane.forecasting.failures import QUEUE
 from trilane.forecasting.record import MEANING, Described, Record, assumptions_of
 from trilane.forecasting.request import Z90, ForecastRequest
 from trilane.forecasting.schedule import first_full_gbs
-from trilane.forecasting.simulation import Outcomes, simulate
-from trilane.forecasting.timeline import (
-    Job,
-    Schedules,
-    jobs_of,
-    pieces_of,
-    schedules_of,
-    spare_nodes,
-    stretches_of,
-    undisturbed,
-)
+from trilane.forecasting.simulation import Outcomes, Simulation
 from trilane.utils.validation import require
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -38,7 +29,7 @@ class Forecast(Described):
 
     request: ForecastRequest
     phases: tuple[Phase, ...]
-    schedules: Schedules
+    schedules: timeline.Schedules
     spare_nodes: int
     ideal: Outcomes
     expected: Outcomes
@@ -69,9 +60,9 @@ class Forecast(Described):
         require(days < (datetime.max - begin).days, "days", f"{days:.0f}", rule)
         return begin + timedelta(days=days)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[timeline.Job]:
         """The jobs of the expected run."""
-        return jobs_of(self.request, self.schedules, self.expected.reached_s[0])
+        return timeline.jobs_of(self.request, self.schedules, self.expected.reached_s[0])
 
     @property
     def ramp_days(self) -> float:
@@ -100,7 +91,7 @@ class Forecast(Described):
     @property
     def pieces(self) -> tuple[np.ndarray, np.ndarray]:
         """Batch size and iterations of each piece whose end `reached_s` dates."""
-        iterations, same = pieces_of(list(self.phases))
+        iterations, same = timeline.pieces_of(list(self.phases))
         return np.array([phase.gbs for phase in self.phases])[same], iterations
 
     @property
@@ -137,8 +128,7 @@ class Forecast(Described):
     @cached_property
     def prediction(self) -> Prediction:
         """The plan's prediction at its full batch size."""
-        r = self.request
-        return predict(r.plan, r.calibration)
+        return predict(self.request.plan, self.request.calibration)
 
     @cached_property
     def alternatives(self) -> Alternatives:
@@ -201,15 +191,15 @@ def forecast(request: ForecastRequest) -> Forecast:
     ValueError where a batch size of the ramp fits nothing that the capacity allows, where the interruptions leave no
     progress, and where more spare nodes are asked for than the jobs leave free.
     """
-    r, schedules = request, schedules_of(request)
-    stretches, same = stretches_of(r, schedules)
-    given = (stretches, same, r.uncertainty, r.risks, r.shares, r.interval_s)
+    r, schedules = request, timeline.schedules_of(request)
+    stretches, same = timeline.stretches_of(r, schedules)
+    given = (same, r.uncertainty, r.risks, r.shares, r.interval_s)
     return Forecast(
         request=r,
         phases=tuple(r.phases),
         schedules=schedules,
-        spare_nodes=spare_nodes(r, schedules),
-        ideal=undisturbed(r, schedules),
-        expected=simulate(*given, 1, None),
-        outcomes=simulate(*given, r.runs, np.random.default_rng(r.seed)),
+        spare_nodes=timeline.spare_nodes(r, schedules),
+        ideal=timeline.undisturbed(r, schedules),
+        expected=Simulation(*given, 1, None).run(stretches),
+        outcomes=Simulation(*given, r.runs, np.random.default_rng(r.seed)).run(stretches),
     )

@@ -3,13 +3,13 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, default, load
-from trilane.forecasting.capacity import Capacity, CapacityWindow, constant, parse_day, read_capacity, today
+from trilane.forecasting.capacity import Capacity, CapacityWindow, capacity_of, constant, parse_day
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
 from trilane.forecasting.schedule import SOONEST, phases_of, require_divisible
 from trilane.forecasting.simulation import Uncertainty
@@ -141,17 +141,18 @@ class ForecastRequest:
         return Uncertainty(common=both, independent=deviation * math.sqrt(1 - common), slowdown=self.risks.slowdown)
 
     @property
+    def _nodes(self) -> float:
+        return self.plan.topology.gpus / self.plan.cluster.gpus_per_node
+
+    @property
     def save_s(self) -> float:
         """Seconds of one checkpoint, written by all nodes of the plan."""
-        nodes = self.plan.topology.gpus / self.plan.cluster.gpus_per_node
-        rate = max(nodes, 1.0) * self.risks.write_bytes_per_s
-        return checkpoint_bytes(self.plan.shape) / rate
+        return checkpoint_bytes(self.plan.shape) / (max(self._nodes, 1.0) * self.risks.write_bytes_per_s)
 
     @property
     def interval_s(self) -> float:
         """Seconds between checkpoints, on the plan's nodes."""
-        nodes = self.plan.topology.gpus / self.plan.cluster.gpus_per_node
-        return self.risks.checkpoint_interval_s(self.save_s, nodes)
+        return self.risks.checkpoint_interval_s(self.save_s, self._nodes)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -204,17 +205,13 @@ def forecast_request(
     ValueError names the argument that is wrong.
     """
     require_known("adapt", adapt, ADAPT)
-    first = parse_day("start", start) if start else today()
+    first = parse_day("start", start) if start else datetime.now(UTC).date()
     minutes = checkpoint_minutes
     require(minutes is None or minutes > 0, "checkpoint-minutes", minutes, "must be above zero")
     model = from_mapping(FailureModel, read_json(risks, "risks"), "risks") if risks else FailureModel()
-    replaced: dict[str, Any] = {
-        "checkpoint_s": minutes * 60 if minutes else None,
-        "spare_nodes": spare_nodes,
-        "job_hours": job_hours,
-        "evaluation_iters": evaluation_iters,
-    }
-    model = dataclasses.replace(model, **{name: value for name, value in replaced.items() if value is not None})
+    given: dict[str, Any] = {"checkpoint_s": minutes * 60 if minutes else None, "spare_nodes": spare_nodes}
+    given |= {"job_hours": job_hours, "evaluation_iters": evaluation_iters}
+    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
     if failures_per_node_year is not None:
         model = model.with_failures(failures_per_node_year)
     constants = load(calibration) if isinstance(calibration, str) and calibration else calibration
@@ -224,7 +221,7 @@ def forecast_request(
         tokens=TOKENS_PER_PARAMETER * plan.shape.parameters if tokens is None else tokens,
         ramp=parse_ramp(ramp) if ramp else plan.run.ramp,
         start=first,
-        capacity=None if capacity in (None, "") else read_capacity(str(capacity)),
+        capacity=capacity_of(read_json(capacity, "capacity")) if capacity else None,
         deadline=parse_day("deadline", deadline) if deadline else None,
         risks=model,
         price=Price(per_gpu_hour=price, watts_per_gpu=watts),

@@ -23,7 +23,7 @@ from trilane.utils.validation import require
 RECOMPUTED = ("", *RECOMPUTE)  # a measured row may leave it open
 MICROBATCHES = (1, 2, 4, 8)
 SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
-ParallelSizes = tuple[int, int]  # tp, pp
+Split = tuple[int, int]  # tp, pp
 OTHER_SIZES = 4  # of the best tp x pp that are tried at the smallest and at the full batch size
 
 
@@ -44,13 +44,10 @@ class ScheduledTopology:
         """GPUs that compute."""
         return self.tp * self.pp * self.dp
 
-    def same_job(self, other: "ScheduledTopology") -> bool:
-        """Whether a job can continue with `other` without a restart."""
-        return self._job == other._job
-
     @property
-    def _job(self) -> tuple[int, int, int, int, str]:
-        return self.tp, self.pp, self.dp, self.mbs, self.recompute
+    def job(self) -> tuple[int, ...]:
+        """What a job cannot change without a restart; TP and PP, which need a converted checkpoint, come first."""
+        return self.tp, self.pp, self.dp, self.mbs, RECOMPUTED.index(self.recompute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +60,7 @@ class ScheduleStep:
 
 
 Schedule = tuple[ScheduleStep, ...]  # every phase of a run
+Options = Sequence[ScheduledTopology]  # for one batch size
 
 
 def phases_of(ramp: Ramp, gbs: int, samples: int) -> list[Phase]:
@@ -78,11 +76,7 @@ def phases_of(ramp: Ramp, gbs: int, samples: int) -> list[Phase]:
 
 
 def optimize(
-    phases: Sequence[Phase],
-    choices: Sequence[Sequence[ScheduledTopology]],
-    restart_s: float,
-    day_worth: float,
-    reshape_s: float = 0.0,
+    phases: Sequence[Phase], choices: Sequence[Options], restart_s: float, day_worth: float, reshape_s: float = 0.0
 ) -> Schedule:
     """The cheapest sequence of topologies, where a day is worth `day_worth` GPU-hours (0: only GPU-hours count).
 
@@ -110,13 +104,9 @@ def optimize(
     return tuple(ScheduleStep(phase=phase, choice=choice, pause_s=pause) for phase, choice, pause in parts)
 
 
-def _switch_s(
-    before: Sequence[ScheduledTopology], after: Sequence[ScheduledTopology], restart_s: float, reshape_s: float
-) -> np.ndarray:
+def _switch_s(before: Options, after: Options, restart_s: float, reshape_s: float) -> np.ndarray:
     """Seconds to switch from each choice before (columns) to each one after (rows)."""
-    old, new = (
-        np.array([(c.tp, c.pp, c.dp, c.mbs, RECOMPUTED.index(c.recompute)) for c in group]) for group in (before, after)
-    )
+    old, new = (np.array([c.job for c in group]) for group in (before, after))
     differs = new[:, None, :] != old[None, :, :]
     return differs.any(axis=-1) * restart_s + differs[..., :2].any(axis=-1) * reshape_s
 
@@ -137,7 +127,7 @@ def first_full_gbs(topology: Topology) -> int:
     return topology.pp * topology.mbs * topology.dp
 
 
-def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[ParallelSizes]:
+def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[Split]:
     """The plan's tp x pp, and the best others at the smallest and the largest batch size on that many GPUs."""
     t = plan.topology
     found = [(t.tp, t.pp)]
@@ -148,7 +138,7 @@ def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: C
     return list(dict.fromkeys(found))
 
 
-def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[ParallelSizes] = ()) -> list[Topology]:
+def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Split] = ()) -> list[Topology]:
     """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp or those of `others`.
 
     The plan's own topology where it fits and `adapt` is false; else every DP and microbatch, with the plan's or full
@@ -170,21 +160,13 @@ def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Pa
 
 
 def choices(
-    plan: Plan,
-    batches: Sequence[int],
-    gpus: int,
-    calibration: Calibration,
-    adapt: bool,
-    others: Sequence[ParallelSizes] = (),
+    plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration, adapt: bool, others: Sequence[Split] = ()
 ) -> list[list[ScheduledTopology]]:
     """For each batch size every topology that fits the GPU, and the plan's own, with its predicted seconds."""
     found = [topologies(plan, gbs, gpus, adapt, others) for gbs in batches]
     predicted = iter(seconds_and_oom(plan, [t for group in found for t in group], calibration))
     rows = [[(t, *next(predicted)) for t in group] for group in found]
-    return [
-        [choice_of(t, plan, s) for t, s, p_oom in group if p_oom <= IMPOSSIBLE or t == _own(plan, t.gbs)]
-        for group in rows
-    ]
+    return [[choice_of(t, plan, s) for t, s, p in group if p <= IMPOSSIBLE or t == _own(plan, t.gbs)] for group in rows]
 
 
 def seconds_and_oom(plan: Plan, options: Sequence[Topology], calibration: Calibration) -> list[tuple[float, float]]:

@@ -1,7 +1,7 @@
 """Monte Carlo simulation of a training run: thousands of runs at once, in arrays over runs and phases."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,9 +21,9 @@ class Stretch:
     """
 
     window: CapacityWindow
-    seconds: np.ndarray  # (J,) of work and of restarts that the schedule needs
-    gpus: np.ndarray  # (J,)
-    nodes: np.ndarray  # (J,)
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (J,) of work and of the schedule's restarts
+    gpus: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (J,)
+    nodes: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (J,)
     queue_share: float = 0.0
     spare_nodes: int = 0
 
@@ -79,17 +79,8 @@ class _Draws:
         return np.where(count > 0, self.rng.gamma(shape, variance / mean), 0.0)
 
 
-def simulate(
-    stretches: Sequence[Stretch],
-    same: np.ndarray,
-    uncertainty: Uncertainty,
-    risks: FailureModel,
-    shares: dict[str, float],
-    interval_s: float,
-    runs: int,
-    rng: np.random.Generator | None,
-) -> Outcomes:
-    """Simulate `runs` runs through the stretches; with rng None one run, every random number replaced by its mean.
+class Simulation:
+    """`runs` simulated runs; with rng None one run, every random number replaced by its mean.
 
     same        (J,) the batch size's index of each phase; phases of one index share the error of their prediction
     shares      certain extra time per second of work: evaluation, saving, ends of jobs
@@ -99,15 +90,8 @@ def simulate(
     by node-years), the cost of each (lost work, uniform in the interval; idle time; waiting for a node; queue;
     start-up). If that ends within the stretch the run is finished; else the same share of work and interruptions falls
     into it. Left out: interruptions during a start-up, correlated failures, speeds that drift during a run.
+    State: `now` and `gpu_s` (N,), the share `done` of each phase and its end `reached` (N, J).
     """
-    state = _Simulation(same, uncertainty, risks, shares, interval_s, _Draws(runs, rng))
-    for stretch in stretches:
-        state.simulate(stretch)
-    return Outcomes(wall_s=state.now, gpu_s=state.gpu_s, reached_s=state.reached, lost_s=state.lost)
-
-
-class _Simulation:
-    """The state of N runs: `now` and `gpu_s` (N,), the share `done` of each phase and its end `reached` (N, J)."""
 
     def __init__(
         self,
@@ -116,17 +100,25 @@ class _Simulation:
         risks: FailureModel,
         shares: dict[str, float],
         interval_s: float,
-        draws: _Draws,
+        runs: int,
+        rng: np.random.Generator | None,
     ):
+        draws = _Draws(runs, rng)
         self.risks, self.shares, self.interval_s, self.draws = risks, shares, interval_s, draws
         noise = draws.lognormal(uncertainty.common) * uncertainty.slowdown
         self.factor = noise[:, None] * draws.lognormal(uncertainty.independent, int(same.max()) + 1)[:, same]  # (N, J)
         self.rates = [draws.lognormal(stop.spread) for stop in risks.stops]
-        self.done, self.now, self.gpu_s = np.zeros((draws.runs, len(same))), np.zeros(draws.runs), np.zeros(draws.runs)
-        self.reached = np.full((draws.runs, len(same)), np.nan)
-        self.lost = {name: np.zeros(draws.runs) for name in (*shares, QUEUE, CHANGE, *(s.name for s in risks.stops))}
-        self.started = np.zeros(draws.runs, bool)
+        self.done, self.now, self.gpu_s = np.zeros((runs, len(same))), np.zeros(runs), np.zeros(runs)
+        self.reached = np.full((runs, len(same)), np.nan)
+        self.lost = {name: np.zeros(runs) for name in (*shares, QUEUE, CHANGE, *(s.name for s in risks.stops))}
+        self.started = np.zeros(runs, bool)
         self.held = np.zeros(len(same))  # GPUs of each phase in the previous stretch
+
+    def run(self, stretches: Sequence[Stretch]) -> Outcomes:
+        """Simulate the runs through the stretches."""
+        for stretch in stretches:
+            self.simulate(stretch)
+        return Outcomes(wall_s=self.now, gpu_s=self.gpu_s, reached_s=self.reached, lost_s=self.lost)
 
     def simulate(self, stretch: Stretch) -> None:
         """Advance every unfinished run to the end of the stretch or of its work."""

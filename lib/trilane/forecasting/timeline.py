@@ -11,7 +11,7 @@ from trilane.config.batch_rampup import Phase
 from trilane.forecasting.capacity import CapacityWindow
 from trilane.forecasting.request import CHUNKS, ForecastRequest
 from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
-from trilane.forecasting.simulation import Outcomes, Stretch, Uncertainty, simulate
+from trilane.forecasting.simulation import Outcomes, Simulation, Stretch, Uncertainty
 from trilane.utils.validation import require
 
 # Each window of the capacity with its schedule; None where nothing can run.
@@ -52,7 +52,7 @@ def undisturbed(request: ForecastRequest, schedules: Schedules) -> Outcomes:
     stretches, same = stretches_of(request, schedules)
     calm = [dataclasses.replace(stretch, queue_share=0.0) for stretch in stretches]
     risks = dataclasses.replace(request.risks, stops=(), startup_s=0.0, queue_s=0.0)
-    return simulate(calm, same, Uncertainty(common=0, independent=0), risks, {}, 1.0, 1, None)
+    return Simulation(same, Uncertainty(common=0, independent=0), risks, {}, 1.0, 1, None).run(calm)
 
 
 def jobs_of(request: ForecastRequest, schedules: Schedules, reached_s: np.ndarray) -> list[Job]:
@@ -66,7 +66,7 @@ def jobs_of(request: ForecastRequest, schedules: Schedules, reached_s: np.ndarra
             step, begin = schedule[same[i]], reached_s[i - 1] if i else 0.0
             times = {"start_s": float(max(begin, window.start_s)), "end_s": float(min(reached_s[i], window.end_s))}
             new = Job(choice=step.choice, first_gbs=step.phase.gbs, last_gbs=step.phase.gbs, **times)
-            if found and found[-1].choice.same_job(step.choice) and found[-1].end_s >= new.start_s:
+            if found and found[-1].choice.job == step.choice.job and found[-1].end_s >= new.start_s:
                 new = dataclasses.replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
             found.append(new)
     return found
@@ -83,8 +83,7 @@ def spare_nodes(request: ForecastRequest, schedules: Schedules) -> int:
 
 def stretches_of(request: ForecastRequest, schedules: Schedules) -> tuple[list[Stretch], np.ndarray]:
     """The windows as the simulation takes them, and the phase (J,) of each piece."""
-    iterations, same = pieces_of(request.phases)
-    return [_stretch(request, window, schedule, iterations, same) for window, schedule in schedules], same
+    return [_stretch(request, window, schedule) for window, schedule in schedules], pieces_of(request.phases)[1]
 
 
 def pieces_of(phases: list[Phase]) -> tuple[np.ndarray, np.ndarray]:
@@ -99,16 +98,10 @@ def _free_nodes(request: ForecastRequest, window: CapacityWindow, schedule: Sche
     return max(0, request.nodes_in(window) - max(step.choice.nodes for step in schedule))
 
 
-def _stretch(
-    request: ForecastRequest,
-    window: CapacityWindow,
-    schedule: Schedule | None,
-    iterations: np.ndarray,
-    same: np.ndarray,
-) -> Stretch:
+def _stretch(request: ForecastRequest, window: CapacityWindow, schedule: Schedule | None) -> Stretch:
     if schedule is None:
-        none = np.zeros(0)
-        return Stretch(window=window, seconds=none, gpus=none, nodes=none)
+        return Stretch(window=window)
+    iterations, same = pieces_of(request.phases)
     steps, risks = [schedule[i] for i in same], request.risks
     seconds = iterations * np.array([step.choice.seconds for step in steps])
     first = np.concatenate([[True], np.diff(same) > 0])
