@@ -10,10 +10,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 
 ENGINES = ("megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3")
-
-
 FLASH_HEAD_DIM = 256  # channels: the largest head of FlashAttention 2 (its README, 'head dimension up to 256')
-
 Rule = tuple[bool, str, object, str]
 
 

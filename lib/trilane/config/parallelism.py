@@ -9,20 +9,10 @@ from trilane.config.model import ModelShape
 from trilane.utils.validation import require_integer, require_known
 
 RECOMPUTE = ("none", "selective", "full")
-
-
 PARTITIONS = ("uniform", "type:transformer|embedding")
-
-
 OFFLOADS = ("none", "optimizer", "full")
-
-
 ATTENTIONS = ("fused", "scores")
-
-
 ADAMS = ("fused", "torch")
-
-
 BUCKETS = ("layer", "library")
 
 
@@ -173,10 +163,7 @@ def _uneven_stages(t: Any, shape: ModelShape) -> str:
 TOPOLOGY_RULES = (
     Rule("zero", "ZeRO stages are 0, 1, 2 and 3", lambda t: t.zero <= 3),
     Rule(
-        "gbs",
-        "must be a multiple of mbs x dp",
-        lambda t: t.gbs % (t.mbs * t.dp) == 0,
-        lambda t: f" = {t.mbs} x {t.dp}",
+        "gbs", "must be a multiple of mbs x dp", lambda t: t.gbs % (t.mbs * t.dp) == 0, lambda t: f" = {t.mbs} x {t.dp}"
     ),
     Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
     Rule(

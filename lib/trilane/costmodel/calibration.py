@@ -17,11 +17,7 @@ from trilane.workspace.study import Study
 # Seconds that CUDA_LAUNCH_BLOCKING=1 adds to a layer's waits: the chronicles print 91.04 against 97.20 TFLOPs on 80
 # GPUs (3.5 ms a layer and microbatch) and no difference on 160; the A100 fit has 5.0 ms with it and 3.0 ms without.
 BLOCKED_LAUNCH_S = 2e-3
-
-
 ASYNCHRONOUS = "asynchronous launches"  # how the name of the regime without it begins
-
-
 FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
 

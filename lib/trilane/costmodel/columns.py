@@ -13,8 +13,6 @@ from trilane.config.parallelism import RECOMPUTE, Topology
 
 # DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
 LIBRARY_BUCKET = 500_000_000
-
-
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 

@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 # three and the 16-bit weight: written), and per parameter that it holds (clipping's norm, the copy back).
 STEP_BYTES_OWNED, STEP_BYTES_HELD = 30.0, 6.0
 
-
 # Adam on the host: reads and writes the same 28 bytes a parameter from DDR memory, about 100 GB/s a node
 # (DeepSpeed's CPU Adam: Ren et al. 2021, arXiv:2101.06840, section 5).
 HOST_STEP_BYTES, HOST_BYTES_PER_S = 28.0, 100e9
-
 
 # The caching allocator starts to return and reallocate blocks above this share of the card (PyTorch, 'CUDA semantics,
 # memory management': a failed cudaMalloc frees all cached blocks and synchronizes).

@@ -12,14 +12,9 @@ from trilane.costmodel.constants import Constants
 # guide', section on tile sizes (256 x 128 is the most efficient, 128 x 128 reads more operands per FLOP).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
 
-
 # The SIMT kernels that take unaligned operands work on 64-wide tiles.
 SIMT_TILE = 64
-
-
 FLASH_SHARE = 0.5
-
-
 CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
 
 

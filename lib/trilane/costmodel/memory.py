@@ -38,11 +38,9 @@ class MemoryConstants:
 
 DEFAULT = MemoryConstants()
 
-
 # Without ZeRO: fp32 master, two moments and two more bytes for an fp32 gradient, 18 with weights and gradients
 # (BigScience chronicles, '104B topology / memory usage').
 WHOLE_OPTIMIZER = 14.0
-
 
 # DeepSpeed's ZeRO without a pipeline: reduce and all-gather buckets of 16-bit values, the first one doubled to overlap
 # (its configuration page, reduce_bucket_size and allgather_bucket_size).

@@ -7,14 +7,8 @@ from trilane.config.model import ModelShape
 from trilane.utils.tables import Columns, Text
 
 STATE_BYTES_PER_PARAMETER = 18  # fp16 weights 2, gradients 4, fp32 masters 4, Adam's moments 8: BigScience chronicles
-
-
 OLD_VOCABULARY = 50_257  # GPT-2's; the chronicles take it for every published model
-
-
 PLANNING_VOCABULARY = 150_257  # the chronicles' first estimate of the multilingual vocabulary
-
-
 VOCABULARY = 250_880  # the padded one of the tables from 02-17 on
 
 

@@ -9,13 +9,8 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.layers import TILES
 
 TILE = 128  # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
-
-
 WAVE_LIMIT = 0.08  # share of SM time that incomplete waves may idle before a note says so: our choice
-
-
 BALANCE = 0.5  # from this share of a layer on, an embedding wants a place of its own in the pipeline: our choice
-
 
 # megatron/core/fusions/fused_softmax.py, is_kernel_available; CUDA's batch per block for more than 128 keys is 4
 SOFTMAX_KEYS, SOFTMAX_BATCH = (16, 4096), 4

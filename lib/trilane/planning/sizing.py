@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 # hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
 # below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
 LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
-
-
 MOST_WIDTHS = 10
-
-
 MOST = 1e14  # parameters: a hundred times what has been trained
 
 
