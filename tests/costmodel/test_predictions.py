@@ -28,7 +28,7 @@ def test_the_planning_table_has_the_block_and_embedding_bytes_of_the_chronicles(
     wide = next(m for m in planned_models() if m.origin.startswith("199B"))
     assert wide.block_bytes_per_gpu / 1e6 == pytest.approx(5549.48, abs=0.01)
     assert wide.embedding_bytes_per_gpu / 1e6 == pytest.approx(4846.69, abs=0.01)
-    assert wide.replica_gpus == 80
+    assert wide.tp * wide.pp == 80
 
 
 def test_parts_sum_to_the_whole():

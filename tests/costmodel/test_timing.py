@@ -26,7 +26,7 @@ def seconds(shape=SHAPE, machine=A100, constants=K, **topology):
 
 def test_one_formula_serves_a_number_and_an_array():
     topologies = [Topology(tp=t, pp=12, dp=32 // t, mbs=m, gbs=2048, **FULL) for t in (2, 4, 8) for m in (1, 2, 4)]
-    together = iteration_columns(stack([columns_of(SHAPE, t) for t in topologies]), A100, K.constants)
+    together = iteration_columns(stack([columns_of(SHAPE, t) for t in topologies]), A100, K)
     alone = [iteration_time(SHAPE, t, A100, K) for t in topologies]
     assert np.allclose(together.total, [t.total for t in alone], rtol=1e-12)
 
@@ -77,7 +77,7 @@ def test_fused_attention_is_never_slower_and_recomputation_never_free():
 
 def test_no_constant_beats_its_peak():
     """At the bounds' best every layer still takes at least its FLOPs over the card's peak."""
-    best = dataclasses.replace(K.constants, matmul=BOUNDS["matmul"].high, prologue=1, quantization=BOUNDS["matmul"].low)
+    best = dataclasses.replace(K, matmul=BOUNDS["matmul"].high, prologue=1, quantization=BOUNDS["matmul"].low)
     x = columns_of(SHAPE, Topology(tp=8, mbs=4, gbs=4, **FULL))
     flops = 96 * 4 * 2048 * SHAPE.hidden_size**2 / 8
     assert layer_time(x, A100, best).matmul >= flops / A100.gpu.fp16_flops_per_s

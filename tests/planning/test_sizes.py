@@ -58,7 +58,8 @@ def test_embedding_and_block_lines_are_those_of_the_prequel_in_the_right_unit(hi
 def test_a_gpu_of_104b_holds_953_million_parameters_with_the_embedding_and_807_without():
     """Prequel, '104B topology / memory usage': TP 4, PP 32, vocabulary 50257."""
     model = next(m for m in planned_models() if m.origin == "bs 104B")
-    assert model.parameters_per_gpu == (953_180_700, 807_435_400)
+    layers = model.layers_per_stage * model.shape.layer_parameters / model.tp
+    assert (layers + model.shape.embedding_parameters / model.tp, layers) == (953_180_700, 807_435_400)
 
 
 def test_a_head_size_that_is_no_multiple_of_eight_and_a_lost_softmax_are_named():

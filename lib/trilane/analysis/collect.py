@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.analysis.compare import compare, sides
 from trilane.analysis.loss_curve import Curve, join, trainings
@@ -16,14 +16,13 @@ from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
-from trilane.utils.tables import Columns, Table, Text, literal, middle, percent, short
+from trilane.utils.tables import Columns, DataFrame, Table, Text, literal, middle, percent, short
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
+NUMERICS = {"skipped iterations": "skipped", "NaN": "nan_iterations", "gradient norm, median": "grad_norm"}
+NUMERICS |= {"largest": "grad_norm_max", "loss scale, last": "loss_scale", "reductions": "loss_scale_drops"}
 OURS = ("run.log", "steps.jsonl")  # in a run folder, next to plan.json
 
 
@@ -44,7 +43,7 @@ class MeasuredRuns(Table):
         unread = "; ".join(map(literal, self.unread))
         return Text(f"{len(self.runs)} runs, {len(self.timed)} of them with timed iterations. {unread}")
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """The runs in the columns of the BigScience tables, a row each."""
         return frame(self.runs)
 
@@ -63,17 +62,8 @@ class MeasuredRuns(Table):
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms and loss scales."""
-        return Columns(
-            {
-                "run": [m.name for m in self.timed],
-                "skipped iterations": [m.numerics.skipped for m in self.timed],
-                "NaN": [m.numerics.nan_iterations for m in self.timed],
-                "gradient norm, median": [m.numerics.grad_norm for m in self.timed],
-                "largest": [m.numerics.grad_norm_max for m in self.timed],
-                "loss scale, last": [m.numerics.loss_scale for m in self.timed],
-                "reductions": [m.numerics.loss_scale_drops for m in self.timed],
-            }
-        )
+        values = {name: [getattr(m.numerics, field) for m in self.timed] for name, field in NUMERICS.items()}
+        return Columns({"run": [m.name for m in self.timed], **values})
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""

@@ -81,6 +81,8 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
     spread between runs; that of SINGLE_DEVIATION stands in. Where batch or sequence length differ the time of a token
     counts. Left out: trends with the order in which the runs ran; interleave A and B.
     """
+    from scipy.stats import t
+
     require(0.5 <= confidence < 1, "confidence", confidence, "must lie between 0.5 and 1")
     times, unit = _times(a, b)
     for side, seconds in zip("AB", times, strict=True):
@@ -88,7 +90,7 @@ def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: floa
     x, y = (np.log(seconds) for seconds in times)
     error, deviation, freedom, source = _spread(x, y, max(_floor(a), _floor(b)))
     change = float(np.mean(y) - np.mean(x))
-    reach = _quantile((1 + confidence) / 2, freedom) * error
+    reach = float(t.ppf((1 + confidence) / 2, freedom)) * error
     return Comparison(
         runs_a=len(x),
         runs_b=len(y),
@@ -179,15 +181,6 @@ def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[str, ...
             notes.append(f"the runs of {side} differ among themselves in shape or topology")
     gpus = [{m.config.gpus for m in runs if m.config.gpus} for runs in (a, b)]
     if all(gpus) and gpus[0] != gpus[1]:
-        notes.append(f"A ran on {_either(gpus[0])} GPUs, B on {_either(gpus[1])}")
+        one, other = (" or ".join(map(str, sorted(numbers))) for numbers in gpus)
+        notes.append(f"A ran on {one} GPUs, B on {other}")
     return tuple(notes)
-
-
-def _either(numbers: set[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)))
-
-
-def _quantile(p: float, freedom: float) -> float:
-    from scipy.stats import t
-
-    return float(t.ppf(p, freedom))

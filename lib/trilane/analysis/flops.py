@@ -27,7 +27,8 @@ def size_factor(shape: ModelShape, config: RunConfig, batch: float) -> float:
     embeddings and positions, though a look-up multiplies nothing. Left out: the attention core's 4 s h per token and
     layer, which grows with the sequence.
     """
-    return 2 * shape.parameters * _passes(config) * batch * shape.seq_length
+    passes = 4 if config.recompute == "full" else 3
+    return 2 * shape.parameters * passes * batch * shape.seq_length
 
 
 def replicated(shape: ModelShape, config: RunConfig, batch: float) -> float:
@@ -48,7 +49,7 @@ def megatron_causal(shape: ModelShape, config: RunConfig, batch: float) -> float
     so with full recomputation the rate is a quarter below Narayanan's. Left out here: grouped queries, gated MLPs,
     experts.
     """
-    return _model(shape, batch) - 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
+    return shape.flops_per_iteration(batch) - 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
 
 
 def hardware(shape: ModelShape, config: RunConfig, batch: float) -> float:
@@ -57,18 +58,13 @@ def hardware(shape: ModelShape, config: RunConfig, batch: float) -> float:
     Full: a third more for the layers, as Narayanan's 96. Selective: the attention core once more, 4 B s^2 L h
     (Korthikanti et al. 2022, arXiv:2205.05198, section 5). Left out: kernels that skip the masked half.
     """
-    if config.recompute == "full":
-        return shape.flops_per_iteration(batch, True)
     again = 4.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
-    return _model(shape, batch) + again * (config.recompute == "selective")
+    return narayanan(shape, config, batch) + again * (config.recompute == "selective")
 
 
 Definition = Callable[[ModelShape, RunConfig, float], float]
 DEFINITIONS: dict[str, Definition] = {
-    "narayanan": narayanan,
-    "size_factor": size_factor,
-    "replicated": replicated,
-    "megatron_causal": megatron_causal,
+    flops.__name__: flops for flops in (narayanan, size_factor, replicated, megatron_causal)
 }
 
 
@@ -90,12 +86,4 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
     if not (shape and config.gpus and config.peak_flops_per_s and batch > 0 and seconds > 0):
         return {}
     whole = seconds * config.gpus * config.peak_flops_per_s
-    return {"mfu": _model(shape, batch) / whole, "hfu": hardware(shape, config, batch) / whole}
-
-
-def _model(shape: ModelShape, batch: float) -> float:
-    return shape.flops_per_iteration(batch, False)
-
-
-def _passes(config: RunConfig) -> int:
-    return 4 if config.recompute == "full" else 3
+    return {"mfu": shape.flops_per_iteration(batch) / whole, "hfu": hardware(shape, config, batch) / whole}

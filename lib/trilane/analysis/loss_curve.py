@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from trilane.analysis.run_config import run_config
+from trilane.analysis.steady_state import interval
 from trilane.logs.run import RunLog
 from trilane.utils.validation import require
 
@@ -70,8 +71,8 @@ def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     """
     found: list[list[RunLog]] = []
     for log in (log for log in logs if len(log.iterations)):
-        first = log.iterations["iteration"].iloc[0]
-        fitting = [t for t in found if _interval(log) < first <= _last(t) + _interval(log) and _agree(t[-1], log)]
+        first, every = log.iterations["iteration"].iloc[0], interval(log.iterations["iteration"].to_numpy(float))
+        fitting = [t for t in found if every < first <= _last(t) + every and _agree(t[-1], log)]
         if fitting:
             max(fitting, key=lambda t: found.index(t)).append(log)
         else:
@@ -91,11 +92,6 @@ def _columns(log: RunLog, number: int) -> pd.DataFrame:
 
 def _last(training: Sequence[RunLog]) -> float:
     return max(float(log.iterations["iteration"].iloc[-1]) for log in training)
-
-
-def _interval(log: RunLog) -> float:
-    steps = np.diff(log.iterations["iteration"].to_numpy(float))
-    return float(np.median(steps)) if len(steps) else 1.0
 
 
 def _agree(one: RunLog, other: RunLog) -> bool:

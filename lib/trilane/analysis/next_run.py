@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +12,9 @@ from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.uncertainty import Posterior
-from trilane.utils.tables import Table, Text
+from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 ITERATIONS = 20  # of a short run
 STARTUP_S = {"cuda": 120.0, "cpu": 15.0}  # its start: imports, NCCL, first kernels; guessed, not measured
@@ -59,7 +55,6 @@ class ShortRun:
 
     @property
     def label(self) -> str:
-        """The label of what runs."""
         return label(self.case)
 
 
@@ -84,7 +79,7 @@ class NextRuns(Table):
             f"{d.regret:.2%} of the time, on average."
         )
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """The SHOWN best runs: cost, expected saving, and the interval of the winner's time now and after."""
         import pandas as pd
 

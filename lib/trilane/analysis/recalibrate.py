@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,11 +19,8 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
-from trilane.utils.tables import Columns, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.workspace.study import Study
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
 
@@ -44,7 +40,7 @@ class Recalibration(Table):
     def __bool__(self) -> bool:
         return bool(self.cases)
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """Measured against predicted seconds, a row a run."""
         import pandas as pd
 
@@ -83,7 +79,7 @@ class Recalibration(Table):
         ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(self.after, self.runs, strict=True)]
         return max(ratios, key=lambda ratio: abs(ratio - 1), default=math.nan)
 
-    def measured_rows(self) -> "pd.DataFrame":
+    def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that measured_rows.read_rows takes: `trilane plan backtest` fits to them."""
         import pandas as pd
 

@@ -74,7 +74,7 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
 
 def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: Mapping[str, float]) -> list[tuple[str, np.ndarray]]:
     table, lines = log.iterations, len(at)
-    step = _interval(at)
+    step = interval(at)
     warm = (at - at[:1] < warm_up) & (np.arange(lines) < max(1, lines // 2)) & (lines > 1) & (warm_up > 0)
     reasons = [("warm-up", warm)]
     if "skipped" in table:
@@ -101,7 +101,7 @@ def _follows(at: np.ndarray, step: float, every: int) -> np.ndarray:
     return (np.floor(last / every) * every >= np.maximum(first, 1)) & (last >= every)
 
 
-def _interval(at: np.ndarray) -> float:
+def interval(at: np.ndarray) -> float:
     """Iterations that one line covers."""
     steps = np.diff(at)
     return float(np.median(steps[steps > 0])) if (steps > 0).any() else 1.0

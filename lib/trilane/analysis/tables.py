@@ -3,16 +3,13 @@
 import html
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.analysis.measure import KEEP, Measurement, measure, measure_log
 from trilane.documents.runs import read_runs
-from trilane.utils.tables import percent
+from trilane.utils.tables import DataFrame, percent
 from trilane.utils.validation import require_folder
 from trilane.workspace.status import Status
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COLUMNS = ("GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
 SUFFIXES = (".log", ".out", ".txt", ".gz")
@@ -60,7 +57,7 @@ def cells(row: Row) -> list[str]:
     return [_text(row["gpus"], "{:.0f}"), size(row["parameters"]), *counts, memory, *speed, row["notes"]]
 
 
-def frame(runs: Collection[Measurement]) -> "pd.DataFrame":
+def frame(runs: Collection[Measurement]) -> DataFrame:
     """The runs as a DataFrame, a row each, memory in GiB; GFLOPs where none reaches a TFLOP/s."""
     import pandas as pd
 

@@ -285,4 +285,4 @@ def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str |
     if not as_json:
         for skipped in result.skipped:
             print(f"skipped {skipped.row_id}: {skipped.reason}", file=sys.stderr)
-    return emit(as_json, result.to_json(), result.as_text(), failed=not result.predictions)
+    return emit(as_json, result.to_json(), repr(result), failed=not result.predictions)

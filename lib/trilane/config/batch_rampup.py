@@ -16,7 +16,6 @@ class Phase:
 
     @property
     def samples(self) -> int:
-        """Samples that the phase consumes."""
         return self.gbs * self.iterations
 
 

@@ -2,11 +2,11 @@
 
 import re
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 
 from trilane.utils.tables import Columns
 from trilane.utils.validation import (
+    DATA,
     from_mapping,
     read_json,
     require,
@@ -88,12 +88,8 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "max_nodes", "cores_per_node"):
             require_integer(f"cluster.{name}", getattr(self, name), 1)
-            require(
-                getattr(self, name) <= LARGEST_COUNT,
-                f"cluster.{name}",
-                getattr(self, name),
-                f"must be at most {LARGEST_COUNT}",
-            )
+            rule = f"must be at most {LARGEST_COUNT}"
+            require(getattr(self, name) <= LARGEST_COUNT, f"cluster.{name}", getattr(self, name), rule)
         for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s", "host_memory_bytes"):
             require_positive(f"cluster.{name}", getattr(self, name))
         for name in ("latency_s", "launch_overhead_s"):
@@ -122,16 +118,16 @@ class Cluster:
 
 def catalogue() -> list[str]:
     """Names of the clusters that ship with trilane."""
-    return sorted(p.name.removesuffix(".json") for p in resources.files("trilane").joinpath("data/clusters").iterdir())
+    return sorted(path.stem for path in (DATA / "clusters").iterdir())
 
 
 def cluster(name_or_path: str) -> Cluster:
     """The cluster of that name in the catalogue, or of the JSON file at that path; ValueError lists the known names."""
-    if name_or_path.endswith(".json"):
-        return from_mapping(Cluster, read_json(Path(name_or_path), "cluster"), "cluster")
-    require_known("cluster", name_or_path, catalogue())
-    shipped = resources.files("trilane").joinpath(f"data/clusters/{name_or_path}.json")
-    return from_mapping(Cluster, read_json(Path(str(shipped)), "cluster"), "cluster")
+    path = Path(name_or_path)
+    if not name_or_path.endswith(".json"):
+        require_known("cluster", name_or_path, catalogue())
+        path = DATA / f"clusters/{name_or_path}.json"
+    return from_mapping(Cluster, read_json(path, "cluster"), "cluster")
 
 
 def card_words(name: str) -> set[str]:

@@ -86,13 +86,8 @@ def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> st
 
 def unsupported_rule(engine: str, shape: ModelShape, topology: Topology) -> tuple[str, object, str] | None:
     """Field, value and rule of the first thing that `engine` does not support; batch sizes never matter."""
-    rules = {
-        "megatron": _megatron,
-        "deepspeed-zero": _deepspeed_zero,
-        "deepspeed-3d": _deepspeed_3d,
-        "hf-zero3": _hf_zero3,
-    }[engine]
-    return next(((field, value, rule) for ok, field, value, rule in rules(shape, topology) if not ok), None)
+    rules = RULES[engine](shape, topology)
+    return next(((field, value, rule) for ok, field, value, rule in rules if not ok), None)
 
 
 def _megatron(shape: ModelShape, t: Topology) -> list[Rule]:
@@ -149,3 +144,6 @@ def _deepspeed(shape: ModelShape, t: Topology) -> list[Rule]:
         (getattr(t, uneven) == 0, uneven, getattr(t, uneven), "cuts its stages evenly, or by type"),
         (not t.overlap_grad_reduce, "overlap_grad_reduce", True, "decides itself what it overlaps"),
     ]
+
+
+RULES = dict(zip(ENGINES, (_megatron, _deepspeed_zero, _deepspeed_3d, _hf_zero3), strict=True))

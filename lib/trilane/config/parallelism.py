@@ -12,8 +12,8 @@ RECOMPUTE = ("none", "selective", "full")
 PARTITIONS = ("uniform", "type:transformer|embedding")
 OFFLOADS = ("none", "optimizer", "full")
 ATTENTIONS = ("fused", "scores")
-ADAMS = ("fused", "torch")
-BUCKETS = ("layer", "library")
+CHOICES = {"recompute": RECOMPUTE, "partition": PARTITIONS, "offload": OFFLOADS, "precision": PRECISIONS}
+CHOICES |= {"attention": ATTENTIONS, "adam": ("fused", "torch"), "buckets": ("layer", "library")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,9 @@ class Topology:
             require_integer(name, getattr(self, name), 1)
         for name in ("zero", "first_stage_layers", "last_stage_layers"):
             require_integer(name, getattr(self, name), 0)
-        require_known("recompute", self.recompute, RECOMPUTE)
-        require_known("partition", self.partition, PARTITIONS)
-        require_known("offload", self.offload, OFFLOADS)
-        require_known("precision", self.precision, PRECISIONS)
-        require_known("attention", self.attention, ATTENTIONS)
-        require_known("adam", self.adam, ADAMS)
-        require_known("buckets", self.buckets, BUCKETS)
-        reason = first_broken(TOPOLOGY_RULES, self)
-        if reason:
+        for name, known in CHOICES.items():
+            require_known(name, getattr(self, name), known)
+        if reason := first_broken(TOPOLOGY_RULES, self):
             raise ValueError(reason)
 
     @property
@@ -159,6 +153,12 @@ def _uneven_stages(t: Any, shape: ModelShape) -> str:
     return f"{field}={value}: {rule}" if shared % v else ""
 
 
+def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
+    """The rule that tp must divide that size of the shape."""
+    holds, detail = lambda t, s: getattr(s, size) % t.tp == 0, lambda t, s: f"{sign}{getattr(s, size)}"
+    return Rule("tp", f"must divide {size}{hint}", holds, detail, of_sizes=True)
+
+
 # What no topology can be, whatever the model and the machine.
 TOPOLOGY_RULES = (
     Rule("zero", "ZeRO stages are 0, 1, 2 and 3", lambda t: t.zero <= 3),
@@ -187,27 +187,9 @@ TOPOLOGY_RULES = (
 )
 # What a model asks of a topology.
 SHAPE_RULES = (
-    Rule(
-        "tp",
-        "must divide num_attention_heads",
-        lambda t, s: s.num_attention_heads % t.tp == 0,
-        lambda t, s: f"={s.num_attention_heads}",
-        of_sizes=True,
-    ),
-    Rule(
-        "tp",
-        "must divide vocab_size (pad the vocabulary)",
-        lambda t, s: s.vocab_size % t.tp == 0,
-        lambda t, s: f": {s.vocab_size}",
-        of_sizes=True,
-    ),
-    Rule(
-        "tp",
-        "must divide hidden_size",
-        lambda t, s: s.hidden_size % t.tp == 0,
-        lambda t, s: f"={s.hidden_size}",
-        of_sizes=True,
-    ),
+    _tp_divides("num_attention_heads"),
+    _tp_divides("vocab_size", hint=" (pad the vocabulary)", sign=": "),
+    _tp_divides("hidden_size"),
     Rule(
         "tp",
         "must divide seq_length where sequences are parallel",

@@ -134,21 +134,16 @@ class Run:
     exit_iteration: int = 0
 
     def __post_init__(self) -> None:
-        require_integer("train_iters", self.train_iters, 1)
-        require_integer("log_interval", self.log_interval, 1)
-        require_integer("save_interval", self.save_interval, 0)
-        require_integer("keep_last", self.keep_last, 0)
-        require_integer("start_iteration", self.start_iteration, 0)
-        require_integer("exit_iteration", self.exit_iteration, 0)
+        for name in ("train_iters", "log_interval", "trace_calls"):
+            require_integer(name, getattr(self, name), 1)
+        for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration"):
+            require_integer(name, getattr(self, name), 0)
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
         require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
         require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
-        minutes = self.exit_duration_minutes
+        minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
-        require(
-            0 <= self.hang_timeout_s < float("inf"), "hang_timeout_s", self.hang_timeout_s, "must be >= 0 (0.0: off)"
-        )
-        require_integer("trace_calls", self.trace_calls, 1)
+        require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
         plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 

@@ -4,7 +4,7 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,8 @@ from trilane.costmodel.measured_rows import MeasuredRow, Skipped, read_rows, shi
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
 from trilane.costmodel.metrics import ANOMALIES, Pair, RowPrediction, figures, group_name
 from trilane.costmodel.uncertainty import posterior
-from trilane.utils.tables import Columns, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, require_known
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "table": lambda row: row.table,
@@ -72,15 +69,12 @@ class Backtest(Table):
         result, groups = {**figures(self.pairs), "skipped": len(self.skipped)}, self.groups()
         return {**result, "groups": groups} if len(groups) > 1 else result
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """A row of figures over all rows, and one for each GPU and software stack; columns as in HEADERS."""
         groups = self.groups()
         return _table({"all": figures(self.pairs), **(groups if len(groups) > 1 else {})}).to_frame()
 
     def __repr__(self) -> str:
-        return self.as_text()
-
-    def as_text(self) -> str:
         """The table as text: a line per figure, a column per group."""
         frame = self.to_frame().set_index("rows").T.rename_axis(None, axis=1)
         return frame.to_string(float_format="{:.4g}".format, na_rep="")
@@ -156,12 +150,9 @@ def predict_row(
 
 def predict_default(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
     """Predict every row by the default calibration of its cluster and stack, without a fit."""
-    cache: dict[tuple[str, str], Calibration] = {}
-    for row in rows:
-        key = (row.case.cluster.name, row.stack)
-        if key not in cache:
-            cache[key] = default(row.case.cluster, row.stack)
-    return [predict_row(row, cache[row.case.cluster.name, row.stack]) for row in rows]
+    machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
+    known = {key: default(cluster, key[1]) for key, cluster in machines.items()}
+    return [predict_row(row, known[row.case.cluster.name, row.stack]) for row in rows]
 
 
 def predict_calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:

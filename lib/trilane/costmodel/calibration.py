@@ -1,9 +1,7 @@
 """Calibration: the constants of one cluster and engine, what they were fitted to, and how far predictions scatter."""
 
-import json
 import math
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.constants import BOUNDS, Bound, Constants
-from trilane.utils.validation import from_mapping, read_json, require, require_positive, to_mapping
+from trilane.utils.validation import DATA, from_mapping, read_json, require, require_positive, to_mapping
 from trilane.workspace.study import Study
 
 # Seconds that CUDA_LAUNCH_BLOCKING=1 adds to a layer's waits: the chronicles print 91.04 against 97.20 TFLOPs on 80
@@ -55,26 +53,12 @@ class Configuration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Calibration(Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
     Raises ValueError for a constant outside its physical bound.
     """
 
-    matmul: float = BOUNDS["matmul"].prior
-    prologue: float = BOUNDS["prologue"].prior
-    quantization: float = BOUNDS["quantization"].prior
-    memory: float = BOUNDS["memory"].prior
-    node: float = BOUNDS["node"].prior
-    network: float = BOUNDS["network"].prior
-    p2p: float = BOUNDS["p2p"].prior
-    misaligned: float = BOUNDS["misaligned"].prior
-    crowding: float = BOUNDS["crowding"].prior
-    launch_s: float = BOUNDS["launch_s"].prior
-    skew_s: float = BOUNDS["skew_s"].prior
-    handoff_s: float = BOUNDS["handoff_s"].prior
-    pressure: float = BOUNDS["pressure"].prior
-    overlap: float = 0.0
     half_width: float = 0.15
     rows: int = 0
     regimes: tuple[Regime, ...] = ()
@@ -86,11 +70,6 @@ class Calibration:
             require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
         require_positive("calibration.half_width", self.half_width)
         require(0 <= self.overlap < 1, "calibration.overlap", self.overlap, "must lie between 0 and 1")
-
-    @property
-    def constants(self) -> Constants:
-        """The constants alone, as the formulas take them."""
-        return Constants(**{name: getattr(self, name) for name in BOUNDS}, overlap=self.overlap)
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""
@@ -132,13 +111,13 @@ def default(cluster: Cluster, stack: str = "") -> Calibration:
     shipped = _shipped("calibrations")
     for name in (f"{cluster.name}/{stack}", cluster.name):
         if name in shipped:
-            return from_mapping(Calibration, shipped[name], "calibration")
+            return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
         # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
         launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
     generation = "hopper" if cluster.gpu.compute_capability[0] == 9 else "transferable"
-    return from_mapping(Calibration, shipped[generation], "calibration")
+    return from_json(shipped[generation])
 
 
 def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
@@ -147,7 +126,7 @@ def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
 
 
 def _shipped(name: str) -> dict[str, Any]:
-    return read_json(Path(str(resources.files("trilane").joinpath(f"data/{name}.json"))), name)
+    return read_json(DATA / f"{name}.json", name)
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
@@ -159,11 +138,6 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
 def from_json(values: object) -> Calibration:
     """The calibration of a JSON object; ValueError names a wrong field."""
     return from_mapping(Calibration, values, "calibration")
-
-
-def save(calibration: Calibration, path: Path | str) -> None:
-    """Write it as JSON; load() reads it back."""
-    Path(path).write_text(json.dumps(to_json(calibration), indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path | str) -> Calibration:

@@ -9,11 +9,22 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import sums_in_fp32
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import RECOMPUTE, Topology
+from trilane.config.parallelism import OFFLOADS, RECOMPUTE, Topology
 
 # DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
 LIBRARY_BUCKET = 500_000_000
+# Numbers that a Topology has by the same names.
+SAME = ("tp", "pp", "dp", "mbs", "gbs", "zero", "interleaving", "first_stage_layers", "last_stage_layers")
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
+
+
+class Parts:
+    """Base of a dataclass whose fields, numbers or arrays, are parts of a whole."""
+
+    @property
+    def total(self) -> Number:
+        """Sum of the parts."""
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +72,14 @@ class Columns:
 
     @property
     def gpus(self) -> Number:
-        """GPUs of the run."""
         return self.tp * self.pp * self.dp
 
     @property
     def tokens(self) -> Number:
-        """Tokens of one microbatch."""
         return self.mbs * self.seq
 
     @property
     def head_dim(self) -> Number:
-        """Channels of one attention head."""
         return self.hidden / self.heads
 
     @property
@@ -127,25 +135,17 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         heads=shape.num_attention_heads,
         seq=shape.seq_length,
         vocab=shape.vocab_size,
-        tp=t.tp,
-        pp=t.pp,
-        dp=t.dp,
-        mbs=t.mbs,
-        gbs=t.gbs,
-        zero=t.zero,
+        **{name: getattr(t, name) for name in SAME},
         recompute=RECOMPUTE.index(t.recompute),
-        interleaving=t.interleaving,
         embedding_layers=int(t.partition != "uniform"),
         sequence_parallel=int(t.sequence_parallel),
-        offload=("none", "optimizer", "full").index(t.offload),
+        offload=OFFLOADS.index(t.offload),
         value_bytes=4 if t.precision == "fp32" else 2,
         fp32_gradients=int(sums_in_fp32(engine, t)) if engine else int(t.fp32_gradients),
         stores_scores=int(t.attention == "scores"),
         torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
         embedding_layernorm=int(shape.embedding_layernorm),
-        first_stage_layers=t.first_stage_layers,
-        last_stage_layers=t.last_stage_layers,
         library_buckets=int(t.buckets == "library"),
         main_grads=int(engine == "megatron" and t.precision != "fp32"),
     )

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trilane.costmodel.columns import Number
-
 
 class Bound(NamedTuple):
     """Where a constant may lie: its prior, the standard deviation of the prior's logarithm, and hard limits."""
@@ -37,7 +35,7 @@ BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Numbers, or arrays with one entry a row where rows were measured under different conditions.
+    """Numbers, or in a fit arrays with one entry a row, where rows were measured under different conditions.
 
     matmul        share of the peak rate that a large, whole-tile matmul reaches
     prologue      depth K at which a tile's prologue and epilogue take as long as its main loop
@@ -55,20 +53,20 @@ class Constants:
     overlap       share of communication that hides under computation; given, not fitted: 0 in stacks of 2022
     """
 
-    matmul: Number
-    prologue: Number
-    quantization: Number
-    memory: Number
-    node: Number
-    network: Number
-    p2p: Number
-    misaligned: Number
-    crowding: Number
-    launch_s: Number
-    skew_s: Number
-    handoff_s: Number
-    pressure: Number
-    overlap: Number = 0.0
+    matmul: float = BOUNDS["matmul"].prior
+    prologue: float = BOUNDS["prologue"].prior
+    quantization: float = BOUNDS["quantization"].prior
+    memory: float = BOUNDS["memory"].prior
+    node: float = BOUNDS["node"].prior
+    network: float = BOUNDS["network"].prior
+    p2p: float = BOUNDS["p2p"].prior
+    misaligned: float = BOUNDS["misaligned"].prior
+    crowding: float = BOUNDS["crowding"].prior
+    launch_s: float = BOUNDS["launch_s"].prior
+    skew_s: float = BOUNDS["skew_s"].prior
+    handoff_s: float = BOUNDS["handoff_s"].prior
+    pressure: float = BOUNDS["pressure"].prior
+    overlap: float = 0.0
 
 
-PRIOR = Constants(**{name: bound.prior for name, bound in BOUNDS.items()})
+PRIOR = Constants()

@@ -1,21 +1,16 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.columns import Columns, Number, columns_of, slowdown
+from trilane.costmodel.columns import Columns, Number, Parts, columns_of, slowdown
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
 from trilane.costmodel.memory import memory_bytes, stage_layers
-
-if TYPE_CHECKING:
-    from trilane.costmodel.calibration import Calibration
-
 
 # Bytes that an Adam step moves per parameter that a GPU owns (fp32 master, two moments, gradient: read; the first
 # three and the 16-bit weight: written), and per parameter that it holds (clipping's norm, the copy back).
@@ -31,7 +26,7 @@ PRESSURE_FROM, PRESSURE_TO = 0.75, 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationTime:
+class IterationTime(Parts):
     """Where the seconds of one iteration go.
 
     `elementwise` includes kernels' waits for their launch, `optimizer` what an offloaded one moves over PCIe.
@@ -45,11 +40,6 @@ class IterationTime:
     bubble: float
     data_parallel: float
     optimizer: float
-
-    @property
-    def total(self) -> float:
-        """Sum of the parts, in seconds."""
-        return sum(getattr(self, f.name) for f in fields(self))
 
 
 def data_parallel_bytes_per_s(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -169,24 +159,24 @@ def assemble(
 
 def iteration_columns(columns: Columns, cluster: Cluster, constants: Constants) -> IterationTime:
     """Predicted time of one iteration for every row; the parts are numbers or arrays as `columns` are."""
-    layer = layer_time(columns, cluster, constants)
-    head, embedding = head_seconds(columns, cluster, constants), embedding_seconds(columns, cluster, constants)
-    return assemble(columns, layer, head, embedding, cluster, constants)
+    x, c = columns, constants
+    parts = layer_time(x, cluster, c), head_seconds(x, cluster, c), embedding_seconds(x, cluster, c)
+    return assemble(x, *parts, cluster, c)
 
 
 def iteration_time(
-    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration", engine: str = ""
+    shape: ModelShape, topology: Topology, cluster: Cluster, constants: Constants, engine: str = ""
 ) -> IterationTime:
     """Predicted seconds of one iteration of one plan, by part."""
-    parts = iteration_columns(columns_of(shape, topology, engine), cluster, calibration.constants)
+    parts = iteration_columns(columns_of(shape, topology, engine), cluster, constants)
     return IterationTime(**{f.name: float(getattr(parts, f.name)) for f in fields(IterationTime)})
 
 
 def seconds_per_stage(
-    shape: ModelShape, topology: Topology, cluster: Cluster, calibration: "Calibration", engine: str = ""
+    shape: ModelShape, topology: Topology, cluster: Cluster, constants: Constants, engine: str = ""
 ) -> list[float]:
     """Predicted seconds that one microbatch, forward and backward, takes on each pipeline stage, first to last."""
-    columns, constants = columns_of(shape, topology, engine), calibration.constants
+    columns = columns_of(shape, topology, engine)
     layer = float(layer_time(columns, cluster, constants).total)
     seconds = [layers * layer for layers in stage_layers(shape, topology)]
     seconds[0] += float(embedding_seconds(columns, cluster, constants))

@@ -1,11 +1,11 @@
 """LayerTime: seconds that one GPU spends on one layer of one microbatch, forward, backward and recomputed."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.costmodel.columns import Columns, Number, matmul_flops_per_s, slowdown
+from trilane.costmodel.columns import Columns, Number, Parts, matmul_flops_per_s, slowdown
 from trilane.costmodel.constants import Constants
 
 # Tiles of cuBLAS's half-precision kernels and their relative rate: NVIDIA, 'Matrix multiplication background user
@@ -19,7 +19,7 @@ CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
 
 
 @dataclass(frozen=True)
-class LayerTime:
+class LayerTime(Parts):
     """Seconds of one layer and microbatch on one GPU."""
 
     matmul: Number
@@ -27,11 +27,6 @@ class LayerTime:
     elementwise: Number
     tensor_parallel: Number
     overhead: Number
-
-    @property
-    def total(self) -> Number:
-        """Sum of the parts."""
-        return sum(getattr(self, f.name) for f in fields(self))
 
 
 def matmul_seconds(

@@ -3,9 +3,8 @@
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from trilane.config import cluster as hardware
@@ -14,7 +13,7 @@ from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
 from trilane.costmodel.calibration import Configuration
-from trilane.utils.validation import require, require_file, require_known
+from trilane.utils.validation import DATA, require, require_file, require_known
 
 NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
 
@@ -31,6 +30,11 @@ STACKS = {
 # Training stacks use flash attention since 2023, and on every H100 or later: Dao et al. 2022, arXiv:2205.14135. Earlier
 # rows without a note store their scores.
 FLASH_FROM = "2023"
+# Words of the documents for those of a Topology.
+OTHER_WORDS = {
+    "recompute": {"yes": "full", "no": "none"},
+    "offload": {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +90,20 @@ def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[Measur
 
 def shipped_rows() -> Path:
     """The CSV of measured rows that ships with trilane."""
-    return Path(str(resources.files("trilane").joinpath("data/measured.csv")))
+    return DATA / "measured.csv"
 
 
 def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float) -> dict[str, object]:
     """A measured run as the cells of such a CSV, from which read_rows makes the same configuration again."""
     s, t = case.shape, case.topology
     return {
-        "row_id": name,
-        "cluster": case.cluster.name,
-        "gpu": case.cluster.gpu.name,
-        "gpus": t.gpus,
-        "layers": s.num_layers,
-        "hidden": s.hidden_size,
-        "heads": s.num_attention_heads,
-        "seq": s.seq_length,
+        **{"row_id": name, "cluster": case.cluster.name, "gpu": case.cluster.gpu.name, "gpus": t.gpus},
+        **{"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads, "seq": s.seq_length},
         "padded_vocab": s.vocab_size,
         **{field: getattr(t, field) for field in ("dp", "tp", "pp", "mbs", "gbs", "zero", "recompute", "interleaving")},
         **{field: getattr(t, field) for field in ("partition", "sequence_parallel", "offload", "precision")},
         "bf16acc": t.fp32_gradients,
-        "attention": t.attention,
-        "adam": t.adam,
-        "buckets": t.buckets,
+        **{field: getattr(t, field) for field in ("attention", "adam", "buckets")},
         "engine": case.engine,
         "date": case.day,
         "sec_per_it": seconds,
@@ -151,18 +147,15 @@ def _cluster(cells: Mapping[str, str]) -> Cluster:
 
 def _shape(cells: Mapping[str, str], tp: int) -> ModelShape:
     vocab = _integer(cells, "vocab", 50_257)
+    # of some rows the layers are not printed, but inferred from the TFLOPs
+    layers = "layers_inferred" if cells.get("layers_inferred") and not cells.get("layers") else "layers"
     return ModelShape(
-        num_layers=_integer(cells, "layers_inferred" if _only_inferred(cells) else "layers"),
+        num_layers=_integer(cells, layers),
         hidden_size=_integer(cells, "hidden"),
         num_attention_heads=_integer(cells, "heads"),
         seq_length=_integer(cells, "seq"),
         vocab_size=_integer(cells, "padded_vocab", 0) or VOCABULARY.get(vocab) or padded_vocab_size(vocab, tp),
     )
-
-
-def _only_inferred(cells: Mapping[str, str]) -> bool:
-    """Whether the layers are not printed but inferred from the TFLOPs."""
-    return not cells.get("layers") and bool(cells.get("layers_inferred"))
 
 
 def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
@@ -173,6 +166,10 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
     require(gpus in (0, tp * pp * dp), "gpus", gpus, f"unlike tp x pp x dp = {tp} x {pp} x {dp} = {tp * pp * dp}")
     precision = cells.get("precision") or ("bf16" if cluster.gpu.bf16_flops_per_s else "fp16")
     zero = _integer(cells, "zero" if cells.get("zero") else "zero_stage", 0)
+    attention = _attention(cells, cluster)
+    # with flash attention a large model usually fits without recomputation; without it, never
+    usual = cells.get("activation_checkpointing") or ("none" if attention == "fused" else "full")
+    embedding = "embed" in (cells.get("partition") or cells.get("pp_partition") or "")
     accumulates = _flag(cells, "bf16acc") or cells.get("engine") == "megatron-deepspeed-bf16"
     return Topology(
         tp=tp,
@@ -182,37 +179,23 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         gbs=_integer(cells, "gbs"),
         # the BF16 optimizer with fp32 accumulation shards its states over dp, though not named ZeRO
         zero=max(zero, int(accumulates)),
-        recompute=_recompute(cells, _attention(cells, cluster)),
+        recompute=_word(cells, "recompute", usual, RECOMPUTE),
         interleaving=_integer(cells, "interleaving", 1),
-        partition=_partition(cells),
+        partition=PARTITIONS[int(embedding)],
         sequence_parallel=tp > 1 and _flag(cells, "sequence_parallel"),
-        offload=_offload(cells),
+        offload=_word(cells, "offload", "none", OFFLOADS),
         precision=precision,
         fp32_gradients=accumulates,
-        attention=_attention(cells, cluster),
+        attention=attention,
         buckets=cells.get("buckets") or "library",  # the documents leave them to DeepSpeed
         adam=cells.get("adam") or "fused",
     )
 
 
-def _recompute(cells: Mapping[str, str], attention: str) -> str:
-    # with flash attention a large model usually fits without recomputation; without it, never
-    usual = "none" if attention == "fused" else "full"
-    value = cells.get("recompute") or cells.get("activation_checkpointing") or usual
-    value = {"yes": "full", "no": "none"}.get(value, value)
-    require_known("recompute", value, RECOMPUTE)
-    return value
-
-
-def _partition(cells: Mapping[str, str]) -> str:
-    value = cells.get("partition") or cells.get("pp_partition") or "uniform"
-    return PARTITIONS[1] if "embed" in value else PARTITIONS[0]
-
-
-def _offload(cells: Mapping[str, str]) -> str:
-    value = cells.get("offload") or "none"
-    value = {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}.get(value, value)
-    require_known("offload", value, OFFLOADS)
+def _word(cells: Mapping[str, str], name: str, usual: str, known: Sequence[str]) -> str:
+    value = cells.get(name) or usual
+    value = OTHER_WORDS[name].get(value, value)
+    require_known(name, value, known)
     return value
 
 
@@ -227,15 +210,13 @@ def _flag(cells: Mapping[str, str], name: str) -> bool:
     return cells.get(name, "").lower() in ("1", "1.0", "true", "yes")
 
 
-def _number(cells: Mapping[str, str], name: str) -> float:
+def _number(cells: Mapping[str, str], name: str, rule: str = "must be a number") -> float:
     text = cells.get(name, "")
-    if not text:
-        return math.nan
     try:
-        value = float(text)
+        value = float(text or math.nan)
     except ValueError:
-        raise ValueError(f"{name}={text}: must be a number") from None
-    require(0 < value < math.inf, name, text, "must be a number above zero")
+        raise ValueError(f"{name}={text}: {rule}") from None
+    require(not text or 0 < value < math.inf, name, text, f"{rule} above zero")
     return value
 
 
@@ -246,7 +227,8 @@ def _integer(cells: Mapping[str, str], name: str, otherwise: int | None = None) 
     require(bool(text), name, "''", "is missing")
     try:
         value = float(text)
-    except ValueError:
-        raise ValueError(f"{name}={text}: must be a whole number") from None
-    require(value == int(value) if math.isfinite(value) else False, name, text, "must be a whole number")
+        whole = value == int(value)
+    except (ValueError, OverflowError):  # also of nan and inf
+        whole = False
+    require(whole, name, text, "must be a whole number")
     return int(value)

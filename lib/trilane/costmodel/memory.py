@@ -8,7 +8,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.columns import Columns, Number, columns_of
+from trilane.costmodel.columns import Columns, Number, Parts, columns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ BYTES_PER_BUCKET_VALUE = 3 * 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageMemory:
+class StageMemory(Parts):
     """What one GPU of a pipeline stage holds at its peak, in bytes."""
 
     weights: float
@@ -59,11 +59,6 @@ class StageMemory:
     buffers: float
     fragmentation: float
     context: float
-
-    @property
-    def total(self) -> float:
-        """Sum of the parts on the GPU."""
-        return sum(getattr(self, f.name) for f in fields(self))
 
 
 def activation_bytes_per_layer(columns: Columns) -> Number:

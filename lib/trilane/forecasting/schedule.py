@@ -174,7 +174,7 @@ def seconds_and_oom(plan: Plan, options: Sequence[Topology], calibration: Calibr
     if not options:
         return []
     columns = stacked([columns_of(plan.shape, t, plan.engine) for t in options])
-    seconds = iteration_columns(columns, plan.cluster, calibration.constants).total
+    seconds = iteration_columns(columns, plan.cluster, calibration).total
     p_oom = oom_probability(memory_bytes(columns, plan.cluster), plan.cluster)
     both = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, p_oom))
     return list(zip(*both, strict=True))

@@ -5,15 +5,13 @@ DeepSpeed itself ignores a misspelt key outside of its ZeRO block.
 
 import difflib
 import functools
-import json
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from typing import Any
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.utils.validation import require, require_integer, require_known
+from trilane.utils.validation import DATA, read_json, require, require_integer, require_known
 
 AUTO = "auto"  # in Hugging Face's JSON: the value of the trainer
 
@@ -57,8 +55,7 @@ def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:
 def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: int = 1) -> Topology:
     """The topology that a user's JSON describes on tp x pp x dp GPUs. Raises ValueError for the first contradiction."""
     given = _given(values)
-    lines = own_contradictions(values, pp=pp, dp=dp)
-    if lines:
+    if lines := own_contradictions(values, pp=pp, dp=dp):
         raise ValueError(lines[0])
     gbs, mbs, steps = _batch(given, dp)
     precision = next((p for p in ("fp16", "bf16") if given.get(f"{p}.enabled")), "fp32")
@@ -78,10 +75,8 @@ def read_topology(values: Mapping[str, Any], *, tp: int = 1, pp: int = 1, dp: in
 
 def own_contradictions(values: Mapping[str, Any], *, pp: int = 1, dp: int = 1) -> list[str]:
     """What DeepSpeed would refuse, or ignore silently, on tp x pp x dp processes; a line each."""
-    lines = unknown_keys(values)
     given = _given(values)
-    wrong = _wrong_types(given)
-    return lines + (wrong or _inconsistent(given, pp, dp))
+    return unknown_keys(values) + (_wrong_types(given) or _inconsistent(given, pp, dp))
 
 
 def _wrong_types(given: Mapping[str, Any]) -> list[str]:
@@ -159,8 +154,7 @@ ADAM = (
 @functools.cache
 def known_keys() -> dict[str, list[str]]:
     """The keys of each block by its dotted name, "" for the outermost; blocks not listed are not checked."""
-    text = resources.files("trilane").joinpath("data/deepspeed_keys.json").read_text(encoding="utf-8")
-    return json.loads(text)["keys"]
+    return read_json(DATA / "deepspeed_keys.json", "keys")["keys"]
 
 
 def unknown_keys(values: Mapping[str, Any]) -> list[str]:
@@ -193,8 +187,7 @@ def _short(value: object) -> str:
 
 def replicas(values: Mapping[str, Any]) -> int:
     """The data-parallel size implied by the three batch sizes; 1 if one of them is missing."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    sizes = [values.get(name) for name in names]
+    sizes = [values.get(name) for name in DECIDED[:3]]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return 1
     gbs, mbs, steps = sizes
@@ -203,8 +196,7 @@ def replicas(values: Mapping[str, Any]) -> int:
 
 def own_topology(values: Mapping[str, Any], tp: int, pp: int, dp: int) -> tuple[list[str], Topology | None]:
     """The contradictions of a DeepSpeed JSON with itself or, if there are none, the topology that it describes."""
-    lines = own_contradictions(values, pp=pp, dp=dp)
-    if lines:
+    if lines := own_contradictions(values, pp=pp, dp=dp):
         return lines, None
     try:
         return [], read_topology(values, tp=tp, pp=pp, dp=dp)

@@ -5,7 +5,7 @@ Names and meanings: Megatron-LM core_v0.16.1 (megatron/training/arguments.py) an
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from trilane.config.engines import unsupported_reason
 from trilane.config.plan import Plan
@@ -32,8 +32,7 @@ def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -
     our engines: exact GELU (their fused kernel has the tanh form), initial standard deviation 0.02.
     """
     require_known("flavour", flavour, ENGINE_OF)
-    reason = unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology)
-    if reason:
+    if reason := unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology):
         raise ValueError(reason)
     own = _megatron_lm(plan) if flavour == LM else _megatron_deepspeed(plan)
     switches = ["fp16"] * (plan.topology.precision == "fp16") + ["bf16"] * (plan.topology.precision == "bf16")
@@ -43,23 +42,14 @@ def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -
 
 def megatron_text(arguments: Arguments) -> str:
     """The arguments for bash, one per line."""
-    lines = [shlex.join([f"--{name}", *values]) for name, values in arguments.items()]
-    return " \\\n".join(lines)
+    return " \\\n".join(shlex.join([f"--{name}", *values]) for name, values in arguments.items())
 
 
 def _shape(plan: Plan) -> Arguments:
     s, t = plan.shape, plan.topology
-    return _options(
-        {
-            "num-layers": s.num_layers,
-            "hidden-size": s.hidden_size,
-            "num-attention-heads": s.num_attention_heads,
-            "seq-length": s.seq_length,
-            "max-position-embeddings": s.seq_length,
-            "tensor-model-parallel-size": t.tp,
-            "pipeline-model-parallel-size": t.pp,
-        }
-    )
+    values = {"num-layers": s.num_layers, "hidden-size": s.hidden_size, "num-attention-heads": s.num_attention_heads}
+    values |= {"seq-length": s.seq_length, "max-position-embeddings": s.seq_length}
+    return _options({**values, "tensor-model-parallel-size": t.tp, "pipeline-model-parallel-size": t.pp})
 
 
 def _batch(plan: Plan) -> Arguments:
@@ -87,9 +77,8 @@ def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
     blend = plan.data.blend
     sources = list(prefixes) or [part.source for part in blend] or [plan.data.source]
     require(len(sources) == max(1, len(blend)), "prefixes", len(sources), f"the plan has {max(1, len(blend))} sources")
-    weighted = [
-        word for part, source in zip(blend, sources, strict=False) for word in (repr(float(part.weight)), source)
-    ]
+    pairs = [(repr(float(part.weight)), source) for part, source in zip(blend, sources, strict=False)]
+    weighted = [word for pair in pairs for word in pair]
     return {"data-path": weighted or sources, **_options({"split": "100,0,0", "eval-iters": 0, "eval-interval": 1000})}
 
 
@@ -133,7 +122,7 @@ def _megatron_deepspeed(plan: Plan) -> Arguments:
     return {**_switches(switches), **_options(values)}
 
 
-def _options(values: dict[str, object]) -> Arguments:
+def _options(values: Mapping[str, object]) -> Arguments:
     return {name: [str(value)] for name, value in values.items()}
 
 

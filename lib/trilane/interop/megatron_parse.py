@@ -1,5 +1,6 @@
 """The plan that arguments of Megatron-LM or Megatron-DeepSpeed describe, and those that a plan cannot represent."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import BLEND, Data, Dropout, Optimizer, Part, Plan, Run
 from trilane.interop.megatron_args import BYTES, DEEPSPEED, ENGINE_OF, LM
-from trilane.utils.validation import require
+from trilane.utils.validation import DATA, read_json, require
 
 T = TypeVar("T")
 
@@ -97,10 +98,7 @@ def _shape(given: _Given, vocab_size: int) -> ModelShape:
     found = (padded or [vocab_size])[0]
     require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
     return ModelShape(
-        num_layers=given.get("num_layers", int),
-        hidden_size=given.get("hidden_size", int),
-        num_attention_heads=given.get("num_attention_heads", int),
-        seq_length=given.get("seq_length", int),
+        **{name: given.get(name, int) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")},
         vocab_size=found,
         tied_embeddings=not given.has("untie_embeddings_and_output_weights"),
         embedding_layernorm=given.has("embed_layernorm"),
@@ -177,14 +175,9 @@ def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
         warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
     optimizer = Optimizer(
         lr=given.get("lr", float),
-        min_lr=given.get("min_lr", float, 0.0),
         warmup_samples=warmup,
         decay_samples=0 if decay == whole else decay,
-        weight_decay=given.get("weight_decay", float, 0.01),
-        adam_beta1=given.get("adam_beta1", float, 0.9),
-        adam_beta2=given.get("adam_beta2", float, 0.999),
-        adam_eps=given.get("adam_eps", float, 1e-8),
-        clip_grad=given.get("clip_grad", float, 1.0),
+        **{name: given.get(name, float, usual) for name, usual in USUAL.items()},
     )
     run = Run(
         train_iters=iterations,
@@ -212,44 +205,26 @@ def _data(given: _Given) -> Data:
     return Data(source=BLEND, tokenizer=coder, blend=tuple(Part(source=s, weight=w) for w, s in parts))
 
 
-# What a plan has in one way only; other values are listed in `differs`.
-ONE_WAY = {
-    "lr_decay_style": "cosine",
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "optimizer": "adam",
-    "init_method_std": "0.02",
-    "recompute_method": "uniform",
-    "recompute_num_layers": "1",
-    "recompute_modules": "core_attn",
-    "checkpoint_num_layers": "1",
-}
-
+# The programs' defaults for the numbers of an Optimizer.
+USUAL = {"min_lr": 0.0, "weight_decay": 0.01, "clip_grad": 1.0}
+USUAL |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
 ASSUMED = {"lr_decay_style": "linear"}  # the default of the programs
-
-# Irrelevant to a plan: where and how often files are written, kernels, workers, the launcher's arguments.
-IGNORED = {
-    *("save", "load", "save_interval", "log_throughput", "eval_iters", "eval_interval", "split", "data_cache_path"),
-    *("data_impl", "num_workers", "dataloader_type", "vocab_file", "merge_file", "distributed_backend", "role"),
-    *("kill_switch_path", "local_ranks_filter", "no_create_attention_mask_in_dataloader"),
-    *("exit_duration_in_mins", "exit_interval", "tensorboard_queue_size", "log_timers_to_tensorboard", "ckpt_format"),
-    *("log_batch_size_to_tensorboard", "log_validation_ppl_to_tensorboard", "initial_loss_scale", "loss_scale_window"),
-    *("hysteresis", "min_loss_scale", "no_bias_gelu_fusion", "no_bias_dropout_fusion", "no_masked_softmax_fusion"),
-    *("no_gradient_accumulation_fusion", "attention_backend", "use_flash_attn", "use_mcore_models", "transformer_impl"),
-    *("deepspeed_config", "deepspeed_activation_checkpointing", "partition_activations", "cpu_torch_adam"),
-    *("timing_log_option", "abort_on_unmet_fused_kernel_constraints"),
-    *("make_vocab_size_divisible_by", "nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "tee"),
-    *("jobid", "kill_on_bad_exit", "wait", "valid_num_workers"),
-    *("rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "codecarbon_dir", "local_rank"),
-}  # fmt: skip
 
 DERIVED = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from the shape of a plan
 TOKENIZERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # those in a folder
 
 
+@functools.cache
+def known_arguments() -> dict[str, Any]:
+    """`one_way`: what a plan has in one way only, other values are listed in `differs`; `ignored`: what is irrelevant,
+    such as where and how often files are written, kernels, workers, the launcher's arguments.
+    """
+    return read_json(DATA / "megatron_arguments.json", "arguments")
+
+
 def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     """The values that the plan read from them has otherwise, as `name=value: a plan has ...`."""
-    wanted: dict[str, Any] = {**ONE_WAY, **_derived(plan)}
+    wanted: dict[str, Any] = known_arguments()["one_way"] | _derived(plan)
     given = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
     found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
     coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
@@ -263,8 +238,8 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
 
 def unread(names: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of the names that were not read: those irrelevant to a plan, and those unknown."""
-    rest = names - set(ONE_WAY) - DERIVED
-    return tuple(sorted(rest & IGNORED)), tuple(sorted(rest - IGNORED))
+    rest, ignored = names - set(known_arguments()["one_way"]) - DERIVED, set(known_arguments()["ignored"])
+    return tuple(sorted(rest & ignored)), tuple(sorted(rest - ignored))
 
 
 def _derived(plan: Plan) -> dict[str, int]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +23,8 @@ from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
 from trilane.planning.space import SearchPoint, Space, block_columns, space_for, topology_of
 from trilane.utils import tables
-from trilane.utils.tables import Table, Text
+from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import require, require_known
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 ParallelSizes = tuple[int, int, int]
 MEMORY_RULE = "memory must fit the card"
@@ -127,12 +124,10 @@ class Candidate:
 
     @property
     def topology(self) -> Topology:
-        """The plan's topology."""
         return self.plan.topology
 
     @property
     def label(self) -> str:
-        """The plan's label."""
         return self.plan.label
 
     def to_json(self) -> dict[str, Any]:
@@ -149,7 +144,7 @@ class Candidates(Table):
     def __getitem__(self, some: slice) -> tuple[Candidate, ...]:
         return self.rows[some]
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """Rank, label, id, seconds with their 90 % interval, memory and P(OOM), a row a plan."""
         p = [c.prediction for c in self.rows]
         columns: dict[str, Any] = {
@@ -204,7 +199,7 @@ class SearchResult(Table):
         require(bool(self.candidates), "gpus", gpus, why + risk)
         return self.best_per_sizes(count)
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """The candidates, best first."""
         return Candidates(rows=self.candidates).to_frame()
 
@@ -243,7 +238,7 @@ class _Search:
         self.shape, self.cluster, self.space, self.calibration = shape, cluster, space, calibration
         self.objective = objective
         batches = [space.batches(dp)[0] for dp in {dp for _, _, dp in space.sizes()}] or [np.ones(1)]
-        self.microbatches = Microbatches(cluster, calibration.constants, np.unique(np.concatenate(batches)))
+        self.microbatches = Microbatches(cluster, calibration, np.unique(np.concatenate(batches)))
         rules: list[tuple[Rule, tuple[Any, ...]]] = [(rule, (cluster,)) for rule in CLUSTER_RULES]
         rules += [(rule, (shape,)) for rule in SHAPE_RULES] + [(rule, ()) for rule in TOPOLOGY_RULES]
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]

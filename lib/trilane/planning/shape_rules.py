@@ -48,10 +48,8 @@ def softmax_note(shape: ModelShape, topology: Topology) -> str:
         return f"seq_length={s}: the fused softmax takes multiples of 4 above {SOFTMAX_KEYS[0]} up to {SOFTMAX_KEYS[1]}"
     batches = shape.num_attention_heads * topology.mbs / topology.tp
     if batches % each:
-        return (
-            f"num_attention_heads={shape.num_attention_heads}: heads / tp x mbs = {batches:g} must be a multiple "
-            + (f"of {each} for the fused softmax")
-        )
+        rule = f"heads / tp x mbs = {batches:g} must be a multiple of {each} for the fused softmax"
+        return f"num_attention_heads={shape.num_attention_heads}: {rule}"
     return ""
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,14 +15,11 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import RISKY, Prediction, predict
-from trilane.planning.published import PlannedModel, published_models, size_line, state_lines
+from trilane.planning.published import published_models, state_lines
 from trilane.planning.search import MEMORY_RULE, search
 from trilane.planning.shape_rules import TILE, broken_rules, usable_heads
-from trilane.utils.tables import Columns, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, require_integer, require_known, require_positive, to_mapping
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
 # below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
@@ -90,13 +87,8 @@ class SizeRequest:
         found = []
         for h in self.widths():
             heads = usable_heads(h, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(h, 1)
-            one = ModelShape(
-                num_layers=1,
-                hidden_size=h,
-                num_attention_heads=heads[0],
-                seq_length=self.seq_length,
-                vocab_size=self.vocab_size,
-            )
+            sizes: dict[str, Any] = {"hidden_size": h, "num_attention_heads": heads[0], "vocab_size": self.vocab_size}
+            one = ModelShape(num_layers=1, seq_length=self.seq_length, **sizes)
             exact = (self.parameters - one.parameters) / one.layer_parameters + 1
             room = self.tolerance * self.parameters / one.layer_parameters
             depths = range(max(1, int(np.ceil(exact - room))), int(np.floor(exact + room)) + 1)
@@ -117,17 +109,14 @@ class Proposal:
 
     @property
     def shape(self) -> ModelShape:
-        """The model."""
         return self.plan.shape
 
     @property
     def topology(self) -> Topology:
-        """Its best topology."""
         return self.plan.topology
 
     @property
     def ratio(self) -> float:
-        """Hidden size over layers."""
         return self.shape.hidden_size / self.shape.num_layers
 
     @property
@@ -145,13 +134,26 @@ class Proposal:
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of the same."""
         return self.days * 24 * self.topology.gpus
 
     @property
     def days_at_target(self) -> float:
         """Days per parameter, times the target: what ranks shapes that are not equally large."""
         return self.days * self.target / self.shape.parameters
+
+    def to_json(self, best: "Proposal") -> dict[str, Any]:
+        """One candidate. `cost_beside_best` is days per parameter over those of `best`: 1.05 is 5 % dearer."""
+        p, s = self.prediction, self.shape
+        middle, low, high = self.tflops
+        values: dict[str, Any] = {"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads}
+        values |= {"head_dim": s.head_dim, "params": s.parameters, "ratio": round(self.ratio, 1)}
+        values |= {"shape": to_mapping(s), "topology": to_mapping(self.topology)}
+        values |= {"id": self.plan.id, "label": self.plan.label, "sec_per_it": p.sec_per_it}
+        values |= {"sec_interval": [p.sec_lo, p.sec_hi], "tflops": middle, "tflops_interval": [low, high]}
+        values |= {"days": self.days, "gpu_hours": self.gpu_hours, "memory_bytes": p.memory_bytes}
+        values |= {"oom_probability": p.oom_probability, "states": list(state_lines(s, self.topology.tp))}
+        relative = self.days_at_target / best.days_at_target
+        return {**values, "cost_beside_best": relative, "notes": list(self.notes)}
 
 
 def propose_shapes(cluster: Cluster, **asked: Any) -> "Proposals":
@@ -174,12 +176,12 @@ def survey(request: SizeRequest) -> tuple[list[Proposal], Counter[str]]:
     """The proposals, none where nothing can run, and how many topologies each rule refuses."""
     refused: Counter[str] = Counter()
     found = []
-    for shape in request.shapes():
-        r = request
-        given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
+    r = request
+    given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
+    for shape in r.shapes():
         result = search(shape, r.cluster, top=1, **given)
         refused.update(result.refused_by_rule)
-        found += [_proposal(c.plan, request) for c in result.candidates or result.risky]
+        found += [_proposal(c.plan, r) for c in result.candidates or result.risky]
     return sorted(found, key=lambda p: (p.prediction.is_risky, p.days_at_target)), refused
 
 
@@ -194,29 +196,22 @@ def why_none(request: SizeRequest, refused: Counter[str]) -> str:
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
     """The plan with the heads that break the fewest rules, then the fastest: a rule may see what the model does not."""
     r, t = request, plan.topology
-    shapes = [
-        dataclasses.replace(plan.shape, num_attention_heads=a) for a in usable_heads(plan.shape.hidden_size, t.tp)
-    ]
-    plans = [_renamed(dataclasses.replace(plan, shape=shape)) for shape in shapes] or [plan]
+    plans = [_with_heads(plan, heads) for heads in usable_heads(plan.shape.hidden_size, t.tp)] or [plan]
     tried = [(predict(p, r.calibration), p) for p in plans]
     usual = predict(plan, r.calibration)
     able = [(p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)] or [(usual, plan)]
-    prediction, chosen = min(
-        able, key=lambda pair: (len(broken_rules(pair[1].shape, t, r.cluster)), pair[0].sec_per_it)
-    )
-    risk = prediction.oom_probability
-    risky = [f"may run out of memory (P {100 * risk:.0f} %)"] if prediction.is_risky else []
-    return Proposal(
-        plan=chosen,
-        prediction=prediction,
-        tokens=r.tokens,
-        target=r.parameters,
-        notes=(*risky, *broken_rules(chosen.shape, t, r.cluster)),
-    )
+    rules = [broken_rules(it.shape, t, r.cluster) for _, it in able]
+    best = min(range(len(able)), key=lambda i: (len(rules[i]), able[i][0].sec_per_it))
+    prediction, chosen = able[best]
+    risk = f"may run out of memory (P {100 * prediction.oom_probability:.0f} %)"
+    notes = (*([risk] if prediction.is_risky else []), *rules[best])
+    return Proposal(plan=chosen, prediction=prediction, tokens=r.tokens, target=r.parameters, notes=notes)
 
 
-def _renamed(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, label=label_of(plan.shape, plan.cluster, plan.topology, plan.engine))
+def _with_heads(plan: Plan, heads: int) -> Plan:
+    shape = dataclasses.replace(plan.shape, num_attention_heads=heads)
+    label = label_of(shape, plan.cluster, plan.topology, plan.engine)
+    return dataclasses.replace(plan, shape=shape, label=label)
 
 
 def training_seconds(parameters: float, tokens: float, flops_per_s: float, recompute_full: bool = True) -> float:
@@ -240,15 +235,13 @@ class ShapeSurvey(Table):
 
     @property
     def shapes(self) -> list[ModelShape]:
-        """The shapes."""
         return [plan.shape for plan in self.plans]
 
     @property
     def shape(self) -> ModelShape:
-        """The chosen one."""
         return self.shapes[self.chosen]
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """Layers, hidden size, heads, parameters, predicted seconds and memory, a row a shape."""
         columns: dict[str, Any] = {
             "layers": [s.num_layers for s in self.shapes],
@@ -279,14 +272,9 @@ def survey_shapes(
     Chosen is the one with most parameters that takes at most `seconds` an iteration, of equal sizes the faster one;
     where none is fast enough, the fastest.
     """
-    vocab_size = padded_vocab_size(vocabulary)
-    shapes = [
-        ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, seq_length=seq_length, vocab_size=v)
-        for L in (6, 10)
-        for h in range(64, 449, 64)
-        for v in (vocab_size,)
-        if h % head_dim == 0
-    ]
+    same: dict[str, Any] = {"seq_length": seq_length, "vocab_size": padded_vocab_size(vocabulary)}
+    sizes = [(L, h) for L in (6, 10) for h in range(64, 449, 64) if h % head_dim == 0]
+    shapes = [ModelShape(num_layers=L, hidden_size=h, num_attention_heads=h // head_dim, **same) for L, h in sizes]
     shapes.sort(key=lambda shape: shape.parameters)
     require(bool(shapes), "head_dim", head_dim, "must divide some hidden size of 64, 128, ... 448")
     one = [(shape, default_topology(shape, cluster, mbs=gbs, gbs=gbs)) for shape in shapes]
@@ -307,7 +295,6 @@ class Proposals(Table):
 
     @property
     def best(self) -> Proposal:
-        """The first."""
         return self.rows[0]
 
     def __iter__(self) -> Iterator[Proposal]:
@@ -319,7 +306,7 @@ class Proposals(Table):
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """The best twelve: shape, topology, seconds, TFLOP/s, memory, days, GPU-hours, cost per parameter."""
         top = self.rows[:12]
         columns: dict[str, Any] = {
@@ -356,57 +343,18 @@ class Proposals(Table):
 
     def to_json(self) -> list[dict[str, Any]]:
         """The best twelve as JSON."""
-        return [candidate_json(p, self.best) for p in self.rows[:12]]
-
-
-def candidate_json(proposal: Proposal, best: Proposal) -> dict[str, Any]:
-    """One candidate. `cost_beside_best` is days per parameter over those of the first: 1.05 is 5 % dearer."""
-    p, shape, topology = proposal.prediction, proposal.shape, proposal.topology
-    middle, low, high = proposal.tflops
-    return {
-        "layers": shape.num_layers,
-        "hidden": shape.hidden_size,
-        "heads": shape.num_attention_heads,
-        "head_dim": shape.head_dim,
-        "params": shape.parameters,
-        "ratio": round(proposal.ratio, 1),
-        "shape": to_mapping(shape),
-        "topology": to_mapping(topology),
-        "id": proposal.plan.id,
-        "label": proposal.plan.label,
-        "sec_per_it": p.sec_per_it,
-        "sec_interval": [p.sec_lo, p.sec_hi],
-        "tflops": middle,
-        "tflops_interval": [low, high],
-        "days": proposal.days,
-        "gpu_hours": proposal.gpu_hours,
-        "memory_bytes": p.memory_bytes,
-        "oom_probability": p.oom_probability,
-        "states": list(state_lines(shape, topology.tp)),
-        "cost_beside_best": proposal.days_at_target / best.days_at_target,
-        "notes": list(proposal.notes),
-    }
+        return [p.to_json(self.best) for p in self.rows[:12]]
 
 
 def survey_json(request: SizeRequest, proposals: list[Proposal], runnable: int) -> dict[str, Any]:
     """The request, the candidates and the published models as one JSON object; bytes, seconds, days, GPU-hours."""
-    best = proposals[0] if proposals else None
-    asked = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    asked |= {"cluster": request.cluster.name, "vocab_size": request.vocab_size}
-    del asked["calibration"]
+    asked = {f.name: getattr(request, f.name) for f in dataclasses.fields(request) if f.name != "calibration"}
     return {
-        "request": asked,
+        "request": {**asked, "cluster": request.cluster.name, "vocab_size": request.vocab_size},
         "runnable": runnable,
-        "candidates": [candidate_json(p, best) for p in proposals if best],
-        "published": [published_json(m) for m in published_models()],
+        "candidates": [p.to_json(proposals[0]) for p in proposals],
+        "published": [model.to_json() for model in published_models()],
     }
-
-
-def published_json(model: PlannedModel) -> dict[str, Any]:
-    """A published model with its size by the chronicles' formula."""
-    shape = model.shape
-    values = {"origin": model.origin, "layers": shape.num_layers, "hidden": shape.hidden_size, "ratio": model.ratio}
-    return {**values, "params": shape.parameters, "printed_b": model.printed_b, "line": size_line(shape)}
 
 
 def hand_on(

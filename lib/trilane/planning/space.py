@@ -18,6 +18,8 @@ from trilane.utils.validation import parse_integers, require, require_integer, r
 
 LARGEST_GBS = 1 << 20  # sequences: 64 times what anybody has trained with, and every divisor of it is tried
 
+VARIED = ("zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
+
 
 def divisors(n: int) -> list[int]:
     """The divisors of n, ascending."""
@@ -82,18 +84,7 @@ class Space:
         sums = "fp32" if self.fp32_gradients or self.engine == "megatron" else self.precision
         gradients = "" if self.precision == "fp32" else f" with gradients summed in {sums}"
         words = [f"engine {self.engine}", f"{self.precision}{gradients}", f"attention {self.attention}"]
-        varied = (
-            "tp",
-            "pp",
-            "dp",
-            "mbs",
-            "zero",
-            "recompute",
-            "interleaving",
-            "partition",
-            "sequence_parallel",
-            "offload",
-        )
+        varied = ("tp", "pp", "dp", "mbs", *VARIED)
         words += [f"{n} {getattr(self, n)[0]}" for n in varied if len(getattr(self, n)) == 1]
         return ", ".join(words)
 
@@ -190,9 +181,8 @@ def space_around(
     base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = (), engine: str = ENGINES[0]
 ) -> Space:
     """Every tp x pp x dp of those GPU counts and batch sizes; all other choices are those of `base`."""
-    varied = ("zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
     fixed: dict[str, Any] = {name: getattr(base, name) for name in ("precision", "fp32_gradients", "attention")}
-    pinned: dict[str, Any] = {name: (getattr(base, name),) for name in varied}
+    pinned: dict[str, Any] = {name: (getattr(base, name),) for name in VARIED}
     return Space(gpus=tuple(gpus), gbs=tuple(gbs), mbs=tuple(mbs), engine=engine, **fixed, **pinned)
 
 
@@ -216,16 +206,12 @@ def block_columns(shape: ModelShape, space: Space, sizes: tuple[int, int, int], 
     """All batch sizes of one tp x pp x dp and point as Columns; only mbs and gbs are arrays."""
     tp, pp, dp = sizes
     mbs, gbs = space.batches(dp)
+    numbers = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "interleaving": point.interleaving}
     return dataclasses.replace(
         columns_of(shape, space.base(), space.engine),
-        tp=tp,
-        pp=pp,
-        dp=dp,
-        mbs=mbs,
-        gbs=gbs,
+        **numbers,
         zero=point.zero,
         recompute=RECOMPUTE.index(point.recompute),
-        interleaving=point.interleaving,
         embedding_layers=int(point.partition != "uniform"),
         sequence_parallel=int(point.sequence_parallel),
         offload=OFFLOADS.index(point.offload),

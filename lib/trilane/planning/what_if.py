@@ -2,17 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.costmodel.calibration import Calibration, default
 from trilane.planning.search import Candidate, search_space
 from trilane.planning.space import Space
-from trilane.utils.tables import Columns, Table
-
-if TYPE_CHECKING:
-    import pandas as pd
+from trilane.utils.tables import Columns, DataFrame, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +18,7 @@ class WhatIf(Table):
 
     best: dict[str, Candidate | None]
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """A row for each change under which some plan can run: the best one, its seconds, and how these change."""
         able = {change: c for change, c in self.best.items() if c is not None}
         seconds = [c.prediction.sec_per_it for c in able.values()]

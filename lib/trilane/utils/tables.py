@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from pandas import DataFrame
     from pandas.io.formats.style import Styler
+else:
+    DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
 
 LONG = 44  # characters: a longer text may wrap
@@ -20,7 +22,7 @@ class Table:
 
     digits: int = 3
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """The table as a DataFrame, with columns named for display."""
         raise NotImplementedError
 
@@ -35,7 +37,7 @@ class Columns(Table):
     columns: Mapping[str, Sequence[Any]]
     digits: int = 3
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         import pandas as pd
 
         return pd.DataFrame(self.columns)

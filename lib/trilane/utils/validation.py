@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
 
 
 def require(ok: bool, field: str, value: object, rule: str) -> None:
