@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(
     shutil.rmtree(tmp_path / "alone/checkpoints/iter_0000003")
     fork(2, tmp_path / "alone", code=2)
     last = (tmp_path / "alone/0.log").read_text().splitlines()[-1]
-    assert last == f"checkpoints=iter_0000006: {said}: none of them can be used, and none is older"
+    assert last == f"checkpoints=iter_0000006: {said}: none of them can be used, and there is no older one"
 
 
 OTHER = {
