@@ -25,7 +25,7 @@ _MODULES = {
     "costmodel.predict": ("Prediction", "predict"),
     "diagnose.hang.verdict": ("diagnose_hang",),
     "diagnose.restart.compare": ("compare_restart",),
-    "diagnose.stragglers.stragglers": ("find_stragglers",),
+    "diagnose.stragglers": ("find_stragglers",),
     "diagnose.study": ("study_hang", "study_restart"),
     "documents.lint.lint": ("lint",),
     "documents.runs": ("read_runs",),

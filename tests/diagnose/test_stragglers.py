@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trilane.cli.app import main
-from trilane.diagnose.stragglers.node_swaps import Search, restarts_at_most
-from trilane.diagnose.stragglers.stragglers import find_stragglers
+from trilane.diagnose.node_swaps import Search, restarts_at_most
+from trilane.diagnose.stragglers import find_stragglers
 from trilane.workspace.rank_grid import regular
 
 GRID = regular(8, 4, 4, 8)  # 128 ranks on 16 nodes

@@ -71,8 +71,8 @@ RESULTS = option("--results", default="", metavar="good,bad,...", help="the resu
 @command(debug, FOLDER, GRID, SPARES, RESULTS, JSON)
 def stragglers(folder: Path, spares: int | None, results: str, as_json: bool, **grid: Any) -> None:
     """Print which rank, node or link makes the others wait, from a run folder with phase times (run.timers)."""
-    from trilane.diagnose.stragglers.node_swaps import resume_search
-    from trilane.diagnose.stragglers.stragglers import find_stragglers
+    from trilane.diagnose.node_swaps import resume_search
+    from trilane.diagnose.stragglers import find_stragglers
     from trilane.workspace.phase_times import read_phase_times
 
     require(bool(spares) or not results, "results", results, "needs --spares")

@@ -98,8 +98,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write manifest.json, with a checksum of its content."""
-    text = json.dumps(content, sort_keys=True)
-    write_durably(folder / MANIFEST, json.dumps({"blake2b": _digest(text), "content": content}, sort_keys=True) + "\n")
+    write_durably(folder / MANIFEST, json.dumps(_sealed(content), sort_keys=True) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -107,15 +106,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         read = json.loads(path.read_bytes())
-        content = read["content"]
-        good = read["blake2b"] == _digest(json.dumps(content, sort_keys=True))
+        if read == _sealed(read["content"]):
+            return read["content"]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError):
-        good, content = False, {}
-    if not good:
-        raise ValueError(f"{MANIFEST} is damaged")
-    return content
+        pass
+    raise ValueError(f"{MANIFEST} is damaged")
 
 
 def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
@@ -159,5 +156,6 @@ def discard(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(content, sort_keys=True).encode()
+    return {"blake2b": hashlib.blake2b(text, digest_size=16).hexdigest(), "content": content}

@@ -93,7 +93,6 @@ class Mark:
         return factor if np.linalg.norm(mine - factor * theirs) < 1e-3 * np.linalg.norm(mine) else None
 
     def to_json(self) -> list[Any]:
-        """As a list."""
         return [f"{self.hash:016x}", self.squares, self.total, self.low, self.high, *self.sketch]
 
 
@@ -158,7 +157,6 @@ class Part:
     marks: Mapping[str, Mark]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
         return {"name": self.name, "shape": self.shape, "box": self.box, "decay": self.decay, "marks": marks}
 

@@ -97,6 +97,12 @@ class Grid:
         return axis, tuple(getattr(place, name) for name in ("tp", "pp", "dp") if name not in AXES[axis])
 
 
+def shared(places: Sequence[Any]) -> list[str]:
+    """The coordinates that all of these have in common, such as "tp 0"."""
+    values = {axis: {getattr(place, axis) for place in places} for axis in ("tp", "pp", "dp")}
+    return [f"{axis} {next(iter(found))}" for axis, found in values.items() if len(found) == 1]
+
+
 MOST = 1 << 20  # ranks; a file with more is broken
 
 

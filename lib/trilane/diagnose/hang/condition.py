@@ -36,7 +36,10 @@ class Condition:
     moves: bool = False
 
 
-def conditions(evidence: Evidence) -> dict[int, Condition]:
+Conditions = dict[int, Condition]  # by rank
+
+
+def conditions(evidence: Evidence) -> Conditions:
     """The condition of every rank of the grid."""
     grid = evidence.grid
     seen = {*evidence.dumps, *evidence.recordings}
@@ -102,7 +105,7 @@ def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
     return tuple(frame.key for frame in frames)
 
 
-def _device_waits(found: dict[int, Condition]) -> dict[int, Condition]:
+def _device_waits(found: Conditions) -> Conditions:
     """The conditions, where most ranks are at the same line outside communication changed to waiting for their GPU."""
     same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, c in found.items():

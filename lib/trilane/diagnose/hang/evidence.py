@@ -35,6 +35,9 @@ NO_DUMP = re.compile(
 )
 
 
+Series = defaultdict[int, list[tuple[Path, Dump]]]  # the dumps of each rank, oldest first
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and notes."""
@@ -59,7 +62,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
     found = [(path, *_read(path)) for path in paths if not NO_DUMP.search(path.name)]
     grid = grid or _grid(folder, paths)
-    series: defaultdict[int, list[tuple[Path, Dump]]] = defaultdict(list)
+    series: Series = defaultdict(list)
     recordings, notes, unreadable, nodes = {}, [], set(), []
     for path, dumps, recording, complaint in found:
         rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
@@ -77,7 +80,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     width = max((len(dumps) for _, dumps in nodes), default=0)
     hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
     grid = rank_grid.with_hosts(grid, hosts, width) if grid else None
-    _assign_ranks(nodes, grid, series)
+    _assign_ranks(nodes, grid, hosts, series)
     seen = {*series, *recordings, *unreadable}
     require(bool(seen), "folder", folder, "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read")
     if grid is None:
@@ -162,13 +165,9 @@ def _grid(folder: Path, paths: Iterable[Path]) -> Grid | None:
     return None
 
 
-def _assign_ranks(
-    nodes: list[tuple[Path, list[Dump]]], grid: Grid | None, series: defaultdict[int, list[tuple[Path, Dump]]]
-) -> None:
+def _assign_ranks(nodes: list[tuple[Path, list[Dump]]], grid: Grid | None, hosts: list[str], series: Series) -> None:
     """Add the processes of node files to `series` under their ranks."""
-    width = max((len(dumps) for _, dumps in nodes), default=0)
-    wide = len(next(iter(grid.nodes.values()))) if grid else width
-    hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
+    wide = len(next(iter(grid.nodes.values()))) if grid else max((len(dumps) for _, dumps in nodes), default=0)
     named = {p.node for p in grid.places if p.named} if grid else set()
     for path, dumps in nodes:
         host = _host(path)

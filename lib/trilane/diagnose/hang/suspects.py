@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Condition, majority_step
+from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, majority_step
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
@@ -22,7 +22,7 @@ class Suspects:
     complete: bool = False
 
 
-def find_suspects(evidence: Evidence, found: dict[int, Condition]) -> Suspects:
+def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     """The suspects of a hang.
 
     Suspect are ranks that are gone, stopped, crashed or locked; ranks without a dump where most have one; and ranks
@@ -46,34 +46,27 @@ def find_suspects(evidence: Evidence, found: dict[int, Condition]) -> Suspects:
     reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
     left = set(edges) - reaching(edges, set(reasons))
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
-    ranks = sorted(reasons, key=lambda r: (_strength(found[r]), -len(reaching(edges, {r})) if r in busy else 0, r))
+    strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("busy", "soft", "waiting"), 1)
+    held = {r: len(reaching(edges, {r})) for r in busy}
+    ranks = sorted(reasons, key=lambda r: (strength.get(found[r].kind, 2), -held.get(r, 0), r))
     complete = not ranks and bool(edges) and not any(c.kind in NO_EVIDENCE for c in found.values())
     return Suspects(ranks=tuple(ranks), reasons=reasons, edges=edges, axes=axes, complete=complete)
 
 
-def _strength(condition: Condition) -> int:
-    return 0 if condition.kind in HARD else 1 if condition.kind in ("busy", "soft", "waiting") else 2
-
-
-def _mismatch(
-    evidence: Evidence, found: dict[int, Condition], edges: Edges, left: set[int], *, alone: bool
-) -> dict[int, str]:
+def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int], *, alone: bool) -> dict[int, str]:
     """Suspects among ranks that all wait, with reasons; unless `alone` (no other suspects), only cycles count."""
     seen = left | {t for r in left for t in edges[r]}
     inside = {r: edges.get(r, set()) & seen for r in seen}
-    cycles = [
-        c
-        for c in final_components(inside)
-        if len(c) > 1 or (alone and any(next(iter(c)) in t for t in inside.values()))
-    ]
+    waited = set().union(*inside.values())
     reasons: dict[int, str] = {}
-    for cycle in cycles:
-        if not any(found[r].kind in NO_EVIDENCE for r in cycle):
+    for cycle in final_components(inside):
+        counts = len(cycle) > 1 or (alone and cycle <= waited)
+        if counts and not any(found[r].kind in NO_EVIDENCE for r in cycle):
             reasons |= _odd_ones(evidence, found, edges, cycle)
     return reasons
 
 
-def _odd_ones(evidence: Evidence, found: dict[int, Condition], edges: Edges, cycle: set[int]) -> dict[int, str]:
+def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
     """Of ranks that wait for each other, those that differ, with reasons."""
     steps = {r: evidence.grid[r].progress for r in cycle}
     usual = majority_step(evidence)
@@ -98,7 +91,7 @@ def _odd_ones(evidence: Evidence, found: dict[int, Condition], edges: Edges, cyc
     return {r: f"in {waits[r]}, {text}" for r in sorted(behind or cycle) if r in waits}
 
 
-def _only_waited_for(evidence: Evidence, found: dict[int, Condition], edges: Edges, rank: int) -> str:
+def _only_waited_for(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
     """The reason for a rank that others wait for, and that waits for none that can be seen."""
     for waiter, targets in edges.items():
         recording = evidence.recordings.get(waiter)

@@ -6,12 +6,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilane.diagnose.hang.condition import NO_EVIDENCE, Condition, conditions, stack_key
+from trilane.diagnose.hang.condition import NO_EVIDENCE, Conditions, conditions, stack_key
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.suspects import Suspects, find_suspects
 from trilane.utils.tables import Columns, Table, Text, literal
-from trilane.workspace.rank_grid import Grid
+from trilane.workspace.rank_grid import Grid, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +103,6 @@ class Verdict(Table):
         return "\n".join([*lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object: groups, waiting_for, suspects, nodes, exclude, verdict, reasons, notes."""
         places = [{"ranks": list(g.ranks), "op": g.op, "axis": g.axis, "site": g.site} for g in self.groups]
         states = [{"state": g.kind, "where": g.text, "frames": list(map(str, g.frames))} for g in self.groups]
         return {
@@ -148,7 +147,7 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     )
 
 
-def _groups(found: dict[int, Condition], suspects: Suspects) -> tuple[Group, ...]:
+def _groups(found: Conditions, suspects: Suspects) -> tuple[Group, ...]:
     same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for rank, c in sorted(found.items()):
         same[c.kind, stack_key(c.frames), "" if c.frames else c.text].append(rank)
@@ -163,7 +162,7 @@ def _groups(found: dict[int, Condition], suspects: Suspects) -> tuple[Group, ...
     return tuple(sorted(groups, key=lambda g: (-len(g.ranks), g.ranks)))
 
 
-def _sentences(grid: Grid, found: dict[int, Condition], suspects: Suspects, exclude: str) -> list[str]:
+def _sentences(grid: Grid, found: Conditions, suspects: Suspects, exclude: str) -> list[str]:
     """The paragraph: which ranks wait where, which never came and where they are, what to do."""
     text = []
     for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
@@ -188,7 +187,7 @@ def _sentences(grid: Grid, found: dict[int, Condition], suspects: Suspects, excl
     return text
 
 
-def _without_suspects(found: dict[int, Condition], suspects: Suspects) -> str:
+def _without_suspects(found: Conditions, suspects: Suspects) -> str:
     if suspects.complete:
         return (
             "All members of every group are in the same collective, so that the operation itself does not end; "
@@ -199,7 +198,7 @@ def _without_suspects(found: dict[int, Condition], suspects: Suspects) -> str:
     return "No rank waits for another in these dumps: they show no hang."
 
 
-def _waiting(found: dict[int, Condition], suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
+def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
     """The waiting ranks that are no suspects, by what they wait in; the largest first."""
     same: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, c in sorted(found.items()):
@@ -217,12 +216,7 @@ def _name(grid: Grid, ranks: list[int]) -> str:
         return f"Rank {p.rank} ({f'tp {p.tp}, pp {p.pp}, dp {p.dp}, ' if grid.known else ''}{nodes[0]})"
     if all(len(grid.nodes[n]) == sum(1 for r in ranks if grid[r].node == n) for n in on):
         return f"All of {', '.join(nodes)} (ranks {span(ranks)})"
-    common = [
-        f"{axis} {next(iter(values))}"
-        for axis in ("tp", "pp", "dp")
-        if grid.known and len(values := {getattr(grid[r], axis) for r in ranks}) == 1
-    ]
-    where = ", ".join([*common, *nodes[:4]])
+    where = ", ".join([*(shared([grid[r] for r in ranks]) if grid.known else []), *nodes[:4]])
     return f"Ranks {span(ranks)} ({where}{', ...' if len(nodes) > 4 else ''})"
 
 
@@ -241,7 +235,7 @@ def stack_line(frames: tuple[Frame, ...]) -> str:
     return " < ".join(map(str, real[:SHOWN]))
 
 
-def _notes(found: dict[int, Condition]) -> list[str]:
+def _notes(found: Conditions) -> list[str]:
     """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
     kinds = ("silent", "unknown", "unreadable")
     silent, unknown, unreadable = ([r for r, c in found.items() if c.kind == kind] for kind in kinds)

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Condition
+from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.flight_recorder import Call
 from trilane.workspace.rank_grid import Grid
@@ -12,7 +12,7 @@ from trilane.workspace.rank_grid import Grid
 Edges = dict[int, set[int]]
 
 
-def axes_of(grid: Grid, found: dict[int, Condition]) -> dict[int, str]:
+def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
     """The group axis of each waiting rank's collective: by names in its stack, else by which ranks are absent.
 
     Of all ways to group the ranks, the one is taken with the fewest, but at least one, members absent from that line;
@@ -39,7 +39,7 @@ def axes_of(grid: Grid, found: dict[int, Condition]) -> dict[int, str]:
     return axes
 
 
-def wait_edges(evidence: Evidence, found: dict[int, Condition], axes: dict[int, str]) -> Edges:
+def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> Edges:
     """For each waiting rank, the members of its group that are not in the same collective."""
     edges = _recorded_edges(evidence, found)
     for rank, c in found.items():
@@ -50,7 +50,7 @@ def wait_edges(evidence: Evidence, found: dict[int, Condition], axes: dict[int, 
     return {rank: edges[rank] for rank in found if rank in edges}
 
 
-def _together(evidence: Evidence, found: dict[int, Condition], rank: int, group: frozenset[int]) -> set[int]:
+def _together(evidence: Evidence, found: Conditions, rank: int, group: frozenset[int]) -> set[int]:
     """The members in the same collective: called by the same line, in the same iteration."""
     own, step = found[rank].wait, evidence.grid[rank].progress
     assert own is not None
@@ -66,7 +66,7 @@ def _together(evidence: Evidence, found: dict[int, Condition], rank: int, group:
     return peers
 
 
-def _recorded_edges(evidence: Evidence, found: dict[int, Condition]) -> Edges:
+def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
     """The edges by the Flight Recorder: to the members that never entered the call, or entered another."""
     calls: dict[int, Call] = {r: w for r, rec in evidence.recordings.items() if (w := rec.waiting) is not None}
     entered: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
@@ -102,7 +102,7 @@ def _peer(call: Call) -> int | None:
     return sorted(call.ranks)[number] if number < len(call.ranks) else number
 
 
-def _never_entered(evidence: Evidence, found: dict[int, Condition], call: Call, member: int) -> bool:
+def _never_entered(evidence: Evidence, found: Conditions, call: Call, member: int) -> bool:
     """Whether a member never entered the call; False for a member that was not dumped."""
     recording = evidence.recordings.get(member)
     if recording is None:

@@ -66,7 +66,6 @@ class RestartComparison(Table):
         return "\n".join([*lines, "", f"{len(self.findings)} findings" if self.findings else "nothing is wrong"])
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         findings = [finding.to_json() for finding in self.findings]
         return {"compared": self.compared, "findings": findings, "notes": self.notes}
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from trilane.diagnose.hang.verdict import span
 from trilane.diagnose.restart.snapshot import RankPrint
+from trilane.workspace.rank_grid import shared
 
 KINDS = {
     "reset": "reset to its defaults",
@@ -42,18 +43,14 @@ class RestartFinding:
             return "all ranks"
         if len(self.ranks) == 1:
             return self.ranks[0].place
-        shared = []
-        for axis in ("tp", "pp", "dp"):
-            values = {getattr(r, axis) for r in self.ranks}
-            shared += [f"{axis} {values.pop()}"] if len(values) == 1 else []
-        return f"ranks {span([r.rank for r in self.ranks])}" + (f" ({', '.join(shared)})" if shared else "")
+        common = ", ".join(shared(self.ranks))
+        return f"ranks {span([r.rank for r in self.ranks])}" + (f" ({common})" if common else "")
 
     def line(self) -> str:
         """The finding in one line."""
         return f"{self.kind}: {self.tensor + ', ' if self.tensor else ''}{self.where}: {self.what}"
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
         ranks = [{axis: getattr(r, axis) for axis in ("rank", "tp", "pp", "dp")} for r in self.ranks]
         return {"kind": self.kind, "tensor": self.tensor, "ranks": ranks, "what": self.what, "size": self.size}
 

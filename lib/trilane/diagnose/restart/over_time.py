@@ -1,12 +1,12 @@
 """Comparison over time: what was saved with what is in memory after the load, by tensor and rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from trilane.diagnose.restart.finding import RestartFinding, share
 from trilane.diagnose.restart.snapshot import LOADED, RankPrint, Snapshot
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.fingerprints import COPY, Mark, Part, default_of, must_decay
+from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
 
 # Relative difference of a matrix by rounding between two trainings on the same samples, by whether their layouts are
 # equal. With three replicas the copies of a tied embedding differ by rounding; a load merges them: 8e-6 after 5 steps.
@@ -55,13 +55,13 @@ def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPr
     """Pairs of marks in both snapshots: of the same rank in the same layout, else of the part, else of the whole."""
     kinds = (*KINDS, COPY) if before.precision == after.precision else KINDS
     for (name, box), held in after.holders.items():
-        there = before.holders.get((name, box))
+        there = before.holders.get((name, box), [])
         for rank, part in held if there else ():
-            assert there
             same = [p for r, p in there if r.rank == rank.rank and _alike(before, after)]
             old = same[0] if same else there[0][1]
-            for kind in kinds:
-                if kind in part.marks and kind in old.marks and not _elsewhere(there, kind, part.marks[kind]):
+            for kind in (kind for kind in kinds if kind in part.marks and kind in old.marks):
+                # Where another rank held exactly these bits, replicas differed before, which is another finding.
+                if part.marks[kind].hash not in {p.marks[kind].hash for _, p in there if kind in p.marks}:
                     yield name, kind, rank, old.marks[kind], part.marks[kind]
     cut = {name for name, box in after.holders if (name, box) not in before.holders}
     for name in sorted(cut):
@@ -69,11 +69,6 @@ def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPr
         for kind in KINDS:
             if kind in marks[0] and kind in marks[1]:
                 yield name, kind, None, marks[0][kind], marks[1][kind]
-
-
-def _elsewhere(there: Sequence[tuple[RankPrint, Part]], kind: str, mark: Mark) -> bool:
-    """Whether another rank held exactly these bits: replicas differed before, which is another finding."""
-    return any(kind in part.marks and part.marks[kind].hash == mark.hash for _, part in there)
 
 
 def _alike(before: Snapshot, after: Snapshot) -> bool:

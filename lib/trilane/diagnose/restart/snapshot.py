@@ -117,21 +117,9 @@ def _from_prints(folder: Path, moment: str, name: str) -> Snapshot:
     with whole_print(files[0]):
         missing = sorted({*range(first["world"])} - {r.rank for r in ranks})
         notes = (f"{name}: no fingerprint of rank {', '.join(map(str, missing))}",) if missing else ()
-        return Snapshot(
-            name=name,
-            moment=moment,
-            iteration=int(first["iteration"]),
-            consumed=int(first["consumed_samples"]),
-            layout=tuple(first["layout"]),
-            precision=str(first["precision"]),
-            shape=first["shape"],
-            optimizer=first["optimizer"],
-            # A rank that updates no parameters, as some may with many replicas, has taken no steps.
-            scalars=max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"]),
-            next_lr=first["next_lr"],
-            ranks=tuple(ranks),
-            notes=notes,
-        )
+        # A rank that updates no parameters, as some may with many replicas, has taken no steps.
+        scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])
+        return _snapshot({**first, "scalars": scalars}, name, moment, ranks, notes)
 
 
 def _from_slices(folder: Path, name: str) -> Snapshot:
@@ -145,19 +133,26 @@ def _from_slices(folder: Path, name: str) -> Snapshot:
             digits = "".join(filter(str.isdigit, Path(piece["file"]).stem))
             held = parts.setdefault(int(digits or 0) if layout else 0, [])
             held.append(_slice(folder, tensor, facts["shape"], piece))
+    ranks = [_rank_of_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks]
+    notes = (f"{name}: has no fingerprints; its slices do not show replicas, optimizer groups and data order",)
+    plan = folder.parent.parent / "plan.json"
+    optimizer = read_json(plan, "plan").get("optimizer", {}) if plan.exists() else {}  # an export has no plan
+    more = {"layout": layout, "precision": "", "shape": manifest["identity"]["shape"], "next_lr": None}
+    return _snapshot({**manifest, **more, "optimizer": optimizer}, name, SAVED, ranks, notes)
+
+
+def _snapshot(
+    values: Mapping[str, Any], name: str, moment: str, ranks: Iterable[RankPrint], notes: tuple[str, ...]
+) -> Snapshot:
     return Snapshot(
         name=name,
-        moment=SAVED,
-        iteration=manifest["iteration"],
-        consumed=manifest["consumed_samples"],
-        layout=layout,
-        precision="",
-        shape=manifest["identity"]["shape"],
-        optimizer=_optimizer(folder),
-        scalars=manifest["scalars"],
-        next_lr=None,
-        ranks=tuple(_rank_of_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks),
-        notes=(f"{name}: has no fingerprints; its slices do not show replicas, optimizer groups and data order",),
+        moment=moment,
+        iteration=int(values["iteration"]),
+        consumed=int(values["consumed_samples"]),
+        layout=tuple(values["layout"]),
+        **{key: values[key] for key in ("precision", "shape", "optimizer", "scalars", "next_lr")},
+        ranks=tuple(ranks),
+        notes=notes,
     )
 
 
@@ -197,12 +192,6 @@ def _rank_of_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> R
     file, place = folder / f"rank_{rank:05d}.json", grid[rank]
     hashes = fingerprints.hashed(read_json(file, "generators")) if file.exists() else {}
     return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=hashes)
-
-
-def _optimizer(checkpoint: Path) -> Mapping[str, float]:
-    """The optimizer of the run folder that holds the checkpoint; empty where none does."""
-    plan = checkpoint.parent.parent / "plan.json"
-    return read_json(plan, "plan").get("optimizer", {}) if plan.exists() else {}
 
 
 def _count(box: Box) -> int:

@@ -37,7 +37,6 @@ class Search:
         return f"--exclude={','.join(self.suspects if self.done else self.left_out)}"
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object: suspects, left_out, restarts, restarts_at_most, exclude."""
         return {
             "suspects": list(self.suspects),
             "left_out": list(self.left_out),
@@ -67,16 +66,13 @@ class Search:
 
 def restarts_at_most(suspects: int, spares: int) -> int:
     """The restarts that the search needs in the worst case."""
-    count = 0
+    count, inside = 0, 0
     while suspects > 1:
         out = min(spares, suspects // 2)
-        if out < suspects - out and out == spares:
-            # Worst case: the run is bad again. Inside a group it is the logarithm.
-            later = math.ceil(math.log2(out)) if out > 1 else 0
-            rest = restarts_at_most(suspects - out, spares)
-            return count + 1 + max(later, rest)
-        suspects, count = max(out, suspects - out), count + 1
-    return count
+        # If the run is good, the bad node is in the group left out: the logarithm of its size more.
+        inside = max(inside, count + 1 + math.ceil(math.log2(out)))
+        suspects, count = suspects - out, count + 1
+    return max(count, inside)
 
 
 def resume_search(nodes: Sequence[str], spares: int, results: Sequence[str]) -> Search:

@@ -21,6 +21,8 @@ RANK_SCORE = 5.0  # robust standard deviations
 NODE_SCORE = 2.5  # of each rank, where most ranks of a node are slow
 MIN_EXCESS = 0.03  # of the median; less is not worth a restart
 NODE_SHARE = 0.75  # of a node's ranks that must be slow
+Seconds = Mapping[int, Mapping[str, float]]  # by rank and phase
+Slow = dict[int, tuple[str, float, float]]  # of each slow rank its worst phase, the excess in seconds, the score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Stragglers(list[Straggler], Table):
         return pd.DataFrame([(s.kind, s.name, s.phase, s.excess_s, s.score) for s in self], columns=columns)
 
 
-def find_stragglers(grid: Grid, seconds: Mapping[int, Mapping[str, float]]) -> Stragglers:
+def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
     """The stragglers by `seconds[rank][phase]`, medians over iterations. ValueError for a rank outside the grid.
 
     A rank's own work is compared with that of its stage, since stages differ: score = (x - median) / (1.4826 MAD), MAD
@@ -77,11 +79,8 @@ def find_stragglers(grid: Grid, seconds: Mapping[int, Mapping[str, float]]) -> S
     return Stragglers(sorted(found, key=lambda s: -s.score))
 
 
-def _scores(
-    grid: Grid, seconds: Mapping[int, Mapping[str, float]], phases: tuple[str, ...], least: float
-) -> dict[int, tuple[str, float, float]]:
-    """For each slow rank its worst phase: the phase, the excess in seconds, the score."""
-    found: dict[int, tuple[str, float, float]] = {}
+def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float) -> Slow:
+    found: Slow = {}
     for phase in phases:
         stages: defaultdict[int, list[int]] = defaultdict(list)
         for rank, times in seconds.items():
@@ -98,9 +97,7 @@ def _scores(
     return found
 
 
-def _nodes(
-    grid: Grid, seconds: Mapping[int, Mapping[str, float]], slow: dict[int, tuple[str, float, float]]
-) -> list[Straggler]:
+def _nodes(grid: Grid, seconds: Seconds, slow: Slow) -> list[Straggler]:
     found = []
     for node, ranks in grid.nodes.items():
         timed = [r for r in ranks if r in seconds]
@@ -110,7 +107,7 @@ def _nodes(
     return found
 
 
-def _links(grid: Grid, slow: dict[int, tuple[str, float, float]]) -> list[Straggler]:
+def _links(grid: Grid, slow: Slow) -> list[Straggler]:
     """Ranks that communicate longer than their peers, paired where they are neighbours on different nodes."""
     found: list[Straggler] = []
     taken: set[int] = set()
@@ -124,7 +121,7 @@ def _links(grid: Grid, slow: dict[int, tuple[str, float, float]]) -> list[Stragg
     return found + [_straggler("rank", str(rank), [rank], slow) for rank in slow if rank not in taken]
 
 
-def _straggler(kind: str, name: str, ranks: list[int], slow: dict[int, tuple[str, float, float]]) -> Straggler:
+def _straggler(kind: str, name: str, ranks: list[int], slow: Slow) -> Straggler:
     worst = max(ranks, key=lambda r: slow[r][2])
     phase, excess, score = slow[worst]
     return Straggler(kind=kind, name=name, ranks=tuple(ranks), phase=phase, excess_s=excess, score=score)
