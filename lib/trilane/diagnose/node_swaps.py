@@ -37,13 +37,8 @@ class Search:
         return f"--exclude={','.join(self.suspects if self.done else self.left_out)}"
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "suspects": list(self.suspects),
-            "left_out": list(self.left_out),
-            "restarts": self.restarts,
-            "restarts_at_most": restarts_at_most(len(self.suspects), self.spares),
-            "exclude": self.exclude,
-        }
+        counts = {"restarts": self.restarts, "restarts_at_most": restarts_at_most(len(self.suspects), self.spares)}
+        return {"suspects": [*self.suspects], "left_out": [*self.left_out], **counts, "exclude": self.exclude}
 
     def to_text(self) -> str:
         """The bad node, or the next step of the search."""

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trilane.utils.files import lock
+from trilane.utils.files import json_lines, lock
 
 NAME = "jobs.jsonl"
 
@@ -22,12 +22,8 @@ def note(folder: Path, event: str, job: str, **facts: Any) -> dict[str, Any]:
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     """The events of the folder in order, only those of `kinds` where given; an incomplete line is left out."""
-    path, found = folder / NAME, []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # a node failed while it was written
+    path = folder / NAME
+    found = json_lines(path.read_text(encoding="utf-8")) if path.exists() else []
     return [e for e in found if not kinds or e["event"] in kinds]
 
 

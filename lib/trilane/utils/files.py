@@ -1,14 +1,25 @@
 """Files that other processes read while they are written: atomic replacement, kept versions, locks."""
 
+import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 EARLIER = "earlier"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted without -o flock, some NFS
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """The JSON objects in the lines of a text, without a line that a killed process left half-written."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return [values for values in found if isinstance(values, dict)]
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

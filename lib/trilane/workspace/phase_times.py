@@ -2,12 +2,12 @@
 
 import json
 import platform
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from trilane.utils.files import json_lines
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
@@ -33,15 +33,13 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
     found: dict[int, dict[str, float]] = {}
     hosts: dict[int, str] = {}
     for path in sorted((folder / "ranks").glob(f"*{SUFFIX}")):
-        lines = [line for line in map(_line, path.read_text(encoding="utf-8").splitlines()) if line]
+        lines = [line for line in json_lines(path.read_text(encoding="utf-8")) if isinstance(line.get("seconds"), dict)]
         if lines and path.stem.isdigit():
-            rank, counted = int(path.stem), lines[1:] or lines
+            rank = int(path.stem)
             hosts[rank] = str(lines[-1].get("host", ""))
-            times: defaultdict[str, list[float]] = defaultdict(list)
-            for line in counted:
-                for phase, seconds in line["seconds"].items():
-                    times[phase].append(seconds)
-            found[rank] = {phase: median(values) for phase, values in times.items()}
+            times = [line["seconds"] for line in lines[1:] or lines]
+            phases = dict.fromkeys(phase for seconds in times for phase in seconds)
+            found[rank] = {phase: median(s[phase] for s in times if phase in s) for phase in phases}
     require(bool(found), "folder", folder, "holds no phase times (ranks/*.phases); set run.timers in the plan")
     return grid or _grid(folder, hosts), found
 
@@ -53,12 +51,3 @@ def _grid(folder: Path, hosts: Mapping[int, str]) -> Grid:
     # A rank without phase times is on the host of the others of its node.
     known = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
     return replace(grid, places=tuple(replace(p, node=known.get(p.node, p.node)) for p in grid.places))
-
-
-def _line(text: str) -> dict | None:
-    """A line of phase times; None for a truncated one."""
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("seconds"), dict) else None

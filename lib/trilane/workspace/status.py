@@ -103,10 +103,8 @@ def judge(folder: Path, ranks: int, code: int, seconds: float) -> RunStatus:
     if code == 0:
         return _clean_end(folder, ranks - 1, seconds)
     rank, how = culprit(folder)
-    if rank is None:
-        evidence = f"torchrun: {last_line(folder, 'torchrun')}"
-    else:
-        evidence = f"rank {rank}: {how}{last_line(folder, rank)}"
+    of = "torchrun" if rank is None else f"rank {rank}"
+    evidence = f"{of}: {how}{last_line(folder, 'torchrun' if rank is None else rank)}"
     return RunStatus(status=Status.CRASHED, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
 
 

@@ -86,18 +86,11 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     frames = evidence.dumps[rank].main.frames
     before = evidence.earlier.get(rank)
     moves = before is not None and bool(before.main.frames) and stack_key(before.main.frames) != stack_key(frames)
-    wait = wait_of(frames)
+    wait, soft = wait_of(frames), soft_wait(frames)
+    kind, text = "soft" if soft else "busy", first_match("activities", frames[:8]) or "outside communication"
     if wait is not None:
-        return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
-    soft = soft_wait(frames)
-    kind = "soft" if soft else "busy"
-    return Condition(
-        kind=kind,
-        text=first_match("activities", frames[:8]) or "outside communication",
-        frames=frames,
-        wait=soft,
-        moves=moves,
-    )
+        kind, text = "waiting", f"in {wait.op}"
+    return Condition(kind=kind, text=text, frames=frames, wait=wait or soft, moves=moves)
 
 
 def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:

@@ -30,9 +30,7 @@ LAUNCHER = re.compile(
 SPREAD_S = 120.0  # dumps written further apart than this are of different moments
 LARGEST = 64 << 20  # bytes; larger files are not read
 # Facts about the run, and process states of a host.
-NO_DUMP = re.compile(
-    r"^(?:(?:plan|topology|status|env|ds_config|verdict|failures)\.json|states-.*|.*\.beat|.*\.sh)$", re.S
-)
+NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-|.*\.(?:beat|sh)$")
 
 
 Series = defaultdict[int, list[tuple[Path, Dump]]]  # the dumps of each rank, oldest first
@@ -60,7 +58,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
-    found = [(path, *_read(path)) for path in paths if not NO_DUMP.search(path.name)]
+    found = [(path, *_read(path)) for path in paths if not NO_DUMP.match(path.name)]
     grid = grid or _grid(folder, paths)
     series: Series = defaultdict(list)
     recordings, notes, unreadable, nodes = {}, [], set(), []

@@ -58,9 +58,7 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
         return None
     at, device = frames[inner], patterns("files")["device"]
     if device.search(at.file) and is_function(at, "device_waits"):
-        above = [
-            f for f, skip in zip(frames[inner:], wrapped[inner:], strict=True) if not (skip or device.search(f.file))
-        ]
+        above = [f for f in frames[inner:] if not (is_function(f, "wrappers") or device.search(f.file))]
         return Wait(op="device", site=above[0] if above else at, axis=first_match("axes", above[:1]))
     if not _communicates(at):
         return None

@@ -88,17 +88,17 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
         _require_same_model(a, b)
         compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment}), {len(b.tensors)} tensors")
         notes += [*a.notes, *b.notes, *_notes(a, b)]
-        moved = changed(a, b) if a.iteration == b.iteration else []
+        same = a.iteration == b.iteration
+        moved = changed(a, b) if same else []
+        other = [*_generators(a, b), *_data(a, b), *_optimizer(a, b)] if same else []
         if b.moment == SAVED and len(moved) > 1 and len(moved) == sum(f.kind == "not-restored" for f in moved):
             rest = f"{b.name} differs from {a.name} in {len(moved)} tensors, as the findings of the restart imply"
             notes += [rest] if known else []
             moved = [] if known else [_diverged(a, moved)]
-        for finding in (*within_each(a, b), *moved, *other_state(a, b)):
+        for finding in (*within_each(a, b), *moved, *other):
             findings.setdefault((finding.kind, finding.tensor, finding.where), finding)
-    unique = tuple(dict.fromkeys(notes))
-    return RestartComparison(
-        before=before, after=after, compared=tuple(compared), findings=tuple(findings.values()), notes=unique
-    )
+    found, unique = tuple(findings.values()), tuple(dict.fromkeys(notes))
+    return RestartComparison(before=before, after=after, compared=tuple(compared), findings=found, notes=unique)
 
 
 def pairs(before: Path, after: Path) -> list[tuple[Record, Record]]:
@@ -149,11 +149,6 @@ def within_each(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
     return [replace(finding, what=f"{finding.what} (in {' and '.join(names)})") for finding, names in found.values()]
 
 
-def other_state(a: Snapshot, b: Snapshot) -> list[RestartFinding]:
-    """Differences other than in tensors, at the same iteration."""
-    return [*_generators(a, b), *_data(a, b), *_optimizer(a, b)] if a.iteration == b.iteration else []
-
-
 def _diverged(a: Snapshot, moved: list[RestartFinding]) -> RestartFinding:
     """One finding for a run that diverged from the one it continues, and so differs in all tensors."""
     worst = max(moved, key=lambda finding: finding.size or 0)
@@ -171,10 +166,8 @@ def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
     if a.iteration != b.iteration:
         yield f"{a.name} is after iteration {a.iteration}, {b.name} after {b.iteration}: each is checked by itself"
     elif a.layout != b.layout:
-        yield (
-            f"{a.name} and {b.name} have different layouts {list(a.layout)} and {list(b.layout)}: tensors that are cut "
-            "differently are compared as wholes, random number generators start again"
-        )
+        rest = "tensors that are cut differently are compared as wholes, random number generators start again"
+        yield f"{a.name} and {b.name} have different layouts {list(a.layout)} and {list(b.layout)}: {rest}"
 
 
 def _generators(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
@@ -189,13 +182,13 @@ def _generators(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
                 wrong.setdefault(name, []).append(r)
     for name, ranks in wrong.items():
         what = f"the state of generator {name} is not the one that was saved"
-        yield RestartFinding(kind="generators", tensor="", ranks=tuple(ranks), what=what)
+        yield RestartFinding(kind="generators", ranks=tuple(ranks), what=what)
 
 
 def _data(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
     if a.consumed != b.consumed:
         what = f"{b.consumed} samples are counted as consumed, {a.consumed} were"
-        yield RestartFinding(kind="data", tensor="", ranks=(), what=what, size=abs(b.consumed - a.consumed))
+        yield RestartFinding(kind="data", what=what, size=abs(b.consumed - a.consumed))
         return
     if a.layout == b.layout:
         odd = [r for r in b.ranks if r.rank in a.by_rank and _differs(a.by_rank[r.rank].samples, r.samples)]
@@ -203,7 +196,7 @@ def _data(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
         odd = list(b.ranks) if _differs(a.samples, b.samples) else []
     if odd:
         what = f"the next iteration, after {b.consumed} samples, gets other samples than without the restart"
-        yield RestartFinding(kind="data", tensor="", ranks=tuple(odd) if len(odd) < len(b.ranks) else (), what=what)
+        yield RestartFinding(kind="data", ranks=tuple(odd) if len(odd) < len(b.ranks) else (), what=what)
 
 
 def _differs(a: object, b: object) -> bool:
@@ -215,12 +208,12 @@ def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
     for name, value in a.scalars.items():
         if name in b.scalars and b.scalars[name] != value:
             what = f"{name} is {b.scalars[name]:g}, it was {value:g}"
-            yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=what, size=abs(b.scalars[name] - value))
+            yield RestartFinding(kind="optimizer", what=what, size=abs(b.scalars[name] - value))
     if a.next_lr is not None and b.next_lr is not None and abs(a.next_lr - b.next_lr) > 1e-9 * abs(a.next_lr):
         what = f"the next learning rate is {b.next_lr:.6g}, it would have been {a.next_lr:.6g}"
         size = abs(b.next_lr / (a.next_lr or 1) - 1)
-        yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=what, size=size)
+        yield RestartFinding(kind="optimizer", what=what, size=size)
     for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"):
         old, new = a.optimizer.get(name), b.optimizer.get(name)
         if old is not None and new is not None and old != new:
-            yield RestartFinding(kind="optimizer", tensor="", ranks=(), what=f"{name} is {new:g}, it was {old:g}")
+            yield RestartFinding(kind="optimizer", what=f"{name} is {new:g}, it was {old:g}")

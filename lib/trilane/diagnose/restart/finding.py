@@ -28,9 +28,9 @@ class RestartFinding:
     """A finding of one of KINDS. `tensor` is "" where it concerns none; `size` is the relative difference, if any."""
 
     kind: str
-    tensor: str
-    ranks: tuple[RankPrint, ...]
     what: str
+    tensor: str = ""
+    ranks: tuple[RankPrint, ...] = ()
     size: float | None = None
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ def _missing(before: Snapshot, after: Snapshot) -> Iterator[RestartFinding]:
     if before.notes or after.notes:  # ranks without fingerprints are noted: their tensors are no findings
         return
     for name in before.tensors.keys() - after.tensors.keys():
-        yield RestartFinding(kind="missing", tensor=name, ranks=(), what=f"is in {before.name}, not in {after.name}")
+        yield RestartFinding(kind="missing", tensor=name, what=f"is in {before.name}, not in {after.name}")
 
 
 def _finding(name: str, difference: Difference) -> RestartFinding:

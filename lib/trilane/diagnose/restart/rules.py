@@ -73,7 +73,7 @@ def unclipped(snapshot: Snapshot) -> list[RestartFinding]:
     ranks = tuple(r for r in snapshot.ranks if r.pp in stages)
     if len(stages) < len({r.pp for r in snapshot.ranks}):
         what += f"; too large on pipeline stage {', '.join(map(str, sorted(stages)))}"
-    return [RestartFinding(kind="clipping", tensor="", ranks=ranks, what=what, size=norm / limit)]
+    return [RestartFinding(kind="clipping", ranks=ranks, what=what, size=norm / limit)]
 
 
 def _stages(snapshot: Snapshot, mean: float, limit: float) -> set[int]:
