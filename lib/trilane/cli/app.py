@@ -30,11 +30,9 @@ class Root(Group):
     """The groups of GROUPS, each in the module of its name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The groups in the order of the work."""
         return list(GROUPS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The group, imported now."""
         if cmd_name not in GROUPS:
             return None
         module = __import__(f"trilane.cli.{cmd_name}", fromlist=[cmd_name])
@@ -42,7 +40,6 @@ class Root(Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """One line for each group, without importing any."""
         with formatter.section("Commands"):
             formatter.write_dl(list(GROUPS.items()))
 

@@ -8,14 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
-from trilane.utils.validation import (
-    parse_count,
-    require,
-    require_integer,
-    require_known,
-    require_not_negative,
-    require_positive,
-)
+from trilane.utils import validation
 
 Parameter = Callable[[Any], Any]  # a decorator that adds an option or an argument
 FILE = click.Path(path_type=Path)
@@ -38,8 +31,7 @@ class Command(click.Command):
     allow_extra_args = True
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it; what it returns is the exit code."""
-        require(not ctx.args, "argument", next(iter(ctx.args), ""), "is one too many")
+        validation.require(not ctx.args, "argument", next(iter(ctx.args), ""), "is one too many")
         return super().invoke(ctx)
 
 
@@ -49,13 +41,11 @@ class Group(click.Group):
     command_class = Command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Each command and the first sentence of its help."""
         rows = [(name, command.get_short_help_str(limit=200)) for name, command in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names as they were defined."""
         return list(self.commands)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -64,8 +54,8 @@ class Group(click.Group):
         if name not in known:
             if name.startswith("-"):
                 raise click.NoSuchOption(name, ctx=ctx)
-            require(name not in MOVED, "command", name, f"is now `trilane {MOVED.get(name)}`")
-            require_known("command", name, known)
+            validation.require(name not in MOVED, "command", name, f"is now `trilane {MOVED.get(name)}`")
+            validation.require_known("command", name, known)
         return super().resolve_command(ctx, args)
 
 
@@ -76,7 +66,6 @@ class Checked(click.ParamType):
         self.name, self.read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value."""
         return self.read(field_of(param), value)
 
 
@@ -98,8 +87,8 @@ def whole(minimum: int = 1, maximum: int = 10**15) -> Checked:
 
     def read(field: str, value: Any) -> int:
         number = converted(int, value)
-        require_integer(field, number, minimum)
-        require(number <= maximum, field, number, f"must be at most {maximum}")
+        validation.require_integer(field, number, minimum)
+        validation.require(number <= maximum, field, number, f"must be at most {maximum}")
         return int(number)
 
     return Checked("integer", read)
@@ -109,7 +98,9 @@ def number(is_positive: bool = True) -> Checked:
     """A finite number above zero, or of at least zero."""
 
     def read(field: str, value: Any) -> float:
-        (require_positive if is_positive else require_not_negative)(field, converted(float, value))
+        (validation.require_positive if is_positive else validation.require_not_negative)(
+            field, converted(float, value)
+        )
         return float(value)
 
     return Checked("number", read)
@@ -117,7 +108,7 @@ def number(is_positive: bool = True) -> Checked:
 
 def count() -> Checked:
     """Parameters or tokens: 40B, 1.3e9, 350M."""
-    return Checked("count", lambda field, value: parse_count(field, str(value)))
+    return Checked("count", lambda field, value: validation.parse_count(field, str(value)))
 
 
 class Choice(click.Choice[str]):
@@ -125,11 +116,10 @@ class Choice(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The name; ValueError lists the known ones, the nearest first."""
-        require_known(field_of(param), value, self.choices)
+        validation.require_known(field_of(param), value, self.choices)
         return str(value)
 
     def fail(self, message: str, param: Any = None, ctx: Any = None) -> NoReturn:
-        """Errors are ValueErrors here."""
         raise ValueError(message)
 
 

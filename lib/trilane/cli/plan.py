@@ -77,13 +77,13 @@ def size(top: int, as_json: bool, **options: Any) -> int:
 
     Exit code 1 where none can run.
     """
-    from trilane.planning.sizing import survey, survey_json, why_none
+    from trilane.planning.sizing import survey, survey_json, survey_text, why_none
 
     request = size_request(options)
     found, refused = survey(request)
     values = {**survey_json(request, found[:top], len(found)), "refused": dict(refused)}
     why = [] if found else [why_none(request, refused)]
-    return emit(as_json, values, "\n".join([size_text(request, found[:top]), *why]), failed=not found)
+    return emit(as_json, values, "\n".join([survey_text(request, found[:top]), *why]), failed=not found)
 
 
 def size_request(options: dict[str, Any]) -> Any:
@@ -100,30 +100,6 @@ def size_request(options: dict[str, Any]) -> Any:
         calibration=calibration_of(options["calibration"], cluster),
         choices={name: options[name] for name in names if options[name]},
     )
-
-
-def size_words(parameters: float) -> str:
-    """ "176.2B", or "20.3M" where that is below a billion."""
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-
-
-def size_text(request: Any, proposals: list[Any]) -> str:
-    """The proposals, a line each and one for each note."""
-    lines = [
-        f"{size_words(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of",
-        f"{request.cluster.name}, {request.tokens / 1e9:g} B tokens; days with nothing going wrong:",
-    ]
-    for p in proposals:
-        s, (middle, low, high) = p.shape, p.tflops
-        relative = p.days_at_target / proposals[0].days_at_target - 1
-        lines.append(
-            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{size_words(s.parameters):>8} "
-            f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
-            f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
-            f"{relative:+6.1%}  {p.topology.label}"
-        )
-        lines += [f"{'':10}{note}" for note in p.notes]
-    return "\n".join(lines)
 
 
 def choices_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -157,32 +133,7 @@ def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json:
     given = {"calibration": calibration_of(options["calibration"], cluster), **choices_of(options)}
     given |= {name: options[name] for name in ("engine", "objective", "top")}
     found = search_plans(what, cluster, gpus=gpus, gbs=gbs or range(1, (gbs_max or 0) + 1), **given)
-    return emit(as_json, search_json(found), search_text(found), failed=not found.candidates)
-
-
-def search_json(found: Any) -> dict[str, Any]:
-    """A search as JSON: the plans, those that may run out of memory apart."""
-    plans, risky = ([c.to_json() for c in rows] for rows in (found.candidates, found.risky))
-    counts = {"evaluated": found.evaluated, "refused": found.refused_by_rule, "held_fixed": found.space.held_fixed}
-    return {**counts, "plans": plans, "risky": risky}
-
-
-def search_text(found: Any) -> str:
-    """How many topologies can run, why the others cannot, what was not varied, and a line for each candidate."""
-    lines = [f"{found.evaluated} topologies, {found.runnable} can run"]
-    lines += [f"{count:>12} refused: {rule}" for rule, count in found.refused_by_rule.items()]
-    lines += [f"held fixed: {found.space.held_fixed}", *map(candidate_line, found.candidates)]
-    if found.risky:
-        lines += ["apart, because these may run out of memory (P above 10 %):", *map(candidate_line, found.risky)]
-    return "\n".join(lines)
-
-
-def candidate_line(candidate: Any) -> str:
-    """A candidate in one line."""
-    p, t = candidate.prediction, candidate.topology
-    seconds = f"{p.sec_per_it:9.3f} s ({p.sec_lo:.3f}-{p.sec_hi:.3f})"
-    memory = f"{p.memory_bytes / 2**30:6.1f} GiB  P(OOM) {p.oom_probability:.2f}"
-    return f"{seconds} {memory}  gbs {t.gbs:5} {candidate.plan.id} {candidate.label}"
+    return emit(as_json, found.listing(), found.as_text(), failed=not found.candidates)
 
 
 @command(

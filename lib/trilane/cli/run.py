@@ -12,7 +12,6 @@ class RunCommand(Command):
     """`run NOTEBOOK --help` also lists the notebook's parameters."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The parameters of the notebook that the command line names."""
         from trilane.report.parameters import described_parameters, notebook_names
 
         names = notebook_names()

@@ -31,10 +31,8 @@ def steps(line: bytes) -> Iterator[dict[str, float]]:
         yield {name: float(text) for name, text in zip(names, found.groups(), strict=True)}
     for found in THROUGHPUT.finditer(line):
         current = CURRENT.search(line, found.end())
-        yield {
-            "iteration": float(found[1] or found[2]),
-            "samples_per_second": float(current[1] if current else found[3]),
-        }
+        rate = float(current[1] if current else found[3])
+        yield {"iteration": float(found[1] or found[2]), "samples_per_second": rate}
 
 
 def memories(line: bytes) -> Iterator[dict[str, float]]:

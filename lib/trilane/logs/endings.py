@@ -24,9 +24,8 @@ PATTERNS = [
     (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d* oom[-_]kill event|task[s ].*: Out Of Memory|OUT_OF_MEMORY"),
     (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit|cgroup out of memory"),
     (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA (?:driver )?error: out of memory"),
-    (1, "OOM", b"failure", rb"Cuda failure (?:\d+ )?'out of memory'"),
     (1, "OOM", b"allocate ALLOC", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
-    (1, "OOM", b"memory", rb"cuda runtime error \(2\)"),
+    (1, "OOM", b"failure memory", rb"Cuda failure (?:\d+ )?'out of memory'|cuda runtime error \(2\)"),
     (1, "OOM", b"Error", NO_MEMORY),
     (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
     (2, "hang", b"atchdog collective", rb"watchdog got stuck for \d|due to a collective timeout"),
@@ -44,16 +43,11 @@ PATTERNS = [
     (2, "crashed", b"Error Exception", EXCEPTION),
     (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
     (3, "crashed", b"srun", rb"srun: error: .*(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
-    (3, "crashed", b"exitcode", rb"failed \(exitcode: -?\d"),
-    (3, "crashed", b"exits", rb"exits with return code = -?[1-9]"),
+    (3, "crashed", b"exitcode exits", rb"failed \(exitcode: -?\d|exits with return code = -?[1-9]"),
     (3, "crashed", b"pdsh@", rb"pdsh@.*: ssh exited with exit code [1-9]"),
     (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
-    (
-        4,
-        "completed",
-        b"raining exiting",
-        rb"\[after training is done\]|exiting program (?:at|after)|Training completed",
-    ),
+    (4, "completed", b"raining exiting", rb"\[after training is done\]|exiting program (?:at|after)"),
+    (4, "completed", b"raining", rb"Training completed"),
     (5, "crashed", b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
     (5, "crashed", b"srun", rb"srun: error: .*: Terminated"),
 ]
@@ -78,9 +72,9 @@ class Ending:
     level: int
     status: Status
     evidence: str
-    rank: int | None
-    asked_bytes: float
     rows: int
+    rank: int | None = None
+    asked_bytes: float = float("nan")
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
@@ -137,5 +131,4 @@ def text(line: bytes) -> str:
 
 def planned_end(line: bytes, rows: int) -> Ending:
     """The planned end, reported by `line`."""
-    nan = float("nan")
-    return Ending(level=4, status=Status.COMPLETED, evidence=text(line), rank=None, asked_bytes=nan, rows=rows)
+    return Ending(level=4, status=Status.COMPLETED, evidence=text(line), rows=rows)

@@ -4,11 +4,12 @@ A form is a line with every digit as 0. Megatron pads its numbers, so lines of e
 of the same form the numbers have the same positions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from trilane.logs import megatron
 from trilane.logs.megatron import Span
 
 MIN_LINES = 3  # of equal length in a block, before a form is worth parsing
@@ -16,6 +17,7 @@ MAX_FORMS = 12  # new forms tried for one length in one block; the rest is read 
 MAX_LENGTH = 4096  # bytes
 MAX_DIGITS = 15  # a number of more digits is not exact as a float64
 POWERS = np.array([float(f"1e{k}") for k in range(23)])  # exact, unlike numpy's 10.0 ** k
+Group = tuple[np.ndarray, np.ndarray, np.ndarray]  # indices, text and shapes of lines of one length
 NO_NUMBERS = (b"nan", b"inf", b"-inf")
 
 
@@ -38,10 +40,10 @@ class LineBatch:
 
 
 class Forms:
-    """The forms met so far in a file, by length of line; `parse` makes the form of a line."""
+    """The forms met so far in a file, by length of line."""
 
-    def __init__(self, parse: Callable[[bytes], Form | None]) -> None:
-        self._parse, self._known = parse, dict[int, list[tuple[np.ndarray, Form]]]()
+    def __init__(self) -> None:
+        self._known = dict[int, list[tuple[np.ndarray, Form]]]()
 
     def batches(self, block: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[LineBatch], np.ndarray]:
         """The lines of the block whose form is known, and the indices of the others."""
@@ -51,7 +53,7 @@ class Forms:
             lines, shapes = _lines(block, starts[group], length) if length in self._known else (None, None)
             for shape, form in list(self._known.get(length, [])):
                 if lines is not None and shapes is not None and len(group):
-                    group, lines, shapes = _take(shape, form, group, lines, shapes, found)
+                    group, lines, shapes = _take(shape, form, (group, lines, shapes), found)
             rest.append(group)
         return found, np.sort(np.concatenate(rest)) if rest else np.empty(0, np.int64)
 
@@ -65,11 +67,25 @@ class Forms:
             for _ in range(MAX_FORMS):
                 if len(group) < MIN_LINES:
                     break
-                shape, form = shapes[0].copy(), self._parse(lines[0].tobytes())
+                shape, form = shapes[0].copy(), parse_form(lines[0].tobytes())
                 if form:
                     self._known.setdefault(length, []).append((shape, form))
-                group, lines, shapes = _take(shape, form, group, lines, shapes, found)
+                group, lines, shapes = _take(shape, form, (group, lines, shapes), found)
         return found
+
+
+def parse_form(line: bytes) -> Form | None:
+    """The form of a line that may be read in bulk; None if it must be read on its own."""
+    if any(c in line for c in (b"\x1b", b"\0", b"\r")):
+        return None
+    # a line wrapped after a bar would look complete, so the last field, which all dialects print, must be present
+    ends = line.rstrip().endswith(b"|") and b"nan iterations:" in line
+    is_step = ends and len(megatron.ITERATION.findall(line)) == 1
+    spans = next(megatron.iterations(line)) if is_step else megatron.timers(line)
+    kind = "iteration" if is_step else "timers"
+    if not spans or (b"time (ms)" in line and is_step) or not all(is_exact(line[s.start : s.stop]) for s in spans):
+        return None
+    return Form(kind=kind, spans=spans, dialect=megatron.dialect(line) if is_step else "")
 
 
 def _by_length(at: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -88,19 +104,13 @@ def _lines(block: bytes, starts: np.ndarray, length: int) -> tuple[np.ndarray, n
     return lines, np.where((lines - np.uint8(48)) < 10, np.uint8(48), lines)
 
 
-def _take(
-    shape: np.ndarray,
-    form: Form | None,
-    group: np.ndarray,
-    lines: np.ndarray,
-    shapes: np.ndarray,
-    found: list[LineBatch],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _take(shape: np.ndarray, form: Form | None, lines: Group, found: list[LineBatch]) -> Group:
     """Move the lines of that shape to `found`, or drop them if they have no form; returns the rest."""
+    at, text, shapes = lines
     same = (shapes == shape).all(axis=1)
     if form and same.any():
-        found.append(_batch(form, group[same], lines[same]))
-    return group[~same], lines[~same], shapes[~same]
+        found.append(_batch(form, at[same], text[same]))
+    return at[~same], text[~same], shapes[~same]
 
 
 def _batch(form: Form, at: np.ndarray, lines: np.ndarray) -> LineBatch:
@@ -186,9 +196,8 @@ def merge(batches: Sequence[LineBatch]) -> MergedLines:
             values[row[span.column], begin:end] = numbers
         begin = end
     order = np.argsort(at)
-    return MergedLines(
-        names=names, at=at[order], values=values[:, order], dialects=sorted({b.form.dialect for b in batches})
-    )
+    dialects = sorted({b.form.dialect for b in batches})
+    return MergedLines(names=names, at=at[order], values=values[:, order], dialects=dialects)
 
 
 def by_iteration(timers: MergedLines, iterations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

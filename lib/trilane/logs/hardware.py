@@ -40,19 +40,14 @@ class DeviceParser:
     """Parses nvidia-smi's table line by line; each GPU takes two lines."""
 
     def __init__(self) -> None:
-        self._pending: tuple[int, str] | None = None
-
-    @property
-    def pending(self) -> bool:
-        """Whether a GPU was named whose memory line has not come yet."""
-        return self._pending is not None
+        self.pending: tuple[int, str] | None = None  # a GPU that was named, whose memory line has not come yet
 
     def device(self, line: bytes) -> Device | None:
         """The GPU that this line completes, else None."""
         if found := GPU_NAME.match(line):
-            self._pending = int(found[1]), found[2].decode("utf-8", "replace")
-        elif self._pending and (use := GPU_MEMORY.search(line)):
-            (index, name), self._pending = self._pending, None
+            self.pending = int(found[1]), found[2].decode("utf-8", "replace")
+        elif self.pending and (use := GPU_MEMORY.search(line)):
+            (index, name), self.pending = self.pending, None
             used, total = (float(text) * 2**20 for text in use.groups())
             return Device(index=index, name=name, used_bytes=used, total_bytes=total)
         return None
@@ -76,13 +71,9 @@ class BenchmarkParser:
         """The row that this line completes, else None."""
         self.matched = True
         if found := NCCL_TEST.match(line):
-            algorithm, bus = float(found[4]) * 1e9, float(found[5]) * 1e9
-            return {
-                "message_bytes": float(found[1]),
-                "seconds": float(found[3]) / 1e6,
-                "algorithm_bytes_per_s": algorithm,
-                "bus_bytes_per_s": bus,
-            }
+            size, seconds, algorithm, bus = (float(found[i]) for i in (1, 3, 4, 5))
+            rates = {"algorithm_bytes_per_s": algorithm * 1e9, "bus_bytes_per_s": bus * 1e9}
+            return {"message_bytes": size, "seconds": seconds / 1e6, **rates}
         if found := RANK.match(line):
             self._mixed = bool(self._ranks)
             self._ranks.append(float(found[1]))

@@ -29,7 +29,7 @@ class Lines:
         self._begun, self._pieces = b"", 0
         self._pending, self._dict = dict[str, float](), b""  # of the Trainer, whose bar may follow on another line
         self._bar: dict[str, float] = {}  # the last one on a line of its own
-        self._facts = run_facts.RunFacts()
+        self.facts = run_facts.RunFacts()
 
     @property
     def run(self) -> PartialRun:
@@ -39,23 +39,13 @@ class Lines:
     @property
     def pending(self) -> bool:
         """Whether the next line matters whatever it holds, as it may complete the line before it."""
-        return bool(self._begun or self._pending or self._facts.traceback)
+        return bool(self._begun or self._pending or self.facts.traceback)
 
     def close(self) -> list[PartialRun]:
         """All runs that have any content."""
         self.finish()
         self._settle()
         return [run for run in self.runs if run.has_content]
-
-    @property
-    def inside(self) -> bool:
-        """Whether a dump of arguments is open, where names may stand without dots."""
-        return self._facts.inside
-
-    @property
-    def seen(self) -> set[bytes]:
-        """Lines that would change nothing if repeated within this run."""
-        return self._facts.seen
 
     def read(self, line: bytes, kind: int, whole: bool) -> bool:
         """Read one line of that kind (see prefilter.line_kinds); not `whole` if the file ends inside it.
@@ -78,15 +68,15 @@ class Lines:
             return True
         if len(line) >= MAX_LENGTH:
             return True
-        matched = self._facts.is_launch(line)
+        matched = self.facts.is_launch(line)
         if matched:
             self.begin()
         if kind & (NUMBER | STEP):
             matched |= self._numbers(line)
-        if kind & ARGUMENT or self._facts.inside:
-            matched |= self._facts.arguments(line, self.run)
-        if kind & END or self._facts.traceback:
-            matched |= self._facts.end(line, self.run)
+        if kind & ARGUMENT or self.facts.inside:
+            matched |= self.facts.arguments(line, self.run)
+        if kind & END or self.facts.traceback:
+            matched |= self.facts.end(line, self.run)
         return matched
 
     def _continues(self, line: bytes) -> bool:
@@ -127,7 +117,7 @@ class Lines:
         if self.run.ends_at_launch:
             self._settle()
             self.runs.append(PartialRun(self._keep, self._spill))
-            self._facts.seen.clear()
+            self.facts.seen.clear()
 
     def _split_after_end(self) -> None:
         """Collect iterations after the scheduler's end in a run of their own, until it is clear whose they are."""
@@ -153,9 +143,8 @@ class Lines:
         if not (rises and same_rank and known and len(others) == 1 and (np.diff(number) > 0).all()):
             return False
         keep = [i for i, name in enumerate(steps.names) if name != "_rank"]
-        names = [steps.names[i] for i in keep]
         self._split_after_end()
-        self.run.extend(names, steps.values[keep], steps.dialects[0], float(ranks[0]), line)
+        self.run.extend([steps.names[i] for i in keep], steps.values[keep], steps.dialects[0], float(ranks[0]), line)
         return True
 
     def _numbers(self, line: bytes) -> bool:
@@ -164,18 +153,17 @@ class Lines:
         rank = float(prefix[prefix.lastindex or 0]) if prefix else NAN
         matched = True
         if b"step:" in line and (row := trainers.torchtitan_step(line)):
-            known = {"rank": 0.0 if rank != rank else rank, "max_reserved": row["max_reserved"]}
+            max_reserved = row["max_reserved"]
             self._step(self.run.timed(row, trainers.timestamp(line), "torchtitan"), "torchtitan", rank, line)
-            self.run.add_memory(known)
+            self.run.add_memory({"rank": 0.0 if rank != rank else rank, "max_reserved": max_reserved})
         elif b"{'" in line:
             self._hf(line)
         elif line.lstrip().startswith(b'{"'):
             if row := trainers.trilane_step(line):
                 self._step(row, "trilane", NAN, line)
             if timers := trainers.trilane_timers(line):
-                self.run.add_timers(
-                    list(timers), np.array([self.run.iteration]), np.array([[v] for v in timers.values()])
-                )
+                values = np.array([[value] for value in timers.values()])
+                self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
@@ -185,7 +173,7 @@ class Lines:
                 self.run.add_companion(self.run.timed(row, trainers.timestamp(line), "deepspeed"), line)
         else:
             matched = False
-        return self._facts.numbers(line, rank, self.run) or matched
+        return self.facts.numbers(line, rank, self.run) or matched
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):

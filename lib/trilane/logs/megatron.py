@@ -21,9 +21,9 @@ PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
 
 # Megatron's names -> (column, multiplier, divisor) to seconds, FLOP/s, bytes. Two factors, because x 1e-3 rounds where
 # / 1e3 does not.
+SAME = "consumed samples,consumed tokens,samples per second,learning rate,global batch size,lm loss,loss scale"
 COLUMNS = {
-    "consumed samples": ("consumed_samples", 1.0, 1.0),
-    "consumed tokens": ("consumed_tokens", 1.0, 1.0),
+    **{name: (name.replace(" ", "_"), 1.0, 1.0) for name in f"{SAME},grad norm,num zeros,params norm".split(",")},
     "elapsed time per iteration (ms)": ("sec_per_it", 1.0, 1e3),
     "elapsed time per iteration (s)": ("sec_per_it", 1.0, 1.0),
     "throughput per GPU (TFLOP/s/GPU)": ("flops_per_s_per_gpu", 1e12, 1.0),
@@ -31,18 +31,10 @@ COLUMNS = {
     "tokens per GPU (tokens/s/GPU)": ("tokens_per_gpu_per_second", 1.0, 1.0),
     "TFLOPs": ("flops_per_s_per_gpu", 1e12, 1.0),
     "approx flops per GPU": ("flops_per_s_per_gpu", 1.0, 1.0),
-    "samples per second": ("samples_per_second", 1.0, 1.0),
     "tokens per gpu per second (tgs)": ("tokens_per_gpu_per_second", 1.0, 1.0),
-    "learning rate": ("learning_rate", 1.0, 1.0),
-    "global batch size": ("global_batch_size", 1.0, 1.0),
     "actual seqlen": ("seq_length", 1.0, 1.0),
     "curriculum seqlen": ("seq_length", 1.0, 1.0),
-    "lm loss": ("lm_loss", 1.0, 1.0),
     "lm-loss": ("lm_loss", 1.0, 1.0),
-    "loss scale": ("loss_scale", 1.0, 1.0),
-    "grad norm": ("grad_norm", 1.0, 1.0),
-    "num zeros": ("num_zeros", 1.0, 1.0),
-    "params norm": ("params_norm", 1.0, 1.0),
     "number of skipped iterations": ("skipped", 1.0, 1.0),
     "number of nan iterations": ("nan", 1.0, 1.0),
 }
@@ -122,21 +114,17 @@ def timers(line: bytes) -> list[Span]:
         start = head.end()
         for part in line[start:].split(b"|"):
             field = FIELD.fullmatch(part) if len(part) < LONGEST_FIELD else None
+            name = field[1].decode("utf-8", "replace") if field and field[2] else ""
             # joined lines name a timer twice: the first counts
-            if (
-                field
-                and field[2]
-                and field[1].decode("utf-8", "replace") not in {"iteration", *(s.column for s in spans)}
-            ):
+            if field and name not in {"", "iteration", *(s.column for s in spans)}:
                 begin, end = field.span(3)
-                spans.append(Span(field[1].decode("utf-8", "replace"), start + begin, start + end, 1.0, 1e3))
+                spans.append(Span(name, start + begin, start + end, 1.0, 1e3))
             start += len(part) + 1
         return spans
     if found := TIMER.match(line):
         name = found[1].decode()
-        if not found[3]:
-            return [Span(name, *found.span(2), 1.0, 1e3)]
-        return [Span(f"{name} min", *found.span(2), 1.0, 1e3), Span(name, *found.span(3), 1.0, 1e3)]
+        last = [Span(name, *found.span(3 if found[3] else 2), 1.0, 1e3)]
+        return [Span(f"{name} min", *found.span(2), 1.0, 1e3), *last] if found[3] else last
     return []
 
 

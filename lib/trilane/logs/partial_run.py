@@ -17,10 +17,8 @@ MAX_LATE = 1000  # iterations, where they have no times
 
 
 class PartialRun:
-    """What was read of a run so far; `keep` and `spill` as in NumericTable.
-
-    Tables grow by 8 bytes a number; everything else is bounded by the number of ranks and names.
-    """
+    """What was read of a run so far; `keep` and `spill` as in NumericTable. Tables grow by 8 bytes a number; everything
+    else is bounded by the number of ranks and names."""
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self.iterations, self.companion = NumericTable(keep, spill), NumericTable(keep, spill)
@@ -70,8 +68,8 @@ class PartialRun:
     def absorb(self, late: "PartialRun") -> None:
         """Append the content of another run, which turned out to be delayed output of this one."""
         ends = [replace(e, rows=e.rows + self.rows) for e in late.endings]
-        for mine, theirs in ((self.iterations, late.iterations), (self.timers, late.timers)):
-            mine.append(theirs)
+        self.iterations.append(late.iterations)
+        self.timers.append(late.timers)
         self.dialects += late.dialects
         self.last_line = late.last_line
         self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
@@ -87,10 +85,8 @@ class PartialRun:
         return self.ends_at_launch or bool(self.endings)
 
     def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
-        """The row, with seconds per iteration since the last row of that dialect, unless it has its own.
-
-        `time_s` is the time stamp of the line, NaN if it has none.
-        """
+        """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
+        where the line has no time stamp."""
         last, before = self._last.get(dialect, (row["iteration"], NAN))
         steps, seconds = row["iteration"] - last, time_s - before
         if steps > 0 or dialect not in self._last:
@@ -135,10 +131,7 @@ class PartialRun:
             self.iterations.change(place, {"lm_loss": row["lm_loss"]})
 
     def add_companion(self, row: dict[str, float], line: bytes) -> None:
-        """Add DeepSpeed's own numbers of an iteration; lines of the same iteration become one row.
-
-        They are used only where no other dialect reports iterations.
-        """
+        """Add DeepSpeed's own numbers, a row for each iteration; used only where no other dialect reports any."""
         self.dialects["deepspeed"] += 0
         if not self.iterations.rows:
             self.last_line = line

@@ -1,7 +1,7 @@
 """Which lines of a block may matter, found for thousands of lines at once, so that all others cost next to nothing.
 
-Every line that matters contains one of some four-byte pieces of words. All four-byte pieces of a block are hashed and
-looked up; a line selected by mistake costs only the time to read it. LineCache remembers lines that hold nothing.
+Every line that matters contains one of some four-byte pieces of words. All pieces of a block are hashed and looked up;
+a line selected by mistake costs only the time to read it. LineCache remembers lines that hold nothing.
 """
 
 import numpy as np
@@ -69,11 +69,8 @@ def line_kinds(lines: list[bytes]) -> np.ndarray:
 
 
 class LineCache:
-    """Forms of lines that hold nothing, so that the thousandth such line costs a look-up.
-
-    A full cache is emptied, as the wording of a log changes along the way. Where hardly any form occurs twice, caching
-    costs more than it saves and pauses for some blocks.
-    """
+    """Forms of lines that hold nothing, so that the thousandth such line costs a look-up. A full cache is emptied, as
+    the wording of a log changes along the way; where hardly any form occurs twice, caching pauses for some blocks."""
 
     def __init__(self) -> None:
         self._forms, self._free, self._pause = set[bytes](), CAPACITY, 0

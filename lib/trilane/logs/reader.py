@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import megatron
-from trilane.logs.fixed_width import Form, Forms, MergedLines, by_iteration, is_exact, merge
+from trilane.logs.fixed_width import Forms, MergedLines, by_iteration, merge
 from trilane.logs.lines import Lines
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ALL, MAYBE, STEP, LineCache
@@ -17,8 +16,7 @@ class Reader:
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._lines = Lines(keep, spill)
-        self._forms = Forms(parse_form)
-        self._cache = LineCache()
+        self._forms, self._cache = Forms(), LineCache()
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""
@@ -37,7 +35,7 @@ class Reader:
         lines, last = self._lines, len(starts) - 1
         for number, kind in self._relevant([*rest.tolist(), last], np.append(kinds, np.uint8(ALL))):
             line = block[starts[number] : stops[number]]
-            if (kind == MAYBE and not lines.inside) or (line in lines.seen and not lines.pending):
+            if (kind == MAYBE and not lines.facts.inside) or (line in lines.facts.seen and not lines.pending):
                 continue
             if min(steps.first, timers.first) < number:
                 steps, timers = self._flush(number, steps, timers, block, starts, stops)
@@ -78,17 +76,3 @@ class Reader:
                 lines.read(block[starts[number] : stops[number]], ALL, whole=True)
                 lines.finish()
         return steps, timers
-
-
-def parse_form(line: bytes) -> Form | None:
-    """The form of a line that may be read in bulk; None if it must be read on its own."""
-    if any(c in line for c in (b"\x1b", b"\0", b"\r")):
-        return None
-    # a line wrapped after a bar would look complete, so the last field, which all dialects print, must be present
-    ends = line.rstrip().endswith(b"|") and b"nan iterations:" in line
-    is_step = ends and len(megatron.ITERATION.findall(line)) == 1
-    spans = next(megatron.iterations(line)) if is_step else megatron.timers(line)
-    kind = "iteration" if is_step else "timers"
-    if not spans or (b"time (ms)" in line and is_step) or not all(is_exact(line[s.start : s.stop]) for s in spans):
-        return None
-    return Form(kind=kind, spans=spans, dialect=megatron.dialect(line) if is_step else "")

@@ -60,8 +60,8 @@ class RunLog(Table):
     """
 
     source: Path
-    iterations: "pd.DataFrame"
-    memory: "pd.DataFrame"
+    iterations: "pd.DataFrame" = field(default_factory=_empty)
+    memory: "pd.DataFrame" = field(default_factory=_empty)
     status: Status
     evidence: str
     dialect: str = ""
@@ -119,13 +119,7 @@ def read_run_folder(folder: Path | str) -> RunLog:
     try:
         log = _joined(read_logs(folder / "run.log"))
     except ValueError as error:
-        log = RunLog(
-            source=folder / "run.log",
-            iterations=_empty(),
-            memory=_empty(),
-            status=Status.UNFINISHED,
-            evidence=str(error),
-        )
+        log = RunLog(source=folder / "run.log", status=Status.UNFINISHED, evidence=str(error))
     status, evidence = written.get("status", log.status), written.get("evidence", log.evidence)
     return replace(log, status=Status(status), evidence=evidence)
 

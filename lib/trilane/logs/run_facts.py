@@ -5,7 +5,6 @@ import re
 import numpy as np
 
 from trilane.logs import arguments, deepspeed, endings, hardware, megatron, trainers
-from trilane.logs.arguments import Value
 from trilane.logs.partial_run import PartialRun
 
 LAUNCH = re.compile(
@@ -59,7 +58,7 @@ class RunFacts:
         elif device := self._devices.device(line):
             run.devices[device.index] = device
         else:
-            return self._benchmark.matched or self._devices.pending or b"MiB" in line
+            return self._benchmark.matched or self._devices.pending is not None or b"MiB" in line
         return True
 
     def arguments(self, line: bytes, run: PartialRun) -> bool:
@@ -68,8 +67,12 @@ class RunFacts:
             self.inside, self._other = not arguments.END.search(line), 0
             return True
         if found := arguments.dumped(line, self.inside):
-            self._other = 0
-            self._add_argument(line, found, run)
+            self._other, (name, value) = 0, found
+            if run.arguments.get(name, value) != value:
+                self.seen.clear()  # the last value counts, even one that was seen before
+            run.arguments[name] = value
+            if len(self.seen) < MAX_SEEN and len(line) < 1000:
+                self.seen.add(line)
         elif HF_COUNT in line and (count := trainers.hf_count(line)):
             run.arguments[count[0]] = count[1]
         else:
@@ -82,14 +85,6 @@ class RunFacts:
                 self.inside = False
             return bool(given or world)
         return True
-
-    def _add_argument(self, line: bytes, found: tuple[str, Value], run: PartialRun) -> None:
-        name, value = found
-        if run.arguments.get(name, value) != value:
-            self.seen.clear()  # the last value counts, even one that was seen before
-        run.arguments[name] = value
-        if len(self.seen) < MAX_SEEN and len(line) < 1000:
-            self.seen.add(line)
 
     def end(self, line: bytes, run: PartialRun) -> bool:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""

@@ -26,7 +26,6 @@ class SpilledColumn:
         self._written, self._tail = 0, array("d")
 
     def append(self, value: float) -> None:
-        """Append a number."""
         self._tail.append(value)
         self._write()
 
@@ -47,7 +46,6 @@ class SpilledColumn:
             self._file.write(np.float64(value).tobytes())
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The numbers from `start` up to `stop`."""
         self._file.seek(8 * start)
         count = max(0, min(stop, self._written) - start)
         early = np.frombuffer(self._file.read(8 * count))
@@ -66,18 +64,12 @@ class Column:
     """A growing column, in memory or in `spill`. While all its numbers are equal, only one is stored."""
 
     def __init__(self, rows: int, spill: SpilledColumn | None = None) -> None:
-        self.rows, self._same, self._spill = rows, NAN, spill
+        self.rows, self._same, self._spill, self.is_spilled = rows, NAN, spill, spill is not None
         self._all: array[float] | SpilledColumn | None = None
         if not rows:
             self._expand()
 
-    @property
-    def is_spilled(self) -> bool:
-        """Whether the numbers are in a file."""
-        return self._spill is not None
-
     def append(self, value: float) -> None:
-        """Append a number."""
         if self._all is None and not (value == self._same or (value != value and self._same != self._same)):
             self._expand()
         if self._all is not None:
@@ -85,7 +77,6 @@ class Column:
         self.rows += 1
 
     def extend(self, values: np.ndarray) -> None:
-        """Append numbers."""
         if not self.rows and len(values):
             self._same, self._all = float(values[0]), None
         if self._all is None:
@@ -110,7 +101,6 @@ class Column:
         return np.frombuffer(self._all) if isinstance(self._all, array) else self.read(0, self.rows)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The numbers from `start` up to `stop`."""
         if self._all is None:
             return np.full(stop - start, self._same)
         return self._all.read(start, stop) if isinstance(self._all, SpilledColumn) else np.array(self._all[start:stop])
@@ -138,7 +128,6 @@ class NumericTable:
         return name in self._columns
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Append one row."""
         for name, value in row.items():
             if column := self._column(name):
                 column.append(value)
@@ -154,7 +143,6 @@ class NumericTable:
         self._pad()
 
     def append(self, other: "NumericTable") -> None:
-        """Append the rows of another table."""
         names = list(other._columns)
         if names and other.rows:
             self.extend(names, np.array([other.column(name) for name in names]))
@@ -166,7 +154,6 @@ class NumericTable:
                 column[place] = value
 
     def change_last(self, row: Mapping[str, float]) -> None:
-        """Update the last row."""
         self.change(self.rows - 1, row)
 
     def find(self, name: str, value: float, back: int = 64) -> int | None:
@@ -185,7 +172,6 @@ class NumericTable:
         return self._columns[name].numbers()
 
     def replace(self, name: str, values: np.ndarray) -> None:
-        """Replace the column by `values`."""
         assert len(values) == self.rows
         column = Column(0)
         column.extend(values)

@@ -7,24 +7,20 @@ from typing import Any
 
 from trilane.logs.table import NAN
 
-NUMBER = rb"([-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf))"
+NUMBER = rb"[-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf)"
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
 BAR = re.compile(rb"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # tqdm's bar on the same line, with the time passed
 COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]*|Num examples) = ([\d,]+)")
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
 TITAN = re.compile(
-    rb"step:\s*(\d+)\s+loss:\s*"
-    + NUMBER
-    + rb"\s+(?:grad_norm:\s*"
-    + NUMBER
-    + rb"\s+)?memory:\s*(\d+\.?\d*)GiB\((\d+\.?\d*)%\)"
-    rb"\s+(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%|N/A)"
+    rb"step:\s*(\d+)\s+loss:\s*(%(n)s)\s+(?:grad_norm:\s*(%(n)s)\s+)?memory:\s*(\d+\.?\d*)GiB\((\d+\.?\d*)%%\)\s+"
+    rb"(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%%|N/A)" % {b"n": NUMBER}
 )
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
-TRILANE_UNITS = {"tflops": ("flops_per_s_per_gpu", 1e12)}
+TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
 
 
 def timestamp(line: bytes) -> float:
@@ -115,12 +111,9 @@ def trilane_step(line: bytes) -> dict[str, float] | None:
         return None
     if not isinstance(values, dict) or "iteration" not in values or "sec_per_it" not in values:
         return None
-    row = {}
-    for name, value in values.items():
-        column, factor = TRILANE_UNITS.get(name, (name, 1.0))
-        if isinstance(value, int | float):
-            row[column] = float(value) * factor
-    return row
+    given = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    columns = ((*TRILANE.get(name, (name, 1.0)), value) for name, value in given.items())
+    return {column: value * factor for column, factor, value in columns}
 
 
 def trilane_timers(line: bytes) -> dict[str, float]:

@@ -134,6 +134,13 @@ class Candidate:
         """The plan as plan.json has it, with its id and its prediction."""
         return {"id": self.plan.id, **self.plan.to_json(), "prediction": self.prediction.to_json()}
 
+    def as_text(self) -> str:
+        """Seconds with their interval, memory, P(OOM), batch, id and label in one line."""
+        p = self.prediction
+        seconds = f"{p.sec_per_it:9.3f} s ({p.sec_lo:.3f}-{p.sec_hi:.3f})"
+        memory = f"{p.memory_bytes / 2**30:6.1f} GiB  P(OOM) {p.oom_probability:.2f}"
+        return f"{seconds} {memory}  gbs {self.topology.gbs:5} {self.plan.id} {self.label}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates(Table):
@@ -219,6 +226,21 @@ class SearchResult(Table):
             f"**{self.evaluated:,}** topologies: **{self.runnable:,}** can run, **{refused:,}** are refused. "
             f"Held fixed: {self.space.held_fixed}."
         )
+
+    def as_text(self) -> str:
+        """How many topologies can run, why the others cannot, what was not varied, and a line for each candidate."""
+        lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
+        lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
+        lines += [f"held fixed: {self.space.held_fixed}", *map(Candidate.as_text, self.candidates)]
+        if self.risky:
+            lines += ["apart, because these may run out of memory (P above 10 %):", *map(Candidate.as_text, self.risky)]
+        return "\n".join(lines)
+
+    def listing(self) -> dict[str, Any]:
+        """All plans as JSON, those that may run out of memory apart."""
+        plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
+        counts = {"evaluated": self.evaluated, "refused": self.refused_by_rule, "held_fixed": self.space.held_fixed}
+        return {**counts, "plans": plans, "risky": risky}
 
     def to_json(self, keep: int) -> dict[str, Any]:
         """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""

@@ -357,6 +357,30 @@ def survey_json(request: SizeRequest, proposals: list[Proposal], runnable: int) 
     }
 
 
+def _size_words(parameters: float) -> str:
+    """Such as 176.2B, or 20.3M where that is below a billion."""
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
+
+
+def survey_text(request: SizeRequest, proposals: list[Proposal]) -> str:
+    """The proposals, a line each and one for each note."""
+    lines = [
+        f"{_size_words(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of",
+        f"{request.cluster.name}, {request.tokens / 1e9:g} B tokens; days with nothing going wrong:",
+    ]
+    for p in proposals:
+        s, (middle, low, high) = p.shape, p.tflops
+        relative = p.days_at_target / proposals[0].days_at_target - 1
+        lines.append(
+            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{_size_words(s.parameters):>8} "
+            f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
+            f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
+            f"{relative:+6.1%}  {p.topology.label}"
+        )
+        lines += [f"{'':10}{note}" for note in p.notes]
+    return "\n".join(lines)
+
+
 def hand_on(
     choose: str, survey: ShapeSurvey, cluster: str, gpus: str, proposals: Proposals, target_cluster: str
 ) -> dict[str, Any]:

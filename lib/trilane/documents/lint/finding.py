@@ -1,6 +1,6 @@
 """LintFinding: a contradiction in a row of a table; LintTable: a table as the rules see it; helpers of the rules."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trilane.documents.lint.flops_rules import Formula
@@ -40,9 +40,6 @@ class LintTable:
     def node(self, row: TableRow) -> float:
         """GPUs per node, of the row or else of the document; 0 if unknown."""
         return row.number("gpus_per_node") if row.has("gpus_per_node") else self.gpus_per_node
-
-
-Rule = Callable[[LintTable], Iterator[LintFinding]]
 
 
 def finding(row: TableRow, rule: str, message: str, likely: str) -> LintFinding:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trilane.documents import markdown
 from trilane.documents.document import Document, read_document
-from trilane.documents.lint import flops_rules, product_rules, repeat_rules, size_rules, unit_rules
+from trilane.documents.lint import comparison_rules, flops_rules, product_rules, size_rules
 from trilane.documents.lint.finding import LintFinding, LintTable, known
 from trilane.documents.markdown import TableRow
 from trilane.logs.stream import blocks
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 RULES = (
-    *(product_rules.products, product_rules.swaps, unit_rules.units),
-    *(size_rules.formulas, size_rules.sizes, repeat_rules.duplicates, repeat_rules.outliers),
+    *(product_rules.products, product_rules.swaps, comparison_rules.units, size_rules.formulas, size_rules.sizes),
+    *(comparison_rules.duplicates, comparison_rules.outliers),
 )
 PRODUCT = re.compile(r"(?<![\w*./-])(\d+(?:\*\d+)+) ?= ?(\d+)(?![\w.*/])")
 
