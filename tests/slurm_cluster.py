@@ -19,8 +19,7 @@ from support import REPOSITORY, small_cluster, small_plan, wait_until
 
 from trilane.config.plan import Plan
 from trilane.slurm import client, jobs
-from trilane.slurm.request import JobRequest
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 
 SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 # Nodes of two processes; /tmp is shared here, since all nodes are this machine.

@@ -44,7 +44,7 @@ _MODULES = {
     "report.widgets": ("explore",),
     "slurm.jobs": ("job_status", "submit"),
     "slurm.preflight.check": ("check_job",),
-    "slurm.request": ("JobRequest",),
+    "slurm.sites": ("JobRequest",),
     "slurm.study_runs": ("prepare_runs",),
     "workspace.study": ("Study", "load_cluster"),
     "utils.tables": ("show",),

@@ -15,7 +15,7 @@ from trilane.analysis.tables import read_folder
 from trilane.config.batch_rampup import Ramp
 from trilane.experiments import benchmark
 from trilane.slurm import sites, sweep
-from trilane.slurm.request import JobRequest
+from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
 

@@ -170,11 +170,11 @@ def test_a_pipe_of_an_earlier_attempt_is_taken_away_and_not_kept(tmp_path: Path)
 
 
 def test_the_second_step_takes_no_gpu_and_overlaps() -> None:
-    said = " ".join(srun_command("2180718", 40, "true"))
+    said = " ".join(srun_command("2180718", 40, ["true"]))
     beside = "--overlap --mem=0 --gres=gpu:0 --cpus-per-task=1"
     assert said.startswith(f"srun --jobid=2180718 {beside} --nodes=40 --ntasks=40 --ntasks-per-node=1")
     with pytest.raises(ValueError, match="job=1;rm: must be a job's number"):
-        srun_command("1;rm", 1, "true")
+        srun_command("1;rm", 1, ["true"])
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from trilane.engine.data import corpus
 from trilane.report import notebook
 from trilane.slurm import client, job_status, jobs, ledger, monitor, sweep
 from trilane.slurm.preflight import check, finding
-from trilane.slurm.request import JobRequest
 from trilane.slurm.script import render
+from trilane.slurm.sites import JobRequest
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, write_status
 from trilane.workspace.study import Study

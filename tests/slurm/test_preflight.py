@@ -15,11 +15,10 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Plan, Run
 from trilane.slurm import client
-from trilane.slurm.preflight import check, storage
+from trilane.slurm.preflight import check, resources
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck
-from trilane.slurm.request import JobRequest, seconds_of
 from trilane.slurm.script import SCRIPT, render
-from trilane.slurm.sites import site
+from trilane.slurm.sites import JobRequest, seconds_of, site
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 
@@ -28,7 +27,7 @@ A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder that counts as shared, on a machine without SLURM, with a venv whose torch fits an A100."""
     monkeypatch.setattr(client, "is_installed", lambda: False)
-    monkeypatch.setattr(storage, "available", lambda _: (1e15, 1e9))
+    monkeypatch.setattr(resources, "available", lambda _: (1e15, 1e9))
     torch(tmp_path, "2.13.0+cu130", "13.0")
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
@@ -229,16 +228,16 @@ def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> N
 
 def test_no_room_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are kept and one is being written, 12 bytes a parameter each."""
-    monkeypatch.setattr(storage, "available", lambda _: (30e9, 1e9))
+    monkeypatch.setattr(resources, "available", lambda _: (30e9, 1e9))
     found = next(f for f in findings(folder, plan()) if f.rule == "disk")
     assert (found.level, found.message[:32]) == (REFUSAL, "checkpoints take up to 47.4 GB, ")
-    monkeypatch.setattr(storage, "available", lambda _: (60e9, 1e9))
+    monkeypatch.setattr(resources, "available", lambda _: (60e9, 1e9))
     assert next(f for f in findings(folder, plan()) if f.rule == "disk").level == WARNING
 
 
 def test_no_inodes_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 ranks write two files each, in each of three checkpoints."""
-    monkeypatch.setattr(storage, "available", lambda _: (1e15, 100))
+    monkeypatch.setattr(resources, "available", lambda _: (1e15, 100))
     assert "checkpoints take 105 files" in next(f.message for f in findings(folder, plan()) if f.rule == "inodes")
 
 

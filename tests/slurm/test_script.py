@@ -14,8 +14,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.slurm import script, sites
-from trilane.slurm.request import JobRequest
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CLUSTERS = {"v100-16g": "jz-v100-16g", "v100-32g": "jz-v100-32g", "a100": "jz-a100-80g", "h100": "jz-h100"}

@@ -13,7 +13,7 @@ from slurm_cluster import REQUEST, SITE, losses, plan
 from support import REPOSITORY, wait_until
 
 from trilane.slurm import jobs
-from trilane.slurm.request import JobRequest
+from trilane.slurm.sites import JobRequest
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.status import read_status

@@ -14,8 +14,7 @@ import click
 from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Checked, Choice, Group, command, emit, number, option, whole
 from trilane.config.plan import locate_plan, read_plan
 from trilane.slurm import sites
-from trilane.slurm.request import CHOICES, JobRequest
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import CHOICES, JobRequest, Site
 from trilane.utils.validation import require_file
 
 TIME_IS_OVER = 75  # EX_TEMPFAIL: try again; monitor.sbatch then submits itself once more

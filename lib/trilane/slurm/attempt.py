@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 from trilane.config.plan import read_plan
@@ -39,11 +40,9 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     note_lost_nodes(folder)
     newest = latest(folder / FOLDER)
     put_aside(folder, keep=newest is not None)
-    nodes = env.get("SLURM_JOB_NODELIST", "")
-    restarts = int(env.get("SLURM_RESTART_COUNT", "0"))
+    nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT", "0"))
     ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts)
-    from_where = f"from {newest.name}" if newest else "from the beginning"
-    return f"go: {from_where}"
+    return f"go: from {newest.name if newest else 'the beginning'}"
 
 
 def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStatus:
@@ -53,9 +52,8 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
     """
     job = job_id(env)
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
-    seconds = time.time() - _seconds(starts[-1]["time"]) if starts else 0.0
-    log = last_log(folder)
-    outcome = attempt_status(folder, log, code, round(seconds, 1))
+    seconds = time.time() - datetime.fromisoformat(starts[-1]["time"]).timestamp() if starts else 0.0
+    outcome = attempt_status(folder, last_log(folder), code, round(seconds, 1))
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
     if outcome.status is Status.COMPLETED:
@@ -65,19 +63,18 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
 
 def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
     """The status by the step's exit code first, then by the text of the log."""
-    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
-    if code == 0:
-        if (folder / "status.json").exists():  # written by the engine
-            written = read_status(folder)
-            return _outcome(written.status, written.evidence, code, seconds)
-        return _outcome(
-            Status.COMPLETED if finished(folder) else Status.STOPPED, f"iteration {at} of {goal}", code, seconds
-        )
-    if log is None or log.status is Status.COMPLETED or log.status.is_open:
-        return _outcome(
-            Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason", code, seconds
-        )
-    return _outcome(log.status, log.evidence, code, seconds, log.rank)
+    at, rank = iteration(folder), None
+    if code == 0 and (folder / "status.json").exists():  # written by the engine
+        written = read_status(folder)
+        status, evidence = written.status, written.evidence
+    elif code == 0:
+        status = Status.COMPLETED if finished(folder) else Status.STOPPED
+        evidence = f"iteration {at} of {read_plan(folder / 'plan.json').run.goal}"
+    elif log is None or log.status is Status.COMPLETED or log.status.is_open:
+        status, evidence = Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason"
+    else:
+        status, evidence, rank = log.status, log.evidence, log.rank
+    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
@@ -147,7 +144,7 @@ def pruned(folder: Path, sweep: str) -> str:
         if read_status(status.parent).status is Status.OOM:
             need, less = mine["memory_bytes"] / 2**30, other["memory_bytes"] / 2**30
             reason = f"pruned: predicted {need:.2f} GiB, and {status.parent.name} ran out with {less:.2f} GiB"
-            write_status(folder, _outcome(Status.PRUNED, reason, 0, 0.0))
+            write_status(folder, RunStatus(status=Status.PRUNED, evidence=reason, rank=None, exit_code=0, seconds=0.0))
             return reason
     return ""
 
@@ -171,13 +168,3 @@ def last_log(folder: Path) -> RunLog | None:
 def _cancel_later(folder: Path, job: str) -> None:
     with contextlib.suppress(ValueError):  # they would find nothing to do, and end
         client.cancel(waiting(folder, job))
-
-
-def _outcome(status: Status, evidence: str, code: int, seconds: float, rank: int | None = None) -> RunStatus:
-    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
-
-
-def _seconds(moment: str) -> float:
-    from datetime import datetime
-
-    return datetime.fromisoformat(moment).timestamp()

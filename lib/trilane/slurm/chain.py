@@ -13,9 +13,8 @@ from typing import Any
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.predict import predict
 from trilane.slurm import client, jobs
-from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import require, require_integer
 from trilane.workspace.run_folder import is_completed, write_text
 
@@ -65,9 +64,8 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
     made: list[Plan] = []
     for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True), 1):
         gpus = stage.nodes * node
-        require(
-            gpus % model_gpus == 0, "nodes", stage.nodes, f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
-        )
+        rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
+        require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
         require(start < end, "stages", stage.gbs, "no iteration has such a batch before the next stage")
         before = str(folder.resolve() / made[-1].label) if made else plan.run.load
         last = 0 if end == plan.run.train_iters else end
@@ -139,8 +137,7 @@ def gpu_hours(plan: Plan, seconds: float) -> float:
 
 def link_record(folder: Path, plan: Plan) -> dict[str, Any]:
     """A link of a chain as JSON: its folder, GPUs, iterations, predicted hours and GPU hours."""
-    seconds = predict(plan).sec_per_it
-    gpus, hours = plan.topology.gpus, gpu_hours(plan, seconds)
+    gpus, hours = plan.topology.gpus, gpu_hours(plan, predict(plan).sec_per_it)
     span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal}
     return {"run": str(folder), "gpus": gpus, **span, "gpu_hours": hours, "hours": hours / gpus}
 

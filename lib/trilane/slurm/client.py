@@ -219,10 +219,10 @@ def send(job: str, signal: str) -> None:
 
 
 def raw_id(job: str) -> str:
-    """The number that srun --jobid takes: a job of an array has its own besides ARRAY_INDEX."""
-    _checked([job])
-    if "_" not in job:
+    """The number that srun --jobid takes: an array's job has its own besides ARRAY_INDEX; unchanged without SLURM."""
+    if "_" not in job or not is_installed():
         return job
+    _checked([job])
     found = call(["squeue", "-h", "-j", job, "-o", "%A"]).split()
     require(bool(found), "job", job, "is no longer running")
     return found[0]

@@ -13,34 +13,27 @@ from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_tex
 from trilane.launch import local
 from trilane.slurm import client, ledger
 from trilane.slurm.job_status import decisive, status_of
-from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, render
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import Columns, Table, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.run_folder import is_completed, write_text
-from trilane.workspace.status import RunStatus, Status
+from trilane.workspace.status import Status
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobStatus:
-    """A run's current job: SLURM's state, our status with its evidence, and the progress of the training.
+class JobStatus(client.JobState):
+    """A run's current job as SLURM reports it, our status with its evidence, and the progress of the training.
 
-    `reason` is why it waits. `waiting` counts the later jobs of the same run.
+    `waiting` counts the later jobs of the same run.
     """
 
     run: str
-    id: str
-    state: str
-    reason: str
-    elapsed: str
-    limit: str
-    nodes: str
     status: Status
     evidence: str
     iteration: int
@@ -61,16 +54,12 @@ class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
     def to_frame(self) -> "pd.DataFrame":
-        columns = {
-            "run": [job.run for job in self],
-            "job": [job.id for job in self],
-            "state": [job.state for job in self],
-            "status": [str(job.status) for job in self],
-            "iteration": [f"{job.iteration} of {job.iterations}" for job in self],
-            "waits for": [job.reason for job in self],
-            "evidence": [short(job.evidence) for job in self],
-        }
-        return Columns(columns).to_frame()
+        names = ("run", "job", "state", "status", "iteration", "waits for", "evidence")
+        rows = [
+            (j.run, j.id, j.state, str(j.status), f"{j.iteration} of {j.iterations}", j.reason, short(j.evidence))
+            for j in self
+        ]
+        return Columns({name: [row[n] for row in rows] for n, name in enumerate(names)}).to_frame()
 
 
 def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:
@@ -157,13 +146,8 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
     current = next(iter(running or live), None) or decisive(folder, states) or none
     word, evidence = status_of(folder, current)
     return JobStatus(
+        **asdict(current),
         run=folder.name,
-        id=current.id,
-        state=current.state,
-        reason=current.reason,
-        elapsed=current.elapsed,
-        limit=current.limit,
-        nodes=current.nodes,
         status=word,
         evidence=evidence,
         iteration=run_folder.iteration(folder),
@@ -183,6 +167,6 @@ def _train_here(folder: Path) -> str:
     run_folder.put_aside(folder, keep=has_checkpoint)
     ledger.note(folder, "submitted", job, site="local", script="")
     ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
-    outcome: RunStatus = local.train_local(folder, resume=has_checkpoint)
+    outcome = local.train_local(folder, resume=has_checkpoint)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
     return job

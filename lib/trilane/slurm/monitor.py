@@ -1,7 +1,6 @@
 """Monitor: attach to a running job, and report when jobs start, fail, stall or make progress."""
 
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -39,27 +38,30 @@ WHAT = {
 }
 
 
-def step(job: str, what: str, state: client.JobState, version: str) -> list[str]:
-    """The srun command that inspects a running job, one task on each of its nodes, without a GPU of its own.
+def srun_command(job: str, nodes: int, words: Sequence[str], version: str = "") -> list[str]:
+    """A further step of a running job, as in document 003: one task per node, without a GPU, within the job's share."""
+    require(client.JOB_ID.fullmatch(job) is not None, "job", job, "must be a job's number")
+    head = ["srun", f"--jobid={job}", *node_failure.step_options(version), f"--nodes={nodes}", f"--ntasks={nodes}"]
+    return [*head, "--ntasks-per-node=1", *words]
+
+
+def attach(job: str, what: str) -> list[str]:
+    """The srun command that inspects a running job: one task on each of its nodes, without a GPU of its own.
 
     memory      nvidia-smi of every GPU
     stacks      the stack of every rank, by py-spy
     processes   the process of every rank
+
+    Raises ValueError where the job belongs to another user, or is not running.
     """
     require_known("what", what, WHAT)
-    require(state.state in GOING, "job", job, f"is {state.state}; a step can only be attached to a running job")
-    nodes = len(client.hostnames(state.nodes))
-    command = ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    command += node_failure.step_options(version)
-    py_spy = Path(sys.executable).with_name("py-spy")
-    return [*command, "bash", "-c", WHAT[what].replace("PY_SPY", shlex.quote(str(py_spy)))]
-
-
-def attach(job: str, what: str) -> list[str]:
-    """The command that inspects that job; ValueError where it belongs to another user, or is not running."""
     client.require_own([job])
-    state, version = client.states([job])[job], client.call(["srun", "--version"])
-    return step(client.raw_id(job), what, state, version)
+    state = client.states([job])[job]
+    require(state.state in GOING, "job", job, f"is {state.state}; a step can only be attached to a running job")
+    py_spy = shlex.quote(str(Path(sys.executable).with_name("py-spy")))
+    words = ["bash", "-c", WHAT[what].replace("PY_SPY", py_spy)]
+    nodes, version = len(client.hostnames(state.nodes)), client.call(["srun", "--version"])
+    return srun_command(client.raw_id(job), nodes, words, version)
 
 
 def hostfile(job: str, slots: int) -> str:
@@ -86,7 +88,7 @@ def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: floa
         else:
             yield from ["SLURM answers again"] if is_down else []
             is_down = False
-            idle = {folder: is_stalled(Path(folder), job, stall_s) for folder, job in now.items()}
+            idle = {f: job.state == "RUNNING" and idle_s(Path(f)) > stall_s for f, job in now.items()}
             yield from changes(before, now)
             yield from (f"{now[f].run}: STALLED: {idle_text(Path(f))}" for f in now if idle[f] and not stalled.get(f))
             before, stalled = now, idle
@@ -111,11 +113,6 @@ def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> li
     return lines
 
 
-def is_stalled(folder: Path, job: JobStatus, stall_s: float) -> bool:
-    """Whether a running job has neither started nor finished an iteration for more than `stall_s` seconds."""
-    return job.state == "RUNNING" and idle_s(folder) > stall_s
-
-
 def idle_s(folder: Path) -> float:
     """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
     signs = [p for p in (folder / "steps.jsonl", folder / "jobs.jsonl") if p.exists()]
@@ -129,39 +126,29 @@ def idle_text(folder: Path) -> str:
 
 
 CAPTURE_S = 120.0
+# any other program: the stacks of all python processes of the user, as in document 003
+ANY_PROGRAM = (
+    "srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out "
+    "sh -c 'pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}'"
+)
 
 
-def srun_command(job: str, nodes: int, command: str) -> list[str]:
-    """A second step of a hanging job, as in document 003: one task per node, without a GPU, within the job's share."""
-    require(re.fullmatch(r"\d+(_\d+)?", job) is not None, "job", job, "must be a job's number")
-    head = ["srun", f"--jobid={job}", *node_failure.step_options(), f"--nodes={nodes}", f"--ntasks={nodes}"]
-    return [*head, "--ntasks-per-node=1", "--input=none", *shlex.split(command)]
-
-
-def here_command(folder: Path, stacks: Path) -> str:
+def here_command(folder: Path, stacks: Path) -> list[str]:
     """The command with which each node dumps its own ranks."""
-    parts = [sys.executable, "-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks)]
-    return shlex.join(parts)
-
-
-def by_hostfile(command: str) -> str:
-    """The same with pdsh or DeepSpeed's ds_ssh, where the nodes allow a login; text to copy."""
-    return f"pdsh -R ssh -w ^hostfile {shlex.quote(command)}\nds_ssh -f hostfile {shlex.quote(command)}"
-
-
-def any_program() -> str:
-    """For any other program: the stacks of all python processes of the user, as in document 003; text to copy."""
-    found = "pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}"
-    return f"srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c '{found}'"
+    return [sys.executable, "-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks)]
 
 
 def capture_commands(folder: Path, plan: Plan, job: str) -> str:
-    """The commands that take the stacks of the run's nodes, of ours by srun, pdsh or ds_ssh, and of any program."""
-    nodes, command = nodes_of_plan(plan), here_command(folder, folder / "stacks" / "by-hand")
-    lines = [shlex.join(srun_command(raw_id(job) or "0", nodes, command)), by_hostfile(command)]
-    return "\n".join(
-        [*lines, "# a program that is not trilane's, then `trilane debug hang` on the folder:", any_program()]
-    )
+    """The commands that take the stacks of the run's nodes, to copy, and of any other program.
+
+    By srun, or by pdsh or DeepSpeed's ds_ssh, where the nodes allow a login.
+    """
+    words = here_command(folder, folder / "stacks" / "by-hand")
+    step = srun_command(client.raw_id(job) if job else "0", nodes_of_plan(plan), ["--input=none", *words])
+    by_hostfile = shlex.quote(shlex.join(words))
+    lines = [shlex.join(step), f"pdsh -R ssh -w ^hostfile {by_hostfile}", f"ds_ssh -f hostfile {by_hostfile}"]
+    comment = "# a program that is not trilane's, then `trilane debug hang` on the folder:"
+    return "\n".join([*lines, comment, ANY_PROGRAM])
 
 
 def capture_job(folder: Path, plan: Plan, job: str) -> Path:
@@ -175,7 +162,8 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
         return capture(folder, plan, {beat.host for beat in beats.values()} - {platform.node()})
     stacks = folder / "stacks" / f"job-{job}"
     stacks.mkdir(parents=True, exist_ok=True)
-    command = srun_command(raw_id(job), nodes_of_plan(plan), here_command(folder, stacks))
+    words = ["--input=none", *here_command(folder, stacks)]
+    command = srun_command(client.raw_id(job), nodes_of_plan(plan), words)
     subprocess.run(command, check=False, timeout=CAPTURE_S)
     return stacks
 
@@ -183,8 +171,3 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
 def nodes_of_plan(plan: Plan) -> int:
     """Nodes that the plan's GPUs fill."""
     return -(-plan.topology.gpus // plan.cluster.gpus_per_node)
-
-
-def raw_id(job: str) -> str:
-    """A job's number as srun takes it, of an array's run as well; unchanged where there is no SLURM."""
-    return client.raw_id(job) if job and client.is_installed() else job

@@ -5,6 +5,8 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 import jinja2.meta
@@ -12,8 +14,7 @@ import jinja2.meta
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
-from trilane.slurm.request import JobRequest, plain
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site, plain
 from trilane.utils.validation import require, require_known
 from trilane.workspace.study import checkout, shipped
 
@@ -54,12 +55,15 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
     """Every value that a template may use, by name."""
     cluster = nodes_of(plan, site)
     nodes, used = node_count(plan, cluster)
-    gpus = plan.topology.gpus
+    gpus, root = plan.topology.gpus, checkout()
+    own_environment = str(root / ".venv") if root else sys.prefix
     if site.partitions and request.partition:
         require_known("partition", request.partition, site.partitions)
     site.limits(request.qos)
     is_watcher, is_bench = name == "monitor", name == "bench"
-    return {
+    options = asdict(request)
+    environment = options.pop("environment")
+    return options | {
         "job_name": plain("label", plan.label),
         "nodes": 1 if is_watcher else nodes,
         "tasks_per_node": used if is_bench else 1,
@@ -68,26 +72,16 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "cores_per_task": _cores(cluster, used, is_bench, is_watcher),
         "threads": max(1, cluster.cores_per_node // used),
         "hint": "" if is_watcher else site.hint,
-        "time_limit": request.time_limit,
-        "account": request.account,
         "partition": request.partition or (site.service_partition if is_watcher else site.partition),
         "constraint": "" if is_watcher else request.constraint or site.constraint,
         "qos": "" if is_watcher else request.qos,
-        "reservation": request.reservation,
-        "exclude": request.exclude,
-        "mail": request.mail,
-        "signal_s": request.signal_s,
         "requeue": "requeue" if request.requeue else "no-requeue",
-        "launcher": request.launcher,
-        "launch_blocking": request.launch_blocking,
-        "nccl_debug": request.nccl_debug,
         "offline": site.offline,
         "modules": " ".join(plain("module", module) for module in site.modules),
-        "conda": request.environment.removeprefix("conda:") if request.environment.startswith("conda:") else "",
-        "venv": quoted("environment", request.environment or _own_environment()),
+        "conda": environment.removeprefix("conda:") if environment.startswith("conda:") else "",
+        "venv": quoted("environment", environment or own_environment),
         "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
         "array": array,
-        "parallel": request.parallel,
         "every_s": WATCH_EVERY_S,
         "watch_s": max(WATCH_EVERY_S, request.time_limit_s - 120),
     }
@@ -122,11 +116,6 @@ def folded(texts: Mapping[str, str]) -> str:
     """Files as HTML, each folded under its name."""
     escaped = ((html.escape(name), html.escape(text)) for name, text in texts.items())
     return "".join(f"<details><summary>{name}</summary><pre>{text}</pre></details>" for name, text in escaped)
-
-
-def _own_environment() -> str:
-    root = checkout()
-    return str(root / ".venv") if root else sys.prefix
 
 
 def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int:
@@ -168,7 +157,8 @@ def directives(script: str) -> dict[str, str]:
     out: abbreviated long names, which sbatch accepts where they are unique.
     """
     found: dict[str, str] = {}
-    for line in _before_commands(script):
+    comments = takewhile(lambda line: not line.strip() or line.lstrip().startswith("#"), script.splitlines())
+    for line in [line.removeprefix("#SBATCH") for line in comments if re.match(r"#SBATCH\s", line)]:
         words = _words(line)
         while words:
             name, value = _option(words.pop(0))
@@ -185,16 +175,6 @@ def gres_gpus(gres: str) -> int:
     parts = [part for part in gres.split(",") if part.split(":")[0] == "gpu"]
     counts = [re.search(r":(\d+)$", part) for part in parts]
     return sum(int(count[1]) if count else 1 for count in counts)
-
-
-def _before_commands(script: str) -> list[str]:
-    lines = []
-    for line in script.splitlines():
-        if line.strip() and not line.lstrip().startswith("#"):
-            break
-        if re.match(r"#SBATCH\s", line):
-            lines.append(line.removeprefix("#SBATCH"))
-    return lines
 
 
 def _words(line: str) -> list[str]:

@@ -1,14 +1,22 @@
-"""Site: the partitions, QoS, modules and rules of one SLURM cluster, from data/sites/ or a JSON file."""
+"""Site: one SLURM cluster's partitions, QoS and rules, from data/sites/ or a JSON file; JobRequest: a job's options."""
 
-import dataclasses
-from dataclasses import dataclass, field
+import os
+import re
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 
 from trilane.config import cluster as hardware
-from trilane.utils.validation import from_mapping, read_json, require, require_known, require_positive
+from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known, require_positive
 
 LOCAL = "local"
+
+# characters of a directive or an assignment that neither bash nor sbatch interprets
+PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
+NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
+TIME = re.compile(r"(?:\d+-)?\d+:[0-5]\d:[0-5]\d")
+SBATCH_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+CHOICES = {"launcher": ("torchrun", "deepspeed"), "nccl_debug": ("VERSION", "WARN", "INFO", "TRACE")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +101,92 @@ def _read(path: Path) -> Site:
     found = from_mapping(Site, read_json(path, "site"), "site")
     # relative to the site's own file, not to the current folder
     nodes = path.parent / found.cluster
-    return dataclasses.replace(found, cluster=str(nodes)) if found.cluster.endswith(".json") else found
+    return replace(found, cluster=str(nodes)) if found.cluster.endswith(".json") else found
+
+
+def plain(field: str, value: str) -> str:
+    """`value`; ValueError where bash or sbatch would interpret it."""
+    rule = "must consist of letters, digits and _ . , @ : + = % / -, and not begin with a dash"
+    require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
+    return value
+
+
+def seconds_of(time_limit: str) -> int:
+    """A time limit in seconds, in any form that sbatch accepts; ValueError for others.
+
+    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS
+    (man sbatch, --time). Left out: 0 and UNLIMITED, which mean no limit.
+    """
+    found = SBATCH_TIME.fullmatch(time_limit)
+    rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
+    if found is None:
+        raise ValueError(f"time_limit={time_limit!r}: {rule}")
+    days, *given = found.groups()
+    parts = [int(part) for part in given if part is not None]
+    if days is None and len(parts) < 3:
+        parts = [0, *parts]  # without hours
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """The options of a job; "" omits a directive, or leaves it to the site.
+
+    signal_s          seconds before the time limit at which the training receives SIGUSR1, to save a checkpoint
+    requeue           whether SLURM starts the job again when a node fails
+    launcher          what starts a node's processes: torchrun, or DeepSpeed's launcher with a hostfile
+    launch_blocking   CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring, at a price
+    environment       "" for the repository's .venv, a folder of another venv (made absolute), or conda:NAME
+    parallel          jobs of a sweep's array that may run at the same time
+    """
+
+    account: str = ""
+    time_limit: str = "02:00:00"
+    qos: str = ""
+    partition: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    exclude: str = ""
+    mail: str = ""
+    signal_s: int = 300
+    requeue: bool = True
+    launcher: str = "torchrun"
+    launch_blocking: bool = False
+    nccl_debug: str = "WARN"
+    environment: str = ""
+    parallel: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
+            if value := getattr(self, name):
+                plain(name, value)
+        if self.exclude:
+            ok = NODES.fullmatch(self.exclude) is not None
+            require(ok, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
+        if self.environment.startswith("conda:"):
+            plain("environment", self.environment.removeprefix("conda:"))
+        printable = self.environment.isprintable()
+        require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
+        if self.environment and not self.environment.startswith("conda:"):
+            # the script runs in another folder, and bash does not expand a quoted ~
+            folder = os.path.expanduser(self.environment)
+            object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))
+        rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00"
+        require(TIME.fullmatch(self.time_limit) is not None, "time_limit", repr(self.time_limit), rule)
+        require(seconds_of(self.time_limit) >= 60, "time_limit", self.time_limit, "must be a minute or more")
+        require_integer("signal_s", self.signal_s, 0)
+        rule = f"must be less than time_limit={self.time_limit}"
+        require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
+        require_integer("parallel", self.parallel, 1)
+        for name, known in CHOICES.items():
+            require_known(name, getattr(self, name), known)
+
+    @property
+    def time_limit_s(self) -> int:
+        """The time limit in seconds."""
+        return seconds_of(self.time_limit)
+
+    def given(self) -> list[str]:
+        """The names of the options that differ from their defaults."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]

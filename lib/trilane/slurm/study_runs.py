@@ -13,8 +13,7 @@ from trilane.costmodel.predict import predict
 from trilane.slurm import chain, job_status, jobs, monitor, script, sites
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
-from trilane.slurm.request import JobRequest
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import Columns, Html, Table, Text, literal, short
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study, outputs_root
@@ -65,10 +64,9 @@ class StudyRuns(Table):
 
     def files(self) -> Html:
         """The files of the first run folder, with the values filled into its job script on yellow."""
-        plan, site = self.rows[0].plan, script_site(self.site)
-        others = {n: text for n, text in jobs.files(plan, site, self.request).items() if n != script.SCRIPT}
-        marked = script.render("train", plan, site, self.request, marked=True)
-        return Html(script.folded(others) + script.as_html(marked))
+        job = self.rows[0].plan, script_site(self.site), self.request
+        others = {name: text for name, text in jobs.files(*job).items() if name != script.SCRIPT}
+        return Html(script.folded(others) + script.as_html(script.render("train", *job, marked=True)))
 
     def refused_example(self) -> Text:
         """A topology that the search refused, and the rule."""
@@ -87,14 +85,15 @@ class StudyRuns(Table):
     def check(self) -> Columns:
         """The findings as a table."""
         names, found = [name for name, _ in self.findings], [f for _, f in self.findings]
-        columns: dict[str, Any] = {
-            "plan": names or ["all"],
-            "level": [f.level for f in found] or ["fine"],
-            "rule": [f.rule for f in found] or [""],
-            "finding": [f.message for f in found] or ["nothing found"],
-            "remedy": [f.remedy for f in found] or [""],
-        }
-        return Columns(columns)
+        return Columns(
+            {
+                "plan": names or ["all"],
+                "level": [f.level for f in found] or ["fine"],
+                "rule": [f.rule for f in found] or [""],
+                "finding": [f.message for f in found] or ["nothing found"],
+                "remedy": [f.remedy for f in found] or [""],
+            }
+        )
 
     def costs(self) -> Columns:
         """GPU-hours, days and jobs (of one time limit each) by the prediction."""
@@ -133,8 +132,8 @@ class StudyRuns(Table):
     def log(self, lines: int = 4) -> Html:
         """The last lines of the last run's log."""
         logs = [folder for folder in self.folders if (folder / "run.log").exists()]
-        found = [short(line, 160) for line in job_status.logs(logs[-1], lines)] if logs else ["no log yet"]
-        return Html.pre("\n".join(found))
+        found = job_status.logs(logs[-1], lines) if logs else ["no log yet"]
+        return Html.pre("\n".join(short(line, 160) for line in found))
 
     def summary(self) -> Text:
         """How many runs are completed, and the commands for the others; RuntimeError where one has failed."""
@@ -142,10 +141,9 @@ class StudyRuns(Table):
         failed = [job for job in found if job.has_failed]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(found)} runs did not complete: {failed[0].evidence}")
-        completed = sum(job.status is Status.COMPLETED for job in found)
+        completed, name = sum(job.status is Status.COMPLETED for job in found), self.study.name
         if completed == len(found):
             return Text(f"All {completed} runs completed; their logs are in `{self.study.folder}/runs`.")
-        name = self.study.name
         return Text(
             f"{completed} of {len(found)} runs are completed. `trilane slurm status {name}` shows the others, "
             f"`trilane slurm submit {name} --site ...` submits those that were not."
@@ -184,13 +182,13 @@ def prepare_runs(
     for i in chosen:
         searched, gbs = plans[i], plans[i].topology.gbs
         training = Run(**run)
+        decay = training.train_iters * gbs
+        optimizer = Optimizer(lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=decay)
         plan = replace(
             searched,
             engine=engine or searched.engine,
             data=Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data")),
-            optimizer=Optimizer(
-                lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=training.train_iters * gbs
-            ),
+            optimizer=optimizer,
             run=training,
         )
         prediction = entries[i]["prediction"] if plan.id == searched.id else predict(plan).to_json()

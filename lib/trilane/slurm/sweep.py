@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trilane.analysis.measure import measure
+from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
 from trilane.slurm import client, jobs, ledger
-from trilane.slurm.request import JobRequest
 from trilane.slurm.script import node_count, nodes_of, render
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
@@ -50,20 +49,15 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
     for path, (plan, prediction) in zip(made, members, strict=True):
         for name, text in jobs.files(plan, site, request, prediction).items():
             write_text(path / name, text)
-    for shape, lines in _by_shape([plan for plan, _ in members], site).items():
+    for name, lines in _by_script([plan for plan, _ in members], site).items():
         first = replace(members[lines[0] - 1][0], label="sweep")
         array = ",".join(map(str, lines))
-        write_text(folder / script_name(shape), render("sweep", first, site, request, array=array))
-    needs = [prediction["memory_bytes"] if prediction else _memory(plan, site) for plan, prediction in members]
+        write_text(folder / name, render("sweep", first, site, request, array=array))
+    needs = [p["memory_bytes"] if p else predict_on(m, nodes_of(m, site)).memory_bytes for m, p in members]
     index = [{"folder": str(p.resolve()), "memory_bytes": n} for p, n in zip(made, needs, strict=True)]
     write_text(folder / LIST, "".join(f"runs/{label}\n" for label in labels))
     write_text(folder / INDEX, json.dumps({"site": site.name, "members": index}, indent=1) + "\n")
     return made
-
-
-def script_name(shape: str) -> str:
-    """The script of the plans of shape NODESxGPUS."""
-    return f"sweep-{shape}.sbatch"
 
 
 def members(folder: Path) -> list[Path]:
@@ -74,8 +68,8 @@ def members(folder: Path) -> list[Path]:
 
 def scripts(folder: Path, site: Site) -> dict[int, Path]:
     """The script of each line of runs.txt."""
-    shapes = _by_shape([read_plan(path / "plan.json") for path in members(folder)], site)
-    return {n: folder / script_name(shape) for shape, lines in shapes.items() for n in lines}
+    shapes = _by_script([read_plan(path / "plan.json") for path in members(folder)], site)
+    return {n: folder / name for name, lines in shapes.items() for n in lines}
 
 
 def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -> list[str]:
@@ -84,11 +78,11 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
     paths = members(folder)
     wanted = sorted(lines) or range(1, len(paths) + 1)
     arrays = []
-    for shape, group in _by_shape([read_plan(p / "plan.json") for p in paths], site).items():
+    for name, group in _by_script([read_plan(p / "plan.json") for p in paths], site).items():
         chosen = [n for n in group if n in wanted]
         if not chosen:
             continue
-        script = folder / script_name(shape)
+        script = folder / name
         array = client.submit(script, f"--array={','.join(map(str, chosen))}%{parallel}")
         for n in chosen:
             jobs.note_submission(paths[n - 1], f"{array}_{n}", site.name, script)
@@ -99,8 +93,7 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
 
 def failures(folder: Path) -> list[int]:
     """Lines of runs.txt whose run failed, and may succeed in another attempt."""
-    found = jobs.job_status(members(folder))
-    return [n for n, job in enumerate(found, 1) if job.status.can_retry]
+    return [n for n, job in enumerate(jobs.job_status(members(folder)), 1) if job.status.can_retry]
 
 
 def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
@@ -115,20 +108,17 @@ def table(folder: Path) -> "pd.DataFrame":
     """The runs in the columns of analysis.tables.frame, fastest first; the incomplete ones last, with a note."""
     found = zip(members(folder), jobs.job_status(members(folder)), strict=True)
     measured = [measure(path, status=job.status) for path, job in found]
-    infinite = float("inf")
-    order = [m.sec_per_it if m.status is Status.COMPLETED and m.sec_per_it > 0 else infinite for m in measured]
-    return frame([m for _, m in sorted(zip(order, measured, strict=True), key=lambda pair: pair[0])])
+
+    def seconds(m: Measurement) -> float:
+        return m.sec_per_it if m.status is Status.COMPLETED and m.sec_per_it > 0 else float("inf")
+
+    return frame(sorted(measured, key=seconds))
 
 
-def _by_shape(plans: list[Plan], site: Site) -> dict[str, list[int]]:
-    """Lines of runs.txt (counted from 1) by the job's shape, such as "2x8": all jobs of an array have the same."""
+def _by_script(plans: list[Plan], site: Site) -> dict[str, list[int]]:
+    """Lines of runs.txt (counted from 1) by their script, one for each shape of a job, NODESxGPUS: an array has one."""
     groups: dict[str, list[int]] = {}
     for line, plan in enumerate(plans, 1):
         nodes, used = node_count(plan, nodes_of(plan, site))
-        groups.setdefault(f"{nodes}x{used}", []).append(line)
+        groups.setdefault(f"sweep-{nodes}x{used}.sbatch", []).append(line)
     return groups
-
-
-def _memory(plan: Plan, site: Site) -> float:
-    cluster = nodes_of(plan, site)
-    return predict_on(plan, cluster).memory_bytes

@@ -5,22 +5,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
-from trilane.slurm.preflight import resources, storage
+from trilane.slurm.preflight import resources
 from trilane.slurm.preflight import script as script_checks
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, Findings, JobCheck, JobFinding
-from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, render
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import require, require_known
 
 
 def check_job(
-    plan: Plan,
-    site: Site,
-    request: JobRequest,
-    folder: Path,
-    allow: Collection[str] = (),
-    script: Path | None = None,
+    plan: Plan, site: Site, request: JobRequest, folder: Path, allow: Collection[str] = (), script: Path | None = None
 ) -> Findings:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
@@ -36,7 +30,7 @@ def check_job(
         return Findings([of_error(error)])
     case = JobCheck(plan, site, request, folder, text, path.name)
     found: list[JobFinding] = []
-    for find in (*resources.RULES, *script_checks.RULES, *storage.RULES):
+    for find in (*resources.RULES, *script_checks.RULES):
         try:
             found += find(case)
         except ValueError as error:  # an #SBATCH line edited by hand

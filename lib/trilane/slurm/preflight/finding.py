@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import Prediction, predict_on
-from trilane.slurm.request import JobRequest
 from trilane.slurm.script import SCRIPT, directives, nodes_of
-from trilane.slurm.sites import Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import Columns, Table
 from trilane.utils.validation import require_known
 

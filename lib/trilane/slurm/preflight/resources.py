@@ -1,5 +1,7 @@
-"""Pre-flight checks of plan, nodes and time: do they fit together, and is the work saved before the time limit?"""
+"""Pre-flight checks of resources: nodes, memory and time of the plan, and the folders and free space of the run."""
 
+import math
+import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,24 +12,23 @@ from trilane.config.parallelism import CLUSTER_RULES
 from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
-from trilane.slurm.request import seconds_of
-from trilane.workspace.checkpoints import checkpoint_bytes
+from trilane.slurm.sites import seconds_of
+from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, latest
+from trilane.workspace.run_folder import is_completed, is_started
 
 VOLTA, AMPERE = (7, 0), (8, 0)
+BUILT_IN = ("stdlib", "mock")  # sources that need no files
 
 
 def nodes(case: JobCheck) -> Iterator[JobFinding]:
     """The plan's GPUs are the site's, and the topology obeys these nodes (parallelism.CLUSTER_RULES)."""
     plan, node, t = case.plan, case.cluster.gpus_per_node, case.plan.topology
     if case.cluster.gpu.name != plan.cluster.gpu.name or node != plan.cluster.gpus_per_node:
-        yield refuse(
-            "cluster",
-            f"planned for {plan.cluster.gpus_per_node} x {plan.cluster.gpu.name} a node, "
-            f"but {case.site.name} has {node} x {case.cluster.gpu.name}",
-            f"search again with --cluster {case.cluster.name}, or choose the site of {plan.cluster.name}",
-        )
-    remedies = {"gpus": ("nodes", "use fewer GPUs")}
-    remedies["tp"] = ("tp", f"choose tp among {', '.join(map(str, divisors(node)))}")
+        planned = f"planned for {plan.cluster.gpus_per_node} x {plan.cluster.gpu.name} a node"
+        remedy = f"search again with --cluster {case.cluster.name}, or choose the site of {plan.cluster.name}"
+        yield refuse("cluster", f"{planned}, but {case.site.name} has {node} x {case.cluster.gpu.name}", remedy)
+    choices = f"choose tp among {', '.join(map(str, divisors(node)))}"
+    remedies = {"gpus": ("nodes", "use fewer GPUs"), "tp": ("tp", choices)}
     for rule in CLUSTER_RULES:
         if not rule.holds(t, case.cluster):
             name, remedy = remedies[rule.field]
@@ -121,8 +122,7 @@ def time(case: JobCheck) -> Iterator[JobFinding]:
     run, second = case.plan.run, case.prediction
     limit = seconds_of(case.directives.get("time", "00:10:00"))
     asked = "signal" in case.directives or run.exit_duration_minutes > 0
-    iterations = run.goal - run.start_iteration
-    needs = iterations * second.sec_per_it
+    needs = (iterations := run.goal - run.start_iteration) * second.sec_per_it
     if 0 < limit < run.exit_duration_minutes * 60:
         message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
         yield refuse("time", message, "end the run some minutes before the limit")
@@ -155,4 +155,62 @@ def known(case: JobCheck) -> Iterator[JobFinding]:
         yield warn("site", message, "copy data/sites/generic.json and fill it in")
 
 
-RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known)
+def data(case: JobCheck) -> Iterator[JobFinding]:
+    """The corpus exists."""
+    source = case.plan.data.source
+    if source not in BUILT_IN and not any(Path(source + ending).exists() for ending in ("", ".idx", ".bin")):
+        yield refuse("data", f"data.source={source}: no such file, folder or .bin/.idx pair", "name an existing one")
+
+
+def shared(case: JobCheck) -> Iterator[JobFinding]:
+    """The files that all nodes read or write are on a file system that all of them share."""
+    source = case.plan.data.source
+    paths = {"run folder": str(case.folder.resolve()), "data.folder": str(Path(case.plan.data.folder).resolve())}
+    paths |= {} if source in BUILT_IN else {"data.source": str(Path(source).resolve())}
+    for name, path in paths.items():
+        own = next((place for place in case.site.local if Path(path).is_relative_to(place)), None)
+        if own and case.nodes > 1:
+            yield refuse("shared", f"{name} {path} lies below {own}, which is local to each node", "move it")
+        elif own and not case.site.is_local:
+            yield warn("shared", f"{name} {path} lies below {own}, which may differ on the compute node", "move it")
+
+
+def space(case: JobCheck) -> Iterator[JobFinding]:
+    """The checkpoints' bytes and inodes are free; under a project quota statvfs reports the project's.
+
+    Left out: quotas by user or group, which only the site's own tools report.
+    """
+    place = next(p for p in (case.folder.resolve(), *case.folder.resolve().parents) if p.exists())
+    need, (free, inodes) = size(case), available(place)
+    message = f"checkpoints take up to {need / 1e9:.3g} GB, {place} has {free / 1e9:.3g} GB free"
+    if need > free:
+        yield refuse("disk", message, "smaller keep_last, larger save_interval, or another file system")
+    elif need > free / 2:
+        yield warn("disk", message, "smaller keep_last, or delete files")
+    ranks, run = case.plan.topology.gpus, case.plan.run
+    kept = 1 + (min(run.keep_last or 10**9, run.goal // run.save_interval) if run.save_interval else 0)
+    files = kept * (2 * ranks + 3)
+    if files > inodes:
+        message = f"checkpoints take {files} files, {place} has {inodes:.0f} inodes free"
+        yield refuse("inodes", message, "delete files, or a smaller keep_last")
+
+
+def available(place: Path) -> tuple[float, float]:
+    """Free bytes and inodes of a file system; infinite inodes where it does not count them."""
+    stat = os.statvfs(place)
+    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else math.inf
+
+
+def free(case: JobCheck) -> Iterator[JobFinding]:
+    """The run folder is unused, or its run can be resumed."""
+    folder = case.folder
+    if is_completed(folder):
+        yield refuse("run folder", f"{folder} holds a completed run", "take a new run folder")
+    elif is_started(folder) and latest(folder / FOLDER) is None:
+        message = (
+            f"{folder} holds a run without a checkpoint: its files go to attempts/, and it starts from iteration 0"
+        )
+        yield warn("run folder", message, "take a new run folder to keep both")
+
+
+RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known, data, shared, space, free)

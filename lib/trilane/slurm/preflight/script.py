@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trilane.slurm import client
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
-from trilane.slurm.request import seconds_of
 from trilane.slurm.script import SCRIPT, gres_gpus
+from trilane.slurm.sites import seconds_of
 
 DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation", "exclude", "mail-user")
 
@@ -93,9 +93,7 @@ def dead_ends(case: JobCheck) -> Iterator[JobFinding]:
         message = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
         yield refuse("pipefail", message, "set -euo pipefail")
     if "signal" in case.directives and not HANDLES_SIGNAL.search(text):
-        message = (
-            "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: no checkpoint is saved"
-        )
+        message = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
         yield refuse("signal", message, "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1")
     if re.search(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))", text):
         message = "one TORCHELASTIC_ERROR_FILE for all nodes: the launchers overwrite each other's report"
@@ -109,9 +107,8 @@ def internet(case: JobCheck) -> Iterator[JobFinding]:
     """Nothing needs the internet where compute nodes have none."""
     tokenizer = case.plan.data.tokenizer
     if tokenizer != "bytes" and not Path(tokenizer).is_dir():
-        yield refuse(
-            "internet", f"tokenizer {tokenizer} is not a folder here", "download it first, and name its folder"
-        )
+        message = f"tokenizer {tokenizer} is not a folder here"
+        yield refuse("internet", message, "download it first, and name its folder")
     if not case.site.offline:
         return
     if found := DOWNLOADS.search(case.script):
@@ -142,11 +139,8 @@ def accepted(case: JobCheck) -> Iterator[JobFinding]:
         try:
             client.test_only(Path(file.name))
         except client.SlurmError as error:
-            yield refuse(
-                "sbatch",
-                str(error),
-                "sinfo lists the partitions, sacctmgr show assoc the accounts and QoS that you may use",
-            )
+            remedy = "sinfo lists the partitions, sacctmgr show assoc the accounts and QoS that you may use"
+            yield refuse("sbatch", str(error), remedy)
 
 
 RULES: tuple[Rule, ...] = (directives, requested, array, dead_ends, internet, readable, accepted)
