@@ -134,11 +134,8 @@ def predictions(
     found = [predict(c, known) for c in cases]
     if belief is None:
         return found
-    factors = [math.exp(width) for width in belief.half_widths(cases)]
-    return [
-        replace(p, sec_lo=p.sec_per_it / factor, sec_hi=p.sec_per_it * factor)
-        for p, factor in zip(found, factors, strict=True)
-    ]
+    pairs = zip(found, np.exp(belief.half_widths(cases)).tolist(), strict=True)
+    return [replace(p, sec_lo=p.sec_per_it / factor, sec_hi=p.sec_per_it * factor) for p, factor in pairs]
 
 
 def case_of(m: Measurement, cluster: Cluster | None = None) -> Configuration | None:
@@ -187,13 +184,8 @@ def choices(study: Study, recalibration: Recalibration) -> list[Configuration]:
     if not recalibration:
         return []
     first = recalibration.cases[0]
-    found = _planned(study, first) or alternatives(first, recalibration.fitted)
+    planned = study.plans() if (study.folder / "plans.json").exists() else []
+    found = [replace(first, topology=p.topology, engine=p.engine) for p in planned if p.shape == first.shape]
+    found = found or alternatives(first, recalibration.fitted)
     alike = [c for c in recalibration.cases if (c.shape, c.topology.gbs) == (first.shape, first.topology.gbs)]
     return list({(c.shape, c.topology): c for c in [*found, *alike]}.values())
-
-
-def _planned(study: Study, like: Configuration) -> list[Configuration]:
-    if not (study.folder / "plans.json").exists():
-        return []
-    plans = study.plans()
-    return [replace(like, topology=p.topology, engine=p.engine) for p in plans if p.shape == like.shape]

@@ -50,7 +50,9 @@ class Event:
         """The event in words."""
         lost = "" if self.recovered is None else f" after {self.recovered - self.iteration} iterations"
         back = f"; back at {self.recovered}{lost}" if self.recovered else "; not back at the end of the log"
-        worst = f"{self.level:.4g} -> {self.peak:.4g} ({_change(self.level, self.peak)}) at {self.peak_iteration}"
+        ratio = self.peak / self.level
+        change = f"x {ratio:.3g}" if ratio > 2 else f"{ratio - 1:+.1%}"
+        worst = f"{self.level:.4g} -> {self.peak:.4g} ({change}) at {self.peak_iteration}"
         return f"{self.kind} from iteration {self.iteration}: {worst}{'' if self.kind == 'restart jump' else back}"
 
 
@@ -123,9 +125,8 @@ def _with_slow(at: np.ndarray, x: np.ndarray, spikes: list[Event]) -> list[Event
             continue  # found already
         found = [e for e in found if e not in same]
         level, top = float(np.exp(slow.level)), float(np.exp(x[slow.peak]))
-        found.append(
-            Event(kind="loss spike", iteration=start, peak_iteration=peak, level=level, peak=top, recovered=end)
-        )
+        event = Event(kind="loss spike", iteration=start, peak_iteration=peak, level=level, peak=top, recovered=end)
+        found.append(event)
     return found
 
 
@@ -192,7 +193,7 @@ def _redone(curve: Curve, first: int, at: np.ndarray, x: np.ndarray) -> tuple[fl
         return math.nan, math.nan
     differences = x[mine] - np.log(old["lm_loss"].to_numpy(float)[theirs])
     change = float(np.median(differences))
-    spread = 1.4826 * float(np.median(np.abs(differences - change)))
+    spread = TO_SIGMA * float(np.median(np.abs(differences - change)))
     return change, 1.25 * max(spread, LEAST_NOISE) / math.sqrt(len(both))
 
 
@@ -203,10 +204,6 @@ def _numbers(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     values = curve.table[name].to_numpy(float)
     good = np.isfinite(values) & (values > 0)
     return curve.table["iteration"].to_numpy(float)[good], values[good]
-
-
-def _change(level: float, peak: float) -> str:
-    return f"x {peak / level:.3g}" if peak > 2 * level else f"{peak / level - 1:+.1%}"
 
 
 class SlowSpike(NamedTuple):
@@ -231,10 +228,8 @@ def slow_spikes(x: np.ndarray) -> Iterator[SlowSpike]:
     level = pd.Series(x).rolling(SHORT).median().to_numpy()
     lowest = np.fmin.accumulate(level)
     left = np.maximum.accumulate(np.where(level <= lowest, np.arange(len(x)), 0))
-    sigma = np.fmax(
-        np.fmax(_noise(np.abs(x - level))[left], _noise(np.abs(np.diff(x, prepend=x[0]))) / math.sqrt(2)), 0
-    )
-    sigma = np.maximum(sigma, LEAST_NOISE)
+    before, now = _noise(np.abs(x - level))[left], _noise(np.abs(np.diff(x, prepend=x[0]))) / math.sqrt(2)
+    sigma = np.fmax(np.fmax(before, now), LEAST_NOISE)
     end = 0
     for i in np.flatnonzero(level - lowest > np.maximum(LEAST_SLOW_RISE, SIGMAS * sigma)).tolist():
         if i < end:

@@ -91,10 +91,8 @@ def unsupported_rule(engine: str, shape: ModelShape, topology: Topology) -> tupl
 
 
 def _megatron(shape: ModelShape, t: Topology) -> list[Rule]:
-    return [
-        (t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)"),
-        (t.offload == "none", "offload", t.offload, "does not offload"),
-    ]
+    zero = (t.zero <= 1, "zero", t.zero, "has ZeRO stage 0 and 1 (its distributed optimizer)")
+    return [zero, (t.offload == "none", "offload", t.offload, "does not offload")]
 
 
 def _deepspeed_zero(shape: ModelShape, t: Topology) -> list[Rule]:

@@ -108,11 +108,8 @@ class Backtest(Table):
             peers = list(csv.DictReader(file))
         numbers = {p["planner"]: {k: _number(v) for k, v in p.items() if k in HEADERS and v} for p in peers}
         own = figures([p for p in self.pairs if p[0].case.cluster.name == DETAILED])
-        return _table(
-            {f"trilane, without the {self.left_out}" if self.left_out else "trilane": own, **numbers},
-            [key for key in peers[0] if key in HEADERS],
-            "planner",
-        )
+        name = f"trilane, without the {self.left_out}" if self.left_out else "trilane"
+        return _table({name: own, **numbers}, [key for key in peers[0] if key in HEADERS], "planner")
 
 
 def _table(sets: Mapping[str, Mapping[str, Any]], keys: Sequence[str] = tuple(HEADERS), title: str = "rows") -> Columns:

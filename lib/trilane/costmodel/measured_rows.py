@@ -31,10 +31,8 @@ STACKS = {
 # rows without a note store their scores.
 FLASH_FROM = "2023"
 # Words of the documents for those of a Topology.
-OTHER_WORDS = {
-    "recompute": {"yes": "full", "no": "none"},
-    "offload": {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"},
-}
+OTHER_WORDS = {"recompute": {"yes": "full", "no": "none"}}
+OTHER_WORDS |= {"offload": {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}}
 
 
 @dataclass(frozen=True, kw_only=True)

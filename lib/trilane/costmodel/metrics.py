@@ -95,11 +95,8 @@ def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     out = [p.oom_probability > 0.5 for r, p in distinct if r.ran_out]
     figures: dict[str, Any] = {"oom": f"{sum(out)}/{len(out)}", "false": f"{sum(ran)}/{len(ran)}"}
     if error:
-        figures |= {
-            "mem_n": len(error),
-            "mem_median": float(np.median(error)),
-            "mem_p90": float(np.quantile(error, 0.9)),
-        }
+        median, p90 = float(np.median(error)), float(np.quantile(error, 0.9))
+        figures |= {"mem_n": len(error), "mem_median": median, "mem_p90": p90}
     return figures
 
 

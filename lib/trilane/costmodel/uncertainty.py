@@ -87,13 +87,8 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
     kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
     if "cpu" in kinds:
         deviation = np.maximum(deviation, CPU_DEVIATION)
-    on_days = [calibration.on(c.day, c.topology.gpus) for c in cases]
-    errors = np.array(
-        [
-            float(time_errors([c], np.array([s]), (), on.overlap)(_logs(on))[0])
-            for c, s, on in zip(cases, measured, on_days, strict=True)
-        ]
-    )
+    rows = [(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in zip(cases, measured, strict=True)]
+    errors = np.array([float(time_errors([c], np.array([s]), (), on.overlap)(_logs(on))[0]) for c, s, on in rows])
     squares = float((np.minimum(np.abs(errors), MAX_ERROR) ** 2).sum())
     return Posterior(
         calibration=calibration,

@@ -24,14 +24,9 @@ DECIDED = (
 )
 
 # DeepSpeed's defaults for them.
-DEFAULTS: dict[str, Any] = {
-    "gradient_clipping": 0.0,
-    "zero_optimization.stage": 0,
-    "zero_optimization.offload_optimizer.device": "none",
-    "zero_optimization.offload_param.device": "none",
-    "fp16.enabled": False,
-    "bf16.enabled": False,
-}
+DEFAULTS: dict[str, Any] = {"gradient_clipping": 0.0, "zero_optimization.stage": 0}
+DEFAULTS |= {f"zero_optimization.offload_{what}.device": "none" for what in ("optimizer", "param")}
+DEFAULTS |= {"fp16.enabled": False, "bf16.enabled": False}
 
 
 def contradictions(values: Mapping[str, Any], plan: Plan) -> list[str]:

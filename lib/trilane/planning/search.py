@@ -29,12 +29,9 @@ from trilane.utils.validation import require, require_known
 ParallelSizes = tuple[int, int, int]
 MEMORY_RULE = "memory must fit the card"
 EXAMPLES_PER_RULE = 50
-OBJECTIVES = {
-    "seconds": "seconds per sequence: seconds per iteration where gbs is the same",
-    "days": "the same order, for a fixed number of tokens",
-    "gpu_hours": "GPU-seconds per sequence",
-    "headroom": "least memory of the fullest stage",
-}
+# Seconds per sequence (of an iteration where gbs is the same), also the order of the days of a fixed number of tokens;
+# GPU-seconds per sequence; least memory of the fullest stage.
+OBJECTIVES = ("seconds", "days", "gpu_hours", "headroom")
 
 
 @dataclass(frozen=True)
