@@ -77,15 +77,10 @@ def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
 
 def _rates(m: Measurement) -> dict[str, Any]:
     low, high = (float(q) for q in np.quantile(m.seconds, [0.25, 0.75]))
+    seconds = {"median": m.sec_per_it, "low_quartile": low, "high_quartile": high}
     return {
         "global_batch_size": int(m.config.gbs),
-        "sec_per_it": {
-            "median": m.sec_per_it,
-            "low_quartile": low,
-            "high_quartile": high,
-            "least": float(m.seconds.min()),
-            "most": float(m.seconds.max()),
-        },
+        "sec_per_it": {**seconds, "least": float(m.seconds.min()), "most": float(m.seconds.max())},
         "spread": m.spread,
         "samples_per_s": m.config.gbs / m.sec_per_it,
         "tokens_per_s": m.tokens_per_s,

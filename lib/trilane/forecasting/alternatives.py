@@ -27,8 +27,8 @@ class Alternative:
     name: str
     days: float
     gpu_hours: float
-    memory_bytes: float
-    restarts: int
+    memory_bytes: float = 0.0
+    restarts: int = 0
     reason: str = ""
 
 
@@ -73,7 +73,13 @@ def other_schedules(request: ForecastRequest) -> list[Alternative]:
         ("fastest, TP and PP may change too", SOONEST, True),
         ("cheapest at each batch size", 0.0, False),
     ]
-    return [_scheduled(request, name, worth, reshape) for name, worth, reshape in ways]
+    found = []
+    for name, worth, reshape in ways:
+        try:
+            found.append(_undisturbed(name, dataclasses.replace(request, day_worth=worth, reshape=reshape)))
+        except ValueError as error:
+            found.append(Alternative(name=name, days=0, gpu_hours=0, reason=str(error)))
+    return found
 
 
 def other_topologies(request: ForecastRequest, count: int = 4) -> list[Alternative]:
@@ -87,13 +93,6 @@ def other_topologies(request: ForecastRequest, count: int = 4) -> list[Alternati
     return [one for candidate in others if (one := _on_topology(r, candidate))]
 
 
-def _scheduled(request: ForecastRequest, name: str, day_worth: float | None, reshape: bool) -> Alternative:
-    try:
-        return _undisturbed(name, dataclasses.replace(request, day_worth=day_worth, reshape=reshape), 0.0)
-    except ValueError as error:
-        return Alternative(name=name, days=0, gpu_hours=0, memory_bytes=0, restarts=0, reason=str(error))
-
-
 def _on_topology(request: ForecastRequest, candidate: Candidate) -> Alternative | None:
     """The plan on another topology; None where some batch size of the ramp fits nothing there."""
     r, other = request, candidate.topology
@@ -101,20 +100,16 @@ def _on_topology(request: ForecastRequest, candidate: Candidate) -> Alternative 
     try:
         plan = dataclasses.replace(r.plan, topology=other, label=candidate.label, run=Run())
         asked = dataclasses.replace(r, plan=plan, day_worth=SOONEST if failing else None, reshape=False)
-        found = _undisturbed(candidate.label, asked, candidate.prediction.memory_bytes)
+        found = _undisturbed(candidate.label, asked)
     except ValueError:
         return None
     reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""
-    return dataclasses.replace(found, reason=reason)
+    return dataclasses.replace(found, reason=reason, memory_bytes=candidate.prediction.memory_bytes)
 
 
-def _undisturbed(name: str, request: ForecastRequest, memory_bytes: float) -> Alternative:
+def _undisturbed(name: str, request: ForecastRequest) -> Alternative:
     schedules = schedules_of(request)
     run = undisturbed(request, schedules)
-    return Alternative(
-        name=name,
-        days=float(run.wall_s[0]) / 86400,
-        gpu_hours=float(run.gpu_s[0]) / 3600,
-        memory_bytes=memory_bytes,
-        restarts=len(jobs_of(request, schedules, run.reached_s[0])) - 1,
-    )
+    days, gpu_hours = float(run.wall_s[0]) / 86400, float(run.gpu_s[0]) / 3600
+    restarts = len(jobs_of(request, schedules, run.reached_s[0])) - 1
+    return Alternative(name=name, days=days, gpu_hours=gpu_hours, restarts=restarts)

@@ -47,8 +47,7 @@ class HangMonitor:
         """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often."""
         if self._stall.timeout_s > 0:
             self._record_exits()
-        why = self._stall.stalled()
-        if why:
+        if why := self._stall.stalled():
             raise Hang(self.hang_status(why))
 
     def hang_status(self, why: str) -> RunStatus:
@@ -60,21 +59,17 @@ class HangMonitor:
             explanation, suspects = verdict.paragraph, verdict.suspects
         except ValueError as error:
             explanation = f"no verdict: {error}"
-        where = stacks.relative_to(self._folder)
-        evidence = f"{why}. {explanation}"[:MAX_EVIDENCE] + f" (stacks in {where})"
-        seconds = round(time.monotonic() - self._begin, 3)
-        return RunStatus(
-            status=Status.HANG, evidence=evidence, rank=next(iter(suspects), None), exit_code=1, seconds=seconds
-        )
+        evidence = f"{why}. {explanation}"[:MAX_EVIDENCE] + f" (stacks in {stacks.relative_to(self._folder)})"
+        rank, seconds = next(iter(suspects), None), round(time.monotonic() - self._begin, 3)
+        return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds)
 
     def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:
         """The outcome, attributed to a rank that exited without an error before the others failed for lack of it."""
         exited = [rank for rank in self._exited if rank not in failed]
         if outcome.status is not Status.CRASHED or not exited:
             return outcome
-        rank = exited[0]
-        evidence = f"rank {rank} exited without an error, {self._exited[rank]}; then {outcome.evidence}"
-        return replace(outcome, evidence=evidence, rank=rank)
+        evidence = f"rank {exited[0]} exited without an error, {self._exited[exited[0]]}; then {outcome.evidence}"
+        return replace(outcome, evidence=evidence, rank=exited[0])
 
     def _record_exits(self) -> None:
         for rank, beat in read_beats(self._folder).items():

@@ -14,13 +14,11 @@ Show = Callable[[Mapping[str, Any]], None]  # takes a record of steps.jsonl
 @contextlib.contextmanager
 def progress(label: str, train_iters: int, wanted: bool = True) -> Iterator[Show]:
     """A function that shows one step; it does nothing where `wanted` is False or stderr is not a terminal."""
-    if not wanted:
-        yield lambda step: None
-    elif os.environ.get(BATCH):
+    if wanted and os.environ.get(BATCH):
         yield lambda step: _line(label, train_iters, step)
-    elif _in_kernel():
+    elif wanted and _in_kernel():
         yield _notebook_bar(label, train_iters)
-    elif sys.stderr.isatty():
+    elif wanted and sys.stderr.isatty():
         from tqdm.std import tqdm
 
         with tqdm(total=train_iters, desc=label, unit="it", dynamic_ncols=True) as bar:
