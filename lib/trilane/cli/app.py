@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import click
 from click.exceptions import Exit, NoArgsIsHelpError
@@ -33,11 +34,7 @@ class Root(Group):
         return list(GROUPS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in GROUPS:
-            return None
-        module = __import__(f"trilane.cli.{cmd_name}", fromlist=[cmd_name])
-        command: click.Command = getattr(module, cmd_name)
-        return command
+        return getattr(import_module(f"trilane.cli.{cmd_name}"), cmd_name) if cmd_name in GROUPS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

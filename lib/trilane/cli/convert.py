@@ -42,10 +42,9 @@ def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json:
         lines, topology = contradictions(values, read_plan(plan)), None
     else:
         lines, topology = own_topology(values, tp or 1, pp or 1, dp or replicas(values))
-    names = ("dp", "mbs", "gbs", "zero", "offload", "precision", "fp32_gradients")
+    keys = ("dp", "mbs", "gbs", "zero", "offload", "precision", "fp32_gradients")
     meant = topology and to_mapping(topology)
-    clean = "no contradiction" + (": " + ", ".join(f"{n} {meant[n]}" for n in names) if meant else "")
-    text = "\n".join(lines) or clean
+    text = "\n".join(lines) or "no contradiction" + (": " + ", ".join(f"{n} {meant[n]}" for n in keys) if meant else "")
     return emit(as_json, {"contradictions": lines, "topology": meant}, text, indent=2, failed=lines)
 
 

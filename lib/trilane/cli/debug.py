@@ -17,6 +17,9 @@ GRID = together(
     *(option(f"--{name}", type=whole(), default=None, help=MISSING) for name in ("tp", "pp", "dp")),
     option("--gpus-per-node", type=whole(), default=8, help="with --tp, --pp, --dp"),
 )
+PREPARE = option("--prepare", type=FILE, metavar="FOLDER", help="only write both runs, and print their commands")
+SPARES = option("--spares", type=whole(), help="spare nodes: plan the search for one bad node, too")
+RESULTS = option("--results", default="", metavar="good,bad,...", help="the results of the restarts so far")
 debug = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
 
 
@@ -64,10 +67,6 @@ def capture(folder: Path, job: str, commands: bool, here: Path | None, as_json: 
         emit(as_json, verdict.to_json(), f"{stacks}\n{verdict.to_text()}")
 
 
-SPARES = option("--spares", type=whole(), help="spare nodes: plan the search for one bad node, too")
-RESULTS = option("--results", default="", metavar="good,bad,...", help="the results of the restarts so far")
-
-
 @command(debug, FOLDER, GRID, SPARES, RESULTS, JSON)
 def stragglers(folder: Path, spares: int | None, results: str, as_json: bool, **grid: Any) -> None:
     """Print which rank, node or link makes the others wait, from a run folder with phase times (run.timers)."""
@@ -105,9 +104,6 @@ def restart(before: Path, after: Path, as_json: bool) -> int:
 
     found = compare_restart(before, after)
     return emit(as_json, found.to_json(), found.to_text(), failed=found.findings)
-
-
-PREPARE = option("--prepare", type=FILE, metavar="FOLDER", help="only write both runs, and print their commands")
 
 
 @command(debug, PLAN, PREPARE, JSON)

@@ -10,10 +10,10 @@ from trilane.cli.options import JSON, PLAN, Group, command, emit, option, whole
 from trilane.config.engines import ENGINES
 from trilane.utils.validation import require_known
 
-measure = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
-
-
 NAME = option("--name", default="", help="of the cluster; default: the host's without digits, or local on one machine")
+ITERATIONS = option("--iterations", type=whole(0), default=0, help="train so many at the full batch (0: as planned)")
+LEAVE_OUT = option("--leave-out", type=whole(0), default=5, help="first iterations left out")
+measure = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
 
 
 @command(measure, click.argument("out", metavar="[OUT.json]", default=""), NAME)
@@ -21,10 +21,6 @@ def machine(out: str, name: str) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""
     # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
     os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.bench.__main__", out, name])
-
-
-ITERATIONS = option("--iterations", type=whole(0), default=0, help="train so many at the full batch (0: as planned)")
-LEAVE_OUT = option("--leave-out", type=whole(0), default=5, help="first iterations left out")
 
 
 @command(measure, PLAN, ITERATIONS, LEAVE_OUT, JSON)

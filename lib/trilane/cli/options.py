@@ -106,9 +106,8 @@ def number(is_positive: bool = True) -> Checked:
     return Checked("number", read)
 
 
-def count() -> Checked:
-    """Parameters or tokens: 40B, 1.3e9, 350M."""
-    return Checked("count", lambda field, value: validation.parse_count(field, str(value)))
+# parameters or tokens: 40B, 1.3e9, 350M
+COUNT = Checked("count", lambda field, value: validation.parse_count(field, str(value)))
 
 
 class Choice(click.Choice[str]):

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from trilane.cli.options import FILE, JSON, PLAN, Choice, Group, command, count, emit, number, option, together, whole
+from trilane.cli.options import COUNT, FILE, JSON, PLAN, Choice, Group, command, emit, number, option, together, whole
 from trilane.config import cluster as hardware
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_topology, label_of
@@ -58,11 +58,11 @@ def calibration_of(path: str | None, cluster: Cluster) -> Any:
 
 @command(
     plan,
-    option("--params", required=True, type=count(), help="parameters of the model: 200B, 1.3e9, 350M"),
+    option("--params", required=True, type=COUNT, help="parameters of the model: 200B, 1.3e9, 350M"),
     option("--vocab", required=True, type=whole(), help="tokens of the vocabulary; padded to a multiple of 128"),
     option("--gpus", required=True, type=whole(), help="GPUs of the run"),
     option("--cluster", required=True, help=CLUSTER),
-    option("--tokens", type=count(), default="300B", help="tokens to train on"),
+    option("--tokens", type=COUNT, default="300B", help="tokens to train on"),
     option("--gbs", type=whole(1, MOST_SEQUENCES), default=2048, help="sequences an iteration"),
     option("--seq", type=whole(), default=2048, help="tokens of a sequence"),
     option("--tolerance", type=number(), default=0.03, help="allowed distance from the target, as a share of it"),
@@ -91,10 +91,9 @@ def size_request(options: dict[str, Any]) -> Any:
     from trilane.planning.sizing import SizeRequest
 
     names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
-    same = ("gpus", "tokens", "gbs", "tolerance", "engine")
     cluster = hardware.cluster(options["cluster"])
     return SizeRequest(
-        **{name: options[name] for name in same},
+        **{name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine")},
         **{"parameters": options["params"], "vocabulary": options["vocab"], "seq_length": options["seq"]},
         cluster=cluster,
         calibration=calibration_of(options["calibration"], cluster),
@@ -143,7 +142,7 @@ def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json:
     option("--cluster", help=f"without PLAN: {CLUSTER}"),
     option("--gpus", type=whole(), help="GPUs of the run, where --dp is left open"),
     SPACE,
-    option("--tokens", type=count(), help="also the days that so many tokens take: 300B"),
+    option("--tokens", type=COUNT, help="also the days that so many tokens take: 300B"),
     option("--seconds", type=number(), help="also the TFLOPs of an iteration measured to take so long"),
     JSON,
 )
@@ -183,7 +182,7 @@ def plan_of(options: dict[str, Any]) -> Plan:
 @command(
     plan,
     PLAN,
-    option("--tokens", required=True, type=count(), help="tokens of the whole run: 341B, 3.41e11"),
+    option("--tokens", required=True, type=COUNT, help="tokens of the whole run: 341B, 3.41e11"),
     option("--ramp", metavar="START,INCREMENT,SAMPLES", help="the batch size's ramp; default: the plan's"),
     option("--capacity", metavar="JSON", help="GPUs from day to day; default: the plan's GPUs, not shared"),
     option("--failures-per-node-year", type=number(False), help="default: 1.8, uncertain by a factor of 2.2"),
@@ -204,8 +203,7 @@ def plan_of(options: dict[str, Any]) -> Plan:
     option("--watts", type=number(False), metavar="PER_GPU", help="of one GPU with its share of the node"),
     CALIBRATION,
     option("--runs", type=whole(), default=10_000, help="simulated runs"),
-    option("--seed", type=whole(0), default=0, help="of the simulation"),
-    JSON,
+    *(option("--seed", type=whole(0), default=0, help="of the simulation"), JSON),
 )
 def calendar(plan: Path, as_json: bool, **options: Any) -> None:
     """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an allocation."""

@@ -208,9 +208,7 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
         return TIME_IS_OVER
     if as_json:
         emit(True, {"jobs": [job.to_json() for job in found]}, "")
-    if any(job.status.is_active for job in found):
-        return TIME_IS_OVER
-    return 1 if any(job.has_failed for job in found) else 0
+    return TIME_IS_OVER if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
 
 
 WHAT = click.argument("what", type=Choice(("memory", "stacks", "processes", "hostfile")))

@@ -106,11 +106,8 @@ def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
 
 
 def superseded(found: Ending, rows: int) -> bool:
-    """Whether the run continued after a rank's message, which then was no end.
-
-    A message before the first iteration is superseded by that iteration; a later one by the second iteration after it,
-    because the rank that prints may lag.
-    """
+    """Whether the run continued after a rank's message, which then was no end: a message before the first iteration by
+    that iteration, a later one by the second iteration after it, because the rank that prints may lag."""
     return found.level > 0 and (rows > 0 if found.rows == 0 else rows >= found.rows + 2)
 
 

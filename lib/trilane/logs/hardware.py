@@ -56,9 +56,8 @@ class DeviceParser:
 class BenchmarkParser:
     """Parses benchmark output line by line; all_reduce_bench spreads one trial of a rank over several lines.
 
-    Rows have `rank`, `seconds`, `algorithm_bytes_per_s`, `bus_bytes_per_s`; those of nccl-tests have `message_bytes`
-    and no rank. Ranks write concurrently: where two trials overlap, a line cannot be attributed, so the rank is NaN and
-    a row holds adjacent numbers.
+    Rows have `rank`, `seconds`, `algorithm_bytes_per_s`, `bus_bytes_per_s`; those of nccl-tests `message_bytes` and no
+    rank. Where trials of two ranks overlap, a line has no certain rank: it is NaN, and a row holds adjacent numbers.
     """
 
     def __init__(self) -> None:

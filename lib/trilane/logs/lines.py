@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import deepspeed, megatron, run_facts, trainers
+from trilane.logs import megatron, run_facts, trainers
 from trilane.logs.fixed_width import MergedLines
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP
@@ -48,7 +48,7 @@ class Lines:
         return [run for run in self.runs if run.has_content]
 
     def read(self, line: bytes, kind: int, whole: bool) -> bool:
-        """Read one line of that kind (see prefilter.line_kinds); not `whole` if the file ends inside it.
+        """Read one line of that kind (see prefilter.line_kinds), not `whole` if the file ends inside it.
 
         Returns whether it has the form of a line that matters; if not, no line does that differs in digits only.
         """
@@ -167,7 +167,7 @@ class Lines:
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
-            for row in deepspeed.steps(line):
+            for row in trainers.deepspeed_steps(line):
                 if not self.run.iterations.rows and row["iteration"] < self.run.iteration:
                     self.begin()
                 self.run.add_companion(self.run.timed(row, trainers.timestamp(line), "deepspeed"), line)

@@ -128,8 +128,8 @@ def _joined(parts: list[RunLog]) -> RunLog:
     """The last part of a resumed run, with the iterations and timers of earlier parts up to where each was resumed."""
     whole = parts[0]
     for part in parts[1:]:
-        tables = {name: _until(getattr(whole, name), getattr(part, name)) for name in ("iterations", "timers")}
-        whole = replace(part, **tables)
+        iterations, timers = _until(whole.iterations, part.iterations), _until(whole.timers, part.timers)
+        whole = replace(part, iterations=iterations, timers=timers)
     return whole
 
 
@@ -138,8 +138,7 @@ def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
 
     if before.empty or after.empty:
         return before if after.empty else after
-    kept = before[before["iteration"] < after["iteration"].iloc[0]]
-    return pd.concat([kept, after], ignore_index=True)
+    return pd.concat([before[before["iteration"] < after["iteration"].iloc[0]], after], ignore_index=True)
 
 
 def finish(run: PartialRun, path: Path, age: float) -> RunLog:

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from trilane.logs import arguments, deepspeed, endings, hardware, megatron, trainers
+from trilane.logs import arguments, endings, hardware, megatron, trainers
 from trilane.logs.partial_run import PartialRun
 
 LAUNCH = re.compile(
@@ -41,15 +41,15 @@ class RunFacts:
             for report in megatron.memories(line):
                 run.add_memory(report)
         elif b"MA " in line or b"MemAllocated" in line:
-            for report in deepspeed.memories(line):
+            for report in trainers.deepspeed_memories(line):
                 run.add_memory({"rank": reporter, **report})
         elif spans := megatron.timers(line):
             values = np.array([[span.value(line)] for span in spans])
             run.add_timers([span.column for span in spans], np.array([run.iteration]), values)
         elif b"Effective Tera" in line:
-            if (rate := deepspeed.effective_flops(line)) and run.iterations.rows:
+            if (rate := trainers.effective_flops(line)) and run.iterations.rows:
                 run.iterations.change_last({"flops_per_s_per_gpu": rate})
-        elif profiled := deepspeed.profile(line):
+        elif profiled := trainers.flops_profile(line):
             run.summary[f"profiler: {profiled[0]}"] = profiled[1]
         elif row := self._benchmark.row(line):
             run.dialects["nccl-tests" if "message_bytes" in row else "all_reduce_bench"] += 0
