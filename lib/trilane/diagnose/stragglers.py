@@ -1,18 +1,13 @@
 """Stragglers: the rank, node or link that makes the others wait, from the seconds of each rank in each phase."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trilane.utils.tables import Table
+from trilane.utils.tables import DataFrame, Table, grouped
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import Grid
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Phases in which a rank does its own work, and those in which it mostly waits for others (engine/monitor/phases.py).
 OWN = ("batch-generator", "forward-compute", "backward-compute", "optimizer")
@@ -51,7 +46,7 @@ class Stragglers(list[Straggler], Table):
         """A line for each."""
         return "\n".join(map(str, self)) or "no rank is slower than its peers"
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """Kind, name, phase, excess in seconds, score."""
         import pandas as pd
 
@@ -82,11 +77,8 @@ def find_stragglers(grid: Grid, seconds: Seconds) -> Stragglers:
 def _scores(grid: Grid, seconds: Seconds, phases: tuple[str, ...], least: float) -> Slow:
     found: Slow = {}
     for phase in phases:
-        stages: defaultdict[int, list[int]] = defaultdict(list)
-        for rank, times in seconds.items():
-            if phase in times:
-                stages[grid[rank].pp].append(rank)
-        for ranks in stages.values():
+        timed = [rank for rank, times in seconds.items() if phase in times]
+        for ranks in grouped(timed, lambda rank: grid[rank].pp).values():
             values = np.array([seconds[rank][phase] for rank in ranks])  # (R,)
             middle = float(np.median(values))
             spread = max(1.4826 * float(np.median(np.abs(values - middle))), 0.01 * middle, 1e-9)

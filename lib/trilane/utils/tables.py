@@ -3,9 +3,9 @@
 import html
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -14,6 +14,8 @@ else:
     DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
 
+T = TypeVar("T")
+K = TypeVar("K")
 LONG = 44  # characters: a longer text may wrap
 
 
@@ -89,6 +91,14 @@ def show(columns: Any, digits: int = 3) -> "Styler":
         .set_table_styles(left)
         .set_table_attributes('class="dataframe"')
     )
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their key, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def short(text: str, most: int = 110) -> str:

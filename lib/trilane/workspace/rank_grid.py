@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trilane.utils.tables import grouped
 from trilane.utils.validation import require, require_integer
 
 # A group axis is named by the coordinates that vary in it: "tp" are the ranks of one pp and dp.
@@ -72,10 +73,7 @@ class Grid:
     @property
     def nodes(self) -> dict[str, list[int]]:
         """The ranks of each node."""
-        found: defaultdict[str, list[int]] = defaultdict(list)
-        for place in self.places:
-            found[place.node].append(place.rank)
-        return dict(found)
+        return {node: [p.rank for p in places] for node, places in grouped(self.places, lambda p: p.node).items()}
 
     def node_name(self, node: str) -> str:
         """A node in words: its name, or its ordinal ("the third node") where names are unknown."""

@@ -1,13 +1,14 @@
 """The last call of each rank, read from the end of its trace: of Python's `trace`, or of trilane's ring buffer."""
 
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.utils.files import natural
+from trilane.utils.tables import grouped
 from trilane.utils.validation import require, require_folder
 from trilane.workspace.heartbeat import read_calls
 
@@ -67,10 +68,9 @@ def last_call(path: Path) -> LastCall | None:
 
 def groups(calls: Iterable[LastCall]) -> list[tuple[str, str, list[str]]]:
     """(function, line, ranks) for each place where traces end; the rarest first, which are the suspects."""
-    same: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for call in calls:
-        same[call.function, call.line].append(call.rank)
-    return sorted(((f, line, ranks) for (f, line), ranks in same.items()), key=lambda g: (len(g[2]), g[0]))
+    same = grouped(calls, lambda call: (call.function, call.line))
+    places = ((f, line, [call.rank for call in ended]) for (f, line), ended in same.items())
+    return sorted(places, key=lambda g: (len(g[2]), g[0]))
 
 
 def label(path: Path) -> str:

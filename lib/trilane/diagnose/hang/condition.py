@@ -1,12 +1,13 @@
 """The condition of each rank of a hanging job: waiting, busy, without a dump, gone."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.waits import Wait, first_match, soft_wait, wait_of
+from trilane.utils.tables import grouped
 
 # From the strongest evidence against a rank to the weakest.
 HARD = ("gone", "crashed", "stopped", "locked")
@@ -100,12 +101,9 @@ def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
 
 def _device_waits(found: Conditions) -> Conditions:
     """The conditions, where most ranks are at the same line outside communication changed to waiting for their GPU."""
-    same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for rank, c in found.items():
-        if c.kind in ("busy", "soft") and c.frames:
-            same[stack_key(c.frames)].append(rank)
+    outside = [rank for rank, c in found.items() if c.kind in ("busy", "soft") and c.frames]
     stacks = sum(1 for c in found.values() if c.frames)
-    for ranks in same.values():
+    for ranks in grouped(outside, lambda rank: stack_key(found[rank].frames)).values():
         if len(ranks) > CROWD * stacks and stacks > 1:
             for rank in ranks:
                 c = found[rank]

@@ -1,20 +1,16 @@
 """Verdict on a hang: groups of equal stacks, suspect ranks and their nodes, and a summary in words."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.diagnose.hang.condition import NO_EVIDENCE, Conditions, conditions, stack_key
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.suspects import Suspects, find_suspects
-from trilane.utils.tables import Columns, Table, Text, literal
+from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped, literal
 from trilane.workspace.rank_grid import Grid, shared
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Waits whose collective is not in the stack.
 WAITS = {"device": "for the GPU", "wait": "for an operation begun earlier"}
@@ -56,7 +52,7 @@ class Verdict(Table):
     notes: tuple[str, ...]
     example: bool = False
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """A row per group: its ranks, how many, their state, the group axis that they wait over, and the stack."""
         import pandas as pd
 
@@ -148,11 +144,9 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
 
 
 def _groups(found: Conditions, suspects: Suspects) -> tuple[Group, ...]:
-    same: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
-    for rank, c in sorted(found.items()):
-        same[c.kind, stack_key(c.frames), "" if c.frames else c.text].append(rank)
+    looks = {r: (c.kind, stack_key(c.frames), "" if c.frames else c.text) for r, c in sorted(found.items())}
     groups = []
-    for ranks in same.values():
+    for ranks in grouped(looks, looks.__getitem__).values():
         c = found[ranks[0]]
         op, axis = (c.wait.op, suspects.axes.get(ranks[0], "")) if c.wait else ("", "")
         site = str(c.wait.site if c.wait else c.frames[0] if c.frames else "")
@@ -171,10 +165,7 @@ def _sentences(grid: Grid, found: Conditions, suspects: Suspects, exclude: str) 
         text.append(f"{many} wait {WAITS.get(op, f'in {op}')}{over}, called by {site}.")
     if not suspects.ranks:
         return [*text, _without_suspects(found, suspects)]
-    same: defaultdict[str, list[int]] = defaultdict(list)
-    for rank in suspects.ranks:
-        same[suspects.reasons[rank]].append(rank)
-    for reason, ranks in list(same.items())[:4]:
+    for reason, ranks in list(grouped(suspects.ranks, suspects.reasons.__getitem__).items())[:4]:
         c = found[ranks[0]]
         where = f"; {'it is' if len(ranks) == 1 else 'they are'} in {stack_line(c.frames)}" if c.frames else ""
         text.append(f"{_name(grid, ranks)}: {reason}{where}.")
@@ -200,10 +191,8 @@ def _without_suspects(found: Conditions, suspects: Suspects) -> str:
 
 def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
     """The waiting ranks that are no suspects, by what they wait in; the largest first."""
-    same: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for rank, c in sorted(found.items()):
-        if c.wait is not None and rank not in suspects.ranks:
-            same[c.wait.op, str(c.wait.site), suspects.axes.get(rank, "")].append(rank)
+    waits = {r: c.wait for r, c in sorted(found.items()) if c.wait is not None and r not in suspects.ranks}
+    same = grouped(waits, lambda r: (waits[r].op, str(waits[r].site), suspects.axes.get(r, "")))
     return sorted(same.items(), key=lambda item: -len(item[1]))
 
 

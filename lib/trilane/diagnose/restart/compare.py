@@ -3,19 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.diagnose.restart.finding import KINDS, RestartFinding
 from trilane.diagnose.restart.over_time import changed
 from trilane.diagnose.restart.rules import differing_replicas, stale_copies, unclipped, wrong_decay
 from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, RankPrint, Snapshot, read_snapshot, whole_print
-from trilane.utils.tables import Table, Text, literal
+from trilane.utils.tables import DataFrame, Table, Text, literal
 from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints
 from trilane.workspace.fingerprints import FOLDER
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SHOWN = 6  # findings of one kind in text
 
@@ -40,7 +37,7 @@ class RestartComparison(Table):
     notes: tuple[str, ...]
     example: bool = False
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """A row per finding: its kind, the tensor, the ranks, the difference."""
         import pandas as pd
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from trilane.diagnose.restart.finding import RestartFinding, share
 from trilane.diagnose.restart.snapshot import RankPrint, Snapshot
+from trilane.utils.tables import grouped
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, Part, must_decay
 
@@ -146,9 +147,7 @@ def _finding(name: str, axis: str, deviation: Deviation) -> RestartFinding:
 def _lines(held: Sequence[Held], axis: str) -> Iterator[list[Held]]:
     """The groups of holders that differ only in `axis`."""
     rest = [name for name in AXES if name != axis]
-    lines: dict[tuple[int, ...], list[Held]] = {}
-    for h in held:
-        lines.setdefault(tuple(getattr(h[0], name) for name in rest), []).append(h)
+    lines = grouped(held, lambda h: tuple(getattr(h[0], name) for name in rest))
     return (line for line in lines.values() if len(line) > 1)
 
 

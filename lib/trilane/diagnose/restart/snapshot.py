@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trilane.utils.tables import grouped
 from trilane.utils.validation import read_json
 from trilane.workspace import checkpoints, fingerprints
 from trilane.workspace.checkpoints import KINDS
@@ -65,20 +66,14 @@ class Snapshot:
     @cached_property
     def holders(self) -> dict[tuple[str, Box], list[tuple[RankPrint, Part]]]:
         """(tensor, box) -> the ranks that hold it, in order."""
-        found: dict[tuple[str, Box], list[tuple[RankPrint, Part]]] = {}
-        for r in self.ranks:
-            for part in r.parts:
-                found.setdefault((part.name, part.box), []).append((r, part))
-        return found
+        held = ((r, part) for r in self.ranks for part in r.parts)
+        return grouped(held, lambda pair: (pair[1].name, pair[1].box))
 
     @cached_property
     def wholes(self) -> dict[str, dict[str, Mark]]:
         """Tensor -> the mark of each kind over the whole, each part counted once; only where no part is missing."""
-        boxes: dict[str, list[Part]] = {}
-        for held in self.holders.values():
-            boxes.setdefault(held[0][1].name, []).append(held[0][1])
         found: dict[str, dict[str, Mark]] = {}
-        for name, parts in boxes.items():
+        for name, parts in grouped((held[0][1] for held in self.holders.values()), lambda part: part.name).items():
             if sum(_count(part.box) for part in parts) != _count([(0, n) for n in parts[0].shape]):
                 continue
             kinds = set.intersection(*({*part.marks} for part in parts))
