@@ -15,7 +15,7 @@ from trilane.costmodel.predict import predict
 from trilane.slurm import client, jobs
 from trilane.slurm.script import SCRIPT
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.validation import require, require_integer
+from trilane.utils.validation import read_json, require, require_integer
 from trilane.workspace.run_folder import is_completed, write_text
 
 INDEX = "chain.json"
@@ -99,16 +99,15 @@ def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, reques
     for link in plans:
         for name, text in jobs.files(link, site, request).items():
             write_text(folder / link.label / name, text)
-    labels = [link.label for link in plans]
-    write_text(folder / INDEX, json.dumps({"site": site.name, "links": labels}, indent=1) + "\n")
-    return [folder / label for label in labels]
+    index = {"site": site.name, "links": [link.label for link in plans]}
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    return stages_of(folder)
 
 
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
-    path = folder / INDEX
-    require(path.exists(), "chain", folder, "is not the folder of a chain")
-    return [folder / label for label in json.loads(path.read_text(encoding="utf-8"))["links"]]
+    require((folder / INDEX).exists(), "chain", folder, "is not the folder of a chain")
+    return [folder / label for label in read_json(folder / INDEX, "chain")["links"]]
 
 
 def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
@@ -118,14 +117,12 @@ def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     """
     require_integer("times", times, 1)
     ids: list[str] = []
-    for stage in stages_of(folder.resolve()):
-        if is_completed(stage):
-            continue
-        for _ in range(times):
-            # a job that depends on one that SLURM has forgotten would wait forever
-            after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-            ids.append(client.submit(stage / SCRIPT, *after))
-            jobs.note_submission(stage, ids[-1], site.name, stage / SCRIPT)
+    left = [stage for stage in stages_of(folder.resolve()) if not is_completed(stage)]
+    for stage in [stage for stage in left for _ in range(times)]:
+        # a job that depends on one that SLURM has forgotten would wait forever
+        after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
+        ids.append(client.submit(stage / SCRIPT, *after))
+        jobs.note_submission(stage, ids[-1], site.name, stage / SCRIPT)
     return ids
 
 

@@ -86,9 +86,8 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
         if delay is None or not again:
             break
         time.sleep(delay)
-    raise SlurmUnreachable(
-        f"slurm={command[0]}: the controller cannot be reached ({_message(error)}); nothing was changed"
-    )
+    reason = f"the controller cannot be reached ({_message(error)}); nothing was changed"
+    raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
 def submit(script: Path, *options: str) -> str:
@@ -131,10 +130,7 @@ def test_only(script: Path, *options: str) -> str:
 
 
 def states(ids: Iterable[str]) -> dict[str, JobState]:
-    """The state of each job of `ids` in two calls, however many there are: from squeue, and from sacct for the rest.
-
-    FORGOTTEN where neither knows the job, as on a cluster without accounting after a while.
-    """
+    """The state of each job, in one call of squeue and one of sacct for the rest; FORGOTTEN where neither knows it."""
     wanted = _checked(dict.fromkeys(ids))
     if not wanted:
         return {}
@@ -160,15 +156,14 @@ def _queued(ids: Sequence[str]) -> dict[str, JobState]:
     for line in call(command).splitlines():
         job, state, reason, elapsed, limit, nodes = line.split("|")
         if job in ids:
-            why = "" if reason == "None" else reason
-            jobs[job] = JobState(id=job, state=state, reason=why, elapsed=elapsed, limit=limit, nodes=nodes)
+            reason = "" if reason == "None" else reason
+            jobs[job] = JobState(id=job, state=state, reason=reason, elapsed=elapsed, limit=limit, nodes=nodes)
     return jobs
 
 
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
-    names = "jobid,state,elapsed,timelimit,nodelist"
     try:
-        output = call(["sacct", "-X", "-n", "-P", "-j", ",".join(ids), "-o", names])
+        output = call(["sacct", "-XnP", "-j", ",".join(ids), "-o", "jobid,state,elapsed,timelimit,nodelist"])
     except SlurmError:
         return {}  # "Slurm accounting storage is disabled": the ledger and the log have to do
     jobs = {}
@@ -254,10 +249,7 @@ def exclude(job: str, nodes: Iterable[str]) -> None:
 
 
 def _message(text: str) -> str:
-    """The error lines of a command's standard error (a site may explain a refusal there) and its last line.
-
-    Without the command's prefix, in one line of at most MESSAGE_LENGTH characters.
-    """
+    """The error lines (a site may explain a refusal there) and the last line, unprefixed, joined and shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     chosen = [line for line in lines if re.match(r"\w+: error: ", line)] + lines[-1:]
     chosen = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in chosen))

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
@@ -15,23 +15,17 @@ from trilane.slurm import client, ledger
 from trilane.slurm.job_status import decisive, status_of
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.tables import Columns, Table, short
+from trilane.utils.tables import Columns, DataFrame, Table, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.run_folder import is_completed, write_text
 from trilane.workspace.status import Status
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(client.JobState):
-    """A run's current job as SLURM reports it, our status with its evidence, and the progress of the training.
-
-    `waiting` counts the later jobs of the same run.
-    """
+    """A run's current job, our status with its evidence, the training's progress, and how many later jobs wait."""
 
     run: str
     status: Status
@@ -53,20 +47,17 @@ class JobStatus(client.JobState):
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         names = ("run", "job", "state", "status", "iteration", "waits for", "evidence")
         rows = [
             (j.run, j.id, j.state, str(j.status), f"{j.iteration} of {j.iterations}", j.reason, short(j.evidence))
             for j in self
         ]
-        return Columns({name: [row[n] for row in rows] for n, name in enumerate(names)}).to_frame()
+        return Columns.of_rows(names, rows).to_frame()
 
 
 def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:
-    """The texts of a run folder's files by name: plan.json and job.sbatch.
-
-    Also ds_config.json where the engine is one of DeepSpeed's, and megatron_args.txt where Megatron can train the plan.
-    """
+    """The texts of a run folder's files by name: plan.json, job.sbatch, and its engine's configuration or arguments."""
     values = plan.to_json() | ({"prediction": prediction} if prediction else {})
     texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
     if plan.engine.startswith("deepspeed"):

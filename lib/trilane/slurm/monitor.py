@@ -58,8 +58,7 @@ def attach(job: str, what: str) -> list[str]:
     client.require_own([job])
     state = client.states([job])[job]
     require(state.state in GOING, "job", job, f"is {state.state}; a step can only be attached to a running job")
-    py_spy = shlex.quote(str(Path(sys.executable).with_name("py-spy")))
-    words = ["bash", "-c", WHAT[what].replace("PY_SPY", py_spy)]
+    words = ["bash", "-c", WHAT[what].replace("PY_SPY", shlex.quote(str(Path(sys.executable).with_name("py-spy"))))]
     nodes, version = len(client.hostnames(state.nodes)), client.call(["srun", "--version"])
     return srun_command(client.raw_id(job), nodes, words, version)
 
@@ -105,8 +104,7 @@ def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> li
     for folder, job in now.items():
         old = before.get(folder)
         if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
-            word = "DIED: " if job.has_failed else ""
-            where = job.reason or job.nodes
+            word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
             lines.append(f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip())
         elif old.iteration != job.iteration:
             lines.append(f"{job.run}: iteration {job.iteration} of {job.iterations}")
@@ -139,10 +137,7 @@ def here_command(folder: Path, stacks: Path) -> list[str]:
 
 
 def capture_commands(folder: Path, plan: Plan, job: str) -> str:
-    """The commands that take the stacks of the run's nodes, to copy, and of any other program.
-
-    By srun, or by pdsh or DeepSpeed's ds_ssh, where the nodes allow a login.
-    """
+    """The commands that take the stacks of a run: srun; pdsh or ds_ssh where nodes allow a login; for any program."""
     words = here_command(folder, folder / "stacks" / "by-hand")
     step = srun_command(client.raw_id(job) if job else "0", nodes_of_plan(plan), ["--input=none", *words])
     by_hostfile = shlex.quote(shlex.join(words))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trilane.slurm import client, ledger
 from trilane.workspace.status import RunStatus, Status, write_status
@@ -87,16 +88,11 @@ def unreachable(nodes: Sequence[str], limit_s: float = LIMIT_S) -> list[str]:
     """
     options = step_options(client.call(["srun", "--version"]))
     one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
-    steps = {node: _started([*one, f"--nodelist={node}", "true"]) for node in nodes}
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    steps = {n: subprocess.Popen([*one, f"--nodelist={n}", "true"], **streams, text=True) for n in nodes}
     end = time.monotonic() + limit_s
     found = [node for node, step in steps.items() if not _is_reachable(step, end)]
     return found if len(found) < len(nodes) else []
-
-
-def _started(command: Sequence[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
 
 
 def _is_reachable(step: "subprocess.Popen[str]", end: float) -> bool:

@@ -161,14 +161,13 @@ class JobRequest:
         for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
             if value := getattr(self, name):
                 plain(name, value)
-        if self.exclude:
-            ok = NODES.fullmatch(self.exclude) is not None
-            require(ok, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
-        if self.environment.startswith("conda:"):
-            plain("environment", self.environment.removeprefix("conda:"))
+        is_list = not self.exclude or NODES.fullmatch(self.exclude) is not None
+        require(is_list, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
         printable = self.environment.isprintable()
         require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
-        if self.environment and not self.environment.startswith("conda:"):
+        if self.environment.startswith("conda:"):
+            plain("environment", self.environment.removeprefix("conda:"))
+        elif self.environment:
             # the script runs in another folder, and bash does not expand a quoted ~
             folder = os.path.expanduser(self.environment)
             object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))

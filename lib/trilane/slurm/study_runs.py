@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Optimizer, Plan, Run
@@ -14,12 +14,9 @@ from trilane.slurm import chain, job_status, jobs, monitor, script, sites
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.tables import Columns, Html, Table, Text, literal, short
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, literal, short
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study, outputs_root
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +49,11 @@ class StudyRuns(Table):
         """The run folders."""
         return [run.folder for run in self.rows]
 
-    def to_frame(self) -> "pd.DataFrame":
-        columns: dict[str, Any] = {
-            "plan": [run.plan.label for run in self.rows],
-            "id": [run.plan.id for run in self.rows],
-            "processes": [run.plan.topology.gpus for run in self.rows],
-            "predicted s/it": [round(run.prediction["sec_per_it"], 3) for run in self.rows],
-            "why": [run.reason for run in self.rows],
-        }
-        return Columns(columns).to_frame()
+    def to_frame(self) -> DataFrame:
+        names = ("plan", "id", "processes", "predicted s/it", "why")
+        runs = [(run.plan, round(run.prediction["sec_per_it"], 3), run.reason) for run in self.rows]
+        rows = [(plan.label, plan.id, plan.topology.gpus, seconds, reason) for plan, seconds, reason in runs]
+        return Columns.of_rows(names, rows).to_frame()
 
     def files(self) -> Html:
         """The files of the first run folder, with the values filled into its job script on yellow."""
@@ -84,28 +77,18 @@ class StudyRuns(Table):
 
     def check(self) -> Columns:
         """The findings as a table."""
-        names, found = [name for name, _ in self.findings], [f for _, f in self.findings]
-        return Columns(
-            {
-                "plan": names or ["all"],
-                "level": [f.level for f in found] or ["fine"],
-                "rule": [f.rule for f in found] or [""],
-                "finding": [f.message for f in found] or ["nothing found"],
-                "remedy": [f.remedy for f in found] or [""],
-            }
-        )
+        rows = [(name, f.level, f.rule, f.message, f.remedy) for name, f in self.findings]
+        names = ("plan", "level", "rule", "finding", "remedy")
+        return Columns.of_rows(names, rows or [("all", "fine", "", "nothing found", "")])
 
     def costs(self) -> Columns:
         """GPU-hours, days and jobs (of one time limit each) by the prediction."""
-        days = [run.gpu_hours / run.plan.topology.gpus / 24 for run in self.rows]
-        columns: dict[str, Any] = {
-            "plan": [run.plan.label for run in self.rows],
-            "GPUs": [run.plan.topology.gpus for run in self.rows],
-            "GPU-hours": [run.gpu_hours for run in self.rows],
-            "days": days,
-            "jobs": [math.ceil(d * 86400 / self.request.time_limit_s) for d in days],
-        }
-        return Columns(columns, digits=4)
+        rows = []
+        for run in self.rows:
+            days = run.gpu_hours / run.plan.topology.gpus / 24
+            jobs_needed = math.ceil(days * 86400 / self.request.time_limit_s)
+            rows.append((run.plan.label, run.plan.topology.gpus, run.gpu_hours, days, jobs_needed))
+        return Columns.of_rows(("plan", "GPUs", "GPU-hours", "days", "jobs"), rows, digits=4)
 
     def start(self, wanted: bool) -> Columns:
         """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""

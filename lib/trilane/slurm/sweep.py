@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.tables import frame
@@ -13,13 +13,10 @@ from trilane.costmodel.predict import predict_on
 from trilane.slurm import client, jobs, ledger
 from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.tables import DataFrame
 from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 LIST, INDEX = "runs.txt", "sweep.json"
 
@@ -41,10 +38,9 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
     members = [(plan_from_json(dict(values)), values.get("prediction")) for values in plans]
     require(not (folder / INDEX).exists(), "sweep", folder, "holds a sweep already; take a new folder")
     labels = [plan.label for plan, _ in members]
-    for label in labels:
-        require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
     made = [folder / "runs" / label for label in labels]
-    for path in made:
+    for label, path in zip(labels, made, strict=True):
+        require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
         require(not path.exists(), "run folder", path, "exists; take a new folder for the sweep")
     for path, (plan, prediction) in zip(made, members, strict=True):
         for name, text in jobs.files(plan, site, request, prediction).items():
@@ -104,7 +100,7 @@ def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
     return submit(folder, site, parallel, failed) if failed else []
 
 
-def table(folder: Path) -> "pd.DataFrame":
+def table(folder: Path) -> DataFrame:
     """The runs in the columns of analysis.tables.frame, fastest first; the incomplete ones last, with a note."""
     found = zip(members(folder), jobs.job_status(members(folder)), strict=True)
     measured = [measure(path, status=job.status) for path, job in found]

@@ -39,6 +39,11 @@ class Columns(Table):
     columns: Mapping[str, Sequence[Any]]
     digits: int = 3
 
+    @classmethod
+    def of_rows(cls, names: Sequence[str], rows: Sequence[Sequence[Any]], digits: int = 3) -> "Columns":
+        """The table of these rows, each with a value for every name."""
+        return cls({name: [row[n] for row in rows] for n, name in enumerate(names)}, digits)
+
     def to_frame(self) -> DataFrame:
         import pandas as pd
 

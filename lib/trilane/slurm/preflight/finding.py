@@ -4,18 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import Prediction, predict_on
 from trilane.slurm.script import SCRIPT, directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.tables import Columns, Table
+from trilane.utils.tables import Columns, DataFrame, Table
 from trilane.utils.validation import require_known
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 REFUSAL, WARNING = "refusal", "warning"
 # Every rule of the check; an impossible value is refused under its own field's name.
@@ -46,7 +42,7 @@ class JobFinding:
 class Findings(list[JobFinding], Table):
     """The findings about one job, refusals first."""
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         names = ("level", "rule", "message", "remedy")
         return Columns({name: [getattr(f, name) for f in self] for name in names}).to_frame()
 
