@@ -6,7 +6,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from trilane.diagnose.hang.verdict import Verdict
 from trilane.report.plots.style import COLORS, figure, title
-from trilane.utils.tables import short
+from trilane.utils.tables import middle
 
 NAMED = len(COLORS)  # groups with a colour of their own; the others share a grey
 GREY = "#c4ccd3"
@@ -45,8 +45,8 @@ def _legend(verdict: Verdict) -> list[Patch]:
 
 
 def _name(text: str) -> str:
-    """The text shortened, without matplotlib's mathematical notation."""
-    return short(text, LABEL_CHARS).replace("$", r"\$")
+    """The text, its middle left out where it is long, without matplotlib's mathematical notation."""
+    return middle(text, LABEL_CHARS).replace("$", r"\$")
 
 
 def _colour(index: int) -> str:
