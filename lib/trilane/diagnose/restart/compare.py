@@ -82,7 +82,9 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     for one, two in pairs(before, after):
         a, b = read_snapshot(one.path, one.moment), read_snapshot(two.path, two.moment)
         known = bool(findings)
-        _require_same_model(a, b)
+        for field, value in a.shape.items():
+            rule = f"{a.name} has {value}: two models cannot be compared"
+            require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
         compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment}), {len(b.tensors)} tensors")
         notes += [*a.notes, *b.notes, *_notes(a, b)]
         same = a.iteration == b.iteration
@@ -153,12 +155,6 @@ def _diverged(a: Snapshot, moved: list[RestartFinding]) -> RestartFinding:
     return replace(worst, tensor="", ranks=(), what=f"{what} {worst.what}")
 
 
-def _require_same_model(a: Snapshot, b: Snapshot) -> None:
-    for name, value in a.shape.items():
-        rule = f"{a.name} has {value}: two models cannot be compared"
-        require(b.shape.get(name) == value, f"B {name}", b.shape.get(name), rule)
-
-
 def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
     if a.iteration != b.iteration:
         yield f"{a.name} is after iteration {a.iteration}, {b.name} after {b.iteration}: each is checked by itself"
@@ -188,16 +184,13 @@ def _data(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
         yield RestartFinding(kind="data", what=what, size=abs(b.consumed - a.consumed))
         return
     if a.layout == b.layout:
-        odd = [r for r in b.ranks if r.rank in a.by_rank and _differs(a.by_rank[r.rank].samples, r.samples)]
+        before = {r.rank: r.samples for r in a.ranks}
+        odd = [r for r in b.ranks if None not in (r.samples, before.get(r.rank)) and r.samples != before[r.rank]]
     else:
-        odd = list(b.ranks) if _differs(a.samples, b.samples) else []
+        odd = list(b.ranks) if None not in (a.samples, b.samples) and a.samples != b.samples else []
     if odd:
         what = f"the next iteration, after {b.consumed} samples, gets other samples than without the restart"
         yield RestartFinding(kind="data", ranks=tuple(odd) if len(odd) < len(b.ranks) else (), what=what)
-
-
-def _differs(a: object, b: object) -> bool:
-    return a is not None and b is not None and a != b
 
 
 def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
