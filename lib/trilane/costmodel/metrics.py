@@ -89,9 +89,8 @@ def memory_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Relative errors of memory over distinct rows, and OOM predicted (P > 1/2) for rows that ran out or did not."""
     distinct = [(r, p) for r, p in pairs if not r.duplicate_of]
     error = [abs(p.mem_gib_pred * 2**30 / r.memory_bytes - 1) for r, p in distinct if np.isfinite(r.memory_bytes)]
-    ran = [
-        p.oom_probability > 0.5 for r, p in distinct if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()
-    ]
+    able = [(r, p) for r, p in distinct if not r.ran_out and np.isfinite([r.seconds, r.memory_bytes]).any()]
+    ran = [p.oom_probability > 0.5 for _, p in able]
     out = [p.oom_probability > 0.5 for r, p in distinct if r.ran_out]
     figures: dict[str, Any] = {"oom": f"{sum(out)}/{len(out)}", "false": f"{sum(ran)}/{len(ran)}"}
     if error:

@@ -139,16 +139,12 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-# Parameters of Adam and AdamW that DeepSpeed's _configure_basic_optimizer or the optimizers that it chooses take.
-ADAM = (
-    *("adam_w_mode", "amsgrad", "betas", "bias_correction", "eps", "fp32_optimizer_states", "lr", "max_grad_norm"),
-    *("set_grad_none", "torch_adam", "weight_decay"),
-)
-
-
 @functools.cache
 def known_keys() -> dict[str, list[str]]:
-    """The keys of each block by its dotted name, "" for the outermost; blocks not listed are not checked."""
+    """The keys of each block by its dotted name, "" for the outermost; blocks not listed are not checked.
+
+    Those of optimizer.params hold for Adam and AdamW.
+    """
     return read_json(DATA / "deepspeed_keys.json", "keys")["keys"]
 
 
@@ -156,8 +152,8 @@ def unknown_keys(values: Mapping[str, Any]) -> list[str]:
     """A line for each key that DeepSpeed does not know, with the nearest known key."""
     blocks = dict(known_keys())
     optimizer = values.get("optimizer")
-    if isinstance(optimizer, Mapping) and str(optimizer.get("type", "AdamW")).lower() in ("adam", "adamw"):
-        blocks["optimizer.params"] = list(ADAM)
+    if not isinstance(optimizer, Mapping) or str(optimizer.get("type", "AdamW")).lower() not in ("adam", "adamw"):
+        del blocks["optimizer.params"]
     return _unknown(values, "", blocks)
 
 

@@ -166,10 +166,8 @@ def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
         ramp = Ramp(start=start, increment=increment, samples=ramped)
     by_samples = given.has("train_samples")
     iterations = ramp.iterations(given.get("train_samples", int), gbs) if by_samples else given.get("train_iters", int)
-    warmup, decay = (
-        given.get(f"lr_{what}_samples", int, 0) or gbs * given.get(f"lr_{what}_iters", int, 0)
-        for what in ("warmup", "decay")
-    )
+    warmup = given.get("lr_warmup_samples", int, 0) or gbs * given.get("lr_warmup_iters", int, 0)
+    decay = given.get("lr_decay_samples", int, 0) or gbs * given.get("lr_decay_iters", int, 0)
     whole = ramp.consumed(iterations, gbs)
     if given.has("lr_warmup_fraction"):  # of the decay, as in both programs
         warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
