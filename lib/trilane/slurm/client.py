@@ -27,7 +27,7 @@ ENDED = (
     *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
 )
 
-FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job
+FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
 ENDED_HERE = "ENDED HERE"  # a run on this machine, without SLURM
 
 

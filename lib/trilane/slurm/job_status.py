@@ -40,7 +40,7 @@ def status_of(folder: Path, job: client.JobState) -> tuple[Status, str]:
     if job.state == "NOT SUBMITTED":
         return (written.status, written.evidence) if written else (Status.NOT_SUBMITTED, "")
     if not job.has_ended:
-        return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, _last_line(folder))
+        return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, last_line(folder))
     is_last = _is_last(folder, job)
     if written and (written.status is Status.COMPLETED or (is_last and job.state not in REASONS)):
         return written.status, written.evidence
@@ -103,7 +103,8 @@ def _ids(folder: Path, kind: str) -> set[str]:
     return {e["id"] for e in ledger.events(folder, kind)}
 
 
-def _last_line(folder: Path) -> str:
+def last_line(folder: Path) -> str:
+    """The last line of run.log; "" where there is none."""
     return next(iter(logs(folder, 1)), "") if (folder / "run.log").exists() else ""
 
 

@@ -57,7 +57,7 @@ class JobTable(list[JobStatus], Table):
 
 
 def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:
-    """The texts of a run folder's files by name: plan.json, job.sbatch, and its engine's configuration or arguments."""
+    """A run folder's files by name: plan.json, job.sbatch, and ds_config.json or megatron_args.txt where it has one."""
     values = plan.to_json() | ({"prediction": prediction} if prediction else {})
     texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
     if plan.engine.startswith("deepspeed"):

@@ -119,8 +119,9 @@ def idle_s(folder: Path) -> float:
 
 def idle_text(folder: Path) -> str:
     """The seconds without an iteration, and the log's last line."""
-    last = job_status.logs(folder, 1) if (folder / "run.log").exists() else []
-    return f"no iteration for {idle_s(folder):.0f} s; the log's last line: {last[0] if last else '(nothing)'}"
+    return (
+        f"no iteration for {idle_s(folder):.0f} s; the log's last line: {job_status.last_line(folder) or '(nothing)'}"
+    )
 
 
 CAPTURE_S = 120.0

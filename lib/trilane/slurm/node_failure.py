@@ -63,7 +63,6 @@ def _avoid(folder: Path, job: str, dead: Sequence[str]) -> None:
         client.exclude(later, dead)
 
 
-LIMIT_S = 30.0  # a step on a healthy node starts in a second or two
 OVERLAP_FROM = (20, 11)  # the first SLURM in which a step shares its job's resources only with --overlap
 
 UNREACHABLE = re.compile(
@@ -81,10 +80,11 @@ def step_options(version: str = "") -> list[str]:
     return ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
 
 
-def unreachable(nodes: Sequence[str], limit_s: float = LIMIT_S) -> list[str]:
+def unreachable(nodes: Sequence[str], limit_s: float = 30.0) -> list[str]:
     """The nodes on which no step can be started within `limit_s` seconds; to be called inside the job.
 
-    Empty where that holds for all: then srun itself fails, since this process runs on one of them.
+    A step on a healthy node starts in a second or two. Empty where that holds for all nodes: then srun itself fails,
+    since this process runs on one of them.
     """
     options = step_options(client.call(["srun", "--version"]))
     one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
