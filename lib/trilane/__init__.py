@@ -35,7 +35,7 @@ _MODULES = {
     "interop.deepspeed_config": ("deepspeed_config",),
     "interop.megatron_args": ("megatron_args",),
     "launch.local": ("train_local",),
-    "planning.published": ("published_lines", "published_sizes", "published_states"),
+    "planning": ("published",),
     "planning.search": ("search",),
     "planning.sizing": ("hand_on", "propose_shapes", "survey_shapes"),
     "planning.space": ("read_choices",),
@@ -54,10 +54,11 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """The public name `name`, imported from its module at first use."""
+    """The public name `name`, imported from its module (or as one) at first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'trilane' has no attribute {name!r}")
-    value = getattr(import_module(f"trilane.{_HOME[name]}"), name)
+    home = import_module(f"trilane.{_HOME[name]}")
+    value = getattr(home, name) if hasattr(home, name) else import_module(f"{home.__name__}.{name}")
     globals()[name] = value
     return value
 

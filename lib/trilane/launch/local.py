@@ -15,7 +15,7 @@ from pathlib import Path
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
-from trilane.utils.validation import require
+from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
 
@@ -185,5 +185,7 @@ def run_folder(plan: Path | str, reuse: bool = False) -> Path:
         return folder
     require(not folder.exists(), "plan", plan, f"would run in {folder}, which exists; move one of them")
     folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    own = values == read_json(file, "plan")  # a plan's own file is copied as it is
+    text = file.read_text(encoding="utf-8") if own else json.dumps(values, indent=1) + "\n"
+    (folder / "plan.json").write_text(text, encoding="utf-8")
     return folder

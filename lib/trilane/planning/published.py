@@ -79,7 +79,7 @@ def _read(name: str) -> list[PlannedModel]:
     return [from_mapping(PlannedModel, model, "model") for model in models]
 
 
-def published_sizes() -> Columns:
+def sizes() -> Columns:
     """Every published shape with its size as printed and by formula."""
     known = published_models()
     columns: dict[str, Any] = {
@@ -94,7 +94,7 @@ def published_sizes() -> Columns:
     return Columns(columns, digits=2)
 
 
-def published_states() -> Columns:
+def states() -> Columns:
     """What embedding and layers of the planned models take on one GPU, 18 bytes a parameter."""
     models = planned_models()
     stage = [m.layers_per_stage * m.block_bytes_per_gpu for m in models]
@@ -116,7 +116,7 @@ def published_states() -> Columns:
     return Columns(columns)
 
 
-def published_lines() -> Text:
+def lines() -> Text:
     """The document's own lines on embedding and layer of each planned model, in the right unit."""
     lines = [(m.origin, line) for m in planned_models()[1:] for line in state_lines(m.shape, m.tp)]
     return Text("\n".join(["```", *(f"{origin:12} {line}" for origin, line in lines), "```"]))
