@@ -20,7 +20,7 @@ measure = Group("measure", help="Measure this machine or cluster, the speed of a
 def machine(out: str, name: str) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""
     # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
-    os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.bench.__main__", out, name])
+    os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.bench", out, name])
 
 
 @command(measure, PLAN, ITERATIONS, LEAVE_OUT, JSON)

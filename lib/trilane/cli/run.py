@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from trilane.cli.options import Command, option
+from trilane.cli.options import JSON, Command, emit, option
 from trilane.utils.validation import require
 
 
@@ -30,7 +30,10 @@ class RunCommand(Command):
 @option("-p", "--parameter", nargs=2, multiple=True, metavar="NAME VALUE", help="set a parameter; may be repeated")
 @option("--resume", is_flag=True, help="go on in a study that exists")
 @option("--fresh", is_flag=True, help="take the next free name if the study exists")
-def run(notebook: str, study: str, parameter: tuple[tuple[str, str], ...], resume: bool, fresh: bool) -> int:
+@JSON
+def run(
+    notebook: str, study: str, parameter: tuple[tuple[str, str], ...], resume: bool, fresh: bool, as_json: bool
+) -> int:
     """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
 
     Exit code 1 where a notebook fails, 2 where its parameters are the reason.
@@ -52,5 +55,4 @@ def run(notebook: str, study: str, parameter: tuple[tuple[str, str], ...], resum
         print(f"trilane: {error}", file=sys.stderr)
         print(f"the executed copy with the traceback: {where.folder / error.notebook}.ipynb", file=sys.stderr)
         return 2 if error.is_input else 1
-    print(report)
-    return 0
+    return emit(as_json, {"study": str(where.folder), "report": str(report)}, str(report))

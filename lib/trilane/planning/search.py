@@ -207,9 +207,9 @@ class SearchResult(Table):
         """The candidates, best first."""
         return Candidates(rows=self.candidates).to_frame()
 
-    def risks(self) -> Candidates:
-        """The best plans that may well run out of memory."""
-        return Candidates(rows=self.risky[:12])
+    def risks(self) -> Candidates | Text:
+        """The best plans that may well run out of memory; a word where there is none."""
+        return Candidates(rows=self.risky[:12]) if self.risky else Text("None.")
 
     def refusals(self) -> tables.Columns:
         """How many topologies each rule refuses."""
@@ -243,7 +243,7 @@ class SearchResult(Table):
         """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""
         return {
             "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
-            "risky": [c.to_json() for c in self.risks().rows],
+            "risky": [c.to_json() for c in self.risky[:12]],
             "refused": [{"topology": vars(t), "reason": reason} for t, reason in self.refused],
             "held_fixed": self.space.held_fixed,
         }
