@@ -91,10 +91,8 @@ def test_torchruns_word_counts_more_than_slurms() -> None:
 )
 def test_the_rate_warms_up_and_follows_a_cosine_by_samples(samples: int, rate: float) -> None:
     """Half the warm-up, its end, half the decay, its end, and after: lr 1e-3, min 1e-4, 20 to 100 samples."""
-    from trilane.engine.lr_schedule import learning_rate
-
     optimizer = Optimizer(lr=1e-3, min_lr=1e-4, warmup_samples=20, decay_samples=100)
-    assert learning_rate(optimizer, samples, 1000) == pytest.approx(rate)
+    assert optimizer.learning_rate(samples, 1000) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,21 @@ class Optimizer:
         require_integer("decay_samples", self.decay_samples, 0)
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
         require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
+
+    def learning_rate(self, samples: int, total_samples: int) -> float:
+        """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
+
+            s <= w      lr s / w                                                    linear warm-up over w samples
+            s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine to d samples, then min_lr
+
+        d is decay_samples, or the whole run where that is 0. As Megatron-LM's OptimizerParamScheduler, but one step
+        ahead: Megatron counts the samples before the iteration, so its first step under warm-up has rate 0.
+        """
+        warmup, decay = self.warmup_samples, self.decay_samples or total_samples
+        if samples <= warmup:
+            return self.lr * samples / warmup
+        progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from trilane.engine.checkpoint.stamp import write_json
 from trilane.engine.data.loader import SampleLoader
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import build
-from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.monitor import heartbeat
 from trilane.engine.monitor.phases import DATA, SAVE, phase
 from trilane.engine.monitor.report import TrainingLog, iteration, memory_line
@@ -78,7 +77,7 @@ class Training:
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
         heartbeat.at(batch.number)
-        lr = learning_rate(self._plan.optimizer, batch.end, self._plan.samples)
+        lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._loader.microbatches(batch)
         step = self._engine.step(microbatches, lr)

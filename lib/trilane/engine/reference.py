@@ -10,7 +10,6 @@ from trilane.config.plan import Plan
 from trilane.engine.data.corpus import prepare_all
 from trilane.engine.data.loader import build_dataset
 from trilane.engine.distributed.world import World
-from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
 
 WORDS = "embedding.word_embeddings.weight"
@@ -56,7 +55,7 @@ def train(plan: Plan) -> list[tuple[float, float]]:
     history = []
     for batch in plan.batches():
         for group in adam.param_groups:
-            group["lr"] = learning_rate(o, batch.end, plan.samples)
+            group["lr"] = o.learning_rate(batch.end, plan.samples)
         rows = [samples[k] for k in range(batch.first, batch.end)]
         tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
         adam.zero_grad()

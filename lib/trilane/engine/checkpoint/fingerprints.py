@@ -19,7 +19,6 @@ from trilane.engine.checkpoint.load import layout
 from trilane.engine.data.loader import SampleLoader
 from trilane.engine.distributed.world import World, call_on_first
 from trilane.engine.interface import Engine
-from trilane.engine.lr_schedule import learning_rate
 from trilane.engine.model import rng
 from trilane.engine.model.parameters import States
 from trilane.utils.validation import to_mapping
@@ -69,7 +68,7 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     for microbatch in loader.microbatches(batch):
         for row in microbatch.tokens.cpu().numpy():
             samples += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little")
-    return {"next_lr": learning_rate(plan.optimizer, batch.end, plan.samples), "samples": f"{samples % WORD:016x}"}
+    return {"next_lr": plan.optimizer.learning_rate(batch.end, plan.samples), "samples": f"{samples % WORD:016x}"}
 
 
 def fingerprint(
