@@ -1,4 +1,4 @@
-"""trilane plans, starts and reads the pre-training of large GPTs on SLURM clusters; TP x PP x DP are its three lanes.
+"""Plan, launch and analyze the pre-training of large GPTs on SLURM clusters (tensor, pipeline and data parallelism).
 
 Everything that a notebook needs is imported from here; a name is loaded when it is first used.
 """

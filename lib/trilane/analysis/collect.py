@@ -108,7 +108,7 @@ class MeasuredRuns(Table):
         """Spikes, restart jumps and divergences of all trainings."""
         found = [f"- `{name}`: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)]
         text = "\n".join(found) + "\n\n" if found else "No spike, no restart jump, no divergence. "
-        return Text(f"{text}The first {LEAST} lines of a training are not judged.")
+        return Text(f"{text}The first {LEAST} lines of a training are not checked for spikes.")
 
     def compare(self, a: str = "", b: str = "") -> Text:
         """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""

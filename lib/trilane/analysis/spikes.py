@@ -14,7 +14,7 @@ from trilane.analysis.loss_curve import Curve
 from trilane.logs.run import RunLog
 
 WINDOW = 128  # lines before a line that give its level and its noise
-LEAST = 10  # lines before anything is judged
+LEAST = 10  # lines before spikes are looked for
 SIGMAS = 8.0  # of robust noise: false alarms per 10,000 lines are in docs/log.md and limited by a test
 LEAST_RISE = {"lm_loss": math.log(1.05), "grad_norm": math.log(2.0)}
 DIVERGED = math.log(1.1)  # above the best level so far, at the end of the log

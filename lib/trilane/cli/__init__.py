@@ -1,1 +1,1 @@
-"""The command line, on click: one module a group of commands. It parses arguments and prints; all else is below."""
+"""The command line, on click: one module a group of commands, which parse arguments and print what others compute."""

@@ -30,7 +30,7 @@ def grid_of(tp: int | None, pp: int | None, dp: int | None, gpus_per_node: int) 
 
 @command(debug, FOLDER, GRID, JSON)
 def hang(folder: Path, as_json: bool, **grid: Any) -> None:
-    """Print which ranks and nodes cause a hang: the stacks of all ranks, merged and judged.
+    """Print which ranks and nodes cause a hang: the stacks of all ranks, merged and analyzed.
 
     FOLDER is a run folder, or holds dumps of py-spy, faulthandler or NCCL.
     """
@@ -49,7 +49,7 @@ def hang(folder: Path, as_json: bool, **grid: Any) -> None:
     JSON,
 )
 def capture(folder: Path, job: str, commands: bool, here: Path | None, as_json: bool) -> None:
-    """Take the stacks of the running job of the run folder FOLDER, and judge them."""
+    """Take the stacks of the running job of the run folder FOLDER, and analyze them."""
     from trilane.diagnose.hang.capture import capture_here
     from trilane.diagnose.hang.verdict import diagnose_hang
     from trilane.slurm import monitor

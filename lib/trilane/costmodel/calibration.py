@@ -23,7 +23,7 @@ FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 class Regime:
     """Days (and sizes of jobs, where given) on which some constants were others: a covariate, not noise.
 
-    `factor` multiplies the constants named; what nobody told us about a plan of today is none of them.
+    `factor` multiplies the constants named; a plan of today is in none of them.
     """
 
     name: str

@@ -34,6 +34,8 @@ class Predictable(Protocol):
 class Prediction:
     """Seconds per iteration with a 90 % interval, and memory of the fullest stage with a probability of running out.
 
+    sec_per_it, sec_lo, sec_hi   seconds of an iteration at the plan's batch, and their 90 % interval
+    memory_bytes        bytes on one GPU of the fullest stage; oom_probability: that they pass the card's
     host_memory_bytes   what the offload of one GPU takes of its host, 0 without offload
     time                the seconds by part; stages: the memory of each pipeline stage by part, first to last
     stage_seconds       seconds of one microbatch, forward and backward, on each pipeline stage

@@ -1,1 +1,1 @@
-"""What went wrong with a run, from what its ranks left behind: stacks, Flight Recorder dumps, heartbeats, timings."""
+"""Diagnosis of hangs, bad restarts and slow nodes from stacks, Flight Recorder dumps, heartbeats and timings."""

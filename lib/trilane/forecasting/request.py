@@ -1,4 +1,4 @@
-"""ForecastRequest: everything that a forecast depends on, checked at birth, and the costs that are certain."""
+"""ForecastRequest: what a forecast depends on, validated; the deterministic costs (evaluation, saving, ends of jobs)."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The watchdog: a run without progress is dumped, diagnosed and ended as a `hang` instead of wasting its hours.
+"""The watchdog: a run without progress has its stacks dumped and diagnosed, and ends as a `hang`.
 
 For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each node does:
 `python -m trilane.launch.watchdog RUN_FOLDER PID`, started by the node's first rank (PID), reads the heartbeats of all

@@ -58,7 +58,7 @@ class SizeRequest:
         require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
         iteration = self.gbs * self.seq_length
         require(self.tokens >= iteration, "tokens", self.tokens, f"one iteration takes gbs x seq_length = {iteration}")
-        rule = f"no usual width leaves room for layers beside an embedding of {self.vocabulary} tokens; ask for more"
+        rule = f"at every usual width an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
         require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
 
     @property

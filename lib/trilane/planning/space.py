@@ -141,6 +141,8 @@ def space_for(
     (precision, attention, fp32_gradients). Raises ValueError for what no search can look at.
     """
     given = {name: value for name, value in choices.items() if value is not None and value not in ("", ())}
+    for name in given:
+        require_known("choice", name, sorted({f.name for f in dataclasses.fields(Space)} - {"gpus", "gbs", "engine"}))
     precision = given.pop("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
     fixed: dict[str, Any] = {"attention": default_attention(shape, cluster, precision)}

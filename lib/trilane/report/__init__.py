@@ -1,1 +1,1 @@
-"""What people see: executed notebooks, one HTML page of a study, figures (`plots`), widgets."""
+"""Presentation: executed notebooks, one HTML page of a study, figures (`plots`), widgets."""

@@ -72,7 +72,7 @@ class RestartComparison(Table):
 
 
 def compare_restart(before: Path, after: Path) -> RestartComparison:
-    """Compare what one folder saved with what the other loaded or saved; `pairs` chooses the states.
+    """Compare what one folder saved with what the other loaded or saved.
 
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one holds no state, is
     damaged, or holds another model.

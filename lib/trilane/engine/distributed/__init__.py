@@ -1,1 +1,1 @@
-"""Processes: this rank and its world, small collectives, and what lets megatron-core run on a CPU."""
+"""Distributed set-up: rank and world, small collectives, and the patches that let megatron-core run on a CPU."""
