@@ -179,7 +179,7 @@ def test_a_small_model_is_counted_in_millions(capsys):
         ("--params 0", "params=0: must be a number above zero"),
         ("--params nan", "params=nan: must be a number above zero"),
         ("--params 1e18", "params=1e+18: must be at most 1e+14"),
-        ("--params 1e8", "params=1e+08: no usual width leaves room for layers beside an embedding of 250880"),
+        ("--params 1e8", "params=1e+08: at every usual width an embedding of 250880"),
         ("--vocab 0", "vocab=0: must be a whole number of at least 1"),
         ("--gpus 1000", "gpus=1000: jz-a100-80g has 416"),
         ("--cluster nowhere", "cluster=nowhere: known: a100-800gbps"),

@@ -94,7 +94,7 @@ class MeasuredRuns(Table):
         losses = {name: loss.dropna() for name, loss in losses.items() if loss.notna().any()}
         if not losses:
             return Text("No loss was printed.")
-        ends = "; ".join(f"`{name}` from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
+        ends = "; ".join(f"{literal(name)} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
         text = f"The loss goes {ends} (nats per token)."
         plans = {
             (p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else id(m) for m in self.timed
@@ -106,7 +106,9 @@ class MeasuredRuns(Table):
 
     def spikes(self) -> Text:
         """Spikes, restart jumps and divergences of all trainings."""
-        found = [f"- `{name}`: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)]
+        found = [
+            f"- {literal(name)}: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)
+        ]
         text = "\n".join(found) + "\n\n" if found else "No spike, no restart jump, no divergence. "
         return Text(f"{text}The first {LEAST} lines of a training are not checked for spikes.")
 
@@ -116,7 +118,7 @@ class MeasuredRuns(Table):
         if not one:
             return Text("There are no two topologies of one model and batch to compare; name `a` and `b`.")
         found = compare(one, other)
-        names = [", ".join(f"`{m.name}`" for m in side) for side in (one, other)]
+        names = [", ".join(literal(m.name) for m in side) for side in (one, other)]
         notes = "; ".join(found.notes)
         return Text(
             f"A is {names[0]}, B is {names[1]}. **{found.sentence}.** "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from trilane.cli.options import COUNT, FILE, JSON, PLAN, Choice, Group, command, emit, number, option, together, whole
 from trilane.config import cluster as hardware
@@ -156,6 +157,8 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
 
     if plan is not None:
         pinned = {name: options[name] for name in ("shape", "cluster", "gpus", "gbs", *CHOICES)}
+        given = click.get_current_context().get_parameter_source("engine")
+        pinned["engine"] = options["engine"] if given is ParameterSource.COMMANDLINE else None
         name = next((name for name, value in pinned.items() if value is not None), "")
         require(not name, name, pinned.get(name), f"contradicts the plan {plan}")
     read = read_plan(plan) if plan else plan_of(options)

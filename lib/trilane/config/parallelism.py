@@ -77,8 +77,8 @@ class Topology:
     def label(self) -> str:
         """A short name such as `tp2-pp2-dp1-mbs4`, which names every choice but those with a default of the cluster.
 
-        Precision, attention and fp32 gradients are named by config.plan.label_of(), which knows the cluster. Labels are
-        for people: nothing parses them.
+        Precision, attention and fp32 gradients are named by engines.label_of(), which knows the cluster. Labels are for
+        people: nothing parses them.
         """
         words = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}"]
         named = {

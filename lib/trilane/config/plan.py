@@ -217,7 +217,7 @@ class Plan:
     def id(self) -> str:
         """Ten hexadecimal digits of all that changes a prediction: model, cluster, topology with its batch, engine.
 
-        Plans with one id have one prediction, whatever they are called and wherever they are shown.
+        Plans with one id have one prediction by one calibration, whatever they are called and wherever they are shown.
         """
         topology = to_mapping(self.topology) | {"fp32_gradients": sums_in_fp32(self.engine, self.topology)}
         cluster = {k: v for k, v in to_mapping(self.cluster).items() if k not in ("sources", "max_nodes")}

@@ -42,7 +42,8 @@ def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
         plan = plan_from_json(values)
         return plan, PlanSource(file=name, prediction=values.get("prediction") or {})
     found = study.load("plans.json", "02_topology")
-    entry = next((p for p in found["plans"] + found.get("risky", []) if name in ("", p["id"], p["label"])), None)
+    listed = found["plans"] + (found.get("risky", []) if name else [])  # the best plan is a safe one
+    entry = next((p for p in listed if name in ("", p["id"], p["label"])), None)
     rule = f"no plan of study {study.name} has this id or label; nor is it a .json file"
     require(entry is not None, "plan", name, rule)
     assert entry is not None
@@ -179,7 +180,8 @@ class Decision(Described):
     def _entry(self) -> Record | None:
         """The forecast's plan in plans.json as it is now."""
         plan = self.record["plan_id"]
-        return next((p for p in self.plans.get("plans", []) if p["id"] == plan), None)
+        listed = self.plans.get("plans", []) + self.plans.get("risky", [])
+        return next((p for p in listed if p["id"] == plan), None)
 
     @property
     def _agrees(self) -> bool:

@@ -1,4 +1,4 @@
-"""ForecastRequest: what a forecast depends on, validated; the deterministic costs (evaluation, saving, ends of jobs)."""
+"""ForecastRequest: what a forecast depends on, validated; its fixed costs (evaluation, saving, ends of jobs)."""
 
 import dataclasses
 import math

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -148,15 +149,24 @@ def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Sp
     if t.gpus <= gpus and not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
     pairs = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
-    found = [
+    found: list[dict[str, Any]] = [
         {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "recompute": recompute}
         for tp, pp in others or [(t.tp, t.pp)]
         for mbs, dp in pairs
         for recompute in sorted({t.recompute, "full"})
         if tp * pp * dp <= gpus
     ]
-    made = [dataclasses.replace(t, gbs=gbs, **fields) for fields in found]  # type: ignore[arg-type]
-    return [topology for topology in made if invalid_reason(plan.shape, topology) is None]
+    made = (_changed(t, gbs=gbs, **fields) for fields in found)
+    return [topology for topology in made if topology and invalid_reason(plan.shape, topology) is None]
+
+
+def _changed(t: Topology, tp: int, pp: int, **fields: Any) -> Topology | None:
+    """The topology on other sizes, without what these cannot have; None where it cannot be."""
+    cut, chunks = t.sequence_parallel and tp > 1, t.interleaving if pp > 1 else 1
+    try:
+        return dataclasses.replace(t, tp=tp, pp=pp, sequence_parallel=cut, interleaving=chunks, **fields)
+    except ValueError:
+        return None
 
 
 def choices(

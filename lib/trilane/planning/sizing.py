@@ -375,7 +375,7 @@ def survey_text(request: SizeRequest, proposals: list[Proposal]) -> str:
             f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{_size_words(s.parameters):>8} "
             f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
             f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
-            f"{relative:+6.1%}  {p.topology.label}"
+            f"{relative:+6.1%}  {p.plan.label}"
         )
         lines += [f"{'':10}{note}" for note in p.notes]
     return "\n".join(lines)

@@ -7,8 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trilane.config.engines import label_of
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Optimizer, Plan, Run
+from trilane.costmodel.calibration import from_json
 from trilane.costmodel.predict import predict
 from trilane.slurm import chain, job_status, jobs, monitor, script, sites
 from trilane.slurm.preflight.check import check_job
@@ -158,7 +160,8 @@ def prepare_runs(
     impossible plan.
     """
     where, plans = sites.site(site), study.plans()
-    entries = study.load("plans.json", "02_topology")["plans"]
+    found = study.load("plans.json", "02_topology")
+    entries, known = found["plans"], from_json(found["calibration"]) if "calibration" in found else None
     both = (i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1)
     chosen = [*range(len(plans[:count])), *(list(both)[:1] if control else [])]
     rows = []
@@ -167,14 +170,17 @@ def prepare_runs(
         training = Run(**run)
         decay = training.train_iters * gbs
         optimizer = Optimizer(lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=decay)
+        other = engine or searched.engine
+        named = {"label": label_of(searched.shape, searched.cluster, searched.topology, other)}
         plan = replace(
             searched,
-            engine=engine or searched.engine,
+            **(named if other != searched.engine else {}),
+            engine=other,
             data=Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data")),
             optimizer=optimizer,
             run=training,
         )
-        prediction = entries[i]["prediction"] if plan.id == searched.id else predict(plan).to_json()
+        prediction = entries[i]["prediction"] if plan.id == searched.id else predict(plan, known).to_json()
         texts = jobs.files(plan, script_site(where), request, prediction)
         folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
         reason = "fastest predicted" if i < count else "control: TP and PP at work"

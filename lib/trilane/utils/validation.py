@@ -72,6 +72,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
         require(isinstance(value, list | tuple), where, value, "must be a list")
         return tuple(_value(typing.get_args(hint)[0], v, where) for v in value)  # type: ignore[attr-defined]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        require(abs(value) < 1 << 1000, where, "a number of more than 300 digits", "is too large")
         return float(value)
     plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if hint in plain:
@@ -93,7 +94,7 @@ def read_json(path: Path | str, what: str) -> Any:
     require_file(what, path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{what}={path}: not JSON ({error})") from None
 
 

@@ -160,8 +160,12 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The status in status.json."""
-    return RunStatus(**json.loads((folder / "status.json").read_text(encoding="utf-8")))
+    """The status in status.json; ValueError with its name where it is damaged."""
+    path = folder / "status.json"
+    try:
+        return RunStatus(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"status={path}: is damaged ({error})") from None
 
 
 def _fell_silent(log: Path) -> tuple[bool, int]:
