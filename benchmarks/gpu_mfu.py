@@ -26,7 +26,6 @@ from trilane.config import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Optimizer, Plan, Run
-from trilane.costmodel import calibration
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.predict import predict
 from trilane.experiments.benchmark import result
@@ -158,7 +157,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         made_by = found["made_by"]
         told["engine"].append({"sec_per_it": found["sec_per_it"]["median"], "bytes": found["memory_bytes"]["0"]})
         told["plain"].append(_plain_apart({**vars(args), "gbs": args.gbs}))
-    predicted = predict(plan.shape, plan.topology, plan.cluster, calibration.default(plan.cluster))
+    predicted = predict(plan)
     predicted_bytes = allocated(predicted.stages[0], plan.shape.parameters)
     return {
         "date": date.today().isoformat(),

@@ -10,8 +10,8 @@ import time
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.costmodel import calibration
-from trilane.planning.search import search_space
-from trilane.planning.space import MEMORY_RULE, Space
+from trilane.planning.search import MEMORY_RULE, search_space
+from trilane.planning.space import Space
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.config.engines import ENGINES
-from trilane.experiments import parity
+from trilane.experiments import parity_table
 from trilane.experiments.parity_table import BOUNDS, Row, machine, rows
 
 
@@ -23,14 +23,14 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
         Strict(engine="deepspeed-3d", topology="PP2", settings={"pp": 2, "zero": 1}),
         Row(engine="megatron", topology="TP4 PP4", settings={"tp": 4, "pp": 4}),
     ]
-    monkeypatch.setattr(parity, "rows", lambda engines: table)
+    monkeypatch.setattr(parity_table, "rows", lambda engines: table)
     assert main(["measure", "engines", "--json"]) == 1
     out, err = capsys.readouterr()
     said = json.loads(out)
     assert [set(row) for row in said["rows"]] == [{"engine", "topology", "precision", "max_abs_diff", "seconds"}] * 2
     assert [row["topology"] for row in said["rows"]] == ["DP2", "PP2"]
     assert 0 < said["rows"][1]["max_abs_diff"] < BOUNDS["fp32"]
-    assert said["left_out"] == ["megatron TP4 PP4 fp32: left out, tp x pp x dp=16: this machine has 8"]
+    assert said["left_out"] == ["megatron TP4 PP4 fp32: left out, gpus=16: must not exceed the cluster: this machine has 8"]
     assert "ok" in err.splitlines()[0] and "above 0" in err.splitlines()[1]
 
 
