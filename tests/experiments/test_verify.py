@@ -30,7 +30,9 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
     assert [set(row) for row in said["rows"]] == [{"engine", "topology", "precision", "max_abs_diff", "seconds"}] * 2
     assert [row["topology"] for row in said["rows"]] == ["DP2", "PP2"]
     assert 0 < said["rows"][1]["max_abs_diff"] < BOUNDS["fp32"]
-    assert said["left_out"] == ["megatron TP4 PP4 fp32: left out, gpus=16: must not exceed the cluster: this machine has 8"]
+    assert said["left_out"] == [
+        "megatron TP4 PP4 fp32: left out, gpus=16: must not exceed the cluster: this machine has 8"
+    ]
     assert "ok" in err.splitlines()[0] and "above 0" in err.splitlines()[1]
 
 
