@@ -92,5 +92,6 @@ def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
 
     wait_until(done, 400, f"{name} did not run to its end")
     page.screenshot(path=folder.parent / f"{name}.png")
-    figures = [out for cell in code_cells(page) for out in cell["outputs"] if "image/png" in out.get("data", {})]
+    outputs = [out.get("data", {}) for cell in code_cells(page) for out in cell["outputs"]]
+    figures = [data for data in outputs if "image/png" in data or "<img " in "".join(data.get("text/html", ""))]
     assert figures or name == "03_launch"

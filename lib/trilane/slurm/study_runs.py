@@ -1,5 +1,6 @@
 """The runs of a study: the best plans of its search as run folders, which are checked, priced, started and followed."""
 
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trilane.config.engines import label_of
-from trilane.config.parallelism import Topology
+from trilane.config.engines import label_of, unsupported_reason
+from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Data, Optimizer, Plan, Run
 from trilane.costmodel.calibration import from_json
 from trilane.costmodel.predict import predict
@@ -16,7 +17,7 @@ from trilane.slurm import chain, job_status, jobs, monitor, script, sites
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, literal, short
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, short
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study, outputs_root
 
@@ -68,8 +69,10 @@ class StudyRuns(Table):
         found = next(iter(self.study.load("plans.json", "02_topology")["refused"]), None)
         if found is None:
             return Text("The search refused none.")
-        label = Topology(**found["topology"]).label
-        return Text(f"`{label}` is refused: {literal(found['reason'].removeprefix(f'{label}: '))}")
+        topology, plan = Topology(**found["topology"]), self.study.plans()[0]
+        reason = unsupported_reason(plan.engine, plan.shape, topology)
+        reason = reason or invalid_reason(plan.shape, topology, plan.cluster) or found["reason"]
+        return Text(f"`{topology.label}` is refused: {html.escape(reason)}")
 
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
