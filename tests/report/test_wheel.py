@@ -15,7 +15,7 @@ from trilane.report.parameters import notebook_names
 from trilane.slurm import script
 from trilane.workspace.study import checkout, outputs_root, shipped, stamp
 print(checkout(), outputs_root(), notebook_names()[0], (shipped("slurm_templates") / "parts/training").is_file())
-print(script._own_environment(), stamp()["revision"])
+print(script.own_environment(), stamp()["revision"])
 """
 
 

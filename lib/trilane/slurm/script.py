@@ -51,12 +51,17 @@ def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str
     return environment.get_template(text).render({blank: values[blank] for blank in wanted})
 
 
+def own_environment() -> str:
+    """The Python environment of a job where none is asked for: the checkout's .venv, or that of the installed wheel."""
+    root = checkout()
+    return str(root / ".venv") if root else sys.prefix
+
+
 def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = "1") -> dict[str, Any]:
     """Every value that a template may use, by name."""
     cluster = nodes_of(plan, site)
     nodes, used = node_count(plan, cluster)
-    gpus, root = plan.topology.gpus, checkout()
-    own_environment = str(root / ".venv") if root else sys.prefix
+    gpus = plan.topology.gpus
     if site.partitions and request.partition:
         require_known("partition", request.partition, site.partitions)
     site.limits(request.qos)
@@ -79,7 +84,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "offline": site.offline,
         "modules": " ".join(plain("module", module) for module in site.modules),
         "conda": environment.removeprefix("conda:") if environment.startswith("conda:") else "",
-        "venv": quoted("environment", environment or own_environment),
+        "venv": quoted("environment", environment or own_environment()),
         "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
         "array": array,
         "every_s": WATCH_EVERY_S,
