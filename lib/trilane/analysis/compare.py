@@ -141,20 +141,20 @@ def repeats_needed(change: float, deviation: float, confidence: float = 0.95, po
     return int(n[enough][0]) if enough.any() else 0
 
 
-def _spread(x: np.ndarray, y: np.ndarray, floor: float) -> tuple[float, float, float, str]:
+def _spread(x: np.ndarray, y: np.ndarray, least: float) -> tuple[float, float, float, str]:
     """Standard error of the difference, deviation between runs, degrees of freedom, and where they come from."""
     m, n = len(x), len(y)
     if m > 1 and n > 1:
-        u, v = (max(float(np.var(z, ddof=1)), floor**2) for z in (x, y))
+        u, v = (max(float(np.var(z, ddof=1)), least**2) for z in (x, y))
         freedom = (u / m + v / n) ** 2 / ((u / m) ** 2 / (m - 1) + (v / n) ** 2 / (n - 1))
         return math.sqrt(u / m + v / n), math.sqrt((u + v) / 2), freedom, f"measured between {m} and {n} runs"
     if m > 1 or n > 1:
         side, many = ("A", x) if m > 1 else ("B", y)
-        deviation = max(float(np.std(many, ddof=1)), floor)
+        deviation = max(float(np.std(many, ddof=1)), least)
         source = f"measured between the {len(many)} runs of {side}, taken for both"
         return deviation * math.sqrt(1 / m + 1 / n), deviation, len(many) - 1, source
     source = "one run a side: taken from repeats of one configuration on one day, 7 pairs on Jean Zay (2021, 2022)"
-    deviation = max(SINGLE_DEVIATION, floor)
+    deviation = max(SINGLE_DEVIATION, least)
     return deviation * math.sqrt(2), deviation, SINGLE_FREEDOM, source
 
 

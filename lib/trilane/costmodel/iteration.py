@@ -110,7 +110,7 @@ def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, cons
 
 
 def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Factor on the time of a run that leaves the caching allocator no room; 1 below 75 % of the card.
+    """Factor on the time of a run that leaves the caching allocator no free memory; 1 below 75 % of the card.
 
     Only where gradients live in transient half-precision buffers; an optimizer that keeps all in place has none.
     """

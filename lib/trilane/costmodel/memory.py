@@ -162,8 +162,8 @@ def stage_memory(
         "context": cluster.gpu.context_bytes,
     }
     needed = sum(parts.values())
-    room = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
-    return StageMemory(**parts, fragmentation=c.slack * room * needed)
+    free = 0.0 if cpu else np.sqrt(np.maximum(1 - needed / cluster.gpu.memory_bytes, 0))
+    return StageMemory(**parts, fragmentation=c.slack * free * needed)
 
 
 def host_bytes(columns: Columns, stage: Number, constants: MemoryConstants = DEFAULT) -> Number:

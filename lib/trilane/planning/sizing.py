@@ -90,8 +90,8 @@ class SizeRequest:
             sizes: dict[str, Any] = {"hidden_size": h, "num_attention_heads": heads[0], "vocab_size": self.vocab_size}
             one = ModelShape(num_layers=1, seq_length=self.seq_length, **sizes)
             exact = (self.parameters - one.parameters) / one.layer_parameters + 1
-            room = self.tolerance * self.parameters / one.layer_parameters
-            depths = range(max(1, int(np.ceil(exact - room))), int(np.floor(exact + room)) + 1)
+            margin = self.tolerance * self.parameters / one.layer_parameters
+            depths = range(max(1, int(np.ceil(exact - margin))), int(np.floor(exact + margin)) + 1)
             for depth in depths or [max(1, round(exact))]:
                 found.append(dataclasses.replace(one, num_layers=depth))
         return found
