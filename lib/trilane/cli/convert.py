@@ -12,6 +12,7 @@ from trilane.cli.options import FILE, JSON, Choice, Group, command, emit, option
 from trilane.config import cluster as hardware
 from trilane.config.plan import plan_from_json, read_plan
 from trilane.interop.megatron_args import ENGINE_OF, LM
+from trilane.utils.tables import one_line
 from trilane.utils.validation import read_json, require, require_file, to_mapping
 
 convert = Group("convert", help="Convert plans and checkpoints to and from DeepSpeed, Megatron-LM and Hugging Face.")
@@ -86,7 +87,7 @@ def megatron(
     left = {"ignored": parsed.ignored, "unknown": parsed.unknown, "differs": parsed.differs}
     emit(True, {"plan": found, **left} if as_json else found, "")
     for line in parsed.notes:
-        print(f"trilane: {line}", file=sys.stderr)
+        print("trilane:", one_line(line), file=sys.stderr)
 
 
 BACK = option("--back", is_flag=True, help="SOURCE is a folder of GPT-2, OUT a folder of checkpoints")

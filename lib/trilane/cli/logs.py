@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from trilane.cli.options import FILE, FOLDER, JSON, Command, Group, command, emit, number, option
+from trilane.utils.tables import one_line, printable
 from trilane.utils.validation import require
 
 logs = Group("logs", help="Read training logs in any dialect, and hand-written tables of measured runs.")
@@ -16,7 +17,7 @@ logs = Group("logs", help="Read training logs in any dialect, and hand-written t
 def report_unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
     """Print why logs could not be read; the exit code: 2 where none could, 1 where some, 0 where all."""
     for line in lines:
-        print(f"trilane: {line}", file=sys.stderr)
+        print("trilane:", one_line(line), file=sys.stderr)
     return 0 if not lines else 1 if read else 2
 
 
@@ -55,7 +56,7 @@ def table(folder: Path, markdown: bool, csv: bool, html: bool, as_json: bool) ->
     require(markdown + csv + html + as_json < 2, "table", folder, "choose one of --markdown, --csv, --html, --json")
     rows, bad = tables.read_folder(folder)
     for line in bad:
-        print(f"trilane: left out: {line}", file=sys.stderr)
+        print("trilane: left out:", one_line(line), file=sys.stderr)
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
     write = tables.to_csv if csv else tables.to_html if html else tables.markdown
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
@@ -73,7 +74,7 @@ def lint(file: Path, as_json: bool) -> int:
         emit(True, report.to_json(), "")
     else:
         for f in report.findings:
-            print(f"{report.file}:{f.line}: {f.rule}: {f.message}; likely: {f.likely}")
+            print(printable(f"{report.file}:{f.line}: {f.rule}: {f.message}; likely: {f.likely}"))
         counts = f"{report.tables} tables, {report.rows} rows, {len(report.findings)} findings"
         print(f"{report.file}: {counts}", file=sys.stderr)
     return 1 if report.findings else 0

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from trilane.utils import validation
+from trilane.utils.tables import printable
 
 Parameter = Callable[[Any], Any]  # a decorator that adds an option or an argument
 FILE = click.Path(path_type=Path)
@@ -144,5 +145,5 @@ JSON = click.option("--json", "as_json", is_flag=True, help="print JSON")
 
 def emit(as_json: bool, values: Any, text: str, indent: int | None = 1, *, failed: object = False) -> int:
     """Print the values as JSON, or the text; the exit code, 1 where something failed or was found."""
-    print(json.dumps(values, indent=indent, allow_nan=False) if as_json else text)
+    print(json.dumps(values, indent=indent, allow_nan=False) if as_json else printable(text))
     return 1 if failed else 0

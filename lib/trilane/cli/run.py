@@ -5,6 +5,7 @@ import sys
 import click
 
 from trilane.cli.options import JSON, Command, emit, option
+from trilane.utils.tables import printable
 from trilane.utils.validation import require
 
 
@@ -52,7 +53,7 @@ def run(
         is_all = notebook == "all"
         report = notebooks.run_all(where, given) if is_all else notebooks.run(notebook, where, **given)
     except notebooks.NotebookError as error:
-        print(f"trilane: {error}", file=sys.stderr)
+        print("trilane:", printable(str(error)), file=sys.stderr)
         print(f"the executed copy with the traceback: {where.folder / error.notebook}.ipynb", file=sys.stderr)
         return 2 if error.is_input else 1
     return emit(as_json, {"study": str(where.folder), "report": str(report)}, str(report))

@@ -15,6 +15,7 @@ from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Checked, Choice, Group
 from trilane.config.plan import locate_plan, read_plan
 from trilane.slurm import sites
 from trilane.slurm.sites import CHOICES, JobRequest, Site
+from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file
 
 TIME_IS_OVER = 75  # EX_TEMPFAIL: try again; monitor.sbatch then submits itself once more
@@ -200,11 +201,11 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
 
     folders = folders_of(runs)
     for line in monitor.watch(folders, every, seconds, stall):
-        print(line, flush=True)
+        print(one_line(line), flush=True)
     try:
         found = jobs.job_status(folders)
     except client.SlurmError as error:
-        print(error, flush=True)
+        print(one_line(str(error)), flush=True)
         return TIME_IS_OVER
     if as_json:
         emit(True, {"jobs": [job.to_json() for job in found]}, "")

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import click
 
 from trilane.cli.options import JSON, PLAN, Command, option, together, whole
+from trilane.utils.tables import printable
 
 PORT = option("--port", type=whole(0, 65535), default=0, help="torchrun's port (0: one that is free)")
 RESUME = option("--resume", is_flag=True, help="go on from the newest checkpoint of the run folder")
@@ -22,5 +23,5 @@ def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
 
     outcome = train_local(run_folder(plan, resume), port=port, resume=resume)
     text = f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
-    print(json.dumps(asdict(outcome)) if as_json else text)
+    print(json.dumps(asdict(outcome)) if as_json else printable(text))
     return outcome.status.exit_code

@@ -2,7 +2,6 @@
 
 import html
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,12 @@ else:
 T = TypeVar("T")
 K = TypeVar("K")
 LONG = 44  # characters: a longer text may wrap
+# Escape sequences (ECMA-48, 5.4 and 5.6), then what alone moves the cursor, reorders a line or cannot be encoded.
+SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)")
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    r"\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 
 class Table:
@@ -66,12 +71,25 @@ class Html(str):
     @classmethod
     def pre(cls, text: str) -> "Html":
         """`text` as it is, in a fixed-width font."""
-        return cls(f"<pre>{html.escape(text)}</pre>")
+        return cls(f"<pre>{html.escape(printable(text))}</pre>")
+
+
+def printable(text: str) -> str:
+    """`text`, which may come from a file, for a terminal: without escape sequences, control and bidirectional marks.
+
+    Line ends and tabs stay; other control characters become blanks.
+    """
+    return text if text.isprintable() else CONTROL.sub(" ", SEQUENCE.sub("", text))
+
+
+def one_line(text: str) -> str:
+    """`text` as printable() gives it, its line ends replaced by blanks."""
+    return " ".join(printable(text).split("\n"))
 
 
 def literal(text: object) -> str:
     """External text (a log, a dump, a file name) as Markdown without markup."""
-    escaped = html.escape(" ".join(str(text).split()))
+    escaped = html.escape(" ".join(printable(str(text)).split()))
     return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", escaped)
 
 
@@ -108,7 +126,9 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def short(text: str, most: int = 110) -> str:
     """The text as one line of at most `most` characters, with single blanks."""
-    return textwrap.shorten(text, most, placeholder=" …")
+    line = " ".join(printable(text).split())
+    cut = line[: most - 1].rpartition(" ")[0] or line[: most - 2]
+    return line if len(line) <= most else f"{cut} …"
 
 
 def middle(text: str, most: int = 38) -> str:
