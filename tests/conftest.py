@@ -1,8 +1,21 @@
-"""What several tests need: an outputs folder of their own."""
+"""What several tests need: an outputs folder of their own, and one real SLURM for all tests that ask for it."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import slurm_cluster
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests on a real SLURM are slow ones, and one worker of pytest-xdist runs them all, on one cluster."""
+    for item in items:
+        if "slurm_daemons" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("slurm"))
 
 
 @pytest.fixture
@@ -11,3 +24,18 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "outputs"
     monkeypatch.setenv("TRILANE_OUTPUTS", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def slurm_daemons() -> Iterator[slurm_cluster.Cluster]:
+    """The only SLURM of this run of the tests."""
+    yield from slurm_cluster.started()
+
+
+@pytest.fixture
+def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Cluster]:
+    """A real SLURM without jobs and with all its nodes, where SLURM's commands find it; put in order afterwards."""
+    with mock.patch.dict(os.environ, slurm_daemons.variables):
+        yield slurm_daemons
+    with mock.patch.dict(os.environ, slurm_daemons.variables):  # without what the test itself changed
+        slurm_daemons.clean()

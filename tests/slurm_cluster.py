@@ -3,9 +3,11 @@
 The tests that need it skip where SLURM is not installed, and fail where TRILANE_REQUIRE_SLURM is set (as in CI).
 """
 
+import functools
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,14 +28,18 @@ SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 SITE = Site(name="test", partition="gpu_p5", local=("/dev/shm",))
 REQUEST = JobRequest(account="xyz@a100", time_limit="00:10:00", signal_s=60)
 PATIENCE_S = 480.0
+NODES = "jz-a100=52 jz-v32=2 jz-v16=2 jz-h100=2"  # 48 and 4 spare for the rehearsal; a node costs 10 MB and no CPU
+SPAN = 64  # ports of a cluster: the database's two, the controller's, one a node; the last claims the others
+JOBS_PER_RUN = 460
 
 
 class Cluster:
-    """The running daemons."""
+    """The daemons of one SLURM, in a folder and on ports of their own."""
 
-    def __init__(self, folder: Path, nodes: str = "") -> None:
-        base = 17000 + os.getpid() % 200 * 60  # ports of its own, so that two test runs do not meet
-        self.env = {"LOCAL_SLURM_DIR": str(folder), "LOCAL_SLURM_PORT": str(base), "LOCAL_SLURM_NODES": nodes}
+    def __init__(self, folder: Path) -> None:
+        base, first_job, self.guard = claim()
+        ports = {"LOCAL_SLURM_PORT": str(base), "LOCAL_SLURM_FIRST_JOB": str(first_job)}
+        self.env = {"LOCAL_SLURM_DIR": str(folder), "LOCAL_SLURM_NODES": NODES, **ports}
 
     def do(self, *command: str) -> str:
         """Run a command of cluster.sh; what it prints."""
@@ -42,41 +48,95 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def start(self) -> None:
+        """Start what does not run: daemons that a test has killed, or all."""
+        self.do("start", "--accounting")
+
     def heir(self) -> "subprocess.Popen[bytes]":
         """A process that ends the daemons if this one is killed before it can."""
         loop = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 2; done; {shlex.quote(str(SCRIPT))} stop --purge"
         return subprocess.Popen(["bash", "-c", loop], env={**os.environ, **self.env}, start_new_session=True)
 
+    @functools.cached_property
     def variables(self) -> dict[str, str]:
-        """What SLURM's commands need in their environment."""
-        words = shlex.split(self.do("env"))
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """The environment of SLURM's commands and of the jobs."""
+        words = dict(word.split("=", 1) for word in shlex.split(self.do("env")) if "=" in word)
+        return {**words, "TRILANE_VENV": sys.prefix, "PYTHONPATH": str(REPOSITORY / "lib")}
+
+    def clean(self) -> None:
+        """Bring it back to no job and every node idle, whatever a test has left; SLURM's variables must be set."""
+        if not self.is_whole():
+            self.start()
+        left = client.call(["squeue", "-h", "-o", "%A"]).split()
+        if left:
+            client.call(["scancel", *left])
+        if down := client.down_nodes():
+            client.call(["scontrol", "update", f"NodeName={','.join(down)}", "State=RESUME"])
+        wait_until(lambda: not client.call(["squeue", "-h"]), 60, "jobs go on")
+        wait_until(lambda: not client.down_nodes(), 60, "nodes are down")
+
+    def is_whole(self) -> bool:
+        """Whether every daemon runs."""
+        folder = Path(self.env["LOCAL_SLURM_DIR"])
+        nodes = [line.split()[0] for line in (folder / "etc/node_table").read_text().splitlines()]
+        names = ["slurmctld", "slurmdbd", *(f"slurmd.{node}" for node in nodes)]
+        files = [folder / f"run/{name}.pid" for name in names]
+        return all(file.exists() and Path("/proc", file.read_text().split()[0]).exists() for file in files)
 
 
-def started(nodes: str = "", accounting: bool = True) -> Iterator[Cluster]:
-    """A cluster until the tests are over; skipped, or failed where it is required, if it cannot be had."""
+def claim() -> tuple[int, int, socket.socket]:
+    """Free ports for a cluster: the first, the number of its first job, and a socket that claims them until closed.
+
+    Below the ports that Linux gives out by itself (32768 and up) and above those that the job scripts derive from a
+    job's number, which differ between clusters because their job numbers do.
+    """
+    for slot in range((32_768 - 30_000) // SPAN):
+        base = 30_000 + slot * SPAN
+        guard = _bound(base + SPAN - 1)
+        if guard is None:
+            continue
+        others = [_bound(port) for port in range(base, base + SPAN - 1)]
+        is_free = all(others)
+        for one in filter(None, others):
+            one.close()
+        if is_free:
+            return base + 2, 1 + slot * JOBS_PER_RUN, guard
+        guard.close()
+    raise OSError("no free ports between 30000 and 32767")
+
+
+def _bound(port: int) -> socket.socket | None:
+    """A socket that holds the port of this machine, None where another does."""
+    one = socket.socket()
+    try:
+        one.bind(("", port))
+    except OSError:
+        one.close()
+        return None
+    return one
+
+
+def started() -> Iterator[Cluster]:
+    """A cluster until the tests have ended; skipped, or failed where it is required, if it cannot be had."""
     needed = os.environ.get("TRILANE_REQUIRE_SLURM")
     if not client.is_installed():
         reason = "SLURM is not installed here (tests/slurm/cluster.sh install --accounting)"
         pytest.fail(reason) if needed else pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as place:
-        cluster = Cluster(Path(place) / "c", nodes)
+    parent = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir=parent if len(parent) < 40 else "/tmp") as place:
+        cluster = Cluster(Path(place) / "c")
         heir = cluster.heir()
         try:
-            cluster.do("start", *(["--accounting"] if accounting else []))
+            cluster.start()
         except AssertionError as error:
             pytest.fail(str(error)) if needed else pytest.skip(f"SLURM does not start here: {error}")
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in cluster.variables().items():
-                patch.setenv(name, value)
-            patch.setenv("TRILANE_VENV", sys.prefix)
-            patch.setenv("PYTHONPATH", str(REPOSITORY / "lib"))
-            try:
-                yield cluster
-            finally:
-                cluster.do("stop", "--purge")
-                heir.kill()
-                heir.wait()
+        try:
+            yield cluster
+        finally:
+            cluster.do("stop", "--purge")
+            heir.kill()
+            heir.wait()
+            cluster.guard.close()
 
 
 def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: Any) -> Plan:

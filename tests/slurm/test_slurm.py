@@ -7,12 +7,11 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
+from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says
 from support import wait_until
 
 from trilane.cli.app import main
@@ -21,13 +20,7 @@ from trilane.slurm.preflight import check
 from trilane.slurm.preflight.finding import REFUSAL
 from trilane.utils.validation import to_mapping
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    yield from started()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says, started
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says
 from support import wait_until
 
 from trilane.cli.app import main
@@ -17,13 +17,7 @@ from trilane.slurm import chain, client, jobs, ledger, monitor
 from trilane.workspace import run_folder as attempt
 from trilane.workspace.checkpoints import FOLDER, latest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 LONG = 300  # iterations: so many seconds of training that a test can act in the middle of it
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    yield from started()
 
 
 def alone(p: Plan, root: Path) -> list[float]:

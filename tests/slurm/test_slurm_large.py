@@ -1,11 +1,10 @@
 """A rehearsal on 52 nodes of a real SLURM, 48 and 4 spare: the training is a sleep, everything else is real."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says, started
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says
 from support import wait_until
 
 from trilane.config.cluster import cluster as nodes_of
@@ -14,13 +13,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, Run
 from trilane.slurm import chain, client, jobs, ledger
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 JOBS = 200
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    yield from started("jz-a100=52 jz-v32=1 jz-v16=1 jz-h100=1")
 
 
 def bloom(label: str) -> Plan:

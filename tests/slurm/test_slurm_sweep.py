@@ -1,12 +1,11 @@
 """A sweep on a real SLURM: an array with a limit, each run's status, failures alone again, the larger ones pruned."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, losses, plan, says, started
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, losses, plan, says
 from support import wait_until
 
 from trilane.cli.app import main
@@ -16,11 +15,6 @@ from trilane.slurm.attempt import begin
 from trilane.utils.validation import to_mapping
 from trilane.workspace.status import RunStatus, read_status, write_status
 from trilane.workspace.study import Study
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    yield from started()
 
 
 def all_ended(folder: Path) -> list[jobs.JobStatus]:
@@ -33,8 +27,6 @@ def all_ended(folder: Path) -> list[jobs.JobStatus]:
     return jobs.job_status(paths)
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("slurm")
 def test_four_runs_one_fails_and_runs_again_alone(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -72,8 +64,6 @@ def test_four_runs_one_fails_and_runs_again_alone(
     assert sweep.rerun(folder, SITE, parallel=2) == []
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("slurm")
 def test_the_launch_notebook_submits_the_best_plan_of_the_search_and_shows_it_done(
     cluster: Cluster, outputs: Path, tmp_path: Path
 ) -> None:

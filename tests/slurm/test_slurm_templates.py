@@ -3,22 +3,13 @@
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from slurm_cluster import REQUEST, SCRIPT, SITE, Cluster, plan, run_folder, started
+from slurm_cluster import REQUEST, SCRIPT, SITE, Cluster, plan, run_folder
 from support import wait_until
 
 from trilane.slurm import client, jobs, script
-
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    yield from started()
 
 
 def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_train(
