@@ -13,6 +13,7 @@ from trilane.launch.local import environment
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import gpu_mfu
+import mutations
 
 
 def said(name: str, *words: str) -> dict:
@@ -68,6 +69,16 @@ def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:
     for activations, allocated in ((1e9, 22e9), (6e9, 24.5e9)):
         stage = StageMemory(**values, activations=activations, working=5e8)
         assert gpu_mfu.allocated(stage, 1e9) == allocated
+
+
+def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
+    """A table whose texts have moved would plant nothing, and count it as seen or not by chance."""
+    assert len(mutations.FAULTS) >= 60 and len(set(mutations.FAULTS)) == len(mutations.FAULTS)
+    for fault in mutations.FAULTS:
+        whole = (REPOSITORY / "lib/trilane" / fault.file).read_text(encoding="utf-8")
+        assert fault.planted(whole) != whole and (REPOSITORY / "tests" / fault.tests).exists(), fault
+    with pytest.raises(ValueError, match="stands there 2 times, not once"):
+        fault.planted(2 * fault.old)
 
 
 @pytest.mark.slow

@@ -1,0 +1,431 @@
+"""Which small faults do the quick tests see? python benchmarks/mutations.py [--only hang] [--jobs 2]
+
+Each fault of the table is planted alone, in a copy of lib, and the quick tests of its area run: seen is what makes one
+fail. The faults are slips that anybody makes: a comparison, a dropped factor, a wrong unit, a missing edge. Exit code 1
+where fewer than nine in ten are seen. The working tree is never touched.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LEAST_SEEN = 0.9
+LIMIT_S = 900.0  # a test that does not end sees the fault too
+
+# (area, file below lib/trilane, tests below tests/): pairs of a text that stands in the file once, and its replacement.
+TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
+    ("planner", "costmodel/iteration.py", "costmodel/test_timing.py"): [
+        ("x.tp * x.dp > node", "x.tp * x.dp >= node"),
+        ("where(x.gpus > node", "where(x.gpus >= node"),
+        ("(x.dp - 1) / x.dp * parameters", "parameters"),
+        ("gathers = 2 + np.equal(x.recompute, 2)", "gathers = 2"),
+        ("(x.pp - 1) * p2p", "x.pp * p2p"),
+        ("np.equal(x.offload, 0) * STEP", "STEP"),
+        ("(filled - PRESSURE_FROM)", "(filled - PRESSURE_TO)"),
+        ("last * layer + head)", "last * layer)"),
+        ("np.greater(x.zero, 0) * x.value_bytes", "x.value_bytes"),
+    ],
+    ("planner", "costmodel/layers.py", "costmodel/test_timing.py"): [
+        ("2 * (t - 1) / t * x.tokens", "(t - 1) / t * x.tokens"),
+        ("(4 + 2 * full)", "(4 + full)"),
+        ("2.5 * fused", "2 * fused"),
+        ("return forward, 1.5 * forward", "return forward, forward"),
+    ],
+    ("planner", "costmodel/columns.py", "costmodel"): [
+        ("each * (others - 1)", "each * others"),
+    ],
+    ("planner", "config/parallelism.py", "config"): [
+        ("(t.mbs * t.dp) % t.pp == 0", "(t.mbs * t.dp) % t.pp <= 1"),
+        ("c.gpus_per_node % t.tp == 0", "t.tp <= c.gpus_per_node"),
+        ("t.dp <= c.max_gpus", "t.dp < c.max_gpus"),
+        ("t.pp == 1 or t.zero < 2", "t.pp == 1 or t.zero <= 2"),
+        ('"uniform" else 2)', '"uniform" else 1)'),
+    ],
+    ("planner", "planning/search.py", "planning/test_search.py"): [
+        ("[1:] < lowest[:-1]", "[1:] <= lowest[:-1]"),
+        ("self.cluster) > RISKY", "self.cluster) > IMPOSSIBLE"),
+    ],
+    ("planner", "planning/space.py", "planning/test_search.py"): [
+        (" if d * d != n]", "]"),
+    ],
+    ("planner", "planning/shape_rules.py", "planning/test_sizes.py"): [
+        ("< s <= SOFTMAX_KEYS[1]", "< s < SOFTMAX_KEYS[1]"),
+    ],
+    ("planner", "planning/sizing.py", "planning/test_sizes.py"): [
+        ("self.topology.gbs\n", "self.topology.mbs\n"),
+    ],
+    ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [
+        ("(x.pp * x.interleaving)", "x.pp"),
+        ("* 2 * x.layer_parameters", "* x.layer_parameters"),
+        ("x.tokens * x.vocab / x.tp", "x.tokens * x.vocab"),
+        ("np.minimum(1, last)", "np.minimum(0, last)"),
+        ("(x.pp == 1) & (x.dp > 1)", "(x.dp > 1)"),
+        ("c.slack * free * needed", "c.slack * needed"),
+        ("np.where(np.equal(x.pp, 1), x.untied, 1)", "x.untied"),
+        ("np.equal(columns.offload, 2) * w", "w"),
+        ("np.greater_equal(x.zero", "np.greater(x.zero"),
+        ("(wide, 8, whole)", "(wide, 12, whole)"),
+        ("* z - 0.07056", "* z + 0.07056"),
+        ("np.where(main, 12.0,", "np.where(main, 16.0,"),
+    ],
+    ("calendar", "forecasting/failures.py", "forecasting/test_calendar.py"): [
+        ("interval_s**2 / 12 +", "interval_s**2 / 6 +"),
+        (" + wait**2", ""),
+        ("self.queue_s if shared else 0.0", "self.queue_s"),
+        ("+ x / 9) - d", "+ x / 9)"),
+        ("NODE_YEAR_S * repair_hours * 3600", "NODE_YEAR_S * repair_hours"),
+        ("mean / (k + 1)", "mean / max(k, 1)"),
+        ("idle * stop.charged", "idle"),
+    ],
+    ("calendar", "forecasting/simulation.py", "forecasting/test_calendar.py"): [
+        ("self.interval_s / 2 / seconds", "self.interval_s / seconds"),
+        ("window.shared * self.risks.queue_s", "self.risks.queue_s"),
+        ("sum(certain.values()) + charged)", "sum(certain.values()))"),
+        ("restarted = self.started & active", "restarted = active"),
+        ("worked[:, None] - (ends - rest)", "worked[:, None] - ends"),
+    ],
+    ("calendar", "forecasting/timeline.py", "forecasting/test_calendar.py"): [
+        ("queue_share = window.shared * risks", "queue_share = risks"),
+    ],
+    ("calendar", "forecasting/timeline.py", "forecasting"): [
+        ("for step in steps]) * first", "for step in steps])"),
+        ("spares_of(min(free))", "spares_of(max(free))"),
+    ],
+    ("calendar", "forecasting/forecast.py", "forecasting/test_calendar.py"): [
+        ("share = (rest - slower)", "share = rest"),
+        (".total_seconds() + 86400", ".total_seconds()"),
+    ],
+    ("calendar", "forecasting/request.py", "forecasting/test_calendar.py"): [
+        ("deviation * math.sqrt(1 - common)", "deviation * math.sqrt(common)"),
+        ("1 / 4 if self.plan", "1 / 3 if self.plan"),
+        ("watts * PUE / 1000", "watts / 1000"),
+    ],
+    ("calendar", "forecasting/schedule.py", "forecasting/test_schedule.py"): [
+        ("differs[..., :2]", "differs[..., :1]"),
+    ],
+    ("calendar", "forecasting/schedule.py", "forecasting"): [
+        ("-(-(samples - consumed) // phase.gbs)", "(samples - consumed) // phase.gbs"),
+    ],
+    ("calendar", "forecasting/capacity.py", "forecasting/test_calendar.py"): [
+        ("earlier < later", "earlier <= later"),
+    ],
+    ("guard", "slurm/preflight/resources.py", "slurm/test_preflight.py"): [
+        ("gpus > qos.gpus", "gpus >= qos.gpus"),
+        ("(2, 11)", "(2, 12)"),
+        ("if limit / 10 < interval", "if limit / 2 < interval"),
+        ("qos and seconds > qos.hours", "qos and seconds >= qos.hours"),
+        ("(kept + 1) * checkpoint", "kept * checkpoint"),
+        ("need > free / 2", "need > free * 2"),
+        ("stat.f_bavail", "stat.f_bfree"),
+        ("p.host_memory_bytes * used", "p.host_memory_bytes"),
+        ("(iterations := run.goal - run.start_iteration)", "(iterations := run.goal)"),
+        ("own and case.nodes > 1", "own and case.nodes >= 1"),
+        ("compute_capability < AMPERE", "compute_capability <= AMPERE"),
+        ("kept * (2 * ranks + 3)", "kept * ranks"),
+    ],
+    ("guard", "slurm/preflight/finding.py", "slurm/test_preflight.py"): [
+        ("-(-self.plan.topology.gpus //", "(self.plan.topology.gpus //"),
+    ],
+    ("guard", "slurm/preflight/script.py", "slurm/test_preflight.py"): [
+        ("int(started[1]) != used", "int(started[1]) < used"),
+        ("max(lines) > largest", "max(lines) > largest + 1"),
+    ],
+    ("jobs", "slurm/attempt.py", "slurm/test_jobs.py"): [
+        ("len(starts) >= TRIES", "len(starts) > TRIES"),
+        ("in events[last + 1 :]", "in events"),
+        ("i not in (job, *ended)", "i != job"),
+    ],
+    ("jobs", "slurm/attempt.py", "slurm"): [
+        ('["memory_bytes"] > mine', '["memory_bytes"] >= mine'),
+        ("at >= run.goal and is_saved", "at >= run.goal"),
+    ],
+    ("jobs", "slurm/job_status.py", "slurm/test_jobs.py"): [
+        ("is_last and job.state not in REASONS", "is_last"),
+        ("reversed(states)", "states"),
+    ],
+    ("jobs", "slurm/jobs.py", "slurm/test_jobs.py"): [
+        ("len(live) - (current in live)", "len(live)"),
+    ],
+    ("jobs", "slurm/chain.py", "slurm/test_chain.py"): [
+        ("(batch.number - 1 for", "(batch.number for"),
+        ("sizes[:number].count", "sizes[: number + 1].count"),
+        ("return (run.goal - run.start_iteration)", "return run.goal"),
+    ],
+    ("jobs", "slurm/node_failure.py", "slurm"): [
+        ("found if len(found) < len(nodes) else []", "found"),
+    ],
+    ("jobs", "slurm/sites.py", "slurm"): [
+        ("int(days or 0) * 24 + hours", "int(days or 0) * 12 + hours"),
+        ("days is None and len(parts) < 3", "len(parts) < 3"),
+    ],
+    ("jobs", "workspace/status.py", "slurm"): [
+        ("self.has_failed and self is not Status.OOM", "self.has_failed"),
+    ],
+    ("logs", "logs/endings.py", "logs/test_log_endings.py"): [
+        ("found.rows + 2", "found.rows + 1"),
+        ("found.level > 0 and ", ""),
+        ('b"G": 2**30', 'b"G": 10**9'),
+    ],
+    ("logs", "logs/trainers.py", "logs"): [
+        ("GIB = 2**30", "GIB = 10**9"),
+        ("3600 * int(", "60 * int("),
+    ],
+    ("logs", "logs/megatron.py", "logs"): [
+        ("float(field[2]) * 2**20", "float(field[2]) * 1e6"),
+        ("found.span(3 if found[3] else 2)", "found.span(2)"),
+    ],
+    ("logs", "logs/units.py", "logs"): [
+        ("current *= FACTOR", "current = FACTOR"),
+    ],
+    ("logs", "logs/partial_run.py", "logs"): [
+        ("seconds / steps}", "seconds}"),
+        ('row["iteration"] > last', 'row["iteration"] >= last'),
+        ("max(row.get(name, 0.0), value) if", "value if"),
+    ],
+    ("logs", "logs/run.py", "logs"): [
+        ('before["iteration"] < after', 'before["iteration"] <= after'),
+    ],
+    ("logs", "logs/hardware.py", "logs"): [
+        ("BITS = 1e9 / 8", "BITS = 1e9"),
+        ("seconds / 1e6", "seconds / 1e3"),
+    ],
+    ("logs", "logs/stream.py", "logs"): [
+        ('data.rfind(b"\\n") + 1', 'data.rfind(b"\\n")'),
+    ],
+    ("logs", "analysis/steady_state.py", "analysis/test_measure.py"): [
+        ("at - at[:1] < warm_up", "at - at[:1] <= warm_up"),
+        ("every >= np.maximum(first, 1)", "every > np.maximum(first, 1)"),
+    ],
+    ("logs", "analysis/measure.py", "analysis/test_measure.py"): [
+        ("(high - low) / 2 / seconds", "(high - low) / seconds"),
+        (" & ~(np.nan_to_num(skipped) > 0)", ""),
+    ],
+    ("logs", "analysis/spikes.py", "analysis/test_spikes.py"): [
+        ("sigma) & (above > least)", "sigma) | (above > least)"),
+    ],
+    ("hang", "diagnose/hang/suspects.py", "diagnose/test_hang.py"): [
+        ("2 * count >= max", "count >= max"),
+        ("len(apart) * 2 <", "len(apart) <"),
+        ("if least < most else []", "if least <= most else []"),
+        ("first = min(f.line", "first = max(f.line"),
+    ],
+    ("hang", "diagnose/hang/flight_recorder.py", "diagnose/test_recorder.py"): [
+        (' and state != "started"', ""),
+        ("max(entered.get(call.group, 0), call.sequence)", "call.sequence"),
+    ],
+    ("hang", "diagnose/hang/wait_graph.py", "diagnose"): [
+        ("(call.group, 0) < call.sequence", "(call.group, 0) <= call.sequence"),
+        ("sorted(call.ranks)[number]", "number"),
+    ],
+    ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_hang.py"): [
+        ("min(step, other) < 0 or step == other", "step == other"),
+        (".progress <= latest", ".progress < latest"),
+    ],
+    ("hang", "diagnose/hang/condition.py", "diagnose/test_hang.py"): [
+        ("missing < SILENT_SHARE", "missing <= SILENT_SHARE"),
+        ("max(1, LOCKED_SHARE * len(seen))", "LOCKED_SHARE * len(seen)"),
+        (" and stacks > 1", ""),
+    ],
+    ("hang", "diagnose/hang/verdict.py", "diagnose/test_hang.py"): [
+        ("len(nodes) < len(evidence.grid.nodes)", "len(nodes) <= len(evidence.grid.nodes)"),
+    ],
+    ("hang", "diagnose/stragglers.py", "diagnose/test_stragglers.py"): [
+        ("1.4826 * float", "float"),
+        ("excess > MIN_EXCESS * middle", "excess > MIN_EXCESS"),
+    ],
+    ("hang", "workspace/heartbeat.py", "launch/test_watchdog.py"): [
+        ("if beat.step < 2", "if beat.step < 1"),
+        ("if beat.phase != END]", "]"),
+    ],
+    ("restart", "workspace/run_folder.py", "workspace"): [
+        ("_iteration(line) <= done", "_iteration(line) < done"),
+        ("in reversed(lines) if (number", "in lines if (number"),
+    ],
+    ("restart", "diagnose/restart/rules.py", "diagnose/test_restart.py"): [
+        ("if norm <= limit * SLACK", "if norm <= limit"),
+    ],
+    ("restart", "diagnose/restart/compare.py", "diagnose/test_restart.py"): [
+        ("> 1e-9 * abs(a.next_lr)", "> 1e-2 * abs(a.next_lr)"),
+    ],
+    ("restart", "diagnose/restart/snapshot.py", "diagnose/test_restart.py"): [
+        ("for part in parts) != _count(", "for part in parts) > _count("),
+        ("scalars = max(", "scalars = min("),
+    ],
+    ("restart", "diagnose/restart/over_time.py", "diagnose/test_restart.py"): [
+        ("and must_decay(name) and old", "and old"),
+    ],
+    ("restart", "workspace/fingerprints.py", "diagnose/test_restart.py"): [
+        ("max(self.norm, other.norm, 1e-38)", "min(self.norm, other.norm)"),
+        ('name.endswith(".bias") or "layernorm" in name)', 'name.endswith(".bias"))'),
+        ("min(self.low, other.low)", "self.low"),
+    ],
+    ("restart", "config/batch_rampup.py", "config"): [
+        ("first=first, gbs=self.batch_size(first, gbs)", "first=first, gbs=self.batch_size(first + 1, gbs)"),
+    ],
+    ("checkpoints", "workspace/checkpoints.py", "workspace"): [
+        ("os.fsync(file.fileno())", "file.fileno()"),
+        ("os.fsync(handle)", "pass"),
+        ("sync_folder(target.parent)", "pass"),
+        ("st_size != size", "st_size < size"),
+        ("sorted(found, key=iteration_of)", "sorted(found)"),
+        ("complete(folder)[:-count]", "complete(folder)[: 1 - count]"),
+        ("if path != named:", "if path:"),
+        ("digest(path) == checksum", "digest(path)[:1] == checksum[:1]"),
+        ("read == _sealed(read", "read['content'] == (read"),
+    ],
+    ("checkpoints", "engine/checkpoint/slices.py", "engine/test_checkpoint.py"): [
+        ("(-len(text) % 8)", "(len(text) % 8)"),
+        ("os.fsync(self._file.fileno())", "self._file.fileno()"),
+    ],
+    ("checkpoints", "engine/checkpoint/load.py", "engine/test_checkpoint.py"): [
+        ("iteration <= plan.run.train_iters", "iteration < plan.run.train_iters"),
+    ],
+    ("counts", "config/model.py", "config"): [
+        ("12 * h * h + 13 * h", "12 * h * h + 12 * h"),
+        ("s / (6 * h)", "s / (12 * h)"),
+        ("(factor / 6 * L * h)", "(12 * L * h)"),
+        ("step = multiple * tp", "step = multiple"),
+        ("+ 2 * h * self.embedding_layernorm", "+ h * self.embedding_layernorm"),
+    ],
+    ("counts", "config/plan.py", "config"): [
+        ("samples <= warmup", "samples < warmup"),
+        ("max(1, decay - warmup)", "max(1, decay)"),
+    ],
+    ("counts", "config/batch_rampup.py", "config"): [
+        ("-(-(step + 1) * self.samples // steps)", "(step + 1) * self.samples // steps"),
+        ("consumed >= self.samples", "consumed > self.samples"),
+    ],
+    ("counts", "analysis/flops.py", "analysis"): [
+        ("6 * h * (config.tp - 1)", "6 * h * config.tp"),
+        ('(config.recompute == "selective")', '(config.recompute != "none")'),
+        ("- 6.0 * batch", "- 12.0 * batch"),
+    ],
+    ("counts", "analysis/phase_times.py", "analysis"): [
+        ("(m * config.interleaving + p - 1)", "(m * config.interleaving)"),
+    ],
+    ("counts", "forecasting/request.py", "forecasting/test_calendar.py"): [
+        ("math.ceil(self.tokens /", "int(self.tokens /"),
+    ],
+    ("counts", "costmodel/columns.py", "costmodel/test_memory.py"): [
+        ("+ 7 * h) / self.tp + 6 * h", "+ 13 * h) / self.tp"),
+    ],
+    ("counts", "workspace/checkpoints.py", "workspace"): [
+        ("4 * len(KINDS)", "2 * len(KINDS)"),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The text `old`, which stands once in `file` (below lib/trilane), replaced by `new`; `tests` below tests/."""
+
+    area: str
+    file: str
+    tests: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.area:11} {self.file}: {self.old.strip()}  ->  {self.new.strip() or '(nothing)'}"
+
+    def planted(self, text: str) -> str:
+        """The file's text with the fault; ValueError where `old` does not stand there exactly once."""
+        if (found := text.count(self.old)) != 1:
+            raise ValueError(f"{self.file}: {self.old!r} stands there {found} times, not once; choose another text")
+        return text.replace(self.old, self.new)
+
+
+FAULTS = tuple(Fault(*place, *pair) for place, pairs in TABLE.items() for pair in pairs)
+
+
+class Copy:
+    """A copy of lib, into which one fault at a time is planted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lib = folder, folder / "lib"
+        shutil.copytree(REPOSITORY / "lib", self.lib, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for beside in ("notebooks", "slurm_templates"):  # what the library looks for next to itself
+            (folder / beside).symlink_to(REPOSITORY / beside)
+        self.ticks = iter(range(1, 1 << 30))
+
+    def verdict(self, fault: Fault) -> str:
+        """Whether the tests see it; "broken" where they cannot even start: a fault too crude for the table."""
+        path = self.lib / "trilane" / fault.file
+        whole = path.read_text(encoding="utf-8")
+        self._write(path, fault.planted(whole))
+        try:
+            return {0: "NOT SEEN", 1: "seen"}.get(self.run(fault.tests), "broken")
+        finally:
+            self._write(path, whole)
+
+    def _write(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        # Python takes bytecode for current that is of the same size and second.
+        os.utime(path, (next(self.ticks),) * 2)
+
+    def run(self, tests: str) -> int:
+        """The exit code of these quick tests against the copy; 1 where they do not end."""
+        outputs = self.folder / "outputs"
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        command += [f"--basetemp={self.folder / 'tmp'}", f"tests/{tests}"]
+        env = {**os.environ, "PYTHONPATH": str(self.lib), "TRILANE_OUTPUTS": str(outputs)}
+        try:
+            done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return 1
+        return done.returncode
+
+
+def verdicts(faults: Sequence[Fault], jobs: int) -> Iterator[tuple[Fault, str, float]]:
+    """Each fault with its verdict and seconds. ValueError where tests fail, or find none, without any fault."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as root, ThreadPoolExecutor(jobs) as pool:
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for number in range(jobs):
+            (folder := Path(root) / str(number)).mkdir()
+            copies.put(Copy(folder))
+
+        def one(fault: Fault | str) -> tuple[int | str, float]:
+            copy, begin = copies.get(), time.perf_counter()
+            try:
+                found = copy.run(fault) if isinstance(fault, str) else copy.verdict(fault)
+            finally:
+                copies.put(copy)
+            return found, time.perf_counter() - begin
+
+        areas = list(dict.fromkeys(fault.tests for fault in faults))
+        for tests, (code, _) in zip(areas, pool.map(one, areas), strict=True):
+            if code:
+                raise ValueError(f"tests/{tests}: exit code {code} without a fault; nothing can be concluded")
+        for fault, (verdict, seconds) in zip(faults, pool.map(one, faults), strict=True):
+            yield fault, str(verdict), seconds
+
+
+def main() -> int:
+    """Print a line for each fault, and the count; 1 where fewer than LEAST_SEEN are seen."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="faults whose area, file or text contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="test runs at a time")
+    given = parser.parse_args()
+    chosen = [fault for fault in FAULTS if given.only in str(fault)]
+    for fault in FAULTS:
+        fault.planted((REPOSITORY / "lib/trilane" / fault.file).read_text(encoding="utf-8"))
+    seen = 0
+    for fault, verdict, seconds in verdicts(chosen, given.jobs):
+        seen += verdict == "seen"
+        print(f"{verdict:8} {seconds:6.1f} s  {fault}", flush=True)
+    print(f"{seen} of {len(chosen)} faults seen by the quick tests")
+    return int(seen < LEAST_SEEN * len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
