@@ -218,7 +218,10 @@ BAD = [
         "precision=bf16: V100-32GB has no bf16 matrix units",
     ),
     (lambda: Dropout(hidden=1.0), "dropout.hidden=1.0: must be at least 0 and below 1"),
-    (lambda: plan(label="a/b"), "label='a/b': must be a plain folder name"),
+    (
+        lambda: plan(label="a/b"),
+        "label='a/b': must be a plain folder name (no slash, no dot in front, no blank at an end, at most 200 bytes)",
+    ),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
     (lambda: cluster("jz-a10"), None),

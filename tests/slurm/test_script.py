@@ -124,9 +124,8 @@ def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, valu
 @pytest.mark.parametrize("value", HOSTILE)
 def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(value: str, tmp_path: Path) -> None:
     site = sites.site("generic")
-    plan = dataclasses.replace(plan_for(site), label=value)
     with pytest.raises(ValueError, match=r"^label="):
-        script.render("train", plan, site, JobRequest())
+        script.render("train", dataclasses.replace(plan_for(site), label=value), site, JobRequest())
     try:
         text = script.render("train", plan_for(site), site, JobRequest(environment=f"/venvs/{value}"))
     except ValueError as refusal:

@@ -11,8 +11,7 @@ from click.shell_completion import shell_complete
 
 import trilane
 from trilane.cli.options import Group
-from trilane.utils.tables import one_line
-from trilane.utils.validation import require_known
+from trilane.utils.validation import require_known, shown
 
 COMPLETE = "_TRILANE_COMPLETE"
 GROUPS = {
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports an error at its exit
         return 141
     except (ValueError, OSError, click.ClickException) as error:
-        print("trilane:", one_line(message(error)), file=sys.stderr)
+        print("trilane:", shown(message(error), 1000), file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
         print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)

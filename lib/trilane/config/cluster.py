@@ -12,6 +12,7 @@ from trilane.utils.validation import (
     require,
     require_integer,
     require_known,
+    require_line,
     require_not_negative,
     require_positive,
 )
@@ -41,6 +42,7 @@ class Gpu:
     num_sms: int = 1
 
     def __post_init__(self) -> None:
+        require_line("gpu.name", self.name)
         require_known("gpu.kind", self.kind, ("cuda", "cpu"))
         for name in ("memory_bytes", "memory_bytes_per_s", "fp32_flops_per_s"):
             require_positive(f"gpu.{name}", getattr(self, name))
@@ -86,6 +88,7 @@ class Cluster:
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_line("cluster.name", self.name)
         for name in ("gpus_per_node", "max_nodes", "cores_per_node"):
             require_integer(f"cluster.{name}", getattr(self, name), 1)
             rule = f"must be at most {LARGEST_COUNT}"

@@ -19,6 +19,8 @@ from trilane.utils.validation import (
     require,
     require_integer,
     require_known,
+    require_label,
+    require_path,
     require_positive,
     to_mapping,
 )
@@ -37,6 +39,7 @@ class Part:
 
     def __post_init__(self) -> None:
         require(self.source != BLEND, "data.blend", self.source, "a blend cannot hold another")
+        require_path("data.blend", self.source)
         require_positive(f"data.blend weight of {self.source}", self.weight)
 
 
@@ -57,6 +60,8 @@ class Data:
     blend: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("source", "tokenizer", "folder"):
+            require_path(f"data.{name}", getattr(self, name))
         parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
         require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
         require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
@@ -150,6 +155,7 @@ class Run:
     exit_iteration: int = 0
 
     def __post_init__(self) -> None:
+        require_path("load", self.load)
         for name in ("train_iters", "log_interval", "trace_calls"):
             require_integer(name, getattr(self, name), 1)
         for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration"):
@@ -189,7 +195,7 @@ class Plan:
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        require(bool(self.label) and "/" not in self.label, "label", repr(self.label), "must be a plain folder name")
+        require_label("label", self.label)
         require_known("engine", self.engine, ENGINES)
         t = self.topology
         reason = unsupported_reason(self.engine, self.shape, t) or invalid_reason(self.shape, t)

@@ -82,7 +82,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "qos": "" if is_watcher else request.qos,
         "requeue": "requeue" if request.requeue else "no-requeue",
         "offline": site.offline,
-        "modules": " ".join(plain("module", module) for module in site.modules),
+        "modules": " ".join(site.modules),
         "conda": environment.removeprefix("conda:") if environment.startswith("conda:") else "",
         "venv": quoted("environment", environment or own_environment()),
         "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",

@@ -7,15 +7,25 @@ from importlib import resources
 from pathlib import Path
 
 from trilane.config import cluster as hardware
-from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known, require_positive
+from trilane.utils.validation import (
+    from_mapping,
+    read_json,
+    require,
+    require_integer,
+    require_known,
+    require_line,
+    require_path,
+    require_positive,
+    shown,
+)
 
 LOCAL = "local"
 
 # characters of a directive or an assignment that neither bash nor sbatch interprets
-PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=%/-]*")
-NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*")
-TIME = re.compile(r"(?:\d+-)?\d+:[0-5]\d:[0-5]\d")
-SBATCH_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}")
+NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}")
+TIME = re.compile(r"(?:[0-9]{1,5}-)?[0-9]{1,6}:[0-5][0-9]:[0-5][0-9]")
+SBATCH_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 CHOICES = {"launcher": ("torchrun", "deepspeed"), "nccl_debug": ("VERSION", "WARN", "INFO", "TRACE")}
 
 
@@ -28,6 +38,7 @@ class Qos:
     gpus: int
 
     def __post_init__(self) -> None:
+        plain("qos.name", self.name)
         require_positive("qos.hours", self.hours)
         require_positive("qos.gpus", self.gpus)
 
@@ -65,6 +76,17 @@ class Site:
 
     def __post_init__(self) -> None:
         require(bool(self.name), "site.name", repr(self.name), "must be a name")
+        for name in ("name", "cluster"):
+            require_line(f"site.{name}", getattr(self, name))
+        for name in ("partition", "service_partition", "constraint", "hint"):
+            if word := getattr(self, name):
+                plain(f"site.{name}", word)
+        for name in ("partitions", "modules"):
+            for word in getattr(self, name):
+                plain(f"site.{name}", word)
+        plain("site.account_ending", f"account{self.account_ending}")
+        for folder in self.local:
+            require_path("site.local", folder)
         if self.cluster and not self.cluster.endswith(".json"):
             require_known("site.cluster", self.cluster, hardware.catalogue())
         if self.default_qos:
@@ -106,7 +128,7 @@ def _read(path: Path) -> Site:
 
 def plain(field: str, value: str) -> str:
     """`value`; ValueError where bash or sbatch would interpret it."""
-    rule = "must consist of letters, digits and _ . , @ : + = % / -, and not begin with a dash"
+    rule = "must consist of letters, digits and _ . , @ : + = / - (200 at most), and not begin with a dash"
     require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
     return value
 
@@ -120,7 +142,7 @@ def seconds_of(time_limit: str) -> int:
     found = SBATCH_TIME.fullmatch(time_limit)
     rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
     if found is None:
-        raise ValueError(f"time_limit={time_limit!r}: {rule}")
+        raise ValueError(f"time_limit={shown(repr(time_limit))}: {rule}")
     days, *given = found.groups()
     parts = [int(part) for part in given if part is not None]
     if days is None and len(parts) < 3:
@@ -163,8 +185,7 @@ class JobRequest:
                 plain(name, value)
         is_list = not self.exclude or NODES.fullmatch(self.exclude) is not None
         require(is_list, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
-        printable = self.environment.isprintable()
-        require(printable, "environment", repr(self.environment), "must be a folder or conda:NAME, on one line")
+        require_line("environment", self.environment)
         if self.environment.startswith("conda:"):
             plain("environment", self.environment.removeprefix("conda:"))
         elif self.environment:

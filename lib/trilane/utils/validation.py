@@ -3,21 +3,57 @@
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trilane.utils.tables import one_line
+
 T = TypeVar("T")
 DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
+LONG = 300  # characters of a value in a message
+MOST_BYTES = 1 << 26  # of a JSON file; that of a search with all its plans has a few million
+MOST_CHARACTERS = 4000  # of a text in a field: a path has at most 4096 bytes
+LARGEST_INTEGER = 1 << 63
 
 
 def require(ok: bool, field: str, value: object, rule: str) -> None:
     """Raise ValueError("field=value: rule") unless `ok`."""
     if not ok:
-        raise ValueError(f"{field}={value}: {rule}")
+        raise ValueError(f"{field}={shown(value)}: {rule}")
+
+
+def shown(value: object, most: int = LONG) -> str:
+    """A value as one line for a message, the middle of a long one left out."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return "a number of more than 300 digits"
+    text = str(value)
+    return one_line(text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}")
+
+
+def require_line(field: str, value: str) -> None:
+    """Raise ValueError unless `value` is one line of printable characters."""
+    rule = f"must be one line of at most {MOST_CHARACTERS} characters, without control characters"
+    require(value.isprintable() and len(value) <= MOST_CHARACTERS, field, value, rule)
+
+
+def require_path(field: str, value: str) -> None:
+    """Raise ValueError unless `value` can be the path of a file, and is not taken for an option of a command."""
+    require_line(field, value)
+    require(not value.startswith("-"), field, value, "must not begin with a dash")
+
+
+def require_label(field: str, value: str) -> None:
+    """Raise ValueError unless `value` can be the name of a folder."""
+    require_path(field, value)
+    ok = value == value.strip() and 0 < len(value.encode()) <= 200 and "/" not in value and value[0] != "."
+    rule = "must be a plain folder name (no slash, no dot in front, no blank at an end, at most 200 bytes)"
+    require(ok, field, repr(value), rule)
 
 
 def require_known(field: str, value: str, known: Iterable[str]) -> None:
@@ -26,7 +62,7 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
     if value not in names:
         close = difflib.get_close_matches(str(value), names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"{field}={value}: {hint}known: {', '.join(sorted(names))}")
+        raise ValueError(f"{field}={shown(value)}: {hint}known: {', '.join(sorted(names))}")
 
 
 def require_integer(field: str, value: object, minimum: int) -> None:
@@ -71,6 +107,9 @@ def _value(hint: Any, value: object, where: str) -> Any:
     if origin is tuple:
         require(isinstance(value, list | tuple), where, value, "must be a list")
         return tuple(_value(typing.get_args(hint)[0], v, where) for v in value)  # type: ignore[attr-defined]
+    if origin is dict:
+        texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
+        require(texts, where, value, "must be a JSON object of texts")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         require(abs(value) < 1 << 1000, where, "a number of more than 300 digits", "is too large")
         return float(value)
@@ -78,6 +117,8 @@ def _value(hint: Any, value: object, where: str) -> Any:
     if hint in plain:
         right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
         require(right, where, repr(value), f"must be {plain[hint]}")
+        is_large = hint is int and abs(value) >= LARGEST_INTEGER  # type: ignore[arg-type]
+        require(not is_large, where, value, "must have less than 64 bits")
     elif isinstance(hint, types.UnionType) and value is not None:
         return _value(next(t for t in typing.get_args(hint) if t is not type(None)), value, where)
     return value
@@ -89,13 +130,45 @@ def to_mapping(value: Any) -> dict[str, Any]:
 
 
 def read_json(path: Path | str, what: str) -> Any:
-    """The JSON in `path`; ValueError with its name where it is missing or not JSON."""
+    """The JSON in `path`; ValueError with its name where it is missing, not JSON, or not finite in a number.
+
+    A key that an object holds twice is refused: which of its values counts depends on the program that reads it.
+    """
+    text = read_text(path, what, MOST_BYTES)
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
+    except RecursionError:
+        reason = "nested too deep"
+    except ValueError as error:  # also an integer of more than 4300 digits
+        reason = str(error).partition("; use sys.")[0]
+    raise ValueError(f"{what}={shown(path)}: not JSON ({shown(reason)})")
+
+
+def read_text(path: Path | str, what: str, most: int) -> str:
+    """The text of a regular file of at most `most` bytes in UTF-8; ValueError with its name otherwise."""
     path = Path(path)
     require_file(what, path)
+    size = path.stat().st_size
+    require(size <= most, what, path, f"has {size} bytes; at most {most} are read")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{what}={path}: not JSON ({error})") from None
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}={shown(path)}: not text in UTF-8 (byte {error.start})") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shown(text, 40)} is not a finite number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shown(repr(twice), 40)} is there twice")
+    return values
 
 
 def shipped_json(name: str) -> Any:
@@ -106,7 +179,7 @@ def shipped_json(name: str) -> Any:
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError unless `path` is a file."""
     require(not path.is_dir(), field, path, "is a folder; a file is needed")
-    require(path.is_file(), field, path, "no such file")
+    require(path.is_file(), field, path, "is no regular file" if path.exists() else "no such file")
 
 
 def require_folder(field: str, path: Path) -> None:
