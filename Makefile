@@ -5,8 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STUDY ?= demo
 STAMP := $(VENV)/.current
+DEV_STAMP := $(VENV)/.current-dev
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+SHORT := grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' | cut -c1-110; exit $${PIPESTATUS[0]}
+LOCKED := $(PIP) --no-deps --require-hashes --progress-bar on
 
-.PHONY: run test check lab venv help clean
+.PHONY: run test check lab venv venv-dev lock help clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,35 +18,46 @@ help:
 	@echo "make test   set up, pass every test"
 	@echo "make check  lint, types and the quick tests (under 3 minutes)"
 	@echo "make lab    JupyterLab on the notebooks"
-	@echo "make venv   the set-up alone"
+	@echo "make venv   the set-up alone (make venv-dev: with what tests and lint need)"
+	@echo "make lock   write requirements*.lock after a change of versions"
 
 venv: $(STAMP)
 	@:
 
-$(STAMP): requirements.txt pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11 or 3.12)" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-	  || { echo "missing: Python 3.11 or 3.12 ($(PYTHON) is $$($(PYTHON) -V 2>&1)); try make PYTHON=python3.11" >&2; exit 2; }
+venv-dev: $(DEV_STAMP)
+	@:
+
+$(STAMP): requirements.lock requirements-cuda.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.11)" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  || { echo "missing: Python 3.11 ($(PYTHON) is $$($(PYTHON) -V 2>&1)); try make PYTHON=python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
 	  || { echo "missing: the venv module of $(PYTHON) (Debian: apt install python3-venv)" >&2; exit 2; }
 	@command -v git >/dev/null || echo "note: git is missing; reports will not name a revision" >&2
-	@echo "set-up: $(VENV) (about 2 GB; a few minutes at the first time)"
+	@echo "set-up: $(VENV) (2 GB with a CPU build of torch, 6 GB with a CUDA build; a few minutes at the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -r requirements.txt 2>&1 \
-	  | grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' \
-	  | cut -c1-110; exit $${PIPESTATUS[0]}
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --editable .
+	@$(LOCKED) -r requirements.lock 2>&1 | $(SHORT)
+	@! $(BIN)/python -c 'from importlib.metadata import requires as r; exit("nvidia" not in str(r("torch")))' \
+	  || { $(LOCKED) -r requirements-cuda.lock 2>&1 | $(SHORT); }
+	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "set-up: done"
+
+$(DEV_STAMP): $(STAMP) requirements-dev.lock
+	@$(LOCKED) -r requirements-dev.lock 2>&1 | $(SHORT)
+	@touch $@
+
+lock: venv-dev
+	@.ci/lock
 
 run: venv
 	@$(BIN)/python -m trilane run all --study $(STUDY) --fresh
 
-test: venv
+test: venv-dev
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 	$(BIN)/python -m pytest
 
-check: venv
+check: venv-dev
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 

@@ -2,24 +2,67 @@
 
 import json
 import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 
 import pytest
+import yaml
 from support import REPOSITORY
+from test_architecture import imports
 
 
-def test_environment_yml_and_requirements_name_the_same_set_up():
-    """environment.yml refers to requirements.txt and pins nothing itself but Python, so the two cannot drift."""
+def pins(name: str) -> dict[str, str]:
+    """The versions in a list of requirements or a lock, by normalized name."""
+    found = re.findall(r"^([\w.-]+)==([\w.]+)", (REPOSITORY / name).read_text(), re.M)
+    return {normalized(package): version for package, version in found}
+
+
+def normalized(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def dev_group() -> dict[str, str]:
+    group = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    return {normalized(line.split("==")[0]): line.split("==")[1] for line in group}
+
+
+def test_environment_yml_sets_up_what_the_makefile_does():
+    """As far as it can be held without conda: its structure, the list it reads, the build of torch for V100."""
     text = (REPOSITORY / "environment.yml").read_text()
-    active = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
-    assert "- python=3.11" in active and "- -r requirements.txt" in active and "- -e ." in active
-    assert not [line for line in active if "==" in line]
+    values = yaml.safe_load(text)
+    assert set(values) == {"name", "channels", "dependencies"} and values["channels"] == ["conda-forge"]
+    *conda, pip = values["dependencies"]
+    assert conda == ["python=3.11", "pip", "git"] and pip == {"pip": ["-r requirements.txt", "-e ."]}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert project["project"]["requires-python"] == "==3.11.*"
+    assert project["tool"]["setuptools"]["dynamic"]["dependencies"]["file"] == "requirements.txt"
     assert re.search(r"# - --extra-index-url \S+/cu126", text), "the V100 variant is missing"
-    requirements = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    pins = [line for line in requirements if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9_-]+==[0-9.]+", line) for line in pins)
-    assert "torch==2.13.0" in pins
-    pyproject = (REPOSITORY / "pyproject.toml").read_text()
-    assert 'dynamic.dependencies.file = "requirements.txt"' in pyproject and "==" not in pyproject
+
+
+def test_the_locks_hold_the_versions_that_are_asked_for_each_with_a_hash():
+    locked = pins("requirements.lock") | pins("requirements-cuda.lock")
+    assert pins("requirements.txt").items() <= locked.items()
+    assert dev_group().items() <= pins("requirements-dev.lock").items()
+    assert not dev_group().keys() & pins("requirements.txt").keys(), "a user installs what only tests need"
+    assert not [name for name in pins("requirements.lock") if name.startswith(("nvidia", "cuda"))]
+    both = pins("requirements-dev.lock").keys() & locked.keys()
+    assert all(pins("requirements-dev.lock")[name] == locked[name] for name in both)
+    for name in ("requirements.lock", "requirements-cuda.lock", "requirements-dev.lock"):
+        entries = re.split(r"^(?=[a-zA-Z])", (REPOSITORY / name).read_text(), flags=re.M)[1:]
+        assert entries and all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+
+
+@pytest.mark.parametrize(("folder", "more"), [("lib", False), ("tests", True), ("benchmarks", True)])
+def test_what_is_imported_is_pinned(folder, more):
+    """Not left to come along with something else; only tests and benchmarks use the group dev."""
+    named = pins("requirements.txt") | (dev_group() if more else {})
+    owners = packages_distributions()
+    ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
+    own = {path.stem for path in ours} | {"trilane"}
+    for path in (REPOSITORY / folder).rglob("*.py"):
+        for name in {n.split(".")[0] for n in imports(path)} - set(sys.stdlib_module_names) - own:
+            assert {normalized(package) for package in owners.get(name, [name])} & named.keys(), f"{path}: {name}"
 
 
 def notebooks():
