@@ -84,7 +84,7 @@ def at(folder: Path, iteration: int) -> None:
 
 
 def newest(folder: Path, iteration: int) -> None:
-    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "checkpoints" / name_of(iteration)).mkdir(parents=True)
     (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
 
 
@@ -127,8 +127,7 @@ def test_an_attempt_that_saved_nothing_is_put_aside_whole_and_nothing_is_lost(fo
 
 def test_an_attempt_goes_on_in_its_log_where_a_checkpoint_is_and_only_its_own_end_counts(folder: Path) -> None:
     attempt.begin(folder, JOB)
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints/latest").write_text("iter_0000002\n")
+    newest(folder, 2)
     (folder / "run.log").write_text("START a\nCUDA out of memory. Tried to allocate 2.00 GiB\n")
     assert attempt.end(folder, 1, JOB).status == "OOM"
     assert attempt.begin(folder, JOB) == "go: from iter_0000002"

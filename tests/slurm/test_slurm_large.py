@@ -30,7 +30,7 @@ def rehearse(folder: Path, seconds: int) -> None:
     head, _, rest = script.partition("# the corpus is tokenized")
     end = rest[rest.index('echo "END ') :]
     sleep = f"code=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c 'trap \"\" USR1; sleep {seconds}' || code=$?\n"
-    done = "[[ $code -ne 0 ]] || { mkdir checkpoints; echo iter_0000100 >checkpoints/latest; }\n"
+    done = "[[ $code -ne 0 ]] || { mkdir -p checkpoints/iter_0000100; echo iter_0000100 >checkpoints/latest; }\n"
     done += "[[ $code -ne 0 ]] || echo '{\"iteration\": 100}' >>steps.jsonl\n"
     (folder / "job.sbatch").write_text(head + sleep + done + end)
 

@@ -1,6 +1,7 @@
 """A folder of checkpoints: only what is complete counts, and what is damaged is found."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) 
         made(tmp_path, iteration)
     checkpoints.keep_last(tmp_path, 0)
     assert len(checkpoints.complete(tmp_path)) == 3
-    checkpoints.write_durably(tmp_path / "latest", "iter_0000010\n")
+    (tmp_path / "latest").write_text("iter_0000010\n")
     checkpoints.keep_last(tmp_path, 1)
     assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_0000010", "iter_0000030"]
     assert checkpoints.latest(tmp_path) == tmp_path / "iter_0000010"
@@ -98,3 +99,37 @@ def test_a_replaced_checkpoint_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{field}="):
         Run(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_named_before_latest_names_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """fsync(2): a crash may undo each rename whose folder was not synchronised, and lose content that was not."""
+    done: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def synced(handle: int) -> None:
+        done.append("sync " + Path(os.readlink(f"/proc/self/fd/{handle}")).name.partition("iter_")[0].rstrip("."))
+        fsync(handle)
+
+    def renamed(aside: Path, target: Path) -> None:
+        done.append(f"name {Path(target).name}")
+        (replace if Path(target).name == "latest" else rename)(aside, target)
+
+    (tmp_path / ".iter_0000010.x").mkdir()
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", renamed)
+    checkpoints.publish(tmp_path / ".iter_0000010.x", tmp_path / "iter_0000010")
+    temporary = done.pop(3)
+    assert temporary.startswith("sync .latest")
+    assert done == ["sync ", "name iter_0000010", f"sync {tmp_path.name}", "name latest", f"sync {tmp_path.name}"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 14, b"iter_00000", b"\xff\xfe", b"../../elsewhere", b"iter_0000090"])
+def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(damage: bytes, tmp_path: Path) -> None:
+    made(tmp_path, 20)
+    made(tmp_path, 30)
+    (tmp_path / "latest").write_bytes(damage)
+    assert checkpoints.latest(tmp_path) == tmp_path / "iter_0000030"
+    assert checkpoints.latest(tmp_path / "none") is None

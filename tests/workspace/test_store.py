@@ -6,6 +6,7 @@ import pytest
 from support import small_plan
 
 from trilane.workspace.run_folder import write_text
+from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
 
 
@@ -51,15 +52,7 @@ def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_aga
     write_text(first / "run.log", "half a run")
     second, done = study.run_folder(plan, files)
     assert (second.name, done) == ("small-2", False)
-    write_text(first / "status.json", json.dumps({"status": "completed"}))
+    write_status(first, RunStatus(status=Status.COMPLETED, evidence="", rank=None, exit_code=0, seconds=1.0))
     assert study.run_folder(plan, files) == (first, True)
     longer = small_plan(train_iters=9)
     assert study.run_folder(longer, files)[0].name == "small-3"
-
-
-def test_a_file_is_written_whole_or_not_at_all(outputs, monkeypatch):
-    path = write_text(outputs / "a.txt", "old")
-    monkeypatch.setattr("pathlib.Path.write_text", lambda *a, **k: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        write_text(path, "new")
-    assert path.read_text() == "old"

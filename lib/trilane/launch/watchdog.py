@@ -19,7 +19,7 @@ from trilane.diagnose.hang.capture import capture, capture_here
 from trilane.diagnose.hang.verdict import diagnose_hang
 from trilane.utils.process import die_with
 from trilane.workspace.heartbeat import END, StallDetector, process_state, read_beats
-from trilane.workspace.status import RunStatus, Status, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
 POLL_S = 0.5
 PRECEDENCE_S = 15.0  # how much earlier than the others the node of rank 0 reports a stall
@@ -112,7 +112,8 @@ def _check(monitor: HangMonitor, folder: Path) -> None:
 
 def _is_hang(folder: Path, begin: float) -> bool:
     path = folder / "status.json"
-    return path.exists() and path.stat().st_mtime >= begin and read_status(folder).status is Status.HANG
+    written = known_status(folder) if path.exists() and path.stat().st_mtime >= begin else None
+    return written is not None and written.status is Status.HANG
 
 
 def _kill_own_ranks(folder: Path, last: int) -> None:

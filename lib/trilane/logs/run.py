@@ -1,6 +1,5 @@
 """RunLog: the content of one training run's log, and how the run ended."""
 
-import json
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -19,7 +18,7 @@ from trilane.logs.stream import blocks
 from trilane.logs.table import NAN, Column, NumericTable
 from trilane.utils.tables import Table, show
 from trilane.utils.validation import require
-from trilane.workspace.status import Status
+from trilane.workspace.status import Status, known_status, status_problem
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,13 +114,14 @@ def read_run_folder(folder: Path | str) -> RunLog:
     ended before its first iteration has empty tables.
     """
     folder = Path(folder)
-    written = json.loads((folder / "status.json").read_text()) if (folder / "status.json").exists() else {}
+    written = known_status(folder)
     try:
         log = _joined(read_logs(folder / "run.log"))
     except ValueError as error:
         log = RunLog(source=folder / "run.log", status=Status.UNFINISHED, evidence=str(error))
-    status, evidence = written.get("status", log.status), written.get("evidence", log.evidence)
-    return replace(log, status=Status(status), evidence=evidence)
+    if written:
+        return replace(log, status=written.status, evidence=written.evidence)
+    return replace(log, notes=(*log.notes, *filter(None, [status_problem(folder)])))
 
 
 def _joined(parts: list[RunLog]) -> RunLog:

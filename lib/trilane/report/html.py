@@ -11,6 +11,7 @@ from nbconvert import HTMLExporter
 
 from trilane.utils.tables import short
 from trilane.workspace.run_folder import write_text
+from trilane.workspace.status import known_status, status_problem
 from trilane.workspace.study import Study, stamp
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -80,11 +81,10 @@ def _notebook_row(path: Path) -> dict[str, Any]:
 
 
 def _run_row(folder: Path) -> dict[str, Any]:
-    status_file = folder / "status.json"
-    status = json.loads(status_file.read_text(encoding="utf-8")) if status_file.exists() else {}
+    written, problem = known_status(folder), status_problem(folder)
     return {
         "name": folder.name,
-        "status": status.get("status", "not started"),
-        "evidence": short(status.get("evidence", "")),
+        "status": str(written.status) if written else "unknown" if problem else "not started",
+        "evidence": short(written.evidence if written else problem),
         "files": sorted(p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")),
     }

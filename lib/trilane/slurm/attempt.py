@@ -16,7 +16,7 @@ from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, wai
 from trilane.utils.validation import read_json
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
-from trilane.workspace.status import RunStatus, Status, read_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
 TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
 TRIES = 3  # attempts that may start at the same iteration
@@ -64,8 +64,8 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
 def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
     """The status by the step's exit code first, then by the text of the log."""
     at, rank = iteration(folder), None
-    if code == 0 and (folder / "status.json").exists():  # written by the engine
-        written = read_status(folder)
+    written = known_status(folder)
+    if code == 0 and written:  # by the engine
         status, evidence = written.status, written.evidence
     elif code == 0:
         status = Status.COMPLETED if finished(folder) else Status.STOPPED
@@ -138,12 +138,12 @@ def pruned(folder: Path, sweep: str) -> str:
     members = read_json(Path(sweep) / "sweep.json", "sweep")["members"]
     mine = next(m for m in members if Path(m["folder"]).resolve() == folder.resolve())
     for other in members:
-        status = Path(other["folder"]) / "status.json"
-        if other is mine or other["memory_bytes"] > mine["memory_bytes"] or not status.exists():
+        written = known_status(Path(other["folder"]))
+        if other is mine or other["memory_bytes"] > mine["memory_bytes"]:
             continue
-        if read_status(status.parent).status is Status.OOM:
+        if written and written.status is Status.OOM:
             need, less = mine["memory_bytes"] / 2**30, other["memory_bytes"] / 2**30
-            reason = f"pruned: predicted {need:.2f} GiB, and {status.parent.name} ran out with {less:.2f} GiB"
+            reason = f"pruned: predicted {need:.2f} GiB, and {Path(other['folder']).name} ran out with {less:.2f} GiB"
             write_status(folder, RunStatus(status=Status.PRUNED, evidence=reason, rank=None, exit_code=0, seconds=0.0))
             return reason
     return ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trilane.slurm import attempt, client, ledger
 from trilane.utils.validation import require
-from trilane.workspace.status import Status, read_status
+from trilane.workspace.status import Status, known_status, status_problem
 
 # SLURM's states that are a reason by themselves; where SLURM reports only a failure, the log decides
 REASONS = {
@@ -36,9 +36,11 @@ def decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobState
 
 def status_of(folder: Path, job: client.JobState) -> tuple[Status, str]:
     """The job's status, and the line that proves it."""
-    written = read_status(folder) if (folder / "status.json").exists() else None
+    written = known_status(folder)
     if job.state == "NOT SUBMITTED":
-        return (written.status, written.evidence) if written else (Status.NOT_SUBMITTED, "")
+        problem = status_problem(folder)
+        found = (written.status, written.evidence) if written else (Status.NOT_SUBMITTED, "")
+        return (Status.UNFINISHED, problem) if problem else found
     if not job.has_ended:
         return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, last_line(folder))
     is_last = _is_last(folder, job)

@@ -7,10 +7,12 @@ import json
 import os
 import platform
 import re
+import secrets
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,15 +20,43 @@ from typing import IO, Any
 
 EARLIER = "earlier"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted without -o flock, some NFS
+# FAT and some FUSE file systems have no links; others' files may not be linked (fs.protected_hardlinks)
+NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF)
+REPLACED = "\ufffd"  # what stands for bytes that are not UTF-8
+
+
+def read_text(path: Path) -> str:
+    """The text of a file as far as it can be read; "" where there is none.
+
+    A host that crashes leaves NULs at the end of a file, a cut write half a character: NULs are left out, bytes that
+    are not UTF-8 replaced. Raises ValueError for a folder, and for a file that must not be read.
+    """
+    try:
+        return path.read_bytes().replace(b"\0", b"").decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise ValueError(f"file={path}: cannot be read ({error.strerror})") from None
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in the lines of a text, without a line that a killed process left half-written."""
-    found = []
-    for line in text.splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return [values for values in found if isinstance(values, dict)]
+    """The JSON objects in the lines of a text; damaged lines, as a killed process or a crash leaves, are left out."""
+    return [values for line in text.split("\n") if (values := json_object(line)) is not None]
+
+
+def damaged_lines(text: str) -> int:
+    """How many lines json_lines() leaves out; a blank one is not damaged."""
+    return sum(bool(line.strip()) for line in text.split("\n")) - len(json_lines(text))
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in a text; None for any other text."""
+    try:
+        found = json.loads(text.strip("\0"))
+    except (ValueError, RecursionError):  # a number of over 4300 digits is a ValueError too
+        return None
+    return found if isinstance(found, dict) and REPLACED not in text else None
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -60,26 +90,92 @@ def append_line(path: Path, line: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` under a temporary name, then rename it to `path`: a reader never sees half a file."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    """Replace `path` by a file that holds `text`: nobody sees half of it, also after a crash.
+
+    It is on the disk when this returns. Where that fails (a full disk) the old file stays, and nothing else is left.
+    """
+    # Random, since processes of several hosts, whose ids can be equal, may write the same file at once.
+    aside = path.with_name(f".{path.name[:150]}.{secrets.token_hex(6)}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write to the disk what was created, renamed or removed in `folder`; nothing where a file system cannot."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(handle)
+
+
+def numbered(folder: Path, prefix: str, make: Callable[[Path], None]) -> Path:
+    """The path PREFIX1, PREFIX2, ... of `folder` after all that are there, at which `make` created a file or folder.
+
+    Another process may take a number at the same moment: `make` raises FileExistsError, and the next one is tried.
+    """
+    folder.mkdir(exist_ok=True)
+    names = [path.name.removeprefix(prefix) for path in folder.iterdir() if path.name.startswith(prefix)]
+    taken = [int(name) for name in names if name.isdecimal()]
+    number = 1 + max(taken, default=0)
+    while True:
+        try:
+            make(folder / f"{prefix}{number}")
+            return folder / f"{prefix}{number}"
+        except FileExistsError:
+            number += 1
 
 
 def set_aside(path: Path) -> None:
-    """Keep the file at `path`, if there is one, under a second name too: earlier/NAME.1, .2, ..."""
+    """Keep the file at `path`, if there is one, under a second name too: earlier/NAME.1, .2, ...
+
+    A folder in its place is moved there.
+    """
     if path.exists():
-        folder = path.parent / EARLIER
-        folder.mkdir(exist_ok=True)
-        number = 1 + sum(1 for _ in folder.glob(f"{path.name}.*"))
-        os.link(path, folder / f"{path.name}.{number}")
+        numbered(path.parent / EARLIER, f"{path.name}.", lambda target: _keep(path, target))
+
+
+def _keep(path: Path, target: Path) -> None:
+    if path.is_dir():
+        target.mkdir()
+        path.rename(target)
+        return
+    try:
+        os.link(path, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        _copy(path, target)
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy to a file that must not exist; where that fails, nothing of it is left."""
+    with path.open("rb") as file, target.open("xb") as copy:
+        try:
+            shutil.copyfileobj(file, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
+        except BaseException:
+            target.unlink()
+            raise
 
 
 LOCK = "run.lock"
 POLL_S = 0.1
 BEAT_S = 5.0  # between two signs of life of a lock's holder
 SILENT_S = 120.0  # without one, the holder counts as dead; NFS shows a file's time up to 60 s late
-NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 @dataclass(frozen=True, kw_only=True)

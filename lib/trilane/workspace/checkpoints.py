@@ -13,11 +13,13 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
 from trilane.config.model import ModelShape
+from trilane.utils.files import read_text, replace_text, sync_folder
 
 FOLDER = "checkpoints"
 LATEST = "latest"
@@ -65,9 +67,16 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint that the file `latest` names; None where there is none yet."""
-    pointer = folder / LATEST
-    return folder / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+    """The checkpoint that the file `latest` names; None where there is none yet.
+
+    Where the file is damaged, or names one that is gone: the newest complete checkpoint.
+    """
+    if not (folder / LATEST).exists():
+        return None
+    name = read_text(folder / LATEST).strip() if (folder / LATEST).is_file() else ""
+    if NAME.fullmatch(name) and (folder / name).is_dir():
+        return folder / name
+    return next(reversed(complete(folder)), None)
 
 
 def digest(path: Path) -> str:
@@ -76,29 +85,9 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by a file that holds `text`; it is on the disk when this returns."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Write to the disk what was created, renamed or removed in `folder`."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write manifest.json, with a checksum of its content."""
-    write_durably(folder / MANIFEST, json.dumps(_sealed(content), sort_keys=True) + "\n")
+    replace_text(folder / MANIFEST, json.dumps(_sealed(content), sort_keys=True) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -110,7 +99,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             return read["content"]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ValueError(f"{MANIFEST} is damaged")
 
@@ -138,7 +127,7 @@ def publish(aside: Path, target: Path) -> None:
         discard(target)
     os.rename(aside, target)
     sync_folder(target.parent)
-    write_durably(target.parent / LATEST, target.name + "\n")
+    replace_text(target.parent / LATEST, target.name + "\n")
 
 
 def keep_last(folder: Path, count: int) -> None:
@@ -151,7 +140,7 @@ def keep_last(folder: Path, count: int) -> None:
 
 def discard(path: Path) -> None:
     """Delete a checkpoint; it is renamed first, so that a partly deleted one does not look complete."""
-    aside = path.with_name(f".{path.name}.deleted.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.deleted.{secrets.token_hex(4)}")
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORD = 128  # bytes of a heartbeat file: one padded line
+# What encode() writes. A process id is above 1: a signal to -1, 0 or 1 would reach other processes.
+BEAT = re.compile(rb"(\d{1,12}) ([^\s\0]{1,64}) (\d{1,12}\.\d{3}) (?!1 )([1-9]\d{0,8}) ([^\s\0]+)\s*$")
 END = "end"  # the phase of a rank that has finished
 
 SLOT = 128  # bytes of a call in the ring buffer: number, time, `>` entered or `<` left, function; padded, with newline
@@ -54,11 +56,17 @@ def read_beats(folder: Path) -> dict[int, Heartbeat]:
     """The last heartbeat of each rank of a run folder, where readable."""
     found = {}
     for path in sorted((folder / "ranks").glob("*.beat")):
-        parts = path.read_text(encoding="utf-8", errors="replace").split()
-        if len(parts) >= 5 and path.stem.isdigit():
-            rank, step, pid, when = int(path.stem), int(parts[0]), int(parts[3]), float(parts[2])
-            phase = "" if parts[1] == "-" else parts[1]
-            found[rank] = Heartbeat(rank=rank, step=step, phase=phase, time=when, pid=pid, host=parts[4])
+        match = BEAT.match(path.read_bytes()[:RECORD]) if path.is_file() else None
+        if match and path.stem.isdecimal():
+            step, phase, when, pid, host = match.groups()
+            found[int(path.stem)] = Heartbeat(
+                rank=int(path.stem),
+                step=int(step),
+                phase="" if phase == b"-" else phase.decode("utf-8", "replace"),
+                time=float(when),
+                pid=int(pid),
+                host=host.decode("utf-8", "replace"),
+            )
     return found
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from trilane.utils.files import json_lines
+from trilane.utils.files import json_lines, read_text
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
 SUFFIX = ".phases"
+MOST_S = 1e9  # an iteration of 30 years is a damaged number
 
 
 def append(ranks: Path, rank: int, iteration: int, seconds: Mapping[str, float]) -> None:
@@ -33,7 +34,7 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
     found: dict[int, dict[str, float]] = {}
     hosts: dict[int, str] = {}
     for path in sorted((folder / "ranks").glob(f"*{SUFFIX}")):
-        lines = [line for line in json_lines(path.read_text(encoding="utf-8")) if isinstance(line.get("seconds"), dict)]
+        lines = [line for line in json_lines(read_text(path)) if _are_seconds(line.get("seconds"))]
         if lines and path.stem.isdigit():
             rank = int(path.stem)
             hosts[rank] = str(lines[-1].get("host", ""))
@@ -44,10 +45,13 @@ def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict
     return grid or _grid(folder, hosts), found
 
 
+def _are_seconds(values: object) -> bool:
+    """Whether the values are seconds by phase."""
+    return isinstance(values, dict) and all(isinstance(v, int | float) and 0 <= v < MOST_S for v in values.values())
+
+
 def _grid(folder: Path, hosts: Mapping[int, str]) -> Grid:
-    plan = folder / "plan.json"
-    values = json.loads(plan.read_text(encoding="utf-8")) if plan.is_file() else {}
-    grid = rank_grid.from_json(values) or rank_grid.unknown(hosts, 8)
+    grid = rank_grid.read(folder / "plan.json") or rank_grid.unknown(hosts, 8)
     # A rank without phase times is on the host of the others of its node.
     known = {grid[rank].node: host for rank, host in hosts.items() if host and rank in grid}
     return replace(grid, places=tuple(replace(p, node=known.get(p.node, p.node)) for p in grid.places))

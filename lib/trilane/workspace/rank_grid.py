@@ -1,10 +1,13 @@
 """Grid: the coordinates (tp, pp, dp), node and process groups of each rank."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from trilane.utils.files import read_text
 from trilane.utils.tables import grouped
 from trilane.utils.validation import require, require_integer
 
@@ -175,6 +178,14 @@ def from_json(values: Mapping[str, Any]) -> Grid | None:
     origin = {r: base[r] if r in base else base.places[0] for r in {*base.ranks, *given}}
     places = [_place(origin[r], r, given.get(r, {}), by_node) for r in origin]
     return Grid(places=tuple(sorted(places, key=lambda p: p.rank)), known=base.known or "tp" in listed[0])
+
+
+def read(path: Path) -> Grid | None:
+    """The grid of a topology.json or a plan.json; None where it is missing or damaged, or holds none."""
+    try:
+        return from_json(json.loads(read_text(path) or "{}"))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def _place(base: Place, rank: int, facts: Mapping[str, Any], hosts: Mapping[Any, set[str]]) -> Place:

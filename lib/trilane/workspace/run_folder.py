@@ -1,53 +1,56 @@
 """Files of a run folder: written atomically, moved aside for the next attempt; the progress that they show."""
 
-import json
 from pathlib import Path
 
-from trilane.utils.files import replace_text, set_aside
-from trilane.workspace.status import Status
+from trilane.utils.files import json_object, numbered, replace_text, set_aside
+from trilane.workspace.status import Status, known_status
 
 STOP = "stop"  # a file of that name in the run folder: save and end; no later run starts there until it is removed
 SAVE = "save"  # a file of that name: save once; the run removes it
 LEFT = ("run.log", "steps.jsonl", "env.json", "ranks")  # what an attempt leaves, besides status.json
+MOST_ITERATIONS = 1 << 40  # a larger number is a damaged one
 
 
 def iteration(folder: Path) -> int:
-    """The last iteration in steps.jsonl; 0 where there is none."""
+    """The last iteration in steps.jsonl; 0 where there is none. Damaged lines do not count."""
     path = folder / "steps.jsonl"
-    if not path.exists():
+    if not path.is_file():
         return 0
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().splitlines()
-    return next((number for line in reversed(lines) if (number := _iteration(line))), 0)
+        for last in (1 << 14, path.stat().st_size):  # a crash may leave many NULs at the end
+            file.seek(max(0, path.stat().st_size - last))
+            numbers = (_iteration(line) for line in reversed(file.read().split(b"\n")))
+            if number := next(filter(None, numbers), 0):
+                return number
+    return 0
 
 
 def cut_steps(folder: Path, done: int) -> None:
     """Keep the first `done` iterations in steps.jsonl; the others will be trained again.
 
-    What is removed, also a line that a killed run left half-written, goes to earlier/steps.jsonl.1, .2, ...
+    What is removed, also a line that a killed run left half-written or a crash damaged, goes to
+    earlier/steps.jsonl.1, .2, ...
     """
     path = folder / "steps.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if 0 < _iteration(line) <= done]
-    if len(kept) == len(lines):
-        return
-    set_aside(path)
-    replace_text(path, "".join(line + "\n" for line in kept))
+    if path.is_dir():
+        set_aside(path)
+    text = path.read_bytes() if path.exists() else b""
+    kept = b"".join(line.strip(b"\0") + b"\n" for line in text.split(b"\n") if 0 < _iteration(line) <= done)
+    if kept != text:
+        set_aside(path)
+        replace_text(path, kept.decode())
 
 
-def _iteration(line: str | bytes) -> int:
-    """The iteration of a line of steps.jsonl; 0 for a truncated line."""
-    try:
-        return int(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return 0
+def _iteration(line: bytes) -> int:
+    """The iteration of a line of steps.jsonl; 0 for a damaged line."""
+    number = (json_object(line.decode("utf-8", "replace")) or {}).get("iteration")
+    return number if type(number) is int and 0 < number < MOST_ITERATIONS else 0
 
 
 def reopen(folder: Path) -> None:
     """Prepare a run folder for another launch: move status.json and the files of its ranks to earlier/."""
     for path in [folder / "status.json", *(folder / "ranks").glob("*.*")]:
-        if path.is_file():  # a pipe has no content to keep
+        if path.is_file() or path.is_dir():  # a pipe has no content to keep
             set_aside(path)
         path.unlink(missing_ok=True)
 
@@ -56,14 +59,10 @@ def put_aside(folder: Path, keep: bool) -> None:
     """Move what the earlier attempt left to attempts/N; only its status where the run continues (`keep`)."""
     names = ("status.json",) if keep else (*LEFT, "status.json")
     left = [folder / name for name in names if (folder / name).exists()]
-    if not left:
-        return
-    aside = folder / "attempts"
-    aside.mkdir(exist_ok=True)
-    target = aside / str(1 + sum(1 for _ in aside.iterdir()))
-    target.mkdir()
-    for path in left:
-        path.rename(target / path.name)
+    if left:
+        target = numbered(folder / "attempts", "", Path.mkdir)
+        for path in left:
+            path.rename(target / path.name)
 
 
 def write_text(path: Path, text: str, *, derived: bool = False) -> Path:
@@ -81,7 +80,7 @@ def write_text(path: Path, text: str, *, derived: bool = False) -> Path:
 
 def keep_earlier(path: Path, new_text: str | None = None) -> None:
     """Keep a copy of `path` in `earlier/`, unless its text equals `new_text`."""
-    if path.exists() and path.read_text(encoding="utf-8") != new_text:
+    if path.is_dir() or (path.exists() and (new_text is None or path.read_bytes() != new_text.encode())):
         set_aside(path)
 
 
@@ -91,6 +90,5 @@ def is_started(folder: Path) -> bool:
 
 
 def is_completed(folder: Path) -> bool:
-    """Whether the run in the folder has completed."""
-    status = folder / "status.json"
-    return status.exists() and json.loads(status.read_text(encoding="utf-8")).get("status") == Status.COMPLETED
+    """Whether the run in the folder has completed; not where its status.json is damaged."""
+    return (written := known_status(folder)) is not None and written.status is Status.COMPLETED

@@ -1,13 +1,14 @@
 """The state of a run (`Status`), and how it ended with the line that proves it (`RunStatus`, status.json)."""
 
+import contextlib
 import json
 import signal
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from trilane.utils.files import replace_text
-from trilane.utils.validation import require_known
+from trilane.utils.files import read_text, replace_text
+from trilane.utils.validation import from_mapping, read_json, require_known
 
 
 class Status(StrEnum):
@@ -110,7 +111,7 @@ def judge(folder: Path, ranks: int, code: int, seconds: float) -> RunStatus:
 
 def _clean_end(folder: Path, last: int, seconds: float) -> RunStatus:
     """The engine's own status where it stopped or had nothing left to train; else the last rank's last iteration."""
-    written = read_status(folder) if (folder / "status.json").exists() else None
+    written = known_status(folder)
     line = last_line(folder, last, "| number of nan iterations")
     if written and (written.status is Status.STOPPED or line == NOTHING):
         return replace(written, seconds=seconds)
@@ -132,7 +133,8 @@ def culprit(folder: Path) -> tuple[int | None, str]:
     order = {rank: later.get(code, int(code >= 0)) for rank, code in failures.items()}
     rank = min(failures, key=lambda r: (order[r], _fell_silent(folder / "ranks" / f"{r}.log")))
     code = failures[rank]
-    return rank, f"killed by {signal.Signals(-code).name} after: " if code < 0 else ""
+    names = {number.value: number.name for number in signal.Signals}
+    return rank, f"killed by {names.get(-code, f'signal {-code}')} after: " if code < 0 else ""
 
 
 def failed_ranks(folder: Path) -> set[int]:
@@ -141,17 +143,19 @@ def failed_ranks(folder: Path) -> set[int]:
 
 
 def _failures(folder: Path) -> dict[int, int]:
-    """The exit codes of these ranks."""
-    path = folder / "ranks" / "failures.json"
-    listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {failure["rank"]: failure["exitcode"] for failure in listed}
+    """The exit codes of these ranks; {} where torchrun's list is missing or damaged."""
+    try:
+        listed = json.loads(read_text(folder / "ranks/failures.json") or "[]")
+        return {int(failure["rank"]): int(failure["exitcode"]) for failure in listed}
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return {}
 
 
 def last_line(folder: Path, rank: int | str, words: str = "") -> str:
     """The last line that is not blank, and holds `words`, in ranks/<rank>.log; "(nothing)" where there is none."""
     path = folder / "ranks" / f"{rank}.log"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip() and words in line), NOTHING)
+    lines = read_text(path).splitlines() if path.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip() and words in line), NOTHING)
 
 
 def write_status(folder: Path, status: RunStatus) -> None:
@@ -160,12 +164,29 @@ def write_status(folder: Path, status: RunStatus) -> None:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """The status in status.json; ValueError with its name where it is damaged."""
+    """The status in status.json; ValueError with its name where it is missing or damaged."""
     path = folder / "status.json"
     try:
-        return RunStatus(**json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+        return from_mapping(RunStatus, read_json(path, "status"), "status")
+    except ValueError as error:
         raise ValueError(f"status={path}: is damaged ({error})") from None
+
+
+def status_problem(folder: Path) -> str:
+    """What is wrong with status.json, in one line; "" where it is whole or missing."""
+    if (folder / "status.json").exists():
+        try:
+            read_status(folder)
+        except (ValueError, OSError) as error:
+            return str(error)
+    return ""
+
+
+def known_status(folder: Path) -> RunStatus | None:
+    """The status in status.json; None where it is missing or damaged."""
+    with contextlib.suppress(ValueError, OSError):
+        return read_status(folder)
+    return None
 
 
 def _fell_silent(log: Path) -> tuple[bool, int]:

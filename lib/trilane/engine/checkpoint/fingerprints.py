@@ -21,9 +21,10 @@ from trilane.engine.distributed.world import World, call_on_first
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.engine.model.parameters import States
+from trilane.utils.files import replace_text
 from trilane.utils.validation import to_mapping
 from trilane.workspace import fingerprints
-from trilane.workspace.checkpoints import KINDS, name_of, write_durably
+from trilane.workspace.checkpoints import KINDS, name_of
 from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Mark, Part, file_of, sides, weights
 
 
@@ -107,7 +108,7 @@ def write_loaded(
     path = call_on_first(world, lambda: _fresh(folder, iteration))
     with contextlib.suppress(OSError):
         if path:
-            write_durably(Path(path) / file_of(world.rank), text)
+            replace_text(Path(path) / file_of(world.rank), text)
 
 
 def _fresh(folder: Path, iteration: int) -> str:

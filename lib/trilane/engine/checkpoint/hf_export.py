@@ -17,6 +17,7 @@ from safetensors import safe_open
 from trilane.config.model import ModelShape
 from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_name, gpt2_tensor
 from trilane.engine.checkpoint.slices import SliceFile, assemble
+from trilane.utils.files import replace_text
 from trilane.utils.validation import from_mapping, read_json, require, to_mapping
 from trilane.workspace import checkpoints
 
@@ -53,7 +54,7 @@ def export(checkpoint: Path, out: Path) -> None:
         file.add(gpt2_tensor(name, assemble(checkpoint, tensor["slices"], "weight", box), heads))
     file.close()
     require(not file.error, "out", out, file.error)
-    checkpoints.write_durably(out / CONFIG, json.dumps(config(shape), indent=2) + "\n")
+    replace_text(out / CONFIG, json.dumps(config(shape), indent=2) + "\n")
 
 
 def config(shape: ModelShape) -> dict[str, Any]:

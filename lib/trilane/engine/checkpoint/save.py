@@ -20,6 +20,7 @@ from trilane.engine.checkpoint.slices import SliceFile, error_text
 from trilane.engine.distributed.world import World, call_on_first, gather_values
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
+from trilane.utils.files import replace_text
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import file_of
@@ -119,7 +120,7 @@ def _write(temporary: Path, rank: int, engine: Engine, marks: Marks) -> dict[str
 def _write_json(path: Path, content: Any, files: dict[str, list[Any]]) -> str:
     """Write the file and add it to `files`; the error text, or ""."""
     try:
-        checkpoints.write_durably(path, json.dumps(content))
+        replace_text(path, json.dumps(content))
         files[path.name] = [path.stat().st_size, checkpoints.digest(path)]
     except OSError as error:
         return error_text(error)

@@ -1,0 +1,146 @@
+"""Files that others read while they are written, and that a crash or a full disk may damage."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from trilane.utils.files import damaged_lines, json_lines, read_text, replace_text, set_aside
+
+
+def failing(number: int, name: str = ""):
+    """A function that raises OSError of that number."""
+
+    def raising(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), name)
+
+    return raising
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_what_cannot_be_replaced_stays_and_no_temporary_file_is_left(call: str, tmp_path: Path, monkeypatch) -> None:
+    """The system reports a full disk at the write, at fsync or at the rename."""
+    replace_text(tmp_path / "a", "old")
+    monkeypatch.setattr(os, call, failing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        replace_text(tmp_path / "a", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_replaced_file_is_on_the_disk_before_its_name_and_the_name_afterwards(tmp_path: Path, monkeypatch) -> None:
+    """fsync(2): a rename is durable only once its folder is synchronised; a file renamed before its content may be
+    empty after a crash."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        done.append("folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
+    replace_text(tmp_path / "a", "text")
+    assert done == ["file", "rename", "folder"]
+
+
+def test_a_file_system_that_cannot_sync_folders_is_written_all_the_same(tmp_path: Path, monkeypatch) -> None:
+    def files_only(handle: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    replace_text(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text"
+
+
+def test_two_processes_of_one_id_on_two_hosts_do_not_share_a_temporary_file(tmp_path: Path, monkeypatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(os, "replace", lambda aside, path: names.append(str(aside)))
+    for _ in range(2):
+        replace_text(tmp_path / "a", "text")
+    assert len(set(names)) == 2
+
+
+def kept(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (folder / "earlier").iterdir()}
+
+
+def test_no_kept_version_takes_the_name_of_another(tmp_path: Path) -> None:
+    """Also where one was deleted: three were kept, and .1 is gone."""
+    for text in ("one", "two", "three"):
+        (tmp_path / "x").write_text(text)
+        set_aside(tmp_path / "x")
+        (tmp_path / "x").unlink()
+    (tmp_path / "earlier/x.1").unlink()
+    (tmp_path / "x").write_text("four")
+    set_aside(tmp_path / "x")
+    assert kept(tmp_path) == {"x.2": "two", "x.3": "three", "x.4": "four"}
+
+
+def test_versions_kept_at_one_moment_are_all_kept(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("text")
+    threads = [threading.Thread(target=set_aside, args=(tmp_path / "x",)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept(tmp_path) == {f"x.{number}": "text" for number in range(1, 17)}
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_a_version_is_copied_where_the_file_system_has_no_links(number: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "link", failing(number))
+    for _ in range(2):
+        (tmp_path / "x").write_text("text")
+        set_aside(tmp_path / "x")
+    assert kept(tmp_path) == {"x.1": "text", "x.2": "text"}
+
+
+def test_a_copy_that_a_full_disk_cuts_is_not_kept_as_a_version(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "x").write_text("text")
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    monkeypatch.setattr(shutil, "copyfileobj", failing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space left"):
+        set_aside(tmp_path / "x")
+    assert kept(tmp_path) == {} and (tmp_path / "x").read_text() == "text"
+
+
+def test_a_folder_in_the_place_of_a_file_moves(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/inside").touch()
+    set_aside(tmp_path / "x")
+    assert (tmp_path / "earlier/x.1/inside").exists() and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"a": ',
+        b'{"a": "\xe2\x82',
+        b"[1]",
+        b"null",
+        b"\x80\x03garbage",
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["cut", "half a character", "list", "null", "binary", "deep", "huge number"],
+)
+def test_a_damaged_line_is_left_out_and_counted_and_the_others_are_read(damage: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b'{"n": 1}\n' + damage + b'\n\n{"n": 2}\n' + b"\0" * 5000)
+    text = read_text(tmp_path / "x")
+    assert json_lines(text) == [{"n": 1}, {"n": 2}] and damaged_lines(text) == 1
+
+
+def test_what_is_appended_behind_the_nuls_of_a_crash_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b'{"n": 1}\n' + b"\0" * 100 + json.dumps({"n": 2}).encode() + b"\n")
+    assert [line["n"] for line in json_lines(read_text(tmp_path / "x"))] == [1, 2]
+
+
+def test_a_missing_file_is_an_empty_text_and_a_folder_is_named(tmp_path: Path) -> None:
+    assert read_text(tmp_path / "none") == ""
+    with pytest.raises(ValueError, match=rf"^file={tmp_path}: cannot be read"):
+        read_text(tmp_path)

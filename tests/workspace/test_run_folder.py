@@ -1,0 +1,77 @@
+"""The files of a run folder after a crash: what is whole counts, nothing is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trilane.workspace.run_folder import cut_steps, iteration, put_aside, reopen
+
+
+def line(number: int) -> bytes:
+    return json.dumps({"iteration": number, "lm_loss": 3.0}).encode() + b"\n"
+
+
+WHOLE = b"".join(map(line, range(1, 6)))
+TAILS = {
+    "whole": b"",
+    "half a line": line(6)[:20],
+    "half a character": b'{"iteration": 6, "host": "\xc3',
+    "NULs of a crash": b"\0" * 4096,
+    "many NULs": b"\0" * 100_000,
+    "half a line and NULs": line(6)[:20] + b"\0" * 5000,
+    "garbage": b"\x80\x03\xff\xfe\n\n",
+    "a number too large": b'{"iteration": 1e999}\n{"iteration": ' + b"9" * 6000 + b"}\n",
+    "another type": b'[]\nnull\n"x"\n{}\n{"iteration": "7"}\n{"iteration": true}\n',
+}
+
+
+@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS.keys())
+def test_the_last_whole_line_counts(tail: bytes, tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(WHOLE + tail)
+    assert iteration(tmp_path) == 5
+
+
+@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS.keys())
+def test_the_iterations_of_the_checkpoint_stay_and_what_is_cut_is_kept(tail: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(WHOLE + tail)
+    cut_steps(tmp_path, 3)
+    assert path.read_bytes() == b"".join(map(line, (1, 2, 3)))
+    assert (tmp_path / "earlier/steps.jsonl.1").read_bytes() == WHOLE + tail
+
+
+def test_whole_steps_up_to_the_checkpoint_are_left_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(WHOLE)
+    before = (tmp_path / "steps.jsonl").stat().st_ino
+    cut_steps(tmp_path, 5)
+    assert (tmp_path / "steps.jsonl").stat().st_ino == before and not (tmp_path / "earlier").exists()
+
+
+def test_a_last_line_without_an_end_is_completed_so_that_the_next_one_does_not_join_it(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(WHOLE[:-1])
+    cut_steps(tmp_path, 5)
+    assert (tmp_path / "steps.jsonl").read_bytes() == WHOLE
+
+
+def test_no_attempt_takes_the_number_of_another(tmp_path: Path) -> None:
+    """Also where an earlier one was deleted, or a file lies among them."""
+    for number in (1, 2, 3):
+        (tmp_path / "status.json").write_text(str(number))
+        put_aside(tmp_path, keep=True)
+    (tmp_path / "attempts/1/status.json").unlink()
+    (tmp_path / "attempts/1").rmdir()
+    (tmp_path / "attempts/notes.txt").touch()
+    (tmp_path / "status.json").write_text("4")
+    put_aside(tmp_path, keep=True)
+    found = {path.parent.name: path.read_text() for path in (tmp_path / "attempts").glob("*/status.json")}
+    assert found == {"2": "2", "3": "3", "4": "4"}
+
+
+def test_a_folder_in_the_place_of_a_file_moves_when_the_run_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "status.json").mkdir()
+    (tmp_path / "steps.jsonl").mkdir()
+    reopen(tmp_path)
+    cut_steps(tmp_path, 0)
+    assert sorted(p.name for p in (tmp_path / "earlier").iterdir()) == ["status.json.1", "steps.jsonl.1"]
+    assert not (tmp_path / "status.json").exists()
