@@ -43,7 +43,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
     assert len(losses(folder)) == 4 and losses(folder)[-1] < losses(folder)[0]
     events = [e["event"] for e in ledger.events(folder)]
-    assert events == ["submitted", "started", "ended"]
+    assert events == ["submitting", "submitted", "started", "ended"]
     script = (folder / "job.sbatch").read_text()
     assert ledger.events(folder, "submitted")[0]["script"] == ledger.fingerprint(script)
     # what remains once squeue forgot it

@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
 from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
+from trilane.utils.files import FolderLock
 from trilane.utils.validation import read_json
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
 TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
+PATIENCE_S = 600.0  # for the lock of the folder, which another job may hold while it waits for SLURM
+UNKNOWN_S = 180.0  # without an answer of SLURM about another job
+ASK_EVERY_S = 2.0
 TRIES = 3  # attempts that may start at the same iteration
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 
@@ -26,22 +31,29 @@ SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     """Whether the training should start now: "go: ..." or "stop: " and the reason; recorded in the ledger.
 
-    Nothing of an earlier attempt is lost: the files of one without a checkpoint move to attempts/N, and the run starts
-    from the beginning; otherwise it resumes, and only the earlier status.json moves.
+    Of several jobs that ask at once one gets "go": the folder is locked from the question to the record. Nothing of an
+    earlier attempt is lost: the files of one without a checkpoint move to attempts/N, and the run starts from the
+    beginning; otherwise it resumes, and only the earlier status.json moves.
     """
-    job, at = job_id(env), iteration(folder)
-    reason = finished(folder) or blocked(folder) or competing(folder, job) or unready(folder)
-    reason = reason or pruned(folder, env.get(SWEEP, ""))
-    if reason:
-        ledger.note(folder, "refused", job, says=reason)
-        if reason.startswith("done"):
-            _cancel_later(folder, job)
-        return f"stop: {reason}"
-    note_lost_nodes(folder)
-    newest = latest(folder / FOLDER)
-    put_aside(folder, keep=newest is not None)
-    nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT", "0"))
-    ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts)
+    with FolderLock([folder]).held(PATIENCE_S) as lock:
+        job, at = job_id(env), iteration(folder)
+        reason = unwanted(folder, job) or finished(folder) or blocked(folder) or competing(folder, job)
+        reason = reason or unready(folder) or pruned(folder, env.get(SWEEP, ""))
+        reason = reason or (
+            "" if lock.is_ours else "this job was suspended while it asked, and another job took its place"
+        )
+        if reason:
+            ledger.note(folder, "refused", job, says=reason)
+            if reason.startswith("done"):
+                _cancel_later(folder, job)
+            return f"stop: {reason}"
+        newest = latest(folder / FOLDER)
+        put_aside(folder, keep=newest is not None)
+        nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT", "0"))
+        note_lost_nodes(folder)
+        if job not in ("0", *ledger.job_ids(folder)):  # submitted by hand
+            ledger.note(folder, "submitted", job, site="", script="")
+        ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts)
     return f"go: from {newest.name if newest else 'the beginning'}"
 
 
@@ -105,15 +117,66 @@ def unready(folder: Path) -> str:
     return f"{before.name}, the link before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
 
 
+def unwanted(folder: Path, job: str) -> str:
+    """Which job has the place of this one, which the ledger does not name; "" where there is none.
+
+    The submission of this job was killed before it recorded it: it is recorded now, unless the submission was given up
+    and another made, or SLURM had accepted it twice.
+    """
+    mine = {} if job in ledger.job_ids(folder) else _submission(folder, job)
+    if not mine:
+        return ""
+    events = ledger.events(folder, "submitted", "not submitted")
+    closed = [i for i, e in enumerate(events) if e.get("token") == mine["token"]]
+    others = [e["id"] for e in events[closed[0] :] if e["event"] == "submitted"] if closed else []
+    if others:
+        return f"job {others[-1]} was submitted in its place"
+    facts = {name: mine[name] for name in ("token", "site", "script")}
+    ledger.note(folder, "submitted", job, **facts)
+    return ""
+
+
+def _submission(folder: Path, job: str) -> dict[str, Any]:
+    """The "submitting" event of a job, by its comment; empty where there is none, or SLURM does not answer."""
+    events = ledger.events(folder, "submitting")
+    with contextlib.suppress(ValueError):
+        token = client.comment(job) if events else ""
+        return next((e for e in events if e["token"] == token), {})
+    return {}
+
+
 def competing(folder: Path, job: str) -> str:
-    """Which other job trains in this folder now, "" where none does: two would mix their logs."""
+    """Which other job trains in this folder now, "" where none does: two would mix their logs.
+
+    While SLURM does not answer, or the other job is ending, this waits. What counts after UNKNOWN_S is the folder: a
+    training would have written there.
+    """
     ended = {e["id"] for e in ledger.events(folder, "ended")}
     begun = dict.fromkeys(e["id"] for e in ledger.events(folder, "started"))
-    others = [i for i in begun if i not in (job, *ended) and client.JOB_ID.fullmatch(i)]
-    with contextlib.suppress(ValueError):  # where SLURM does not answer, the training starts
-        going = [i for i, state in client.states(others).items() if state.state in TRAINING]
-        return f"job {going[0]} trains here" if going else ""
+    others = [i for i in begun if i not in (job, "0", *ended) and client.JOB_ID.fullmatch(i)]
+    before, end = _written(folder), time.monotonic() + UNKNOWN_S
+    while others:
+        known = dict.fromkeys(others, "")
+        with contextlib.suppress(ValueError):
+            known = {i: state.state for i, state in client.states(others).items()}
+        if going := [i for i, state in known.items() if state in TRAINING]:
+            return f"job {going[0]} trains here"
+        unknown = [i for i, state in known.items() if state in ("", "COMPLETING")]
+        if unknown and _written(folder) != before:
+            return f"job {unknown[0]} still writes here"
+        if not unknown or time.monotonic() > end:
+            break
+        time.sleep(ASK_EVERY_S)
     return ""
+
+
+def _written(folder: Path) -> dict[Path, int]:
+    """What a training changes: when its log, the files of its ranks and its checkpoints were last written."""
+    found = {}
+    for path in (folder / "run.log", folder / "steps.jsonl", *folder.glob("ranks/*"), *folder.glob(f"{FOLDER}/*")):
+        with contextlib.suppress(FileNotFoundError):
+            found[path] = path.stat().st_mtime_ns
+    return found
 
 
 def blocked(folder: Path) -> str:
@@ -121,7 +184,8 @@ def blocked(folder: Path) -> str:
     if (folder / STOP).exists():
         return f"the stop switch is set; remove {folder.resolve() / STOP} to resume"
     events = ledger.events(folder)
-    last = max((i for i, e in enumerate(events) if e["event"] == "submitted"), default=-1)
+    asked = [i for i, e in enumerate(events) if e["event"] == "submitted" and e.get("site")]  # "": by hand, or by a job
+    last = max(asked, default=-1)
     starts = [e for e in events[last + 1 :] if e["event"] == "started"]
     at = iteration(folder)
     if len(starts) >= TRIES and all(e["iteration"] == at for e in starts[-TRIES:]):

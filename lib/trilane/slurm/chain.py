@@ -12,7 +12,7 @@ from typing import Any
 
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.predict import predict
-from trilane.slurm import client, jobs
+from trilane.slurm import jobs
 from trilane.slurm.script import SCRIPT
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import read_json, require, require_integer
@@ -113,16 +113,18 @@ def stages_of(folder: Path) -> list[Path]:
 def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     """Submit `times` jobs per stage, each after the end of the one before; their ids in order.
 
-    Completed stages are left out, so that an interrupted chain can be submitted again.
+    Completed stages are left out, so that an interrupted chain can be submitted again once its jobs have ended or
+    were cancelled: ValueError where a stage has a job.
     """
     require_integer("times", times, 1)
     ids: list[str] = []
-    left = [stage for stage in stages_of(folder.resolve()) if not is_completed(stage)]
-    for stage in [stage for stage in left for _ in range(times)]:
-        # a job that depends on one that SLURM has forgotten would wait forever
-        after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-        ids.append(client.submit(stage / SCRIPT, *after))
-        jobs.note_submission(stage, ids[-1], site.name, stage / SCRIPT)
+    stages = stages_of(folder.resolve())
+    with jobs.exclusive(stages) as lock:
+        left = [stage for stage in stages if not is_completed(stage)]
+        for stage in [stage for stage in left for _ in range(times)]:
+            # a job that depends on one that SLURM has forgotten would wait forever
+            after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
+            ids.append(jobs.submit_script(stage / SCRIPT, {stage: ""}, site.name, after, lock))
     return ids
 
 

@@ -1,7 +1,14 @@
-"""Ledger: jobs.jsonl of a run folder, the events of its jobs (submitted, started, ...), one JSON object a line."""
+"""Ledger: jobs.jsonl of a run folder, the events of its jobs (submitted, started, ...), one JSON object a line.
+
+A submission is two lines: "submitting", with the token that marks its job, before sbatch; then "submitted" with the
+job's id, or "not submitted". Where the process that submits was killed between them, the token finds the job.
+"""
 
 import hashlib
 import json
+import re
+import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -9,8 +16,10 @@ from typing import Any
 from trilane.utils.files import append_line, json_lines
 
 NAME = "jobs.jsonl"
+TOKEN = re.compile(r"trilane-[0-9a-f]{12}")
 # the fields that each event must have, and their types; a damaged line that lacks one is left out
 FIELDS: dict[str, dict[str, type]] = {
+    "submitting": {"time": str, "token": str, "suffix": str, "site": str, "script": str},
     "started": {"time": str, "nodes": str, "iteration": int},
     "ended": {"status": str, "evidence": str},
     "refused": {"says": str},
@@ -39,7 +48,21 @@ def _is_event(values: dict[str, Any]) -> bool:
 
 def job_ids(folder: Path) -> list[str]:
     """Ids of the jobs submitted for the folder, oldest first."""
-    return [e["id"] for e in events(folder, "submitted")]
+    return list(dict.fromkeys(e["id"] for e in events(folder, "submitted")))
+
+
+def open_submissions(folder: Path) -> list[dict[str, Any]]:
+    """The "submitting" events whose outcome is not recorded."""
+    closed = {e.get("token") for e in events(folder, "submitted", "not submitted")}
+    return [e for e in events(folder, "submitting") if e["token"] not in closed and TOKEN.fullmatch(e["token"])]
+
+
+def age_s(event: Mapping[str, Any]) -> float:
+    """Seconds since the event, by this host's clock; infinite where its time is damaged."""
+    try:
+        return time.time() - datetime.fromisoformat(event["time"]).timestamp()
+    except ValueError:
+        return float("inf")
 
 
 def fingerprint(text: str) -> str:

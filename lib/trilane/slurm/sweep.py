@@ -10,7 +10,7 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
-from trilane.slurm import client, jobs, ledger
+from trilane.slurm import jobs
 from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import DataFrame
@@ -74,16 +74,13 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
     paths = members(folder)
     wanted = sorted(lines) or range(1, len(paths) + 1)
     arrays = []
-    for name, group in _by_script([read_plan(p / "plan.json") for p in paths], site).items():
-        chosen = [n for n in group if n in wanted]
-        if not chosen:
-            continue
-        script = folder / name
-        array = client.submit(script, f"--array={','.join(map(str, chosen))}%{parallel}")
-        for n in chosen:
-            jobs.note_submission(paths[n - 1], f"{array}_{n}", site.name, script)
-        ledger.note(folder, "submitted", array, site=site.name, lines=chosen)
-        arrays.append(array)
+    with jobs.exclusive([folder, *(paths[n - 1] for n in wanted)]) as lock:
+        for name, group in _by_script([read_plan(p / "plan.json") for p in paths], site).items():
+            chosen = [n for n in group if n in wanted]
+            if chosen:
+                runs = {folder: ""} | {paths[n - 1]: f"_{n}" for n in chosen}
+                limit = f"--array={','.join(map(str, chosen))}%{parallel}"
+                arrays.append(jobs.submit_script(folder / name, runs, site.name, [limit], lock, lines=chosen))
     return arrays
 
 
