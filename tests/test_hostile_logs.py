@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trilane.utils.tables import literal, one_line, printable, short
+from trilane.utils.tables import Text, one_line, printable, short
 
 # What moves the cursor, rewrites the window's title or reorders a line (Trojan Source, CVE-2021-42574).
 CONTROLS = {
@@ -29,7 +29,7 @@ CONTROLS = {
 def test_text_of_a_file_controls_no_terminal(text: str, shown: str) -> None:
     """ECMA-48, 5.4 and 5.6; Unicode's bidirectional marks."""
     assert printable(text) == shown
-    assert all(one(text).isprintable() for one in (one_line, short, literal))
+    assert all(one(text).isprintable() for one in (one_line, short, Text.escape))
 
 
 def test_plain_text_stays_as_it_is() -> None:

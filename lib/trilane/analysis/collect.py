@@ -16,7 +16,7 @@ from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
-from trilane.utils.tables import Columns, DataFrame, Table, Text, literal, middle, percent, short
+from trilane.utils.tables import Columns, DataFrame, Table, Text, middle, percent, short
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
@@ -40,8 +40,8 @@ class MeasuredRuns(Table):
 
     def summary(self) -> Text:
         """How many runs there are, and which files are not among them."""
-        unread = "; ".join(map(literal, self.unread))
-        return Text(f"{len(self.runs)} runs, {len(self.timed)} of them with timed iterations. {unread}")
+        unread = "; ".join(self.unread)
+        return Text.of("{} runs, {} of them with timed iterations. {}", len(self.runs), len(self.timed), unread)
 
     def to_frame(self) -> DataFrame:
         """The runs in the columns of the BigScience tables, a row each."""
@@ -94,23 +94,24 @@ class MeasuredRuns(Table):
         losses = {name: loss.dropna() for name, loss in losses.items() if loss.notna().any()}
         if not losses:
             return Text("No loss was printed.")
-        ends = "; ".join(f"{literal(name)} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
-        text = f"The loss goes {ends} (nats per token)."
+        ends = "; ".join(f"{name} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
+        text = Text.of("The loss goes {} (nats per token).", ends)
         plans = {
             (p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else id(m) for m in self.timed
         }
         if len(losses) > 1 and len(plans) == 1:
             table = pd.DataFrame(losses)
-            text += f" They differ by at most **{(table.max(axis=1) - table.min(axis=1)).max():.1e}** in any iteration."
-        return Text(text)
+            most = (table.max(axis=1) - table.min(axis=1)).max()
+            return Text.of("{} They differ by at most **{:.1e}** in any iteration.", text, most)
+        return text
 
     def spikes(self) -> Text:
         """Spikes, restart jumps and divergences of all trainings."""
-        found = [
-            f"- {literal(name)}: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)
-        ]
-        text = "\n".join(found) + "\n\n" if found else "No spike, no restart jump, no divergence. "
-        return Text(f"{text}The first {LEAST} lines of a training are not checked for spikes.")
+        found = [f"{name}: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)]
+        end = Text.of("The first {} lines of a training are not checked for spikes.", LEAST)
+        if not found:
+            return Text.of("No spike, no restart jump, no divergence. {}", end)
+        return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *found]), end)
 
     def compare(self, a: str = "", b: str = "") -> Text:
         """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""
@@ -118,11 +119,10 @@ class MeasuredRuns(Table):
         if not one:
             return Text("There are no two topologies of one model and batch to compare; name `a` and `b`.")
         found = compare(one, other)
-        names = [", ".join(literal(m.name) for m in side) for side in (one, other)]
-        notes = "; ".join(found.notes)
-        return Text(
-            f"A is {names[0]}, B is {names[1]}. **{found.sentence}.** "
-            f"Spread between runs {found.deviation:.1%}: {found.source}. {notes}"
+        names = [", ".join(m.name for m in side) for side in (one, other)]
+        return Text.of(
+            "A is {}, B is {}. **{}.** Spread between runs {:.1%}: {}. {}",
+            *(*names, found.sentence, found.deviation, found.source, "; ".join(found.notes)),
         )
 
     def headline(self, worst_ratio: float = math.nan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.uncertainty import Posterior
-from trilane.utils.tables import DataFrame, Table, Text
+from trilane.utils.tables import DataFrame, Html, Table, Text
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
@@ -73,10 +73,10 @@ class NextRuns(Table):
         """Which plan is believed to be the fastest, and what choosing it now costs."""
         if not (d := self.decision):
             return NOTHING
-        return Text(
-            f"Of {len(self.plans)} plans `{label(self.plans[d.winner])}` is believed to be the fastest (chance "
-            f"{d.chances[d.winner]:.0%}), {d.seconds:.3g} s an iteration ± {d.half_width:.1%}. Choosing it now costs "
-            f"{d.regret:.2%} of the time, on average."
+        return Text.of(
+            "Of {} plans {:code} is believed to be the fastest (chance {:.0%}), {:.3g} s an iteration ± {:.1%}. "
+            "Choosing it now costs {:.2%} of the time, on average.",
+            *(len(self.plans), label(self.plans[d.winner]), d.chances[d.winner], d.seconds, d.half_width, d.regret),
         )
 
     def to_frame(self) -> DataFrame:
@@ -96,7 +96,7 @@ class NextRuns(Table):
         )
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() if self else f"<p>{NOTHING}</p>"
+        return super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
 
 
 def label(case: Configuration) -> str:

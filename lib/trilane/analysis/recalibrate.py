@@ -19,7 +19,7 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
-from trilane.utils.tables import Columns, DataFrame, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text
 from trilane.workspace.study import Study
 
 NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
@@ -53,7 +53,7 @@ class Recalibration(Table):
         return pd.DataFrame(columns)
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() if self else f"<p>{NOTHING}</p>"
+        return super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
 
     def memory(self) -> Table | Text:
         """Measured against predicted memory, a row for each run that printed it."""

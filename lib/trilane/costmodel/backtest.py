@@ -88,7 +88,8 @@ class Backtest(Table):
     def heading(self) -> Text:
         """How many rows were predicted and skipped, as a sentence."""
         how = f"fitted without each row's {self.left_out}" if self.left_out else "that ship or were calibrated"
-        return Text(f"**{len(self.rows)}** rows predicted by constants {how}, **{len(self.skipped)}** skipped.")
+        template = "**{}** rows predicted by constants {}, **{}** skipped."
+        return Text.of(template, len(self.rows), how, len(self.skipped))
 
     def skipped_reasons(self) -> Columns:
         """Why rows could not be read, and how many for each reason."""

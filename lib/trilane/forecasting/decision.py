@@ -1,7 +1,6 @@
 """What a person needs who decides on a run: each figure with its provenance, the largest risks, the alternatives."""
 
 import base64
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from trilane.costmodel.calibration import Calibration, from_json
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.record import Described, Record, energy_text
-from trilane.utils.tables import Columns, Table, Text, literal, show
+from trilane.utils.tables import Columns, Html, Table, Text, show
 from trilane.utils.validation import read_json, require, shipped_json
 from trilane.workspace.study import Study
 
@@ -119,11 +118,10 @@ class Facts(Table):
         return pd.DataFrame(rows, columns=["", "value", "kind", "from", "computed by"])
 
     def _repr_html_(self) -> str:
-        return show(self.to_frame()).format(self._link, subset=["computed by"]).to_html()
-
-    def _link(self, name: str) -> str:
-        text = html.escape(name)
-        return f'<a href="{text}.html">{text}</a>' if name in self.reports else text
+        frame = self.to_frame()
+        names = frame["computed by"]
+        links = [Html.link(name, f"{name}.html") if name in self.reports else name for name in names]
+        return show(frame.assign(**{"computed by": links}))
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class Decision(Described):
 
     def headline(self) -> Text:
         """The title and the forecast's summary."""
-        return Text(f"{literal(self.title)} {self.summary()}")
+        return Text.of("{} {}", self.title, self.summary())
 
     @property
     def inconsistencies(self) -> list[str]:
@@ -170,11 +168,12 @@ class Decision(Described):
     def notes(self) -> Text:
         """The plan and the file that the figures come from, and what in the study belongs to another plan."""
         source, by = self.record["source"], self.record["source"]["made_by"]
-        origin = f", made by {literal(by['notebook'])} on {literal(by['time'])}" if by else ""
-        text = [f"Plan `{html.escape(self.record['plan_id'])}` of {literal(source['file'])}{origin}."]
+        origin = f", made by {by['notebook']} on {by['time']}" if by else ""
+        text = [Text.of("Plan {:code} of {}{}.", self.record["plan_id"], source["file"], origin)]
         if not by and self.plans and self._entry is None:
-            text.append("The plans of 02\\_topology in this study are other ones; none of these figures is theirs.")
-        return Text("\n\n".join([*text, *(f"**Attention:** {literal(note)}." for note in self.inconsistencies)]))
+            other = "The plans of {} in this study are other ones; none of these figures is theirs."
+            text.append(Text.of(other, "02_topology"))
+        return Text.joined("\n\n", [*text, *(Text.of("**Attention:** {}.", note) for note in self.inconsistencies)])
 
     @property
     def _entry(self) -> Record | None:

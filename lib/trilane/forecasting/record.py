@@ -1,7 +1,6 @@
 """The JSON object of a forecast in sentences and tables: the same ones in 07, in 08 and on the command line."""
 
 import dataclasses
-import html
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,28 +70,29 @@ class Described(Table):
         """The plan, when it is finished, what it costs, and how likely it fails either limit."""
         r, s, t = self.record, self.record["shape"], self.record["topology"]
         finish, gpus = {name: day[:10] for name, day in r["finish"].items()}, t["tp"] * t["pp"] * t["dp"]
-        text = (
-            f"**{s['num_layers']} layers × {s['hidden_size']}** ({r['parameters'] / 1e9:.4g} B parameters, "
-            f"{s['num_attention_heads']} heads) as `{html.escape(r['plan'])}`: "
-            f"TP {t['tp']} × PP {t['pp']} × DP {t['dp']}, "
-            f"microbatch {t['mbs']}, {gpus} GPU{'s' * (gpus > 1)} of `{html.escape(r['cluster'])}`. "
-            f"{r['tokens'] / 1e9:,.4g} billion tokens are trained by **{finish['p50']}** ({finish['p05']} to "
-            f"{finish['p95']} in nine of ten runs), after **{r['days']:,.4g} days** and "
-            f"**{r['gpu_hours']:,.0f} GPU-hours**"
-        )
+        overrun = missed = Text()
         if (p := r["p_overrun_allocation"]) is not None:
-            text += f" of {r['allocation']:,.0f}: overrun with probability **{probability_text(p)}**"
+            template = " of {:,.0f}: overrun with probability **{}**"
+            overrun = Text.of(template, r["allocation"], probability_text(p))
         if (p := r["p_miss_deadline"]) is not None:
-            text += f"; the deadline {r['deadline']} is missed with probability **{probability_text(p)}**"
-        return Text(text + ".")
+            template = "; the deadline {} is missed with probability **{}**"
+            missed = Text.of(template, r["deadline"], probability_text(p))
+        return Text.of(
+            "**{} layers × {}** ({:.4g} B parameters, {} heads) as {:code}: TP {} × PP {} × DP {}, microbatch {}, {} "
+            "of {:code}. {:,.4g} billion tokens are trained by **{}** ({} to {} in nine of ten runs), after "
+            "**{:,.4g} days** and **{:,.0f} GPU-hours**{}{}.",
+            *(s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"], r["plan"]),
+            *(t["tp"], t["pp"], t["dp"], t["mbs"], f"{gpus} GPU{'s' * (gpus > 1)}", r["cluster"], r["tokens"] / 1e9),
+            *(finish["p50"], finish["p05"], finish["p95"], r["days"], r["gpu_hours"], overrun, missed),
+        )
 
     def ramp_summary(self) -> Text:
         """What the ramp takes, and from which batch size on every pipeline stage is at work."""
         r, ramp = self.record, self.record["ramp"]
-        return Text(
-            f"The ramp takes **{ramp['iterations']:,}** of {r['iterations']:,} iterations and **{ramp['days']:.3g} "
-            f"days** of work, at the predicted seconds of each of its {ramp['batch_sizes']} batch sizes. From "
-            f"{ramp['first_full_gbs']} sequences on every pipeline stage has a microbatch."
+        return Text.of(
+            "The ramp takes **{:,}** of {:,} iterations and **{:.3g} days** of work, at the predicted seconds of each "
+            "of its {} batch sizes. From {} sequences on every pipeline stage has a microbatch.",
+            *(ramp["iterations"], r["iterations"], ramp["days"], ramp["batch_sizes"], ramp["first_full_gbs"]),
         )
 
     def checkpoint_summary(self) -> Text:
@@ -100,7 +100,7 @@ class Described(Table):
         every, save_s = self.record["checkpoint"]["interval_s"] / 60, self.record["checkpoint"]["save_s"]
         daly = next(a["value"] for a in self.record["assumptions"] if a["what"] == "checkpoint_s") == 0
         reason = f"Daly's optimum for these interruptions and {save_s:.0f} s a save" if daly else "as given"
-        return Text(f"A checkpoint every **{every:.0f} minutes**: {reason}.")
+        return Text.of("A checkpoint every **{:.0f} minutes**: {}.", every, reason)
 
     @property
     def costs(self) -> Columns:

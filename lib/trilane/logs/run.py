@@ -79,7 +79,7 @@ class RunLog(Table):
         return self.iterations
 
     def _repr_html_(self) -> str:
-        return show(self.iterations.tail(SHOWN)).to_html()
+        return show(self.iterations.tail(SHOWN))
 
 
 NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")

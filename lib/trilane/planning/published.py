@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trilane.config.model import ModelShape
-from trilane.utils.tables import Columns, Text
+from trilane.utils.tables import Columns, Html
 from trilane.utils.validation import DATA, from_mapping, read_json
 
 STATE_BYTES_PER_PARAMETER = 18  # fp16 weights 2, gradients 4, fp32 masters 4, Adam's moments 8: BigScience chronicles
@@ -116,7 +116,7 @@ def states() -> Columns:
     return Columns(columns)
 
 
-def lines() -> Text:
+def lines() -> Html:
     """The document's own lines on embedding and layer of each planned model, in the right unit."""
     lines = [(m.origin, line) for m in planned_models()[1:] for line in state_lines(m.shape, m.tp)]
-    return Text("\n".join(["```", *(f"{origin:12} {line}" for origin, line in lines), "```"]))
+    return Html.pre("\n".join(f"{origin:12} {line}" for origin, line in lines))

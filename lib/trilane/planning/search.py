@@ -219,9 +219,9 @@ class SearchResult(Table):
     def summary(self) -> Text:
         """How many topologies there are, how many can run, and what was held fixed."""
         refused = self.evaluated - self.runnable
-        return Text(
-            f"**{self.evaluated:,}** topologies: **{self.runnable:,}** can run, **{refused:,}** are refused. "
-            f"Held fixed: {self.space.held_fixed}."
+        return Text.of(
+            "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.",
+            *(self.evaluated, self.runnable, refused, self.space.held_fixed),
         )
 
     def as_text(self) -> str:

@@ -257,10 +257,11 @@ class ShapeSurvey(Table):
     def summary(self) -> Text:
         """The chosen shape in a sentence."""
         s, p = self.shape, self.predictions[self.chosen]
-        return Text(
-            f"The largest shape under {self.limit_s:g} s an iteration is **{s.num_layers} layers × {s.hidden_size}**, "
-            f"{s.num_attention_heads} heads: **{s.parameters / 1e6:.2f} M parameters**, in {p.sec_per_it:.2f} s. "
-            f"The vocabulary is padded to {s.vocab_size} rows, which 1, 2 and 4 tensor-parallel ranks divide."
+        return Text.of(
+            "The largest shape under {:g} s an iteration is **{} layers × {}**, {} heads: **{:.2f} M parameters**, in "
+            "{:.2f} s. The vocabulary is padded to {} rows, which 1, 2 and 4 tensor-parallel ranks divide.",
+            *(self.limit_s, s.num_layers, s.hidden_size, s.num_attention_heads, s.parameters / 1e6),
+            *(p.sec_per_it, s.vocab_size),
         )
 
 
@@ -334,11 +335,11 @@ class Proposals(Table):
         days = training_seconds(200e9, 300e9, 350 * 150e12) / 86400
         gpu_hours = training_seconds(200e9, 300e9, 150e12) / 3600
         best, r = self.best, self.request
-        return Text(
-            f"Document 003: 300 billion tokens through 200 B parameters at 150 TFLOP/s each on 350 A100s, 8 T P / X: "
-            f"**{days:.2f} days**, **{gpu_hours:,.2f} GPU-hours**. The best shape above, for {r.tokens / 1e9:.4g} "
-            f"billion tokens on {r.gpus} GPUs at {best.tflops[0]:.0f} TFLOP/s: **{best.days:.1f} days**, "
-            f"**{best.gpu_hours:,.0f} GPU-hours**."
+        return Text.of(
+            "Document 003: 300 billion tokens through 200 B parameters at 150 TFLOP/s each on 350 A100s, 8 T P / X: "
+            "**{:.2f} days**, **{:,.2f} GPU-hours**. The best shape above, for {:.4g} billion tokens on {} GPUs at "
+            "{:.0f} TFLOP/s: **{:.1f} days**, **{:,.0f} GPU-hours**.",
+            *(days, gpu_hours, r.tokens / 1e9, r.gpus, best.tflops[0], best.days, best.gpu_hours),
         )
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Widgets that vary one plan and show its prediction."""
 
-import html
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +9,10 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.planning.space import divisors
+from trilane.utils.tables import Html
 
 
-def sentence(base: Plan, calibration: Calibration, **choices: Any) -> str:
+def sentence(base: Plan, calibration: Calibration, **choices: Any) -> Html:
     """The prediction of the plan with other choices, as HTML; for an impossible one, the rule that forbids it."""
     try:
         topology = replace(base.topology, **choices)
@@ -21,16 +21,16 @@ def sentence(base: Plan, calibration: Calibration, **choices: Any) -> str:
     except ValueError as error:
         reason = str(error)
     if reason:
-        return f"<b>refused</b>: {html.escape(reason)}"
+        return Html.of("<b>refused</b>: {}", reason)
     p, shape = predict(plan, calibration), base.shape
     flops = shape.flops_per_iteration(topology.gbs, topology.recompute == "full") / p.sec_per_it / topology.gpus
     parts = sorted(((v, k.replace("_", " ")) for k, v in vars(p.time).items()), reverse=True)[:3]
-    return (
-        f"<code>{html.escape(plan.label)}</code> ({plan.id}) on {topology.gpus} GPUs: <b>{p.sec_per_it:.3g} s</b> an "
-        f"iteration ({p.sec_lo:.3g} to {p.sec_hi:.3g}), {flops / 1e12:.3g} TFLOP/s a GPU, "
-        f"<b>{p.memory_bytes / 2**30:.3g} GiB</b>, "
-        f"out of memory with {p.oom_probability:.0%}; most of it "
-        + ", ".join(f"{name} {seconds / p.sec_per_it:.0%}" for seconds, name in parts)
+    return Html.of(
+        "{:code} ({}) on {} GPUs: <b>{:.3g} s</b> an iteration ({:.3g} to {:.3g}), {:.3g} TFLOP/s a GPU, "
+        "<b>{:.3g} GiB</b>, out of memory with {:.0%}; most of it {}",
+        *(plan.label, plan.id, topology.gpus, p.sec_per_it, p.sec_lo, p.sec_hi, flops / 1e12),
+        *(p.memory_bytes / 2**30, p.oom_probability),
+        ", ".join(f"{name} {seconds / p.sec_per_it:.0%}" for seconds, name in parts),
     )
 
 
@@ -60,7 +60,7 @@ def explore(base: Plan, calibration: Calibration, gpus: int) -> Any:
         """As HTML, in a report without a kernel, the text alone."""
 
         def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-            return {**super()._repr_mimebundle_(**options), "text/html": f"<p>{caption.value}</p>"}
+            return {**super()._repr_mimebundle_(**options), "text/html": Html.of("<p>{}</p>", Html(caption.value))}
 
     show()
     return Explorer([*boxes.values(), caption])

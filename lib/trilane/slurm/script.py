@@ -1,6 +1,5 @@
 """Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
 
-import html
 import re
 import shlex
 import sys
@@ -15,6 +14,7 @@ from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.slurm.sites import JobRequest, Site, plain
+from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
 from trilane.workspace.study import checkout, shipped
 
@@ -111,16 +111,15 @@ def quoted(field: str, text: str) -> str:
     return shlex.quote(text)
 
 
-def as_html(marked: str) -> str:
+def as_html(marked: str) -> Html:
     """A marked script as HTML, with the filled-in values on yellow."""
-    text = html.escape(marked).replace(OPEN, '<mark style="background:#ffe9a8">').replace(CLOSE, "</mark>")
-    return f'<pre style="line-height:1.35">{text}</pre>'
+    return Html(Html.pre(marked).replace(OPEN, '<mark style="background-color: #ffe9a8">').replace(CLOSE, "</mark>"))
 
 
-def folded(texts: Mapping[str, str]) -> str:
+def folded(texts: Mapping[str, str]) -> Html:
     """Files as HTML, each folded under its name."""
-    escaped = ((html.escape(name), html.escape(text)) for name, text in texts.items())
-    return "".join(f"<details><summary>{name}</summary><pre>{text}</pre></details>" for name, text in escaped)
+    template = "<details><summary>{}</summary><pre>{}</pre></details>"
+    return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
 
 def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int:

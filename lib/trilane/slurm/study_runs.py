@@ -1,6 +1,5 @@
 """The runs of a study: the best plans of its search as run folders, which are checked, priced, started and followed."""
 
-import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -62,7 +61,7 @@ class StudyRuns(Table):
         """The files of the first run folder, with the values filled into its job script on yellow."""
         job = self.rows[0].plan, script_site(self.site), self.request
         others = {name: text for name, text in jobs.files(*job).items() if name != script.SCRIPT}
-        return Html(script.folded(others) + script.as_html(script.render("train", *job, marked=True)))
+        return Html.joined("", [script.folded(others), script.as_html(script.render("train", *job, marked=True))])
 
     def refused_example(self) -> Text:
         """A topology that the search refused, and the rule."""
@@ -72,7 +71,7 @@ class StudyRuns(Table):
         topology, plan = Topology(**found["topology"]), self.study.plans()[0]
         reason = unsupported_reason(plan.engine, plan.shape, topology)
         reason = reason or invalid_reason(plan.shape, topology, plan.cluster) or found["reason"]
-        return Text(f"`{topology.label}` is refused: {html.escape(reason)}")
+        return Text.of("{:code} is refused: {}", topology.label, reason)
 
     @cached_property
     def findings(self) -> list[tuple[str, JobFinding]]:
@@ -131,10 +130,10 @@ class StudyRuns(Table):
             raise RuntimeError(f"{len(failed)} of {len(found)} runs did not complete: {failed[0].evidence}")
         completed, name = sum(job.status is Status.COMPLETED for job in found), self.study.name
         if completed == len(found):
-            return Text(f"All {completed} runs completed; their logs are in `{self.study.folder}/runs`.")
-        return Text(
-            f"{completed} of {len(found)} runs are completed. `trilane slurm status {name}` shows the others, "
-            f"`trilane slurm submit {name} --site ...` submits those that were not."
+            return Text.of("All {} runs completed; their logs are in {:code}.", completed, self.study.folder / "runs")
+        return Text.of(
+            "{} of {} runs are completed. {:code} shows the others, {:code} submits those that were not.",
+            *(completed, len(found), f"trilane slurm status {name}", f"trilane slurm submit {name} --site ..."),
         )
 
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trilane.utils.tables import Html
+
 BATCH = "TRILANE_BATCH"  # set while notebooks are executed, where a bar would leave a line for each of its states
 LINES = 5  # per run, in a batch
 Show = Callable[[Mapping[str, Any]], None]  # takes a record of steps.jsonl
@@ -53,7 +55,7 @@ def _notebook_bar(label: str, train_iters: int) -> Show:
 
     def html(done: int, caption: str) -> HTML:
         bar = f'<progress style="width: 16em; vertical-align: middle" max="{train_iters}" value="{done}"></progress>'
-        return HTML(f"{bar} <code>{caption}</code>")
+        return HTML(Html.of("{} {:code}", Html(bar), caption))
 
     handle = display(html(0, f"{label}: starting"), display_id=True)
     return lambda step: handle.update(html(step["iteration"], text(label, train_iters, step)))

@@ -2,13 +2,14 @@
 
 import html
 import re
+import string
+import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from pandas.io.formats.style import Styler
 else:
     DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
@@ -22,6 +23,9 @@ CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f]"
 )
+# What Markdown reads anywhere, at the start of a line, and in an address that would become a link.
+MARKDOWN = re.compile(r"[\\`*_{}\[\]()!|~$@]|^[-+=:#]|:(?=//)|(?<=www)\.", re.IGNORECASE)
+MOST = 1000  # characters of a cell that are shown
 
 
 class Table:
@@ -34,7 +38,7 @@ class Table:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        return show(self.to_frame(), self.digits).to_html()
+        return show(self.to_frame(), self.digits)
 
 
 @dataclass(frozen=True)
@@ -55,23 +59,92 @@ class Columns(Table):
         return pd.DataFrame(self.columns)
 
 
-class Text(str):
-    """Markdown that a notebook shows as text; insert text from files with `literal`."""
+class Markup(str):
+    """Text in a markup language, made of templates of ours and values; a value is text without markup."""
+
+    @staticmethod
+    def escape(value: object) -> str:
+        """The value as text without markup."""
+        raise NotImplementedError
+
+    @classmethod
+    def code(cls, value: object) -> str:
+        """The value in a fixed-width font."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, template: str, *values: object, **named: object) -> Self:
+        """The template, its markup as it is, filled as str.format does; each value is escaped.
+
+        `{:code}` is a value in a fixed-width font; a value of this class keeps its markup.
+        """
+        return cls(_Filling(cls).vformat(template, values, named))
+
+    @classmethod
+    def joined(cls, separator: str, values: Iterable[object]) -> Self:
+        """The values with a separator of ours between them."""
+        return cls(separator.join(cls.of("{}", value) for value in values))
+
+
+class _Filling(string.Formatter):
+    def __init__(self, kind: type[Markup]):
+        self.kind = kind
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if isinstance(value, self.kind):
+            return str(value)
+        if format_spec == "code":
+            return self.kind.code(value)
+        text = format(value, format_spec)
+        return text if isinstance(value, int | float) else self.kind.escape(text)
+
+
+class Text(Markup):
+    """Markdown that a notebook shows: `Text.of("**{}** runs of {:code}", 3, name)`."""
+
+    @staticmethod
+    def escape(value: object) -> str:
+        """The value on one line; what Markdown or HTML could read as markup is escaped."""
+        line = " ".join(printable(str(value)).split())
+        return re.sub(r"^(\d+)\.(?= |$)", r"\1\\.", MARKDOWN.sub(r"\\\g<0>", html.escape(line, quote=False)))
+
+    @classmethod
+    def code(cls, value: object) -> str:
+        plain = re.fullmatch(r"[\w.,:;=+*/@%~-]([\w .,:;=+*/@%~-]*[\w.,:;=+*/@%~-])?", str(value))
+        return f"`{value}`" if plain else cls.escape(value)  # nothing can be escaped between backticks
 
     def _repr_markdown_(self) -> str:
         return str(self)
 
 
-class Html(str):
-    """HTML that a notebook shows; insert text from files escaped, as `Html.pre` does."""
+class Html(Markup):
+    """HTML that a notebook shows: `Html.of("<b>{}</b>", name)`."""
 
-    def _repr_html_(self) -> str:
-        return str(self)
+    @staticmethod
+    def escape(value: object) -> str:
+        return html.escape(printable(str(value)))
+
+    @classmethod
+    def code(cls, value: object) -> str:
+        return f"<code>{cls.escape(value)}</code>"
 
     @classmethod
     def pre(cls, text: str) -> "Html":
         """`text` as it is, in a fixed-width font."""
-        return cls(f"<pre>{html.escape(printable(text))}</pre>")
+        return cls.of("<pre>{}</pre>", text)
+
+    @classmethod
+    def link(cls, text: object, *path: str) -> "Html":
+        """A link to a file below the page's folder, named by the parts of its path."""
+        parts = (urllib.parse.quote(part, safe="", errors="surrogateescape") for part in path)
+        return cls.of('<a href="{}">{}</a>', "/".join(parts), text)
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+    def __html__(self) -> str:
+        """The markup, for templates that escape any other text."""
+        return str(self)
 
 
 def printable(text: str) -> str:
@@ -87,33 +160,39 @@ def one_line(text: str) -> str:
     return " ".join(printable(text).split("\n"))
 
 
-def literal(text: object) -> str:
-    """External text (a log, a dump, a file name) as Markdown without markup."""
-    escaped = html.escape(" ".join(printable(str(text)).split()))
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", escaped)
-
-
-def show(columns: Any, digits: int = 3) -> "Styler":
+def show(columns: Any, digits: int = 3) -> Html:
     """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML.
 
-    Each column of floats gets as many decimals as it needs, at most `digits`.
+    Each column of floats gets as many decimals as it needs, at most `digits`. A cell that is Html keeps its markup.
     """
     import pandas as pd
 
     frame = pd.DataFrame(columns)
-    floats = frame.select_dtypes("float")
-    needed = {name: _decimals(floats[name].dropna(), digits) for name in floats}
-    text = [name for name in frame if not pd.api.types.is_numeric_dtype(frame[name])]
-    long = [name for name in text if frame[name].astype(str).str.len().max() > LONG]
-    left = {name: [{"selector": "th", "props": [("text-align", "left")]}] for name in text}
-    return (
-        frame.style.hide(axis="index")
-        .format({name: f"{{:,.{d}f}}" for name, d in needed.items()}, na_rep="", escape="html")
-        .set_properties(subset=text, **{"text-align": "left"})
-        .set_properties(subset=long, **{"white-space": "normal", "min-width": "18rem"})
-        .set_table_styles(left)
-        .set_table_attributes('class="dataframe"')
-    )
+    heads, cells = [], []
+    for place, name in enumerate(frame):
+        column = frame.iloc[:, place]
+        is_text = not pd.api.types.is_numeric_dtype(column)
+        texts = _texts(column, digits)
+        wide = "; white-space: normal; min-width: 18rem" if is_text and max(map(len, texts), default=0) > LONG else ""
+        style = Html(f' style="text-align: left{wide}"' if is_text else "")
+        heads.append(Html.of("<th{}>{}</th>", Html(' style="text-align: left"' if is_text else ""), name))
+        cells.append([Html.of("<td{}>{}</td>", style, text) for text in texts])
+    rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
+    head = f"<thead><tr>{''.join(heads)}</tr></thead>"
+    return Html(f'<table class="dataframe">\n{head}\n<tbody>\n{rows}\n</tbody>\n</table>')
+
+
+def _texts(column: Any, digits: int) -> list[str]:
+    """The cells of a column as texts of at most MOST characters; empty where there is no value."""
+    import pandas as pd
+
+    decimals = _decimals(column.dropna(), digits) if pd.api.types.is_float_dtype(column) else 6
+    found = (v if isinstance(v, Html) else f"{v:,.{decimals}f}" if isinstance(v, float) else str(v) for v in column)
+    is_empty = column.isna()
+    return [
+        "" if empty else text if isinstance(text, Html) else middle(text, MOST)
+        for text, empty in zip(found, is_empty, strict=True)
+    ]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

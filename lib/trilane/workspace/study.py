@@ -18,7 +18,7 @@ from trilane.config import cluster
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, read_shape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
-from trilane.utils.tables import literal
+from trilane.utils.tables import Text
 from trilane.utils.validation import parse_integers, read_json, require
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
@@ -83,9 +83,10 @@ class ModelChoice:
     def _repr_markdown_(self) -> str:
         s, counts = self.shape, ", ".join(map(str, self.gpus))
         size = f"{s.parameters / 1e9:,.1f} B" if s.parameters >= 1e9 else f"{s.parameters / 1e6:,.2f} M"
-        return (
-            f"{s.num_layers} layers × {s.hidden_size}, {s.num_attention_heads} heads, {size} parameters, on {counts} "
-            f"processes of {literal(self.cluster.name)}, {self.gbs} sequences of {s.seq_length} tokens an iteration."
+        return Text.of(
+            "{} layers × {}, {} heads, {} parameters, on {} processes of {}, {} sequences of {} tokens an iteration.",
+            *(s.num_layers, s.hidden_size, s.num_attention_heads, size, counts, self.cluster.name),
+            *(self.gbs, s.seq_length),
         )
 
 

@@ -9,7 +9,7 @@ from trilane.diagnose.hang.condition import NO_EVIDENCE, Conditions, conditions,
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.suspects import Suspects, find_suspects
-from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped, literal
+from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped
 from trilane.workspace.rank_grid import Grid, shared
 
 # Waits whose collective is not in the stack.
@@ -74,20 +74,18 @@ class Verdict(Table):
 
     def source(self) -> Text:
         """The folder of the dumps, the number of ranks and of different stacks, as Markdown."""
-        lead = literal(self.folder.name)
-        if self.example:
-            lead = "**Nothing hangs in this study.** Shown is an example, made up from the text of document 003"
-        return Text(f"{lead}: {len(self.grid.ranks)} ranks, {len(self.groups)} different stacks.")
+        example = Text("**Nothing hangs in this study.** Shown is an example, made up from the text of document 003")
+        lead = example if self.example else self.folder.name
+        return Text.of("{}: {} ranks, {} different stacks.", lead, len(self.grid.ranks), len(self.groups))
 
     def summary(self) -> Text:
         """The paragraph as Markdown: which ranks wait where, the suspects, what to do."""
-        return Text(literal(self.paragraph))
+        return Text.of("{}", self.paragraph)
 
     def advice(self) -> Text:
         """The option for the next submission, and the notes on the evidence, as Markdown."""
-        notes = "".join(f"\n- {literal(note)}" for note in self.notes) or "\n- nothing odd about the dumps"
-        lead = f"For the next submission: sbatch {literal(self.exclude)} job.sbatch\n" if self.exclude else ""
-        return Text(lead + notes)
+        lead = f"For the next submission: sbatch {self.exclude} job.sbatch" if self.exclude else ""
+        return Text.of("{}\n{}", lead, Text.joined("\n- ", ["", *(self.notes or ["nothing odd about the dumps"])]))
 
     def to_text(self) -> str:
         """The verdict for a terminal: the paragraph, the groups, the notes."""

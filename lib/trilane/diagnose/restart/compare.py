@@ -9,7 +9,7 @@ from trilane.diagnose.restart.finding import KINDS, RestartFinding
 from trilane.diagnose.restart.over_time import changed
 from trilane.diagnose.restart.rules import differing_replicas, stale_copies, unclipped, wrong_decay
 from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, RankPrint, Snapshot, read_snapshot, whole_print
-from trilane.utils.tables import DataFrame, Table, Text, literal
+from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints
 from trilane.workspace.fingerprints import FOLDER
@@ -46,10 +46,12 @@ class RestartComparison(Table):
 
     def summary(self) -> Text:
         """What was compared, the number of findings, and the notes, as Markdown."""
-        notes = "".join(f"\n- {literal(note)}" for note in self.notes)
-        example = "**No run of this study was restarted.** Shown is an example, made up from the text of document 003."
-        lead = f"{example}\n\n" if self.example else ""
-        return Text(f"{lead}Compared: {literal('; '.join(self.compared))}. {len(self.findings)} findings.\n{notes}")
+        example = Text(
+            "**No run of this study was restarted.** Shown is an example, made up from the text of document 003."
+        )
+        notes = Text.joined("\n- ", ["", *self.notes])
+        values = example if self.example else "", "; ".join(self.compared), len(self.findings), notes
+        return Text.of("{}\n\nCompared: {}. {} findings.\n{}", *values)
 
     def to_text(self) -> str:
         """The comparison for a terminal: what was compared, the findings by kind, the largest first, the notes."""

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.metrics import group_name
-from trilane.report.plots.style import COLORS, INK, figure, finished
+from trilane.report.plots.style import COLORS, INK, figure, finished, plain
 
 OUTLIER = 0.09  # rows with a larger error are labelled
 LABEL_GAP = 4  # rows between two labels, so that they do not overlap
@@ -27,7 +27,7 @@ def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:
             points.setdefault(group_name(row), []).append((measured, predicted))
     for color, (name, dots) in zip(COLORS, points.items(), strict=False):
         x, y = ([dot[i] for dot in dots] for i in (0, 1))
-        axes.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0, label=f"{name} ({len(dots)})")
+        axes.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0, label=plain(f"{name} ({len(dots)})"))
     ends = [f(v for dots in points.values() for dot in dots for v in dot) for f in (min, max)]
     axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
     unit = "seconds per iteration" if what == "seconds" else "GiB"
@@ -58,8 +58,8 @@ def residuals(result: Backtest) -> Figure:
     axes.axhline(1, color=INK, lw=0.8, ls="--")
     for i in _spaced(np.flatnonzero(abs(ratio - 1) > OUTLIER)):
         name = timed[i][0].row_id.partition("-")[2]
-        axes.annotate(name, (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7)
+        axes.annotate(plain(name), (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7)
     tables = [row.table for row, _ in timed]
     ticks = _spaced([i for i, table in enumerate(tables) if i == 0 or table != tables[i - 1]])
-    axes.set_xticks(ticks, [tables[i] for i in ticks], rotation=90, fontsize=7)
+    axes.set_xticks(ticks, [plain(tables[i]) for i in ticks], rotation=90, fontsize=7)
     return finished(made, "", ylabel="predicted / measured (seconds)", xlabel="rows, table by table")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trilane.forecasting.forecast import QUANTILES, Forecast
-from trilane.report.plots.style import COLORS, INK, LIMIT, STYLE, figure, finished, legend, title
+from trilane.report.plots.style import COLORS, INK, LIMIT, STYLE, figure, finished, legend, plain, title
 
 PARTS = 6  # causes named in the bar of GPU-hours
 
@@ -103,7 +103,7 @@ def budget(found: Forecast) -> Figure:
     spent = [*spent[:PARTS], ("other", sum(hours for _, hours in spent[PARTS:]))]
     left = 0.0
     for color, (name, hours) in zip(COLORS, spent, strict=False):
-        axes.barh(["GPU-hours"], [hours / unit], left=left, color=color, height=0.5, label=name)
+        axes.barh(["GPU-hours"], [hours / unit], left=left, color=color, height=0.5, label=plain(name))
         left += hours / unit
     low, middle, high = (found.gpu_hours(q) / unit for q in (0.05, 0.5, 0.95))
     bar = [[middle - low], [high - middle]]

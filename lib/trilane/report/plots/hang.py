@@ -5,12 +5,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from trilane.diagnose.hang.verdict import Verdict
-from trilane.report.plots.style import COLORS, figure, title
-from trilane.utils.tables import middle
+from trilane.report.plots.style import COLORS, figure, plain, title
 
 NAMED = len(COLORS)  # groups with a colour of their own; the others share a grey
 GREY = "#c4ccd3"
-LABEL_CHARS = 64  # of a group's name in the legend
 
 
 def hang_grid(verdict: Verdict) -> Figure:
@@ -36,17 +34,12 @@ def hang_grid(verdict: Verdict) -> Figure:
 
 def _legend(verdict: Verdict) -> list[Patch]:
     handles = [
-        Patch(color=_colour(i), label=f"{len(g.ranks)} ranks: {_name(g.site or g.text)}")
+        Patch(color=_colour(i), label=f"{len(g.ranks)} ranks: {plain(g.site or g.text)}")
         for i, g in enumerate(verdict.groups[:NAMED])
     ]
     rest = sum(len(g.ranks) for g in verdict.groups[NAMED:])
     handles += [Patch(color=GREY, label=f"{rest} ranks elsewhere")] if rest else []
     return handles + ([Patch(fill=False, ec="black", lw=2.2, label="suspects")] if verdict.suspects else [])
-
-
-def _name(text: str) -> str:
-    """The text, its middle left out where it is long, without matplotlib's mathematical notation."""
-    return middle(text, LABEL_CHARS).replace("$", r"\$")
 
 
 def _colour(index: int) -> str:

@@ -12,7 +12,7 @@ from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.planning.search import Candidate
 from trilane.planning.sizing import Proposal, ShapeSurvey
-from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, figure, legend, stacked_bars, title
+from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, figure, legend, plain, stacked_bars, title
 
 NAMED = 5  # proposals that are named, the best first
 
@@ -112,7 +112,7 @@ def _stages(candidates: Sequence[Candidate], ylabel: str, heading: str) -> tuple
     panels[0][0].set_ylabel(ylabel)
     for axes, candidate in zip(panels[0], candidates, strict=True):
         pp = len(candidate.prediction.stages)
-        axes.set_title(candidate.label, fontsize=8, loc="left")
+        axes.set_title(plain(candidate.label), fontsize=8, loc="left")
         axes.set(xlabel="pipeline stage", xticks=range(0, pp, -(-pp // 8)))
     made.suptitle(heading, x=0.01, ha="left", weight="bold", fontsize=11)
     return made, panels[0]

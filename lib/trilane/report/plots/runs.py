@@ -11,7 +11,7 @@ from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
 from trilane.analysis.phase_times import ORDER, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
-from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, figure, finished, stacked_bars, title
+from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, figure, finished, plain, stacked_bars, title
 from trilane.utils.tables import Text
 
 
@@ -31,7 +31,7 @@ def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
         label, x = curve.axis()
         labels.add(label)
         color, width = COLORS[i % len(COLORS)], widths[min(i, len(widths) - 1)]
-        axes.plot(x, curve.table["lm_loss"], color=color, lw=width, label=name)
+        axes.plot(x, curve.table["lm_loss"], color=color, lw=width, label=plain(name))
         column = "consumed_samples" if "samples" in label else "consumed_tokens" if "tokens" in label else "iteration"
         for restart in curve.restarts:
             begins = x[int(np.searchsorted(curve.table["iteration"], restart.iteration))]
@@ -39,7 +39,7 @@ def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
         if len(curve.redone) and column in curve.redone:
             axes.plot(curve.redone[column], curve.redone["lm_loss"], color=color, lw=0.6)
     heading = "Loss" + (" (dotted: a restart)" if any(c.restarts for c in curves.values()) else "")
-    return finished(made, heading, xlabel=" / ".join(sorted(labels)), ylabel="loss (nats per token)")
+    return finished(made, heading, xlabel=plain(" / ".join(sorted(labels))), ylabel="loss (nats per token)")
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -51,7 +51,7 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
         table, color = m.log.iterations, COLORS[i % len(COLORS)]
         at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
         out = ~m.window.counts
-        axes.plot(at, seconds, color=color, lw=1.2, label=m.name)
+        axes.plot(at, seconds, color=color, lw=1.2, label=plain(m.name))
         axes.plot(at[out], seconds[out], "o", ms=4, mfc="white", mec=color, mew=1, ls="")
         axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
     axes.plot([], [], "o", ms=4, mfc="white", mec=COLORS[4], ls="", label="left out")
@@ -92,7 +92,7 @@ def predicted_against_measured(recalibration: Recalibration) -> Figure | Text:
         # from the axis upwards: labels of runs of one speed would overlap
         spot = (x, 0.02 + 0.06 * number)
         side = "right" if x > 0.7 * max(measured) else "left"
-        axes.annotate(label, spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
+        axes.annotate(plain(label), spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
         axes.axvline(x, color="#c4ced6", lw=0.6, zorder=0)
     if lowest:
         axes.set(xscale="log", yscale="log")
@@ -116,11 +116,11 @@ def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
         # logs print one decimal, which is too few below a TFLOP/s
         rates = [m.flops_per_s.get(name, 0.0) for m in rated]
         widths = [rate / scale if name != "printed" or rate >= 1e12 else 0.0 for rate in rates]
-        axes.barh(places, widths, height=0.8 / len(names), color=COLORS[i], label=name.replace("_", " "))
+        axes.barh(places, widths, height=0.8 / len(names), color=COLORS[i], label=plain(name.replace("_", " ")))
     peaks = {m.config.peak_flops_per_s for m in rated if m.config.peak_flops_per_s}
     if len(peaks) == 1 and (peak := peaks.pop()) < 3 * highest:
         axes.axvline(peak / scale, color=LIMIT, lw=1.5, label="the card's peak")
-    axes.set_yticks(range(len(rated)), [m.name for m in rated])
+    axes.set_yticks(range(len(rated)), [plain(m.name) for m in rated])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     return finished(made, "One run, several definitions", xlabel=f"{unit} per GPU (process)")
@@ -142,7 +142,7 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
         axes.axvline(limit / GIB, color=LIMIT, lw=1.5)
         spot = (limit / GIB, 1.0)
         axes.annotate("limit ", spot, xycoords=("data", "axes fraction"), color=LIMIT, fontsize=8, ha="right")
-    axes.set_yticks(range(len(known)), [m.name for m in known])
+    axes.set_yticks(range(len(known)), [plain(m.name) for m in known])
     end = 1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)])
     axes.set(xlim=(0, end), ylim=(len(known) - 0.5, -0.5), xlabel="GiB, peak of a rank (a dot)")
     title(axes, "Measured memory")
@@ -192,7 +192,7 @@ def next_runs(choice: NextRuns) -> Figure | Text:
     if _far_apart(cost):
         axes.set_xscale("log")
     name = runs[0].label
-    axes.annotate(name, (cost[0], after[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
+    axes.annotate(plain(name), (cost[0], after[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
     axes.margins(x=0.15)
     axes.set_ylim(0, 1.15 * now)
     labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "uncertainty left (± %, 90 %)"}

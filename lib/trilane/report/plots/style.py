@@ -7,12 +7,15 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trilane.utils.tables import middle, one_line
+
 STYLE: Any = {"figure.dpi": 110, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 STYLE |= {"axes.grid": True, "grid.color": "#e3e8ec", "axes.axisbelow": True}
 COLORS = ("#14618a", "#e07a1f", "#2a9d67", "#a23b72", "#7b8a97", "#c9a227", "#5d4a99", "#b3261e")
 LIMIT = "#b3261e"  # the colour of a limit
 INK = "#1b2530"  # of a diagonal or a whisker
 GIB = 2**30
+NAME_CHARS = 64  # of a name that is drawn
 
 
 def figure(width: float = 8.0, height: float = 3.6) -> tuple[Figure, Axes]:
@@ -21,6 +24,15 @@ def figure(width: float = 8.0, height: float = 3.6) -> tuple[Figure, Axes]:
         made, axes = plt.subplots(figsize=(width, height), layout="constrained")
     plt.close(made)
     return made, axes
+
+
+def plain(text: object) -> str:
+    """A name, which may come from a file, as a figure draws it: short, on one line, no mathematical notation.
+
+    A legend would leave out a name that begins with an underscore.
+    """
+    name = middle(one_line(str(text)), NAME_CHARS).replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
 
 
 def title(axes: Axes, text: str) -> None:
@@ -49,7 +61,8 @@ def stacked_bars(
         if any(p[name] > 0 for p in parts):
             left = [sum(list(p.values())[:i]) for p in parts]
             color, label = COLORS[i % len(COLORS)], name.replace("_", " ")
-            axes.barh(labels, [p[name] for p in parts], left=left, color=color, label=label, height=0.62)
+            axes.barh(range(len(labels)), [p[name] for p in parts], left=left, color=color, label=label, height=0.62)
+    axes.set_yticks(range(len(labels)), [plain(label) for label in labels])
     longest = max(sum(p.values()) for p in parts)
     if limit is not None and limit < 3 * longest:
         axes.axvline(limit, color=LIMIT, lw=1.5)

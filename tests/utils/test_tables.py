@@ -1,0 +1,136 @@
+"""Values of files become Markdown and HTML that show them, and nothing else."""
+
+import json
+from html.parser import HTMLParser
+
+import mistune
+import numpy as np
+import pandas as pd
+import pytest
+
+from trilane.utils.tables import Columns, Html, Text, printable, show
+
+HOSTILE = [
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    "</pre></td></table><script>alert(1)</script>",
+    "</style></title><svg onload=alert(1)>",
+    '" onmouseover="alert(1)',
+    "' style='position:fixed;inset:0",
+    "<!-- <b>",
+    "<![CDATA[<b>]]>",
+    "<?php echo 1 ?>",
+    "&lt;script&gt; &amp; &#x3c;b&#x3e; &colon;",
+    "[x](javascript:alert(1))",
+    "[x](  java\nscript:alert(1))",
+    "[x]: javascript:alert(1)",
+    "[x][y] [^1]",
+    "![](http://127.0.0.1:9/x.png)",
+    "<http://127.0.0.1:9/x>",
+    "see https://127.0.0.1:9/x or www.example.org or a.b@example.org",
+    "javascript:alert(1)",
+    "data:text/html,<b>x</b>",
+    "$\\href{javascript:alert(1)}{x}$ costs $5",
+    "$$\\require{html}$$",
+    "\\(x\\) \\[y\\] \\\\(z\\\\) \\begin{a}x\\end{a}",
+    "a | b\n--- | ---\n1 | 2",
+    "| a |\n|---|\n| 1 |",
+    "\n# heading\n",
+    "text\n===\ntext\n---",
+    "- item\n- item",
+    "+ item",
+    "* item",
+    "1. item\n12) item",
+    "12. item",
+    "> quote",
+    "    indented code",
+    "```python\nimport os\n```",
+    "~~~\ncode",
+    "`code` ``code`` `",
+    "**bold** __bold__ *it* _it_ ~~gone~~",
+    "{% raw %} {{ 1 + 1 }} {0} %s $HOME",
+    "a \\* b \\ c\\",
+    "---",
+    "a  \nb",
+    "Ünïcödé 日本語 🙂",
+]
+
+
+class Page(HTMLParser):
+    """The elements, attributes and text of a piece of HTML."""
+
+    def __init__(self, markup: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+        self.text = ""
+        self.feed(markup)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        self.tags.append("comment")
+
+    def handle_decl(self, decl: str) -> None:
+        self.tags.append("declaration")
+
+    unknown_decl = handle_pi = handle_decl
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+@pytest.mark.parametrize("template", ["{}", "ends with {}", "{} and more", "- {}", "**{}**: {:code}"])
+def test_a_value_in_markdown_is_its_text(value: str, template: str) -> None:
+    """CommonMark 0.31, section 2.4. The renderer takes raw HTML and what GitHub's Markdown and Jupyter's add."""
+    renderer = mistune.create_markdown(escape=False, plugins=["table", "url", "strikethrough", "footnotes", "math"])
+    source = Text.of(template, value, value)
+    page, plain = Page(str(renderer(source))), Page(str(renderer(Text.of(template, "v", "v"))))
+    assert set(page.tags) <= set(plain.tags), source
+    assert words(page.text) == words(plain.text.replace("v", words(value)))
+    assert not page.attributes
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_value_in_html_is_its_text(value: str) -> None:
+    page = Page(Html.of("<i title='{}'>{}</i>{:code}", value, value, value) + Html.pre(value))
+    assert page.tags == ["i", "code", "pre"] and page.attributes == ["title"] and page.text == value * 3
+    table = Page(show({value: [value, value], "n": [1, 2]}))
+    assert table.tags == ["table", "thead", "tr", "th", "th", "tbody", "tr", "td", "td", "tr", "td", "td"]
+    assert set(table.attributes) <= {"class", "style"} and table.text.count(value) >= 3
+    link = Html.link(value, value, f"{value}.html")
+    assert Page(link).tags == ["a"] and Page(link).text == value
+    assert not set(':"<>&?# ') & set(link.split('"')[1]), "a path below the page's folder"
+
+
+def test_markup_of_ours_stays_and_numbers_are_formatted() -> None:
+    inner = Text.of("**{:,.1f}**", 1234.5)
+    assert Text.of("{} of {} in {:code}: {:.1%}", inner, -3, "runs/a b", np.float64(0.25)) == (
+        "**1,234.5** of -3 in `runs/a b`: 25.0%"
+    )
+    assert Text.joined("\n- ", ["", "<b>", inner]) == "\n- &lt;b&gt;\n- **1,234.5**"
+    assert Html.of("{}{}", Html("<b>"), inner) == "<b>**1,234.5**"
+
+
+def test_a_table_has_decimals_as_needed_blanks_for_nothing_and_short_cells() -> None:
+    frame = pd.DataFrame({"x": [1.25, 1000.5, np.nan], "n": [1, 2, 3], "t": ["a", None, "b" * 5000]})
+    cells = Page(show(frame, digits=3)).text.split()
+    assert cells[:6] == ["xnt", "1.251a", "1,000.502", cells[3]][:3] + cells[3:6]
+    assert len(cells[3]) < 1100 and "nan" not in cells[3] and "None" not in cells
+    assert "<b>x</b>" in show({"t": [Html("<b>x</b>")]})
+
+
+@pytest.mark.parametrize("value", ["\x1b[31mred\x1b[0m", "a\x00b", "\u202eevil", "\ud800", "\x1b]8;;http://x\x07y"])
+def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str) -> None:
+    shown = [str(Text.of("{}", value)), str(Html.pre(value)), Columns({value: [value]})._repr_html_()]
+    for text in shown:
+        assert text.encode() is not None and text == printable(text)
+        assert json.loads(json.dumps(text)) == text
