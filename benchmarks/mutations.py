@@ -24,7 +24,7 @@ LIMIT_S = 900.0  # a test that does not end sees the fault too
 
 # (area, file below lib/trilane, tests below tests/): pairs of a text that stands in the file once, and its replacement.
 TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
-    ("planner", "costmodel/iteration.py", "costmodel/test_timing.py"): [
+    ("planner", "costmodel/iteration.py", "costmodel/test_iteration.py"): [
         ("x.tp * x.dp > node", "x.tp * x.dp >= node"),
         ("where(x.gpus > node", "where(x.gpus >= node"),
         ("(x.dp - 1) / x.dp * parameters", "parameters"),
@@ -35,7 +35,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("last * layer + head)", "last * layer)"),
         ("np.greater(x.zero, 0) * x.value_bytes", "x.value_bytes"),
     ],
-    ("planner", "costmodel/layers.py", "costmodel/test_timing.py"): [
+    ("planner", "costmodel/layers.py", "costmodel/test_layers.py"): [
         ("2 * (t - 1) / t * x.tokens", "(t - 1) / t * x.tokens"),
         ("(4 + 2 * full)", "(4 + full)"),
         ("2.5 * fused", "2 * fused"),
@@ -143,7 +143,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("jobs", "slurm/attempt.py", "slurm/test_jobs.py"): [
         ("len(starts) >= TRIES", "len(starts) > TRIES"),
         ("in events[last + 1 :]", "in events"),
-        ("i not in (job, *ended)", "i != job"),
+        ('(job, "0", *ended)', '(job, "0")'),
     ],
     ("jobs", "slurm/attempt.py", "slurm"): [
         ('["memory_bytes"] > mine', '["memory_bytes"] >= mine'),
@@ -249,7 +249,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("restart", "workspace/run_folder.py", "workspace"): [
         ("_iteration(line) <= done", "_iteration(line) < done"),
-        ("in reversed(lines) if (number", "in lines if (number"),
+        ("in reversed(file.read()", "in iter(file.read()"),
     ],
     ("restart", "diagnose/restart/rules.py", "diagnose/test_restart.py"): [
         ("if norm <= limit * SLACK", "if norm <= limit"),
@@ -272,9 +272,12 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("restart", "config/batch_rampup.py", "config"): [
         ("first=first, gbs=self.batch_size(first, gbs)", "first=first, gbs=self.batch_size(first + 1, gbs)"),
     ],
-    ("checkpoints", "workspace/checkpoints.py", "workspace"): [
-        ("os.fsync(file.fileno())", "file.fileno()"),
+    ("checkpoints", "utils/files.py", "workspace"): [
+        ("os.fsync(file.fileno())\n        os.replace", "file.fileno()\n        os.replace"),
         ("os.fsync(handle)", "pass"),
+        ("1 + max(taken, default=0)", "1 + len(taken)"),
+    ],
+    ("checkpoints", "workspace/checkpoints.py", "workspace"): [
         ("sync_folder(target.parent)", "pass"),
         ("st_size != size", "st_size < size"),
         ("sorted(found, key=iteration_of)", "sorted(found)"),
@@ -298,7 +301,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("+ 2 * h * self.embedding_layernorm", "+ h * self.embedding_layernorm"),
     ],
     ("counts", "config/plan.py", "config"): [
-        ("samples <= warmup", "samples < warmup"),
+        ("math.cos(math.pi * progress)) / 2", "math.cos(math.pi * progress))"),
         ("max(1, decay - warmup)", "max(1, decay)"),
     ],
     ("counts", "config/batch_rampup.py", "config"): [

@@ -1,16 +1,18 @@
 """Memory: published bytes, laws, and the measured rows."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from trilane.config.cluster import cluster
+from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.memory import (
     DEFAULT,
+    StageMemory,
     activation_bytes_per_layer,
     host_bytes,
     in_flight,
@@ -129,3 +131,66 @@ def test_torch_adam_needs_four_bytes_more_for_each_parameter_of_its_share():
     torch = dataclasses.replace(fused, adam="torch")
     more = [memory_per_stage(shape, t, machine)[0].optimizer for t in (fused, torch)]
     assert more[1] - more[0] == pytest.approx(4 * shape.parameters / 4)
+
+
+GPT = parse_shape("24,2048,16,2048,50304")
+
+
+def total(shape: ModelShape = GPT, machine: Cluster = A100, engine: str = "", **topology: object) -> list[StageMemory]:
+    return memory_per_stage(shape, Topology(**{"precision": "bf16", **topology}), machine, engine=engine)
+
+
+def test_logits_are_shared_out_over_the_tensor_parallel_ranks() -> None:
+    """Vocabulary-parallel cross entropy (Shoeybi et al. 2019, arXiv:1909.08053, section 3): no rank holds them all."""
+    one, eight = (total(tp=tp)[0].working for tp in (1, 8))
+    assert one == pytest.approx(DEFAULT.logit * 2048 * 50304) == 8 * eight
+
+
+def test_a_stage_in_the_middle_may_be_the_fullest() -> None:
+    """Few logits and a thin first stage: the second holds more layers, and more microbatches than those behind it."""
+    shape, topology = parse_shape("24,2048,16,2048,512"), {"pp": 4, "gbs": 8, "first_stage_layers": 3}
+    sizes = [stage.total for stage in total(shape, **topology)]
+    assert sizes.index(max(sizes)) == 1
+    x = columns_of(shape, Topology(precision="bf16", **topology))
+    assert float(memory_bytes(x, A100)) == pytest.approx(max(sizes))
+
+
+def test_zeros_buckets_are_those_of_its_engine_without_a_pipeline_and_with_replicas() -> None:
+    """6 bytes for each of 12 h^2 values; DeepSpeed's pipeline engine reduces gradients itself."""
+    base = DEFAULT.base_bytes
+    for topology, bytes_ in (
+        ({"zero": 1, "dp": 4, "gbs": 4}, 6 * 12 * 2048**2),
+        ({"zero": 1, "dp": 4, "gbs": 4, "buckets": "library"}, 6 * 500e6),
+        ({"zero": 1, "dp": 4, "gbs": 4, "pp": 2}, 0),
+        ({"zero": 0, "dp": 4, "gbs": 4}, 0),
+        ({"zero": 1, "dp": 1}, 0),
+    ):
+        assert [stage.buffers for stage in total(**topology)] == pytest.approx([base + bytes_] * topology.get("pp", 1))
+
+
+def test_a_full_card_is_not_fragmented_and_an_empty_one_by_the_whole_slack() -> None:
+    """Where there is room the allocator takes some more; it cannot where there is none."""
+    needed = total()[0]
+    bytes_ = needed.total - needed.fragmentation
+    roomy, full = (total(machine=replace(A100, gpu=replace(A100.gpu, memory_bytes=size)))[0] for size in (1e16, bytes_))
+    assert full.fragmentation < 1e-6 * bytes_ and full.total == pytest.approx(bytes_)
+    assert roomy.fragmentation == pytest.approx(DEFAULT.slack * bytes_, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("topology", "engine", "each"),
+    [
+        ({"precision": "fp32"}, "", (4, 4, 8)),
+        ({"precision": "fp32"}, "megatron", (4, 4, 8)),
+        ({}, "megatron", (2, 4, 12)),
+        ({"zero": 1, "dp": 4, "gbs": 4}, "megatron", (2, 4, 3)),
+        ({}, "", (2, 2, 14)),
+        ({"precision": "fp16"}, "", (2, 2, 14)),
+        ({"zero": 1, "dp": 4, "gbs": 4}, "", (2, 2, 17.4 / 4)),
+    ],
+)
+def test_the_states_of_a_parameter_take_the_published_bytes(topology: dict, engine: str, each: tuple) -> None:
+    """16 in fp32, 18 in mixed precision; megatron-core's guide to its distributed optimizer: 6 + 12 / dp in bf16."""
+    stage = total(engine=engine, **topology)[0]
+    found = (stage.weights, stage.gradients, stage.optimizer)
+    assert found == pytest.approx([b * GPT.parameters for b in each])

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Plan, Run
+from trilane.costmodel.predict import predict
 from trilane.slurm import client
 from trilane.slurm.preflight import check, resources
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck
@@ -21,6 +23,7 @@ from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, seconds_of, site
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
+A100_80G, AVAILABLE = cluster("jz-a100-80g"), resources.available
 
 
 @pytest.fixture
@@ -226,6 +229,79 @@ def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> N
     assert "4 processes per node: the plan's 16 GPUs need 8" in [f.message for f in found]
 
 
+def rules(found) -> list[str]:
+    return [f.rule for f in found]
+
+
+def test_a_limit_that_is_just_reached_is_kept(folder: Path) -> None:
+    """t4 allows 16 GPUs and 100 hours; the cluster has 52 nodes."""
+    four = {"precision": "fp16", "tp": 2, "pp": 2, "gbs": 480}
+    given = {"where": V100, "qos": "qos_gpu-t4", "time_limit": "100:00:00"}
+    torch(folder.parent, "2.13.0+cu126", "12.6")
+    for gpus, fits in ((16, True), (20, False)):
+        p = plan(**V100_PLAN | {"topology": {**four, "dp": gpus // 4, "mbs": 4}})
+        assert ("qos gpus" not in rules(findings(folder, p, **given))) is fits
+    later = findings(folder, plan(**V100_PLAN | {"topology": four | {"dp": 4}}), **{**given, "time_limit": "100:00:01"})
+    assert [f.remedy for f in later if f.rule == "qos time"] == ["ask for 100 h and chain jobs"]
+
+
+def test_a_checkpoint_less_often_than_ten_times_in_a_job_is_warned_of(folder: Path) -> None:
+    """A job of ten hours, one iteration too long for it: an hour between two checkpoints is often enough."""
+    second = predict(plan()).sec_per_it
+    iterations = int(36_000 / second) + 2
+    for interval_s, warned in ((3300, False), (3900, True), (12_000, True)):
+        p = plan(train_iters=iterations, run={"save_interval": round(interval_s / second)})
+        found = [f for f in findings(folder, p, time_limit="10:00:00") if f.rule == "checkpoints"]
+        assert [f.level for f in found] == [WARNING] * warned
+    remedy = int(re.findall(r"save_interval=(\d+)", found[0].remedy)[0])
+    assert 3500 < remedy * second <= 3600
+
+
+def test_a_link_of_a_chain_is_held_to_its_own_iterations(folder: Path) -> None:
+    """4,000 iterations take eight hours: the last hundred fit into one."""
+    assert 6 * 3600 < 4000 * predict(plan()).sec_per_it < 10 * 3600
+    for start, late in ((0, True), (3900, False)):
+        p = plan(run={"save_interval": 100, "start_iteration": start, "load": str(folder) if start else ""})
+        assert ("time" in rules(findings(folder, p, time_limit="01:00:00"))) is late
+
+
+def test_a_folder_of_one_node_is_none_to_refuse_for_one_node(folder: Path) -> None:
+    """/tmp on a login node may not be that of the compute node: a warning."""
+    where = replace(A100, local=(str(folder.parent),))
+    one = plan(topology={"dp": 2})
+    found = check.check_job(one, where, JobRequest(account="xyz@a100", time_limit="20:00:00"), folder)
+    assert [f.level for f in found if f.rule == "shared"] == [WARNING]
+
+
+def test_an_a100_has_bf16(folder: Path) -> None:
+    """Compute capability 8.0 is the first with it."""
+    assert "precision" not in rules(findings(folder, plan()))
+    assert A100_80G.gpu.compute_capability == (8, 0)
+
+
+def test_a_started_node_is_a_node(folder: Path) -> None:
+    """12 GPUs of 8 a node are two nodes, though not a plan that fills them."""
+    p = plan(topology={"tp": 2, "pp": 2, "dp": 3, "gbs": 480})
+    request = JobRequest(account="xyz@a100")
+    assert JobCheck(p, A100, request, folder, "").nodes == 2
+    assert [JobCheck(plan(topology={"dp": d}), A100, request, folder, "").nodes for d in (1, 2, 4)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("processes", [4, 16])
+def test_fewer_and_more_processes_than_gpus_are_both_refused(processes: int, folder: Path) -> None:
+    found = findings(folder, plan(), script=lambda s: s.replace("--nproc-per-node=8", f"--nproc-per-node={processes}"))
+    assert f"{processes} processes per node: the plan's 16 GPUs need 8" in [f.message for f in found]
+
+
+def test_the_free_space_is_what_a_user_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """statvfs(3): f_bavail and f_favail are those of unprivileged users; root's reserve, 5 % on ext4, is not theirs."""
+    values = {"f_frsize": 4096, "f_bfree": 100, "f_bavail": 50, "f_files": 10, "f_ffree": 9, "f_favail": 7}
+    monkeypatch.setattr(resources.os, "statvfs", lambda _: SimpleNamespace(**values))
+    assert AVAILABLE(Path("/")) == (50 * 4096, 7)
+    values["f_files"] = 0
+    assert AVAILABLE(Path("/")) == (50 * 4096, float("inf")), "a file system that counts no inodes"
+
+
 def test_no_room_for_the_checkpoints_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are kept and one is being written, 12 bytes a parameter each."""
     monkeypatch.setattr(resources, "available", lambda _: (30e9, 1e9))
@@ -263,6 +339,7 @@ def test_an_allowed_rule_only_warns_and_the_others_still_refuse(folder: Path) ->
     [
         ("2.13.0+cu126", "12.6", None),
         ("2.13.0+cu128", "12.8", REFUSAL),
+        ("2.11.0+cu128", "12.8", REFUSAL),
         ("2.10.0+cu128", "12.8", WARNING),
         ("2.9.0+cu130", "13.0", REFUSAL),
         ("2.13.0+cpu", None, REFUSAL),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,44 @@ def test_the_last_ones_are_kept_and_never_the_named_one_deleted(tmp_path: Path) 
     assert not checkpoints.leftovers(tmp_path)
 
 
+def test_the_newest_is_that_of_the_highest_iteration_also_with_more_digits(tmp_path: Path) -> None:
+    """As text, iter_10000000 would stand before iter_9999999, and be the one that is deleted."""
+    for iteration in (9_999_999, 10_000_000):
+        made(tmp_path, iteration)
+    assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_9999999", "iter_10000000"]
+    checkpoints.keep_last(tmp_path, 1)
+    assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_10000000"]
+
+
+def test_a_power_failure_finds_no_name_without_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may keep a rename and lose what was not synced before it (man 2 fsync: also the folder's entry).
+
+    So what is renamed is on the disk before, and its new name before the next one is given: `latest` comes last.
+    """
+    sync, moves = os.fsync, {name: getattr(os, name) for name in ("replace", "rename")}
+    on_disk: set[str] = set()
+    names, named = [], set[str]()
+
+    def fsync(handle: int) -> None:
+        place = os.readlink(f"/proc/self/fd/{handle}")
+        on_disk.add(place)
+        named.discard(place)
+        sync(handle)
+
+    def move(name: str, old: Path, new: Path) -> None:
+        assert str(old) in on_disk, f"{old.name} is not on the disk"
+        assert not named, f"the name {names[-1]} is not"
+        names.append(new.name)
+        named.add(str(new.parent))
+        moves[name](old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in moves:
+        monkeypatch.setattr(os, name, partial(move, name))
+    made(tmp_path, 10)
+    assert names == ["manifest.json", "iter_0000010", "latest"] and not named
+
+
 def test_what_a_killed_save_leaves_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".iter_0000040.x").mkdir()
     (tmp_path / ".latest.7").touch()
@@ -57,6 +96,7 @@ def test_a_checkpoint_is_its_own_folder_of_one(tmp_path: Path) -> None:
     [
         (lambda path: path.write_bytes(b"tensoR"), "a is damaged (its checksum differs)"),
         (lambda path: path.write_bytes(b"tens"), "a has 4 bytes, 6 were written"),
+        (lambda path: path.write_bytes(b"tensor and more"), "a has 15 bytes, 6 were written"),
         (lambda path: path.unlink(), "a is missing"),
     ],
 )
@@ -101,31 +141,6 @@ def test_what_cannot_be_is_refused(field: str, value: float) -> None:
         Run(**{field: value})  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_named_before_latest_names_it(
-    tmp_path: Path, monkeypatch
-) -> None:
-    """fsync(2): a crash may undo each rename whose folder was not synchronised, and lose content that was not."""
-    done: list[str] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
-
-    def synced(handle: int) -> None:
-        done.append("sync " + Path(os.readlink(f"/proc/self/fd/{handle}")).name.partition("iter_")[0].rstrip("."))
-        fsync(handle)
-
-    def renamed(aside: Path, target: Path) -> None:
-        done.append(f"name {Path(target).name}")
-        (replace if Path(target).name == "latest" else rename)(aside, target)
-
-    (tmp_path / ".iter_0000010.x").mkdir()
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
-    monkeypatch.setattr(os, "replace", renamed)
-    checkpoints.publish(tmp_path / ".iter_0000010.x", tmp_path / "iter_0000010")
-    temporary = done.pop(3)
-    assert temporary.startswith("sync .latest")
-    assert done == ["sync ", "name iter_0000010", f"sync {tmp_path.name}", "name latest", f"sync {tmp_path.name}"]
-
-
 @pytest.mark.parametrize("damage", [b"", b"\0" * 14, b"iter_00000", b"\xff\xfe", b"../../elsewhere", b"iter_0000090"])
 def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(damage: bytes, tmp_path: Path) -> None:
     made(tmp_path, 20)
@@ -133,3 +148,12 @@ def test_a_damaged_pointer_is_replaced_by_the_newest_complete_checkpoint(damage:
     (tmp_path / "latest").write_bytes(damage)
     assert checkpoints.latest(tmp_path) == tmp_path / "iter_0000030"
     assert checkpoints.latest(tmp_path / "none") is None
+
+
+def test_one_more_than_are_kept_is_deleted_and_it_is_the_oldest(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        made(tmp_path, iteration)
+    checkpoints.keep_last(tmp_path, 2)
+    assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_0000020", "iter_0000030"]
+    checkpoints.keep_last(tmp_path, 2)
+    assert len(checkpoints.complete(tmp_path)) == 2

@@ -75,3 +75,14 @@ def test_a_folder_in_the_place_of_a_file_moves_when_the_run_starts_again(tmp_pat
     cut_steps(tmp_path, 0)
     assert sorted(p.name for p in (tmp_path / "earlier").iterdir()) == ["status.json.1", "steps.jsonl.1"]
     assert not (tmp_path / "status.json").exists()
+
+
+def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves_them(tmp_path: Path) -> None:
+    for name in ("run.log", "steps.jsonl", "status.json"):
+        (tmp_path / name).write_text(name)
+    put_aside(tmp_path, keep=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"run.log", "steps.jsonl", "attempts"}
+    put_aside(tmp_path, keep=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["attempts"]
+    assert (tmp_path / "attempts/1/status.json").read_text() == "status.json"
+    assert {p.name for p in (tmp_path / "attempts/2").iterdir()} == {"run.log", "steps.jsonl"}

@@ -1,0 +1,56 @@
+"""What a model and a cluster ask of a topology: each rule at its edge."""
+
+import pytest
+
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology, invalid_reason
+
+A100 = cluster("jz-a100-80g")  # 52 nodes of 8
+SHAPE = parse_shape("24,2048,16,2048,50304")
+EMBED = "type:transformer|embedding"
+EDGES = [
+    ({"pp": 4, "interleaving": 2, "gbs": 4}, ""),
+    ({"pp": 4, "interleaving": 2, "gbs": 8}, ""),
+    ({"pp": 4, "interleaving": 2, "gbs": 5}, "gbs=5: interleaving needs microbatches % pp == 0 (pp=4)"),
+    ({"pp": 4, "interleaving": 2, "gbs": 6}, "gbs=6: interleaving needs microbatches % pp == 0 (pp=4)"),
+    ({"pp": 4, "gbs": 5}, ""),
+    ({"tp": 8, "dp": 2, "gbs": 2}, ""),
+    ({"tp": 16}, "tp=16: a tensor-parallel group must stay inside a node of 8 GPUs"),
+    ({"pp": 2, "partition": EMBED}, ""),  # 26 layers of 2 stages
+    ({"pp": 3, "partition": EMBED}, "pp=3: pp x interleaving = 3 must divide the 26 layers"),
+    ({"dp": 416, "gbs": 416}, ""),  # the whole cluster
+    ({"dp": 417, "gbs": 417}, "gpus=417: must not exceed the cluster: jz-a100-80g has 416"),
+    ({"tp": 2, "dp": 8, "gbs": 8, "sequence_parallel": True}, ""),
+    ({"pp": 2, "first_stage_layers": 11, "last_stage_layers": 13}, ""),
+    ({"pp": 4, "first_stage_layers": 6, "last_stage_layers": 6}, ""),
+    (
+        {"pp": 4, "first_stage_layers": 7, "last_stage_layers": 6},
+        "first_stage_layers=7: leaves 11 of 24 layers to 2 other stages, which must share them evenly",
+    ),
+]
+
+
+@pytest.mark.parametrize(("choices", "reason"), EDGES, ids=str)
+def test_a_rule_refuses_what_breaks_it_and_nothing_next_to_it(choices: dict, reason: str) -> None:
+    assert (invalid_reason(SHAPE, Topology(**choices), A100) or "") == reason
+
+
+def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
+    """Heads and vocabulary that 3 divides: the third group of 3 has one GPU on the next node; on one node all fit."""
+    shape = parse_shape("24,1536,12,2048,50304")
+    two_nodes, one_node = Topology(tp=3, dp=4, gbs=4), Topology(tp=3, dp=2, gbs=2)
+    assert str(invalid_reason(shape, two_nodes, A100)).startswith("tp=3: a tensor-parallel group must stay inside")
+    assert invalid_reason(shape, one_node, A100) is None
+
+
+@pytest.mark.parametrize(
+    ("zero", "pp", "fits"), [(1, 2, True), (2, 2, False), (3, 2, False), (2, 1, True), (3, 1, True)]
+)
+def test_zero_2_and_3_have_no_pipeline(zero: int, pp: int, fits: bool) -> None:
+    """DeepSpeed's pipeline engine: gradients would be sharded anew for each microbatch."""
+    if fits:
+        assert Topology(zero=zero, pp=pp).zero == zero
+    else:
+        with pytest.raises(ValueError, match=rf"^zero={zero}: ZeRO 2 and 3 cannot run with a pipeline"):
+            Topology(zero=zero, pp=pp)

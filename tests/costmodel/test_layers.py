@@ -1,0 +1,94 @@
+"""Seconds of one layer: published byte and FLOP counts over rates that are typed in."""
+
+from dataclasses import replace
+
+import pytest
+
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.config.parallelism import Topology
+from trilane.costmodel.columns import Columns, columns_of
+from trilane.costmodel.constants import Constants
+from trilane.costmodel.layers import (
+    LayerTime,
+    all_reduce_seconds,
+    attention_seconds,
+    elementwise_seconds,
+    flash_seconds,
+    layer_time,
+)
+
+A100 = cluster("jz-a100-80g")
+SHAPE = parse_shape("24,2048,16,2048,50304")
+NO_WAITS = Constants(node=1.0, network=1.0, skew_s=0.0, handoff_s=0.0)
+IDEAL = replace(A100, node_bytes_per_s=100e9, network_bytes_per_s=80e9, latency_s=0.0, pair_bytes_per_s=None)
+
+
+def columns(**topology: object) -> Columns:
+    return columns_of(SHAPE, Topology(**{"precision": "bf16", **topology}))
+
+
+@pytest.mark.parametrize(("tp", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
+def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_say(tp: int, factor: float) -> None:
+    """NVIDIA, nccl-tests' doc/PERFORMANCE.md: the bus carries 2 (n - 1) / n of the bytes; 2 x 2048 x 2048 bf16 here."""
+    x = columns(tp=tp, mbs=2, gbs=2)
+    assert float(all_reduce_seconds(x, IDEAL, NO_WAITS)) == pytest.approx(factor * 2 * 2048 * 2048 * 2 / 100e9)
+
+
+def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
+    """Latency t - 1 times; the wait for the last of 8 is quoted for 8, and grows with the ring's steps."""
+    base = float(all_reduce_seconds(columns(tp=4), IDEAL, NO_WAITS))
+    slow = float(all_reduce_seconds(columns(tp=4), replace(IDEAL, latency_s=1e-3), NO_WAITS))
+    assert slow - base == pytest.approx(3e-3)
+    skewed = float(all_reduce_seconds(columns(tp=8), IDEAL, replace(NO_WAITS, skew_s=5e-3)))
+    assert skewed - float(all_reduce_seconds(columns(tp=8), IDEAL, NO_WAITS)) == pytest.approx(5e-3)
+
+
+def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
+    """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the forward once more."""
+    one = float(all_reduce_seconds(columns(tp=8), A100, NO_WAITS))
+    for recompute, count in (("none", 4), ("selective", 4), ("full", 6)):
+        found = layer_time(columns(tp=8, recompute=recompute), A100, NO_WAITS).tensor_parallel
+        assert float(found) == pytest.approx(count * one)
+
+
+def test_full_recomputation_costs_one_forward_pass_more_of_everything() -> None:
+    """Forward F and backward B: F + B without, 2 F + B with; selective repeats the attention alone."""
+    x, c = columns(), NO_WAITS
+    none, selective, full = (layer_time(columns(recompute=r), A100, c) for r in ("none", "selective", "full"))
+    attention, elements = attention_seconds(x, A100, c)[0], elementwise_seconds(x, A100, c)[0]
+    assert full.attention - none.attention == pytest.approx(float(attention)) == selective.attention - none.attention
+    assert full.elementwise - none.elementwise == pytest.approx(float(elements))
+    assert full.matmul / none.matmul == pytest.approx(4 / 3, rel=0.05), "a backward pass is two forward ones"
+    assert selective.matmul == none.matmul and selective.elementwise == none.elementwise
+
+
+def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_much_backward() -> None:
+    """Dao 2023, arXiv:2307.08691, section 4: 4 s^2 d a FLOPs forward, halved by the causal mask; backward x 2.5.
+
+    16 heads of 128 on 2048 tokens, at half of the A100's 312 TFLOP/s.
+    """
+    forward, backward = attention_seconds(columns(), A100, NO_WAITS)
+    assert (
+        float(forward)
+        == pytest.approx(2 * 2048**2 * 128 * 16 / (0.5 * 312e12))
+        == float(flash_seconds(columns(), A100))
+    )
+    assert float(backward) == pytest.approx(2.5 * float(forward))
+
+
+def test_norms_dropout_and_gelu_move_fifty_bytes_a_channel_and_seventy_five_backward() -> None:
+    """At full rate of the memory, 2048 tokens of 2048 channels; sequence parallelism shares all of them out."""
+    ideal = replace(NO_WAITS, memory=1.0)
+    seconds = 2048 * 2048 * 50 / A100.gpu.memory_bytes_per_s
+    assert [float(s) for s in elementwise_seconds(columns(), A100, ideal)] == pytest.approx([seconds, 1.5 * seconds])
+    shared = elementwise_seconds(columns(tp=8, sequence_parallel=True), A100, ideal)
+    assert float(shared[0]) == pytest.approx(seconds / 8)
+    assert float(elementwise_seconds(columns(tp=8), A100, ideal)[0]) == pytest.approx(seconds * (22 + 28 / 8) / 50)
+
+
+def test_a_layers_time_is_the_sum_of_its_parts() -> None:
+    layer: LayerTime = layer_time(columns(tp=4, recompute="full"), A100, NO_WAITS)
+    parts = (layer.matmul, layer.attention, layer.elementwise, layer.tensor_parallel, layer.overhead)
+    assert float(layer.total) == pytest.approx(sum(map(float, parts)))
+    assert min(map(float, parts)) > 0
