@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from datetime import date
+from datetime import date, timedelta
 from itertools import pairwise
 
 import numpy as np
@@ -36,7 +36,7 @@ BF16 = {"zero": 1, "recompute": "full", "precision": "bf16", "attention": "score
 TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, partition="type:transformer|embedding", **BF16)
 SHAPE = parse_shape("70,14336,112,2048,250880")
 PLAN = Plan(label="p176", shape=SHAPE, cluster=A100, topology=TOPOLOGY, engine="deepspeed-3d")
-START, HOUR, DAY = date(2027, 1, 1), 3600.0, 86400.0
+START, HOUR, DAY, DAY_LONG = date(2027, 1, 1), 3600.0, 86400.0, timedelta(days=1)
 CALM = FailureModel(
     stops=(), startup_s=0, job_hours=1e9, evaluation_iters=0, checkpoint_s=1e12, slowdown=1, slowdown_spread=0
 )
@@ -256,6 +256,62 @@ def test_a_shared_machine_makes_a_run_wait_but_not_pay():
     shared, alone = (forecast(request(capacity=constant(384, START, shared=s))) for s in (True, False))
     assert shared.days(0.5) > 1.05 * alone.days(0.5)
     assert shared.gpu_hours(0.5) == pytest.approx(alone.gpu_hours(0.5), rel=0.02)
+
+
+@pytest.mark.parametrize(("shared", "share"), [(False, 0.0), (True, 0.1)])
+def test_the_ends_of_jobs_are_queued_for_only_where_the_capacity_is_shared(shared, share):
+    """Jobs of 20 hours, two hours in the queue between them."""
+    asked = request(capacity=constant(384, START, shared=shared), runs=100)
+    assert [s.queue_share for s in stretches_of(asked, schedules_of(asked))[0]] == pytest.approx([share])
+
+
+def test_the_gpu_hours_of_all_causes_are_those_of_the_run():
+    """With a long run that is 10 % slower than its benchmark, and interruptions."""
+    risks = dataclasses.replace(FailureModel(), slowdown=1.1)
+    found = forecast(request(risks=risks))
+    parts = found.gpu_hours_by_cause
+    assert sum(parts.values()) == pytest.approx(found.outcomes.gpu_s.mean() / HOUR)
+    assert parts["slower than a benchmark"] == pytest.approx(0.1 * parts["iterations"])
+    assert parts["node failure"] > 0 and "queue between jobs" not in parts
+
+
+def test_a_run_that_ends_on_the_day_of_its_deadline_keeps_it():
+    sure = request(risks=CALM, calibration=SURE, tokens=30e9, runs=100)
+    last = forecast(sure).finish(0.5).date()
+    missed = [forecast(dataclasses.replace(sure, deadline=day)).p_miss_deadline for day in (last, last - DAY_LONG)]
+    assert missed == [0, 1]
+
+
+def test_an_evaluation_is_the_forward_pass_of_an_iteration():
+    """100 of 1000 iterations: a quarter of one with full recomputation (four passes), a third without."""
+    assert request().shares["evaluation"] == pytest.approx(0.1 / 4)
+    selective = dataclasses.replace(PLAN, topology=dataclasses.replace(TOPOLOGY, recompute="none"))
+    assert request(plan=selective).shares["evaluation"] == pytest.approx(0.1 / 3)
+    assert request(risks=FailureModel(startup_s=720)).shares["ends of jobs"] == pytest.approx(0.01)
+
+
+def test_tokens_that_fill_no_whole_sequence_take_one_more():
+    assert [request(tokens=1e9 + more).samples for more in (0, 1)] == [488282, 488282]
+    assert [request(tokens=2048 * 10**6 + more).samples for more in (0, 1, 2048)] == [10**6, 10**6 + 1, 10**6 + 1]
+
+
+def test_a_restart_of_the_schedule_is_paid_once_and_not_in_every_piece_of_its_phase():
+    """The last phase is cut into pieces, so that its progress can be dated."""
+    asked = request(runs=100)
+    ((window, schedule),) = schedules_of(asked)
+    late = (*schedule[:-1], dataclasses.replace(schedule[-1], pause_s=1000.0))
+    plain, paused = (stretches_of(asked, ((window, s),))[0][0].seconds.sum() for s in (schedule, late))
+    assert paused - plain == pytest.approx(1000)
+
+
+def test_of_windows_with_different_room_the_fewest_spares_are_reported():
+    tight = steps((START, 416, False), (date(2027, 2, 1), 392, False))
+    assert forecast(request(runs=100, capacity=tight)).spare_nodes == 1
+
+
+def test_two_steps_on_one_day_are_a_contradiction():
+    with pytest.raises(ValueError, match=r"^capacity.from=2027-01-01: must come after 2027-01-01$"):
+        steps((START, 8, False), (START, 16, False))
 
 
 def test_the_same_seed_gives_the_same_answer():

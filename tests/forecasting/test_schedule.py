@@ -220,3 +220,12 @@ def test_phases_of_a_run_hold_its_samples():
         assert sum(p.iterations for p in phases) == ramp.iterations(samples, 256)
         assert phases[-1].first + phases[-1].samples >= samples
         assert [p.first for p in phases] == [0, *itertools.accumulate(p.samples for p in phases[:-1])]
+
+
+@pytest.mark.parametrize(("change", "pause"), [({}, 0), ({"dp": 2}, 600), ({"pp": 2}, 4200), ({"tp": 2}, 4200)])
+def test_a_checkpoint_is_converted_where_tp_or_pp_changes(change, pause):
+    """A restart of ten minutes, and an hour for the conversion."""
+    one = {"tp": 1, "pp": 1, "dp": 1, "mbs": 1, "nodes": 1, "seconds": 1.0}
+    phases = [Phase(gbs=8, iterations=10, first=0), Phase(gbs=16, iterations=10, first=80)]
+    found = optimize(phases, [[ScheduledTopology(**way)] for way in (one, one | change)], 600, 0.0, 3600)
+    assert [step.pause_s for step in found] == [0, pause]
