@@ -1,5 +1,6 @@
 """Flight Recorder dumps as NCCL leaves them: batches of sends and receives, groups with two numbers, missing files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,46 @@ def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
     (tmp_path / "trace7").write_bytes((tmp_path / "trace7").read_bytes()[:200])
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and "trace: the name holds no rank; ignored" in verdict.notes
+
+
+@pytest.mark.parametrize(
+    ("state", "retired", "waits"),
+    [
+        ("completed", False, False),
+        ("scheduled", True, False),  # gloo, which only retires the entry
+        ("scheduled", False, True),
+        ("started", False, True),
+        ("started", True, True),  # the watchdog retires what it gives up
+    ],
+)
+def test_a_call_that_has_started_and_not_completed_is_waited_for(state: str, retired: bool, waits: bool) -> None:
+    values = json.loads(recording([call("1", 1, "all_reduce", state)], {"1": DP}, as_json=True))
+    values["entries"][0]["retired"] = retired
+    assert (read_recording(json.dumps(values).encode()).waiting is not None) is waits
+
+
+def test_a_rank_has_entered_what_its_status_or_its_latest_call_says() -> None:
+    """The ring keeps the last 2,000 calls: what the status counts may be gone, and what is there may be newer."""
+    calls = [call("1", 8, "all_reduce"), call("1", 7, "all_reduce")]
+    values = json.loads(recording(calls, {"1": DP}, as_json=True))
+    for last, entered in ((7, 8), (8, 8), (12, 12)):
+        values["pg_status"]["0"]["last_enqueued_collective"] = last
+        assert read_recording(json.dumps(values).encode()).entered == {"1": entered}
+
+
+def test_who_entered_the_call_is_not_waited_for(tmp_path: Path) -> None:
+    """Rank 5 alone has not: the others, whose last call is that one, hold up nobody."""
+    sums(tmp_path)
+    groups = {g.ranks: g.waits_for for g in diagnose_hang(tmp_path).groups}
+    assert groups == {(0, 1, 2, 3, 4, 6, 7): (5,), (5,): ()}
+
+
+def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None:
+    """Of the pipeline of ranks 1, 3, 5 and 7, "recv 2<-1" is rank 5's, from rank 3."""
+    members, others = [1, 3, 5, 7], [0, 2, 4, 6]
+    for rank in range(8):
+        made = batch(1, "started", "recv 2<-1") if rank == 5 else []
+        group = members if rank in members else others
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"7": group}))
+    topology(tmp_path, 2, 4, 1)
+    assert {g.waits_for for g in diagnose_hang(tmp_path).groups if g.waits_for} == {(3,)}

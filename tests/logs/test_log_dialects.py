@@ -168,6 +168,20 @@ def test_a_unit_that_changes_under_its_label_is_put_right(tmp_path):
     assert read(tmp_path, slow_start).notes == (), "compiling is no change of unit"
 
 
+def test_a_unit_that_changes_and_changes_back_is_put_right_only_in_between(tmp_path):
+    """Two parts of a run printed seconds under the label of milliseconds."""
+    label = [2000.0 if i < 20 or i >= 40 else 2.0 for i in range(1, 60)]
+    log = read(tmp_path, "".join(m2021(i, 100, ms=ms) for i, ms in enumerate(label, 1)))
+    assert set(log.iterations["sec_per_it"]) == {2.0} and log.notes[0].startswith("20 iterations")
+
+
+def test_a_bar_of_hours_is_a_clock_too(tmp_path):
+    """tqdm prints H:MM:SS from an hour on: 100 steps in 1:00:00, the next 100 by 1:30:00."""
+    bar = " 1%|# | {}/900 [{}<9:00:00, 36.00s/it]{{'loss': {}, 'epoch': 0.1}}\n"
+    log = read(tmp_path, bar.format(100, "1:00:00", 2.5) + bar.format(200, "1:30:00", 2.25))
+    assert log.iterations["sec_per_it"].iloc[1] == 18.0
+
+
 def test_timers_of_both_forms_are_seconds(tmp_path):
     old = "time (ms) | forward-compute: 148.03 | backward-compute: 415.50 | batch-generator: 2.50\n"
     new = "(min, max) time across ranks (ms):\n    forward-backward ...............................: (1200.00, 1300.00)\n    optimizer ......................................: (10.00, 20.00)\n"
@@ -234,6 +248,7 @@ def test_bandwidth_benches_are_rates_in_bytes(tmp_path):
     tests = "  1048576  262144  float  sum  -1   100.0  10.49  19.66  0  99.0  10.59  19.86  0\n# Avg bus bandwidth    : 19.7\n"
     log = read(tmp_path, tests)
     assert (log.dialect, log.status, log.bandwidth.bus_bytes_per_s.iloc[0]) == ("nccl-tests", "completed", 19.66e9)
+    assert (log.bandwidth.seconds.iloc[0], log.bandwidth.message_bytes.iloc[0]) == (100e-6, 2**20), "it prints us"
 
 
 @pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")

@@ -60,6 +60,8 @@ ENDINGS = [
     ("unfinished", FIVE, "iteration        5/", None),
     ("unfinished", "ImportError: no apex, using torch's own\n" + FIVE, "iteration        5/", None),
     ("completed", FIVE + OOM + TEN[len(FIVE) :], "iteration       10/", None),
+    ("OOM", FIVE + OOM + m2021(6), "Tried to allocate 2.50 GiB", 3),  # the rank that prints iterations lags
+    ("unfinished", FIVE + OOM + m2021(6) + m2021(7), "iteration        7/", None),
     ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
     ("completed", FIVE + STOPPED + TEN[len(FIVE) :], "iteration       10/", None),
     ("unfinished", "NCCL WARN Failed to open libibverbs.so\n" + FIVE, "iteration        5/", None),

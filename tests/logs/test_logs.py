@@ -11,6 +11,7 @@ from support import small_plan
 from trilane.analysis.measure import measure
 from trilane.analysis.tables import frame
 from trilane.logs.run import read_log, read_run_folder
+from trilane.workspace.status import RunStatus, write_status
 
 LINE = (
     " [2026-08-01 12:00:00.000000] iteration {i:8d}/{n:8d} | consumed samples: {s:12d} | elapsed time per iteration (ms): "
@@ -64,7 +65,7 @@ def test_a_run_that_stopped_early_is_unfinished_and_says_by_which_line(tmp_path)
 
 def test_the_launchers_verdict_comes_before_the_text(tmp_path):
     (tmp_path / "run.log").write_text(log_text())
-    (tmp_path / "status.json").write_text(json.dumps({"status": "crashed", "evidence": "rank 1: killed"}))
+    write_status(tmp_path, RunStatus(status="crashed", evidence="rank 1: killed", rank=1, exit_code=1, seconds=9.0))
     log = read_run_folder(tmp_path)
     assert (log.status, log.evidence) == ("crashed", "rank 1: killed")
 

@@ -193,3 +193,17 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     assert main(["plan", "size", *(word for pair in options.items() for word in pair)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seq", "heads", "mbs", "fused"),
+    [
+        *((4096, 16, 1, True), (8192, 16, 1, False), (16, 16, 1, False), (20, 16, 1, True), (2046, 16, 1, False)),
+        *((2048, 6, 1, False), (2048, 6, 2, True), (128, 12, 1, False), (128, 12, 2, True), (132, 12, 1, True)),
+    ],
+)
+def test_the_fused_softmax_takes_what_megatrons_kernel_takes(seq, heads, mbs, fused):
+    """megatron/core/fusions/fused_softmax.py, is_kernel_available: 16 < sk <= 4096, sk % 4 == 0, b x a % 4 == 0, 8 up
+    to 128 keys."""
+    shape = parse_shape(f"2,{heads * 64},{heads},{seq},384")
+    assert (softmax_note(shape, Topology(mbs=mbs, gbs=mbs)) == "") is fused

@@ -1,0 +1,33 @@
+"""The space of a search and its front, at sizes that can be listed by hand."""
+
+import numpy as np
+import pytest
+
+from trilane.planning.search import front_of
+from trilane.planning.space import Space, divisors
+
+
+@pytest.mark.parametrize(
+    ("n", "found"), [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12]), (16, [1, 2, 4, 8, 16]), (49, [1, 7, 49])]
+)
+def test_each_divisor_is_listed_once(n: int, found: list[int]) -> None:
+    assert divisors(n) == found
+
+
+def test_each_way_to_cut_eight_gpus_is_looked_at_once() -> None:
+    sizes = list(Space(gpus=(8,), gbs=(8,)).sizes())
+    assert len(sizes) == len(set(sizes)) == 10 and {t * p * d for t, p, d in sizes} == {8}
+    assert list(Space(gpus=(8,), gbs=(8,), tp=(2,), dp=(2,)).sizes()) == [(2, 2, 2)]
+
+
+def test_a_batch_is_shared_out_whole() -> None:
+    """12 sequences on two replicas: microbatches of 1, 2, 3 or 6; on five none."""
+    space = Space(gpus=(10,), gbs=(12, 7))
+    assert [tuple(pair) for pair in zip(*space.batches(2), strict=True)] == [(1, 12), (2, 12), (3, 12), (6, 12)]
+    assert space.batches(5)[0].size == 0
+
+
+def test_the_front_holds_what_nothing_beats_and_of_equals_one() -> None:
+    """(seconds, memory): 2 is as small as 1 and slower, 4 is as fast as 3 and larger, 5 repeats 3."""
+    seconds, memory = np.array([1.0, 2.0, 3.0, 3.0, 3.0, 9.0]), np.array([9.0, 9.0, 5.0, 6.0, 5.0, 1.0])
+    assert front_of(seconds, memory).tolist() in ([0, 2, 5], [0, 4, 5])

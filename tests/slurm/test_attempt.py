@@ -1,0 +1,174 @@
+"""Whether a job starts the training, and which of a run's jobs counts: told by its ledger and by what SLURM says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slurm_cluster import plan, run_folder
+
+from trilane.config.plan import read_plan
+from trilane.slurm import attempt, chain, client, jobs, ledger, node_failure
+from trilane.slurm.client import JobState
+from trilane.workspace.checkpoints import name_of
+from trilane.workspace.status import RunStatus, Status, write_status
+
+ME = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n1"}
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The states of jobs, by id, in a SLURM that knows nothing else."""
+    known: dict[str, str] = {}
+    monkeypatch.setattr(client, "is_installed", lambda: True)
+    monkeypatch.setattr(
+        client, "states", lambda ids: {i: JobState(id=i, state=known.get(i, client.FORGOTTEN)) for i in ids}
+    )
+    monkeypatch.setattr(client, "comment", lambda _: "")
+    monkeypatch.setattr(client, "down_nodes", list)
+    monkeypatch.setattr(client, "cancel", lambda _: None)
+    return known
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1))
+    for job in ("77", "78", "79"):
+        ledger.note(made, "submitted", job, site="test", script="")
+    return made
+
+
+def trained(folder: Path, job: str, status: str = "crashed", iteration: int = 0) -> None:
+    """The job started, and ended with that status in the folder."""
+    ledger.note(folder, "started", job, nodes="n1", iteration=iteration, restarts=0)
+    write_status(folder, RunStatus(status=Status(status), evidence=f"by {job}", rank=None, exit_code=1, seconds=1.0))
+    ledger.note(folder, "ended", job, status=status, evidence=f"by {job}")
+
+
+def at(folder: Path, iteration: int) -> None:
+    (folder / "steps.jsonl").write_text("".join(f'{{"iteration": {n + 1}}}\n' for n in range(iteration)))
+
+
+def checkpoint(folder: Path, iteration: int) -> None:
+    place = folder / "checkpoints" / name_of(iteration)
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_text("{}")
+    (folder / "checkpoints/latest").write_text(f"{name_of(iteration)}\n")
+
+
+def test_a_job_that_has_recorded_its_end_does_not_hold_the_folder(folder: Path, slurm: dict[str, str]) -> None:
+    """SLURM lists a job as running for some time after its script has called `job end`."""
+    trained(folder, "77")
+    slurm["77"] = "RUNNING"
+    assert attempt.begin(folder, ME).startswith("go: ")
+
+
+@pytest.mark.parametrize(("at_iteration", "saved", "done"), [(4, 4, True), (4, 2, False), (3, 2, False)])
+def test_nothing_is_left_to_do_where_the_last_iteration_is_saved(
+    at_iteration: int, saved: int, done: bool, folder: Path
+) -> None:
+    p = read_plan(folder / "plan.json")
+    (folder / "plan.json").write_text(json.dumps(replace(p, run=replace(p.run, save_interval=2)).to_json()))
+    at(folder, at_iteration)
+    checkpoint(folder, saved)
+    assert bool(attempt.finished(folder)) is done
+
+
+@pytest.mark.parametrize(("failures", "goes_on"), [(2, True), (3, False), (4, False)])
+def test_a_third_failure_at_one_iteration_is_the_last(failures: int, goes_on: bool, folder: Path) -> None:
+    for _ in range(failures):
+        trained(folder, "79")
+    assert (attempt.blocked(folder) == "") is goes_on
+    at(folder, 1)
+    assert attempt.blocked(folder) == "", "it got further"
+
+
+def test_failures_before_a_new_submission_are_forgiven(folder: Path) -> None:
+    for _ in range(3):
+        trained(folder, "79")
+    ledger.note(folder, "submitted", "80", site="test", script="")
+    trained(folder, "80")
+    assert attempt.blocked(folder) == ""
+
+
+@pytest.mark.parametrize(("mine", "other", "is_pruned"), [(5e9, 4e9, True), (5e9, 5e9, True), (5e9, 6e9, False)])
+def test_a_run_of_a_sweep_is_not_started_where_one_that_needs_no_more_ran_out(
+    mine: float, other: float, is_pruned: bool, folder: Path, tmp_path: Path
+) -> None:
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    write_status(peer, RunStatus(status=Status.OOM, evidence="", rank=0, exit_code=1, seconds=1.0))
+    members = [{"folder": str(folder), "memory_bytes": mine}, {"folder": str(peer), "memory_bytes": other}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"members": members}))
+    assert bool(attempt.pruned(folder, str(tmp_path))) is is_pruned
+    assert (folder / "status.json").exists() is is_pruned
+
+
+def test_of_several_jobs_that_trained_the_last_one_counts(folder: Path, slurm: dict[str, str]) -> None:
+    trained(folder, "77", "stopped")
+    trained(folder, "78", "crashed")
+    slurm |= {"77": "COMPLETED", "78": "FAILED", "79": "CANCELLED"}
+    (found,) = jobs.job_status([folder])
+    assert (found.id, found.status, found.evidence) == ("78", "crashed", "by 78")
+
+
+def test_slurms_own_reason_comes_before_what_the_training_wrote(folder: Path, slurm: dict[str, str]) -> None:
+    """A job over its time limit is killed by signals, which looks like a crash; a completed run has completed."""
+    trained(folder, "77", "crashed")
+    slurm |= {"77": "TIMEOUT", "78": "CANCELLED", "79": "CANCELLED"}
+    (found,) = jobs.job_status([folder])
+    assert (found.id, found.status, found.evidence) == ("77", "time limit", "SLURM: TIMEOUT")
+    trained(folder, "77", "completed")
+    assert jobs.job_status([folder])[0].status is Status.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("states", "shown", "waiting"),
+    [
+        ({"77": "RUNNING", "78": "PENDING", "79": "PENDING"}, "77", 2),
+        ({"77": "COMPLETED", "78": "PENDING", "79": "PENDING"}, "78", 1),
+        ({"77": "COMPLETED", "78": "PENDING", "79": "RUNNING"}, "79", 1),
+        ({"77": "COMPLETED", "78": "COMPLETED", "79": "RUNNING"}, "79", 0),
+    ],
+)
+def test_the_job_that_runs_is_shown_with_how_many_wait_behind_it(
+    states: dict[str, str], shown: str, waiting: int, folder: Path, slurm: dict[str, str]
+) -> None:
+    slurm |= states
+    (found,) = jobs.job_status([folder])
+    assert (found.id, found.waiting) == (shown, waiting)
+
+
+def test_where_no_node_answers_it_is_not_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun itself fails then: the process that asks runs on one of them."""
+    dead: set[str] = set()
+
+    class Step:
+        def __init__(self, command: list[str], **_: object) -> None:
+            self.returncode = int(any(f"--nodelist={node}" in command for node in dead))
+
+        def communicate(self, timeout: float) -> tuple[str, str]:
+            return "", "srun: error: Communication connection failure"
+
+    monkeypatch.setattr(node_failure.subprocess, "Popen", Step)
+    monkeypatch.setattr(client, "call", lambda command: "slurm 23.02.7")
+    assert node_failure.unreachable(["n1", "n2", "n3"]) == []
+    dead |= {"n2", "n3"}
+    assert node_failure.unreachable(["n1", "n2", "n3"]) == ["n2", "n3"]
+    dead |= {"n1"}
+    assert node_failure.unreachable(["n1", "n2", "n3"]) == []
+
+
+def test_a_link_of_a_chain_costs_its_own_iterations(tmp_path: Path) -> None:
+    """Iterations 31 to 90, of a minute each, on four GPUs: four GPU-hours."""
+    p = plan("one", tmp_path, nodes=2)
+    assert p.topology.gpus == 4
+    part = replace(p, run=replace(p.run, train_iters=100, start_iteration=30, exit_iteration=90, load="before"))
+    assert chain.gpu_hours(part, 60.0) == pytest.approx(4.0)
+
+
+def test_an_oom_is_not_tried_again_and_a_lost_node_is() -> None:
+    """The same plan runs out of memory again."""
+    again = [status for status in Status if status.can_retry]
+    assert Status.OOM not in again and Status.COMPLETED not in again and Status.PRUNED not in again
+    assert {Status.NODE_FAILURE, Status.TIME_LIMIT, Status.HANG, Status.CRASHED} <= set(again)
