@@ -10,13 +10,13 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHORT := grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' | cut -c1-110; exit $${PIPESTATUS[0]}
 LOCKED := $(PIP) --no-deps --require-hashes --progress-bar on
 
-.PHONY: run test check lab venv venv-dev lock help clean
+.PHONY: run test check lab venv venv-dev lint lock help clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    set up, run the demo study on this machine, print the path of its report"
 	@echo "make test   set up, pass every test"
-	@echo "make check  lint, types and the quick tests (under 3 minutes)"
+	@echo "make check  lint, types and the quick tests (under 90 seconds)"
 	@echo "make lab    JupyterLab on the notebooks"
 	@echo "make venv   the set-up alone (make venv-dev: with what tests and lint need)"
 	@echo "make lock   write requirements*.lock after a change of versions"
@@ -53,13 +53,16 @@ lock: venv-dev
 run: venv
 	@$(BIN)/python -m trilane run all --study $(STUDY) --fresh
 
-test: venv-dev
-	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
-	$(BIN)/python -m pytest
+test: venv-dev lint
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; export COVERAGE_FILE=$$folder/data; \
+	  $(BIN)/python -m coverage run -m pytest -n 3 --dist loadgroup --no-loadscope-reorder && $(BIN)/coverage combine --quiet \
+	  && $(BIN)/coverage report --sort=cover --fail-under=90 | sed -n '1,12p;$$p'; exit $${PIPESTATUS[0]}
 
-check: venv-dev
+check: venv-dev lint
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --no-loadscope-reorder
+
+lint: venv-dev
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 lab: venv
 	$(BIN)/jupyter lab --notebook-dir=notebooks

@@ -11,11 +11,22 @@ import slurm_cluster
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests on a real SLURM are slow ones, and one worker of pytest-xdist runs them all, on one cluster."""
+    """What one worker of pytest-xdist runs, the longest first: the real SLURM, slow groups, then module by module.
+
+    The tests on the real SLURM are slow ones, and mostly wait: another worker trains, and a third takes the rest.
+    """
     for item in items:
         if "slurm_daemons" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("slurm"))
+        elif item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, bool, str]:
+    group = item.get_closest_marker("xdist_group").args[0]
+    return (group != "slurm", item.get_closest_marker("slow") is None, group)
 
 
 @pytest.fixture
