@@ -1,12 +1,16 @@
-"""What several tests need: an outputs folder of their own, and one real SLURM for all tests that ask for it."""
+"""What several tests need: an outputs folder of their own, one real SLURM, and one pool of workers that train."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 import slurm_cluster
+
+if TYPE_CHECKING:
+    from trilane.experiments.parity import WorkerPool
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -14,13 +18,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker of pytest-xdist runs, the longest first: the real SLURM, slow groups, then module by module.
 
     The tests on the real SLURM are slow ones, and mostly wait: another worker trains, and a third takes the rest.
+    All that train in the pool are one group, except for a module that is long enough for its own.
     """
     for item in items:
         if "slurm_daemons" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("slurm"))
         elif item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+            trains = "pool" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("pool" if trains else str(item.path)))
     items.sort(key=_turn)
 
 
@@ -50,3 +56,12 @@ def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Clus
         yield slurm_daemons
     with mock.patch.dict(os.environ, slurm_daemons.variables):  # without what the test itself changed
         slurm_daemons.clean()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator["WorkerPool"]:
+    """Workers forked from a process that has imported every engine, for all tests of a session that train."""
+    from pool import engine_pool
+
+    with engine_pool() as workers:
+        yield workers

@@ -1,27 +1,25 @@
 """Six restart bugs of document 003's kind, planted into the real engines from outside, and clean cycles without any.
 
 `PYTHONPATH=lib python tests/restart_plants.py [KIND ...]` rehearses all of them and ten clean cycles, and prints a row
-each, for docs/restarts.md. `... serve` is a pool whose workers plant what the file `plant` of a run folder names.
+each, for docs/restarts.md.
 """
 
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
 from plans import small_plan  # noqa: E402
+from pool import engine_pool  # noqa: E402
 
 from trilane.diagnose.restart.compare import RestartComparison  # noqa: E402
 from trilane.experiments import rehearse  # noqa: E402
 from trilane.experiments.parity import WorkerPool  # noqa: E402
 from trilane.experiments.parity_table import machine  # noqa: E402
-from trilane.launch.local import environment  # noqa: E402
 
 
 def finalizing() -> Any:
@@ -209,7 +207,8 @@ def cycle(
         )
 
     def start(place: Path) -> str:
-        (place / "plant").write_text(plant)
+        if plant:
+            (place / "plant").write_text(plant)
         plan = json.loads((place / "plan.json").read_text())
         if place.name == "second":
             plan = {**second.to_json(), "run": plan["run"]}
@@ -222,37 +221,9 @@ def cycle(
     return done.audit
 
 
-@contextmanager
-def planted_pool() -> Iterator[WorkerPool]:
-    """A worker pool whose workers plant the bug that their folder names."""
-    command, pipe = [sys.executable, __file__, "serve"], subprocess.PIPE
-    with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
-        yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))
-
-
-def serve() -> None:
-    """The worker pool, its work preceded by the plant."""
-    from trilane.engine import worker_pool
-    from trilane.utils.process import die_with_parent
-
-    work = worker_pool.work
-
-    def planted(size: int, folder: str) -> int:
-        kind = Path(folder, "plant").read_text()
-        if kind:
-            BUGS[kind].plant()
-        return work(size, folder)
-
-    worker_pool.work = planted
-    die_with_parent()
-    print(json.dumps(worker_pool.machine()), flush=True)
-    worker_pool.serve_forked()
-
-
 def main(kinds: list[str]) -> None:
     """A row for each bug and each clean cycle."""
-    with planted_pool() as home, tempfile.TemporaryDirectory() as place:
+    with engine_pool() as home, tempfile.TemporaryDirectory() as place:
         for number, kind in enumerate(kinds or [*BUGS, *CYCLES]):
             bug = BUGS.get(kind)
             settings, other = (bug.topology, None) if bug else CYCLES[kind]
@@ -264,4 +235,4 @@ def main(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["serve"] else main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from restart_plants import BUGS, CYCLES, asked, cycle, named, planted_pool
+from restart_plants import BUGS, CYCLES, asked, cycle, named
 from support import REPOSITORY, small_plan
 
 from trilane.cli.app import main
@@ -295,12 +295,6 @@ def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_said(tmp_pa
     assert made.plan.topology.dp == 2 and made.notes == ("dp=2 instead of 4: this machine runs at most 4 processes",)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Any:
-    with planted_pool() as pool:
-        yield pool
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BUGS)
 def test_a_bug_planted_into_a_real_engine_is_named(kind: str, pool: WorkerPool, tmp_path: Path) -> None:
@@ -319,7 +313,7 @@ def test_nothing_is_found_in_a_clean_cycle(kind: str, pool: WorkerPool, tmp_path
 @pytest.mark.slow
 def test_a_plan_is_rehearsed_in_processes_of_its_own(tmp_path: Path) -> None:
     """As the door does it; a bug in it would be the planted ones' business."""
-    made = asked(tmp_path / "corpus", tmp_path, {"tp": 2})
+    made = asked(tmp_path / "corpus", tmp_path, {})
     done = rehearse.rehearse(made, tmp_path / "r", rehearse.train_here)
     assert not done.problem and done.audit and not done.audit.findings
     assert len(done.audit.compared) == 2

@@ -1,4 +1,4 @@
-"""What the engine's tests share: one place for prepared data, and a pool of workers."""
+"""What the engine's tests share: one place for prepared data, and workers forked from the tests' pool."""
 
 import functools
 import json
@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from plans import HERE, run_folder, steps
+from plans import HERE, changed, run_folder, steps
 
 from trilane.config.plan import Plan
-from trilane.experiments.parity import worker_pool
-from trilane.experiments.parity_table import Task
+from trilane.experiments.parity_table import ITERATIONS, Task
+
+Fork = Callable[..., None]
+Truth = Callable[..., list[list[float]]]
 
 
 @pytest.fixture(scope="session")
@@ -20,19 +22,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fork() -> Iterator[Callable[..., None]]:
-    """Run the plan in a folder on so many workers (0: the reference); another end than wanted shows what they said."""
-    with worker_pool() as pool:
+def fork(pool) -> Iterator[Fork]:
+    """Run the plan in a folder on so many workers (0: the reference); another end than wanted shows their output."""
 
-        def forked(processes: int, folder: Path, code: int = 0) -> None:
-            problem = pool.run(processes, folder, code)
-            assert not problem, problem
+    def forked(processes: int, folder: Path, code: int = 0) -> None:
+        problem = pool.run(processes, folder, code)
+        assert not problem, problem
 
-        yield forked
+    yield forked
 
 
 @pytest.fixture
-def train(fork: Callable[[int, Path], None], tmp_path: Path) -> Callable[[Plan], list[dict]]:
+def train(fork: Fork, tmp_path: Path) -> Callable[[Plan], list[dict]]:
     """Train a plan in as many processes as it wants and return its steps; its folder is tmp_path / "run"."""
 
     def trained(plan: Plan) -> list[dict]:
@@ -43,16 +44,30 @@ def train(fork: Callable[[int, Path], None], tmp_path: Path) -> Callable[[Plan],
     return trained
 
 
-Truth = Callable[[Task], list[list[float]]]
+@pytest.fixture(scope="session")
+def ask(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """What `code` prints on each rank of a plan, one after another, with `plan`, `world` and `sys` at hand.
+
+    Without `joined` no process group is started; the code has `join` to do so.
+    """
+
+    def asked(plan: Plan, code: str, joined: bool = True) -> str:
+        folder = run_folder(plan, tmp_path_factory.mktemp("ask") / "run")
+        (folder / "ask.py").write_text(f"import sys\n{'world = join(plan)' if joined else ''}\n{code}")
+        fork(plan.topology.gpus, folder)
+        return "".join((folder / f"answer.{rank}").read_text() for rank in range(plan.topology.gpus))
+
+    return asked
 
 
 @pytest.fixture(scope="session")
-def truth(fork: Callable[[int, Path], None], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """[loss, gradient norm] of each iteration of a task by the plain torch GPT."""
+def truth(fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    """[loss, gradient norm] of each iteration of a task of so many by the plain torch GPT."""
 
     @functools.cache
-    def of(task: Task) -> list[list[float]]:
-        folder = run_folder(task.plan(HERE, str(data)), tmp_path_factory.mktemp("truth") / "run")
+    def of(task: Task, iterations: int = ITERATIONS) -> list[list[float]]:
+        plan = changed(task.plan(HERE, str(data)), "run", train_iters=iterations)
+        folder = run_folder(plan, tmp_path_factory.mktemp("truth") / "run")
         fork(0, folder)
         return json.loads((folder / "truth.json").read_text())
 

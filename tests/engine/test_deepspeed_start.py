@@ -1,10 +1,10 @@
 """DeepSpeed's own Adam where every rank can have it, torch's where one cannot: no start dies of a missing compiler."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from plans import small_plan
-from test_engine import ask
 
 BUILD = """
 import torch
@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("offload", "here", "others", "said"), CASES, ids=["all", "offload", "not here", "not there"])
 def test_deepspeeds_adam_is_tried_and_all_ranks_take_the_same(
-    offload: str, here: str, others: list[str], said: str, data: Path, tmp_path: Path
+    offload: str, here: str, others: list[str], said: str, ask: Callable, data: Path
 ) -> None:
     plan = small_plan(data, engine="deepspeed-zero", zero=1, offload=offload)
-    assert ask(plan, f"HERE, OTHERS = {here!r}, {others!r}\n{BUILD}", tmp_path) == said
+    assert ask(plan, f"HERE, OTHERS = {here!r}, {others!r}\n{BUILD}") == said

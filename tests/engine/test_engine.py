@@ -1,14 +1,12 @@
 """What holds inside one process: the initial state, the order of samples, the groups of the optimizer."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from plans import SHAPE, changed, run_folder, small_plan
+from plans import SHAPE, changed, small_plan
 
-from trilane.config.plan import Part, Plan
-from trilane.launch.local import environment
+from trilane.config.plan import Part
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
@@ -48,26 +46,10 @@ def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
     assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
 
 
-def ask(plan: Plan, code: str, tmp_path: Path) -> str:
-    """What `code` prints in a world of one process, with `plan` and `world` at hand.
-
-    It leaves as the engine does: where Python takes a process group apart on its way out, torch may abort.
-    """
-    folder = run_folder(plan, tmp_path / "ask")
-    start = (
-        "import os, sys; from trilane.engine.distributed.cpu import enable_cpu; enable_cpu();"
-        "from trilane.engine.distributed import world as w; from trilane.config.plan import read_plan;"
-        "plan = read_plan(sys.argv[1]); w.single_process(os.environ); world = w.join(plan)\n"
-    )
-    leave = "\nsys.stdout.flush(); os._exit(0)"
-    command = [sys.executable, "-W", "ignore", "-c", start + code + leave, str(folder / "plan.json")]
-    return subprocess.run(command, env=environment(8), capture_output=True, text=True, check=True).stdout
-
-
-def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(data: Path, tmp_path: Path) -> None:
+def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(ask: Callable, data: Path) -> None:
     """4 layers of 12 parameters, two embeddings, the last norm; per layer 4 weights decay, and both embeddings."""
     code = "from trilane.engine.interface import build\nfor item in build(plan, world).audit.items(): print(*item)"
-    groups = dict(line.split(" ", 1) for line in ask(small_plan(data), code, tmp_path).splitlines())
+    groups = dict(line.split(" ", 1) for line in ask(small_plan(data), code).splitlines())
     assert len(groups) == 4 * 12 + 4
     decayed = {name for name, group in groups.items() if group == "decay"}
     assert len(decayed) == 4 * 4 + 2
@@ -87,9 +69,9 @@ for cut in [{}, {"dp": 2}, {"dp": 4, "mbs": 1}, {"mbs": 8}]:
 """
 
 
-def test_the_global_batch_is_the_same_whatever_dp_and_mbs(data: Path, tmp_path: Path) -> None:
+def test_the_global_batch_is_the_same_whatever_dp_and_mbs(ask: Callable, data: Path) -> None:
     """Eight samples from the sixteenth on, no sample twice and none left out."""
-    batches = ask(small_plan(data), FEED, tmp_path).splitlines()
+    batches = ask(small_plan(data), FEED).splitlines()
     assert len(batches) == 4
     assert len(set(batches)) == 1
     assert batches[0].startswith("8 ")
@@ -108,24 +90,24 @@ for cut in [(0, 1), (0, 2), (1, 2)]:
 """
 
 
-def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(data: Path, tmp_path: Path) -> None:
+def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(ask: Callable, data: Path) -> None:
     """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only deals them out."""
     parts = (Part(source="stdlib", weight=3), Part(source="mock", weight=1))
     plan = changed(small_plan(data), "data", source="blend", blend=parts)
-    said = ask(plan, MIX, tmp_path).splitlines()
+    said = ask(plan, MIX).splitlines()
     assert said[0] in ("[8, 2]; [120, 40]", "[7, 3]; [120, 40]")
     one, first, second = (line.split() for line in said[1:])
     assert sorted(one) == sorted(first + second) and len(set(one)) == 8
     assert one[:2] + one[4:6] == first
 
 
-def test_a_short_run_over_an_uneven_blend_has_its_samples(data: Path, tmp_path: Path) -> None:
+def test_a_short_run_over_an_uneven_blend_has_its_samples(ask: Callable, data: Path, tmp_path: Path) -> None:
     """Seven sources of one percent are each asked for a whole sample of 16; megatron-core's own margin is too thin."""
     short = tmp_path / "short.txt"
     short.write_text("x" * 64 * 17)
     parts = (Part(source=str(short), weight=0.93), *[Part(source="mock", weight=0.01)] * 7)
     plan = changed(small_plan(data, iters=2), "data", source="blend", blend=parts)
-    assert ask(plan, MIX, tmp_path).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
+    assert ask(plan, MIX).splitlines()[0].endswith("; [14, 1, 1, 0, 0, 0, 0, 0]")
 
 
 GROUPS = """
@@ -143,6 +125,6 @@ print(asked)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3"])
-def test_no_engine_asks_for_gloo_groups_beside_its_own(engine: str, data: Path, tmp_path: Path) -> None:
+def test_no_engine_asks_for_gloo_groups_beside_its_own(engine: str, ask: Callable, data: Path) -> None:
     """With NCCL they would be 384 processes' worth of TCP connections that nobody uses."""
-    assert ask(small_plan(data, engine=engine, zero=1), GROUPS, tmp_path) == "{None}\n"
+    assert ask(small_plan(data, engine=engine, zero=1), GROUPS) == "{None}\n"

@@ -2,15 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from plans import changed, run_folder, small_plan, steps
 
-from trilane.launch.local import environment
 from trilane.workspace.checkpoints import name_of, read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -26,9 +23,16 @@ def trained(fork: Callable, data: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def door(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "trilane.engine.checkpoint.hf_export", *map(str, args)]
-    return subprocess.run(command, env=environment(8), capture_output=True, text=True)
+@pytest.fixture
+def door(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """The command, and what it prints."""
+    from trilane.engine.checkpoint.hf_export import main
+
+    def run(*args: object) -> str:
+        assert main([*map(str, args)]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
 
 
 def weights(checkpoint: Path) -> dict:
@@ -39,43 +43,36 @@ def weights(checkpoint: Path) -> dict:
 
 
 LOSS = """
-import sys, torch
+import torch
 from transformers import GPT2LMHeadModel
-from trilane.engine.distributed.cpu import enable_cpu; enable_cpu()
-import os
-from trilane.engine.distributed import world as worlds
 from trilane.engine.data.loader import SampleLoader
-from trilane.config.plan import read_plan
-plan = read_plan(sys.argv[2])
-worlds.single_process(os.environ)
-model = GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
+model = GPT2LMHeadModel.from_pretrained(FOLDER).eval()
 batch = list(plan.batches(plan.run.train_iters - 1))[0]
-rows = SampleLoader(plan, worlds.start_process_group("fp32"), (0, 1)).microbatches(batch)
+rows = SampleLoader(plan, world, (0, 1)).microbatches(batch)
 with torch.no_grad():
     scores = [model(row.tokens).logits for row in rows]
 means = [torch.nn.functional.cross_entropy(s.flatten(0, 1), row.labels.flatten()) for s, row in zip(scores, rows)]
-print(float(torch.stack(means).mean()), flush=True)
-os._exit(0)
+print(float(torch.stack(means).mean()))
 """
 
 
-def test_transformers_computes_the_loss_of_the_next_iteration(trained: Path, tmp_path: Path) -> None:
+def test_transformers_computes_the_loss_of_the_next_iteration(
+    trained: Path, door: Callable, ask: Callable, data: Path, tmp_path: Path
+) -> None:
     """The loss of the last iteration belongs to the weights of the checkpoint before it."""
-    done = door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'gpt2'}\n"), done.stderr
-    command = [sys.executable, "-W", "ignore", "-c", LOSS, str(tmp_path / "gpt2"), str(trained / "plan.json")]
-    said = subprocess.run(command, env=environment(8), capture_output=True, text=True, check=True).stdout
+    assert door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2") == f"{tmp_path / 'gpt2'}\n"
+    said = ask(small_plan(data, iters=ITERATIONS, source="mock"), f"FOLDER = {str(tmp_path / 'gpt2')!r}\n{LOSS}")
     assert float(said.split()[-1]) == pytest.approx(steps(trained)[-1]["lm_loss"], abs=1e-5)
 
 
 def test_there_and_back_is_the_same_model_and_a_plan_starts_from_it(
-    trained: Path, fork: Callable, data: Path, tmp_path: Path
+    trained: Path, door: Callable, fork: Callable, data: Path, tmp_path: Path
 ) -> None:
     """To the last bit; it has learned something already, and begins with the first iteration."""
-    assert door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2").returncode == 0
-    done = door("--back", tmp_path / "gpt2", tmp_path / "imported")
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'imported/iter_0000000'}\n"), done.stderr
-    before, after = weights(trained / "checkpoints" / name_of(ITERATIONS - 1)), weights(Path(done.stdout.strip()))
+    door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
+    back = door("--back", tmp_path / "gpt2", tmp_path / "imported")
+    assert back == f"{tmp_path / 'imported/iter_0000000'}\n"
+    before, after = weights(trained / "checkpoints" / name_of(ITERATIONS - 1)), weights(Path(back.strip()))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
     plan = small_plan(data, iters=ITERATIONS, source="mock", dp=2, zero=1)
     folder = run_folder(changed(plan, "run", load=str(tmp_path / "imported")), tmp_path / "run")

@@ -1,11 +1,11 @@
 """A fingerprint made by torch, on whatever device, is the one that numpy makes; and it lies beside what was saved."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from plans import changed, small_plan
-from test_engine import ask
 
 SAME = """
 import torch
@@ -22,8 +22,8 @@ for size in ((70, 90), (501,)):
 
 
 @pytest.mark.slow
-def test_torch_and_numpy_make_the_same_fingerprint(data: Path, tmp_path: Path) -> None:
-    assert ask(small_plan(data), SAME, tmp_path) == 2 * "True True True True\n"
+def test_torch_and_numpy_make_the_same_fingerprint(ask: Callable, data: Path) -> None:
+    assert ask(small_plan(data), SAME) == 2 * "True True True True\n"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 workers are forked; with one each is a new process, since a process that has initialized CUDA cannot be forked.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -104,6 +105,7 @@ def load() -> None:
 def serve_forked() -> None:
     """Import everything, then fork the workers of each line in turn."""
     load()
+    gc.freeze()  # a collection in a worker would copy every page that it shares with this process
     for line in sys.stdin:
         size, port, folder = line.rstrip("\n").split(" ", 2)
         workers = [fork_worker(rank, int(size), port, folder) for rank in range(max(1, int(size)))]

@@ -1,6 +1,7 @@
 """What the DeepSpeed engines share: start, settings, parameter groups, the step, clipping by the whole norm."""
 
 import contextlib
+import functools
 import io
 import warnings
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,8 @@ def start() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed reports False, though torch's CPU kernels support it: ten times slower than fp32, enough for a test.
         get_accelerator().is_fp16_supported = lambda: True
+        # It starts a process to count NUMA nodes; ZeRO 3 asks for each gradient.
+        get_accelerator().device_count = functools.cache(get_accelerator().device_count)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 

@@ -47,10 +47,8 @@ def files(path: Path) -> list[Path]:
 
 def stdlib() -> Iterator[str]:
     """Python's standard library, a document per file, packages included, up to STDLIB_BYTES."""
-    root, taken = Path(sysconfig.get_path("stdlib")), 0
-    for path in sorted(root.rglob("*.py")):
-        if any(part in STDLIB_LEFT_OUT for part in path.relative_to(root).parts):
-            continue
+    taken = 0
+    for path in stdlib_files(Path(sysconfig.get_path("stdlib"))):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:  # a few old modules are Latin-1
@@ -59,6 +57,17 @@ def stdlib() -> Iterator[str]:
         if taken > STDLIB_BYTES:
             return
         yield text
+
+
+def stdlib_files(folder: Path) -> Iterator[Path]:
+    """Python's modules below the folder, sorted by name, without entering what is left out: site-packages is large."""
+    for path in sorted(folder.iterdir()):
+        if path.name in STDLIB_LEFT_OUT:
+            continue
+        if path.suffix == ".py":
+            yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from stdlib_files(path)
 
 
 def mock() -> Iterator[str]:

@@ -1,0 +1,66 @@
+"""The tests' worker pool: a worker may answer a question about the engine instead, or plant a bug before it trains.
+
+`ask.py` in the folder of a plan is run with `plan` and `join` at hand, and what it prints is kept in answer.RANK; the
+file `plant` names one of restart_plants.BUGS.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from trilane.experiments.parity import WorkerPool
+from trilane.experiments.parity_table import machine
+from trilane.launch.local import environment
+
+
+@contextlib.contextmanager
+def engine_pool() -> Iterator[WorkerPool]:
+    """The pool inside the block; its workers end with it."""
+    command, pipe = [sys.executable, __file__], subprocess.PIPE
+    with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))
+
+
+def answer(folder: Path) -> int:
+    """Run the folder's ask.py in this worker."""
+    from trilane.config.plan import read_plan
+    from trilane.engine.distributed.world import join
+    from trilane.utils.process import die_with_parent
+
+    die_with_parent()
+    for number, name in enumerate(("answer.{}", "{}.log"), 1):
+        os.dup2(os.open(folder / name.format(os.environ["RANK"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    code = compile((folder / "ask.py").read_text(), str(folder / "ask.py"), "exec")
+    exec(code, {"__name__": "__main__", "plan": read_plan(folder / "plan.json"), "join": join})
+    return 0
+
+
+def serve() -> None:
+    """The library's pool, its work preceded or replaced by what lies in the folder."""
+    from trilane.engine import worker_pool
+    from trilane.utils.process import die_with_parent
+
+    train = worker_pool.work
+
+    def work(size: int, folder: str) -> int:
+        plant = Path(folder, "plant")
+        if plant.exists():
+            sys.path.insert(0, str(Path(__file__).parents[1]))
+            from restart_plants import BUGS
+
+            BUGS[plant.read_text()].plant()
+        return answer(Path(folder)) if Path(folder, "ask.py").exists() else train(size, folder)
+
+    worker_pool.work = work
+    die_with_parent()
+    print(json.dumps(worker_pool.machine()), flush=True)
+    worker_pool.serve_forked()
+
+
+if __name__ == "__main__":
+    serve()
