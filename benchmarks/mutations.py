@@ -286,11 +286,11 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("digest(path) == checksum", "digest(path)[:1] == checksum[:1]"),
         ("read == _sealed(read", "read['content'] == (read"),
     ],
-    ("checkpoints", "engine/checkpoint/slices.py", "engine/test_checkpoint.py"): [
+    ("checkpoints", "engine/checkpoint/slices.py", "engine/test_slices.py"): [
         ("(-len(text) % 8)", "(len(text) % 8)"),
         ("os.fsync(self._file.fileno())", "self._file.fileno()"),
     ],
-    ("checkpoints", "engine/checkpoint/load.py", "engine/test_checkpoint.py"): [
+    ("checkpoints", "engine/checkpoint/load.py", "engine/test_slices.py"): [
         ("iteration <= plan.run.train_iters", "iteration < plan.run.train_iters"),
     ],
     ("counts", "config/model.py", "config"): [
@@ -308,7 +308,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("-(-(step + 1) * self.samples // steps)", "(step + 1) * self.samples // steps"),
         ("consumed >= self.samples", "consumed > self.samples"),
     ],
-    ("counts", "analysis/flops.py", "analysis"): [
+    ("counts", "analysis/flops.py", "analysis/test_flops.py"): [
         ("6 * h * (config.tp - 1)", "6 * h * config.tp"),
         ('(config.recompute == "selective")', '(config.recompute != "none")'),
         ("- 6.0 * batch", "- 12.0 * batch"),

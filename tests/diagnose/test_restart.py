@@ -20,7 +20,7 @@ from trilane.experiments.parity import WorkerPool
 from trilane.experiments.parity_table import machine, rows
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.fingerprints import Part, file_of, mark
+from trilane.workspace.fingerprints import Part, file_of, mark, must_decay
 
 # A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that hold it.
 MODEL: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
@@ -176,6 +176,80 @@ def test_a_checkpoint_that_nobody_trained_has_no_layout_and_is_compared_as_whole
 def test_a_clipping_left_out_at_one_end_is_told_from_a_sum_left_out(before: Path, tmp_path: Path) -> None:
     found = compare_restart(before, after(tmp_path, remade(WORD, 3, lambda x: 3 * x, "exp_avg"))).findings
     assert "3 times as large: clipped at one end alone" in next(f for f in found if f.kind == "tied").what
+
+
+@pytest.mark.parametrize(("limit", "found"), [(1.0, 0), (0.99, 0), (0.97, 1)])
+def test_a_norm_that_is_rounded_in_half_precision_is_clipped_to_within_two_percent(
+    limit: float, found: int, tmp_path: Path
+) -> None:
+    """The steps' norms were 1."""
+    optimizer = {"clip_grad": limit, "adam_beta2": 0.95, "weight_decay": 0.1}
+    before = saved(tmp_path / "before", state(), prints(state(), optimizer=optimizer))
+    findings = compare_restart(before, after(tmp_path, prints(state(), optimizer=optimizer))).findings
+    assert [f.kind for f in findings] == ["clipping"] * found
+
+
+@pytest.mark.parametrize(("rate", "found"), [(1e-3, 0), (1.001e-3, 1), (0.999e-3, 1)])
+def test_a_learning_rate_that_is_a_thousandth_off_is_another_schedule(
+    rate: float, found: int, before: Path, tmp_path: Path
+) -> None:
+    findings = compare_restart(before, after(tmp_path, prints(state(), next_lr=rate))).findings
+    assert [f.kind for f in findings] == ["optimizer"] * found
+
+
+def test_a_rank_that_updates_nothing_has_taken_no_steps_and_is_no_finding(before: Path, tmp_path: Path) -> None:
+    """With many replicas some hold no share of the optimizer."""
+    said = edited(0, lambda said: said.update(scalars={"step": 0.0}))
+    assert not compare_restart(before, after(tmp_path, said)).findings
+
+
+def test_a_tensor_of_which_a_rank_is_missing_is_not_compared_with_a_whole_one(tmp_path: Path) -> None:
+    """TP 2 before, of which one rank left nothing; TP 1 after, where each tensor is whole."""
+    before = put(tmp_path / "before/fingerprints/load_0000010", [p for p in prints(state()) if p["rank"] != 1])
+    whole = []
+    for pp in (0, 1):
+        said = prints(state(), layout=["megatron", 1, 2, 1, 1], world=2)[2 * pp]
+        for part in said["parts"]:
+            box = tuple((0, n) for n in MODEL[part["name"]][0])
+            marks = {kind: mark(state()[part["name"], kind], box).to_json() for kind in KINDS}
+            part |= {"box": box, "marks": marks}
+        whole.append(json.loads(json.dumps(said | {"rank": pp, "tp": 0})))
+    found = compare_restart(before.parent.parent, after(tmp_path, whole))
+    assert not [f for f in found.findings if f.tensor == WORD], found.to_text()
+
+
+@pytest.mark.parametrize(("tensor", "found"), [(NORM, 0), ("decoder.layers.1.mlp.linear_fc2.weight", 1)])
+def test_between_two_runs_matrices_count_and_norms_do_not(
+    tensor: str, found: int, before: Path, tmp_path: Path
+) -> None:
+    """Adam scales a gradient that is 0 but for rounding to a whole step: small tensors differ between equal runs."""
+    tensors = state()
+    tensors[tensor, "weight"] = (tensors[tensor, "weight"] * 1.1).astype(np.float32)
+    other = saved(tmp_path / "other", tensors, prints(tensors))
+    assert len(compare_restart(before, other).findings) == found
+
+
+def test_a_layernorm_and_a_bias_must_not_decay_and_matrices_and_embeddings_must() -> None:
+    """Megatron-LM: no weight decay for one-dimensional parameters (its get_param_groups)."""
+    assert not any(map(must_decay, (NORM, FINAL, "decoder.layers.0.self_attention.linear_qkv.bias")))
+    assert all(
+        map(must_decay, (WORD, "embedding.position_embeddings.weight", "decoder.layers.1.mlp.linear_fc2.weight"))
+    )
+
+
+def test_the_mark_of_two_parts_has_the_range_of_both() -> None:
+    parts = [np.array([[5.0, 6.0]], np.float32), np.array([[1.0, 9.0]], np.float32)]
+    one, two = mark(parts[0], ((0, 1), (0, 2))), mark(parts[1], ((1, 2), (0, 2)))
+    for added in (one + two, two + one):
+        assert (added.low, added.high, added.total) == (1, 9, 21)
+        assert not added.constant(5.0)
+
+
+def test_a_tensor_that_was_reset_is_as_far_away_as_it_was_large_whichever_is_the_larger() -> None:
+    """Relative to the larger norm, so that nothing is much further apart than two unrelated tensors, about 1."""
+    x, box = np.random.default_rng(3).normal(size=(50, 60)).astype(np.float32), ((0, 50), (0, 60))
+    small = mark(np.float32(1e-3) * x, box)
+    assert mark(x, box).apart(small) == small.apart(mark(x, box)) == pytest.approx(0.999, rel=0.6)
 
 
 def test_ranks_without_a_fingerprint_are_noted_and_the_others_compared(before: Path, tmp_path: Path) -> None:

@@ -1,32 +1,88 @@
-"""Files of slices: what is closed is on the disk, and a full disk is reported and not raised."""
+"""A checkpoint's file of slices: on the disk when it is closed, in the published format; and what may load it."""
 
-import errno
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
+from support import small_plan
 
-from trilane.engine.checkpoint.slices import SliceFile
-
-
-def test_a_closed_file_was_synchronised_with_all_its_bytes(tmp_path: Path, monkeypatch) -> None:
-    """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros."""
-    sizes: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
-    file = SliceFile(tmp_path / "a", [("w", (2, 3))])
-    file.add(torch.ones(2, 3))
-    size, _ = file.close()
-    assert sizes == [size] == [(tmp_path / "a").stat().st_size]
+from trilane.engine.checkpoint.load import identity, require_same
+from trilane.engine.checkpoint.slices import SliceFile, assemble
 
 
-def test_a_disk_that_is_full_at_the_last_moment_is_an_error_of_the_file(tmp_path: Path, monkeypatch) -> None:
-    """fsync is where a network file system reports it; the other ranks wait in a collective meanwhile."""
+@pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd", "abcdefgh"])
+def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_there(name: str, tmp_path: Path) -> None:
+    """huggingface/safetensors' README: 8 bytes of length, a header that is padded with blanks, then the values."""
+    out = SliceFile(tmp_path / "x", [(f"{name}/weight", (3,)), (f"{name}/exp_avg", (2,))])
+    out.add(torch.tensor([1.0, 2.0, 3.0]))
+    out.add(torch.tensor([4.0, 5.0]))
+    size, _ = out.close()
+    data = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0 and len(data) == size == 8 + length + 20
+    assert header[f"{name}/exp_avg"] == {"dtype": "F32", "shape": [2], "data_offsets": [12, 20]}
+    assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float32).tolist() == [1, 2, 3, 4, 5]
 
-    def full(handle: int) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(os, "fsync", full)
-    file = SliceFile(tmp_path / "a", [("w", (2,))])
-    file.add(torch.ones(2))
-    file.close()
-    assert file.error == "Disk quota exceeded"
+def test_a_slice_file_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk: dict[str, int] = {}
+
+    def fsync(handle: int) -> None:
+        on_disk[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    out = SliceFile(tmp_path / "x", [("a/weight", (1000,))])
+    out.add(torch.ones(1000))
+    size, _ = out.close()
+    assert on_disk == {str(tmp_path / "x"): size}
+
+
+def test_a_part_is_assembled_from_the_slices_that_overlap_it(tmp_path: Path) -> None:
+    """Rows 0-1 in one file, rows 2-3 in another: rows 1-2 come from both."""
+    whole = torch.arange(12.0).reshape(4, 3)
+    slices = []
+    for number in (0, 1):
+        out = SliceFile(tmp_path / f"{number}", [("a/weight", (2, 3))])
+        out.add(whole[2 * number : 2 * number + 2])
+        out.close()
+        box = ((2 * number, 2 * number + 2), (0, 3))
+        slices.append({"box": box, "file": f"{number}", "at": {"weight": out.at["a/weight"]}})
+    assert assemble(tmp_path, slices, "weight", ((1, 3), (1, 3))).tolist() == whole[1:3, 1:].tolist()
+    with pytest.raises(AssertionError, match="3 of 6 numbers are in the slices"):
+        assemble(tmp_path, slices[:1], "weight", ((1, 3), (0, 3)))
+
+
+@pytest.mark.parametrize(
+    ("iteration", "consumed", "message"),
+    [
+        (3, 12, ""),
+        (4, 16, ""),  # all is trained: there is nothing left to do
+        (5, 20, "train_iters=4: the checkpoint x has 5 iterations already"),
+        (3, 11, "gbs=4: the checkpoint x has seen 11 samples in 3 iterations, this plan would have 12"),
+    ],
+)
+def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(
+    iteration: int, consumed: int, message: str
+) -> None:
+    plan = small_plan(train_iters=4)
+    if message:
+        with pytest.raises(ValueError) as refused:
+            require_same("x", identity(plan), plan, iteration, consumed)
+        assert str(refused.value) == message
+    else:
+        require_same("x", identity(plan), plan, iteration, consumed)
+
+
+def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
+    plan = small_plan(train_iters=4)
+    others = (
+        ("seed=7", replace(plan, run=replace(plan.run, seed=7))),
+        ("shape.num_layers=4", replace(plan, shape=replace(plan.shape, num_layers=4))),
+    )
+    for name, other in others:
+        with pytest.raises(ValueError, match=f"^{name}: the checkpoint x was trained with "):
+            require_same("x", identity(plan), other, 2, 8)
