@@ -1,5 +1,6 @@
-"""A checkpoint's file of slices: on the disk when it is closed, in the published format; and what may load it."""
+"""Files of slices: the published format, on the disk once closed, and a full disk that is reported and not raised."""
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -28,17 +29,27 @@ def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_ther
     assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float32).tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_slice_file_is_on_the_disk_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_disk: dict[str, int] = {}
+def test_a_closed_file_was_synchronised_with_all_its_bytes(tmp_path: Path, monkeypatch) -> None:
+    """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros."""
+    sizes: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
+    file = SliceFile(tmp_path / "a", [("w", (2, 3))])
+    file.add(torch.ones(2, 3))
+    size, _ = file.close()
+    assert sizes == [size] == [(tmp_path / "a").stat().st_size]
 
-    def fsync(handle: int) -> None:
-        on_disk[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    out = SliceFile(tmp_path / "x", [("a/weight", (1000,))])
-    out.add(torch.ones(1000))
-    size, _ = out.close()
-    assert on_disk == {str(tmp_path / "x"): size}
+def test_a_disk_that_is_full_at_the_last_moment_is_an_error_of_the_file(tmp_path: Path, monkeypatch) -> None:
+    """fsync is where a network file system reports it; the other ranks wait in a collective meanwhile."""
+
+    def full(handle: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = SliceFile(tmp_path / "a", [("w", (2,))])
+    file.add(torch.ones(2))
+    file.close()
+    assert file.error == "Disk quota exceeded"
 
 
 def test_a_part_is_assembled_from_the_slices_that_overlap_it(tmp_path: Path) -> None:
