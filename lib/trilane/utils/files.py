@@ -61,7 +61,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key by which the numbers in names count: node2 before node10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def lock(file: IO[Any]) -> None:

@@ -13,7 +13,7 @@ from trilane.utils.validation import require, require_folder
 from trilane.workspace.heartbeat import read_calls
 
 # Library/trace.py: a function entered, then its lines as they are run.
-ENTERED = re.compile(rb"^ --- modulename: (.+?), funcname: (.+?)\s*$", re.M)
+ENTERED = re.compile(rb"^ --- modulename: (.+?), funcname: (.+)$", re.M)
 RAN = re.compile(rb"^([\w.<>/-]+\.py|<[\w ]+>)\((\d+)\): ?(.*)$", re.M)
 RING_LINE = re.compile(r"^\d+\.\d+ ([<>]) (.*)$")
 WINDOW = 64 << 10  # bytes read first; more, up to LARGEST, where no call begins in them
@@ -58,7 +58,7 @@ def last_call(path: Path) -> LastCall | None:
             tail = file.read(window)
         entered, ran = (next(iter(deque(pattern.finditer(tail), maxlen=1)), None) for pattern in (ENTERED, RAN))
         if entered is not None:
-            function = f"{entered[2].decode('utf-8', 'replace')} ({entered[1].decode('utf-8', 'replace')})"
+            function = f"{entered[2].decode('utf-8', 'replace').rstrip()} ({entered[1].decode('utf-8', 'replace')})"
             return LastCall(rank=label(path), function=function, line=_line(ran), bytes=size)
         # A loop of a hundred thousand lines may call nothing: read further back, but only in what looks like a trace.
         if ran is None or window >= min(size, LARGEST):
@@ -80,7 +80,9 @@ def label(path: Path) -> str:
 
 
 def _ring_call(path: Path, size: int) -> LastCall | None:
-    # The ring buffer, or its dump as text below stacks/.
+    # The ring buffer, or its dump as text below stacks/: neither is large.
+    if size > LARGEST:
+        return None
     with path.open("rb") as file:
         numbered = re.match(rb"\d{12} ", file.read(16)) is not None
     calls = read_calls(path) if numbered else path.read_text(encoding="utf-8", errors="replace").splitlines()

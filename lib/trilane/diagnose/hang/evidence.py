@@ -3,14 +3,15 @@
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trilane.diagnose.hang import stack_readers
-from trilane.diagnose.hang.flight_recorder import Recording, read_recording
+from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording, read_recording
 from trilane.diagnose.hang.stack import Dump
 from trilane.utils.files import natural
+from trilane.utils.tables import short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
@@ -18,7 +19,7 @@ from trilane.workspace.rank_grid import Grid
 RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
 NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
 LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
-LOCAL = re.compile(r"--local[-_]rank[= ](\d+)")
+LOCAL = re.compile(r"--local[-_]rank[= ](\d{1,6})\b")
 
 # Functions of processes that do not train: a launcher, a data loader's worker (forked: its stack holds its parent's).
 NOT_TRAINING = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
@@ -59,18 +60,21 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
     found = [(path, *_read(path)) for path in paths if not NO_DUMP.match(path.name)]
-    grid = grid or _grid(folder, paths)
     series: Series = defaultdict(list)
-    recordings, notes, unreadable, nodes = {}, [], set(), []
+    recordings, notes, unreadable, nodes = {}, list[str](), set(), []
+    grid = grid or _grid(folder, paths, notes)
     for path, dumps, recording, complaint in found:
         rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
-        if complaint:
+        if rank is not None and rank >= rank_grid.MOST:
+            notes.append(f"{path.name}: rank {rank} is above {rank_grid.MOST - 1}; ignored")
+        elif complaint:
             notes.append(f"{path.name}: {complaint}")
             unreadable |= {rank} if rank is not None else set()
         elif recording is not None and rank is None:
             notes.append(f"{path.name}: the name holds no rank; ignored")
         elif recording is not None and rank is not None:
             recordings[rank] = recording
+            notes += [f"{path.name}: {problem}" for problem in recording.problems]
         elif dumps and rank is not None:
             series[rank].append((path, next(iter([d for d in dumps if is_trainer(d)] or dumps))))
         elif dumps:
@@ -92,10 +96,25 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         grid=grid,
         dumps={rank: dump for rank, (_, dump) in main.items()},
         earlier={rank: dumps[-2][1] for rank, dumps in series.items() if rank in grid and len(dumps) > 1},
-        recordings={rank: recording for rank, recording in recordings.items() if rank in grid},
+        recordings={rank: recording for rank, recording in with_members(recordings).items() if rank in grid},
         unreadable=tuple(sorted(unreadable - set(main) & set(grid.ranks))),
         notes=(*notes, *_oddities(main)),
     )
+
+
+def with_members(recordings: Mapping[int, Recording]) -> dict[int, Recording]:
+    """The recordings, with the members of groups whose own list is damaged as another rank of the group lists them.
+
+    Where none does, the group's only known member is the rank itself.
+    """
+    found = dict(recordings)
+    for rank, recording in recordings.items():
+        others = [other.members for other in recordings.values()] if recording.lost else []
+        for group in recording.lost:
+            ranks = next((o[group] for o in others if rank in o.get(group, ())), (rank,))
+            calls = (replace(call, ranks=ranks) if call.group == group else call for call in found[rank].calls)
+            found[rank] = replace(found[rank], calls=tuple(calls))
+    return found
 
 
 def rank_of(path: Path, *, alone: bool = False) -> int | None:
@@ -116,9 +135,12 @@ def is_trainer(dump: Dump) -> bool:
 
 def _read(path: Path) -> tuple[list[Dump], Recording | None, str]:
     """The dumps in a file, its recording, or the reason why it cannot be read; all empty for other kinds of file."""
-    if path.stat().st_size > LARGEST:
-        return [], None, "larger than any dump"
-    data = path.read_bytes()
+    try:
+        if path.stat().st_size > LARGEST:
+            return [], None, "larger than any dump"
+        data = path.read_bytes()
+    except OSError as error:
+        return [], None, f"cannot be read ({error.strerror})"
     head = data.lstrip()[:4096]
     if data[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
         try:
@@ -147,16 +169,18 @@ def _best(dumps: list[tuple[Path, Dump]]) -> tuple[Path, Dump]:
     return max(enumerate(dumps), key=lambda x: (bool(x[1][1].main.frames), x[1][0].suffix != ".log", x[0]))[1]
 
 
-def _grid(folder: Path, paths: Iterable[Path]) -> Grid | None:
+def _grid(folder: Path, paths: Iterable[Path], notes: list[str]) -> Grid | None:
     """The grid by the topology.json of the last moment, else of the folder, else by plan.json here or up to two folders
-    above."""
+    above. A damaged file is noted and left out."""
     listed = [p for p in paths if p.name == "topology.json"]
     folders = [folder, *list(folder.resolve().parents)[:2]]
     for path in [*reversed(listed), *(f / name for f in folders for name in ("topology.json", "plan.json"))]:
         if path.is_file():
             try:
+                require(path.stat().st_size <= LARGEST, "file", path, "is larger than any topology")
                 grid = rank_grid.from_json(json.loads(path.read_text(encoding="utf-8")))
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            except (*DAMAGED, OSError) as error:
+                notes.append(f"{path.name}: is damaged, and ignored ({short(str(error))})")
                 continue
             if grid is not None:
                 return grid

@@ -9,6 +9,9 @@ THREAD_STARTS = {"_bootstrap", "_bootstrap_inner"}
 AUTOGRAD = {"_engine_run_backward", "run_backward", "backward"}
 
 
+LONGEST = 400  # characters of a name that are kept
+
+
 @dataclass(frozen=True, order=True)
 class Frame:
     """A stack frame: the function without its class, the end of the file's path, the line."""
@@ -31,8 +34,9 @@ def frame(function: str, file: str, line: int) -> Frame:
 
     Tools shorten paths differently: the last three parts are kept, below site-packages where the path has it.
     """
-    inside = file.replace("\\", "/").rpartition("site-packages/")[2]
-    return Frame(function.rpartition(".")[2] or function, "/".join(inside.split("/")[-3:]), line)
+    inside = file[-LONGEST:].replace("\\", "/").rpartition("site-packages/")[2]
+    name = function[-LONGEST:]
+    return Frame(name.rpartition(".")[2] or name, "/".join(inside.split("/")[-3:]), line)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,22 +8,23 @@ from typing import Any
 
 from trilane.diagnose.hang.stack import Dump, Frame, Thread, frame
 
-PROCESS = re.compile(r"^.{0,80}?Process (\d+): (.*)$")
+PROCESS = re.compile(r"^.{0,80}?Process (\d{1,9}): (.*)$")
 THREAD = re.compile(r'^.{0,80}?Thread (?:0x)?[0-9a-fA-F]+ \(([\w+ ]+)\)(?:: "(.*)")?')
-FRAME = re.compile(r"^(?:.{0,60}?:)?\s+(\S.*) \((.+?)(?::(\d+))?\)\s*$")
+LEAD = re.compile(r"(?:.{0,60}?:)?\s+(?=\S)")
+LINE = re.compile(r":(\d{1,9})$")
 
 # Frames that --native adds: `pthread_cond_wait (libc.so.6)`, without a line, or with that of a C++ source.
 NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|inl|S|rs)$")
 ERROR = re.compile(r"^.{0,80}?(?:Error|Failed to [\w ]+): ?(.*)$")
 
 # A frame object in truncated JSON.
-PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)".*?"line":\s*(-?\d+)', re.S)
+PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)"[^{}]{0,2000}?"line":\s*(-?\d{1,9})')
 
 # faulthandler's dumps, and Python's tracebacks
-FAULT_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*?)\])? \(most recent call first\)")
-FAULT_FRAME = re.compile(r'^\s*File "(.*)", line (\d+|\?\?\?) in (.*?)\s*$')
+FAULT_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[[^\[\]]*\])? \(most recent call first\)")
+FAULT_FRAME = re.compile(r'File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
-CALL = re.compile(r'^\s*(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d+), in (.*?)\s*$')
+CALL = re.compile(r'(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d{1,9}), in (.*)$')
 RAISED = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)$")
 
 
@@ -54,13 +55,13 @@ def read_pyspy_text(text: str) -> list[Dump]:
         elif match := THREAD.match(line):
             threads.append((match[1], match[2] or "", []))
             lead = ""
-        elif threads and (match := FRAME.match(line)):
-            lead = lead or line[: match.start(1)]
-            threads[-1][2].append(frame(match[1], match[2], int(match[3] or 0)))
+        elif threads and (found_frame := _frame(line)):
+            lead = lead or found_frame[0]
+            threads[-1][2].append(found_frame[1])
         elif match := ERROR.match(line):
             error = error or match[0].strip()
     close()
-    cut = bool(found) and not text.endswith("\n") and not FRAME.match(lines[-1])  # py-spy's text ends with a whole line
+    cut = bool(found) and not text.endswith("\n") and not _frame(lines[-1])  # py-spy's text ends with a whole line
     return [*found[:-1], replace(found[-1], cut=True)] if cut else found
 
 
@@ -69,8 +70,21 @@ def read_pyspy_json(text: str) -> Dump:
     try:
         threads = json.loads(text)
         return Dump(threads=tuple(map(_thread, threads)), pid=int(threads[0]["pid"]) if threads else 0)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         return _salvaged(text)
+
+
+def _frame(line: str) -> tuple[str, Frame] | None:
+    """What stands before a frame `    forward (model.py:12)`, and the frame; None for other lines."""
+    head, _, place = line.rstrip().rpartition(" (")
+    lead = LEAD.match(head)
+    if lead is None or len(place) < 2 or not place.endswith(")"):
+        return None
+    place = place[:-1]
+    number = LINE.search(place, max(0, len(place) - 10))
+    return lead[0], frame(
+        head[lead.end() :], place[: number.start()] if number else place, int(number[1] if number else 0)
+    )
 
 
 def _python(frames: list[Frame]) -> tuple[Frame, ...]:
@@ -109,7 +123,7 @@ def read_faults(text: str) -> Dump:
             threads[match[2]] = match[1] == "Current thread", frames
         elif line.startswith("Timeout ("):
             threads = {}
-        elif match := FAULT_FRAME.match(line):
+        elif match := FAULT_FRAME.match(line.strip()):
             frames.append(frame(match[3], match[1], int(match[2]) if match[2].isdigit() else 0))
     last = tuple(Thread(frames=tuple(frames), current=current) for current, frames in threads.values())
     return Dump(threads=last, cut=not text.endswith("\n"))
@@ -123,7 +137,7 @@ def read_traceback(text: str) -> Dump | None:
         if TRACEBACK.search(line):
             # Of chained tracebacks the first holds the cause.
             inside = True
-        elif inside and (match := CALL.match(line)):
+        elif inside and (match := CALL.match(line.strip())):
             frames.append(frame(match[3], match[1], int(match[2])))
         elif inside and frames and (match := RAISED.match(line.strip())):
             thread = Thread(frames=tuple(reversed(frames)), name="MainThread")
