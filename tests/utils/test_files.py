@@ -1,6 +1,7 @@
 """Files that others read while they are written, and that a crash or a full disk may damage."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trilane.utils.files import damaged_lines, json_lines, read_text, replace_text, set_aside
+from trilane.utils.files import Appended, damaged_lines, json_lines, patient_text, read_text, replace_text, set_aside
 
 
 def failing(number: int, name: str = ""):
@@ -144,3 +145,67 @@ def test_a_missing_file_is_an_empty_text_and_a_folder_is_named(tmp_path: Path) -
     assert read_text(tmp_path / "none") == ""
     with pytest.raises(ValueError, match=rf"^file={tmp_path}: cannot be read"):
         read_text(tmp_path)
+
+
+def full(path: Path) -> Path:
+    """A file on a disk that is full."""
+    path.symlink_to("/dev/full")
+    return path
+
+
+def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_said_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = Appended(full(tmp_path / "x"), said.append)
+    for number in range(5):
+        file.add(b"line %d\n" % number)
+    assert file.waiting == 5 and len(said) == 1 and said[0].startswith("x cannot be written (No space left on device)")
+    (tmp_path / "x").unlink()
+    file.add(b"line 5\n")
+    file.add(b"line 6\n")
+    assert (tmp_path / "x").read_bytes() == b"".join(b"line %d\n" % number for number in range(7))
+    assert file.waiting == 0 and len(said) == 2 and "can be written again" in said[1] and "lost" not in said[1]
+
+
+def test_memory_for_a_full_disk_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = Appended(full(tmp_path / "x"), said.append, most=30)
+    for number in range(10):
+        file.add(b"line %d\n" % number)
+    (tmp_path / "x").unlink()
+    file.flush()
+    assert (tmp_path / "x").read_bytes() == b"line 6\nline 7\nline 8\nline 9\n" and "6 of its lines" in said[1]
+
+
+def test_half_a_line_that_still_fitted_is_taken_back(tmp_path: Path, monkeypatch) -> None:
+    """write(2) on a disk that becomes full writes as many bytes as fit."""
+    file = Appended(tmp_path / "x", lambda text: None)
+    file.add(b"one\n")
+    write = io.FileIO.write
+
+    class Short(io.FileIO):
+        def write(self, data: bytes) -> int:
+            return write(self, data[:2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, mode, buffering: Short(path, mode))
+        file.add(b"two\n")
+    assert (tmp_path / "x").read_bytes() == b"one\n"
+    file.flush()
+    assert (tmp_path / "x").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_file_that_cannot_be_written_for_another_reason_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        Appended(tmp_path / "gone/x", lambda text: None).add(b"line")
+
+
+def test_what_a_process_prints_on_a_full_disk_is_kept_for_later(tmp_path: Path) -> None:
+    handle = os.open("/dev/full", os.O_WRONLY)
+    stream = patient_text(handle)
+    print("one", file=stream, flush=True)
+    print("two \ud800", file=stream)
+    with (tmp_path / "log").open("wb") as log:
+        os.dup2(log.fileno(), handle)
+    print("three", file=stream)
+    os.close(handle)
+    assert (tmp_path / "log").read_text() == "one\ntwo \\ud800\nthree\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from trilane.config.plan import Plan, read_plan
 from trilane.engine.errors import print_refusal
 from trilane.engine.signals import Signals
-from trilane.utils.files import set_aside
+from trilane.utils.files import patient_text, set_aside
 from trilane.utils.process import die_with_parent
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
@@ -82,6 +82,7 @@ def _redirect_output() -> None:
         log = os.open(f"{folder}/{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    sys.stdout, sys.stderr = patient_text(1), patient_text(2)  # a full disk does not end a training
 
 
 def _is_refusal(error: ValueError) -> bool:

@@ -1,5 +1,6 @@
 """The training loop: the same for every engine."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from trilane.engine.signals import Signals
 from trilane.engine.stop_requests import StopRequest, StopRequests
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.run_folder import cut_steps
-from trilane.workspace.status import RunStatus, Status, write_status
+from trilane.workspace.status import RunStatus, Status, reserved_status, write_status
 
 
 class Training:
@@ -56,6 +57,13 @@ class Training:
 
         Writes steps.jsonl and checkpoints to the folder and Megatron's lines to the terminal.
         """
+        with reserved_status(self._folder, "engine") if self._world.is_first else contextlib.nullcontext():
+            self._train()
+        heartbeat.end()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _train(self) -> None:
         log, first = TrainingLog(self._plan, self._world, self._folder), self._done + 1
         request = self._requests.now(begun=False)
         begin = time.perf_counter()
@@ -69,10 +77,8 @@ class Training:
                 begin = time.perf_counter()  # not counted in any iteration
             if request.stop:
                 break
+        log.close()
         self._end(request)
-        heartbeat.end()
-        dist.barrier()
-        dist.destroy_process_group()
 
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
@@ -118,9 +124,9 @@ class Training:
             self._print(evidence)
         if self._world.is_first:
             seconds = round(time.monotonic() - self._begin, 3)
-            write_status(
-                self._folder, RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
-            )
+            outcome = RunStatus(status=status, evidence=evidence, rank=None, exit_code=0, seconds=seconds)
+            if not write_status(self._folder, outcome):
+                self._print(f"{status}: {evidence}; the disk is full, so that status.json does not record it")
 
     def _newest(self) -> str:
         if not self._saved:

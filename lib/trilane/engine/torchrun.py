@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
+from trilane.utils.files import replace_text
 from trilane.utils.process import announce, die_with_parent
 
 
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> int:
         run(parse_args(argv[1:]))
     except ChildFailedError as error:
         failures = [{"rank": r, "pid": f.pid, "exitcode": f.exitcode} for r, f in sorted(error.failures.items())]
-        Path(argv[0]).write_text(json.dumps(failures), encoding="utf-8")
+        with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
+            replace_text(Path(argv[0]), json.dumps(failures))
         return 1
     except SignalException as error:
         return 128 + error.sigval

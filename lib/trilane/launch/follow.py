@@ -1,17 +1,20 @@
 """Follow a run: collect the ranks' output in one log, in whole lines, and show the progress."""
 
-import json
 import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan
+from trilane.utils.files import Appended, json_object
 from trilane.utils.progress import progress
 
 POLL_S = 0.1
+DISK_S = 1.0  # between two looks at the space on the disk
+LITTLE_BYTES = 1 << 14  # a disk with less counts as full
 
 
 def follow(
@@ -28,16 +31,17 @@ def follow(
     """
     tails = [Tail(folder / "ranks" / f"{rank}.log") for rank in range(plan.topology.gpus)]
     steps = Tail(folder / "steps.jsonl")
-    with (
-        (folder / "run.log").open("a", encoding="utf-8") as log,
-        progress(plan.label, plan.run.train_iters, show_progress) as show,
-    ):
+    log, disk = Appended(folder / "run.log", _warn), Disk(folder)
+    log.flush()  # it exists from the start
+    with progress(plan.label, plan.run.train_iters, show_progress) as show:
         try:
             while True:
                 code = child.poll()
                 copy(tails, log)
-                for line in steps.lines():
-                    show(json.loads(line))
+                disk.check()
+                for step in map(json_object, steps.lines()):
+                    if step is not None:
+                        show(step)
                 if code is not None:
                     return code
                 check()
@@ -48,12 +52,37 @@ def follow(
             copy(tails, log, rest=True)
 
 
-def copy(tails: Sequence["Tail"], log: Any, rest: bool = False) -> None:
+def copy(tails: Sequence["Tail"], log: Appended, rest: bool = False) -> None:
     """Append each rank's new whole lines to `log`, one rank after the other."""
     for tail in tails:
-        for line in tail.lines(rest):
-            log.write(line + "\n")
-    log.flush()
+        if lines := tail.lines(rest):
+            log.add("".join(line + "\n" for line in lines).encode())
+
+
+def _warn(text: str) -> None:
+    print(f"trilane: {text}", file=sys.stderr, flush=True)
+
+
+class Disk:
+    """Warns on stderr when the disk of a folder becomes full, and when it no longer is.
+
+    The ranks report it too, but in files that may lie on that disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._next, self._is_full = folder, 0.0, False
+
+    def check(self) -> None:
+        """Look, at most every DISK_S seconds. Left out: a quota, which the ranks report."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + DISK_S
+        free, was_full = shutil.disk_usage(self._folder).free, self._is_full
+        self._is_full = free < LITTLE_BYTES
+        if self._is_full and not was_full:
+            _warn(f"no space is left on the disk of {self._folder}; the training goes on, and records its steps later")
+        elif was_full and not self._is_full:
+            _warn(f"there is space again on the disk of {self._folder}")
 
 
 class Tail:

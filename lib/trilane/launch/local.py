@@ -17,7 +17,7 @@ from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import STOP, reopen
-from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
+from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, reserved_status, write_status
 
 GRACE_S = 8.0  # from asking torchrun to end its workers to killing them
 WEEK_S = 7 * 86400.0
@@ -46,22 +46,35 @@ def train_local(
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     port = free_port(port)
     begin = time.monotonic()
-    reopen(folder)
+    with reserved_status(folder, "launcher"):
+        reopen(folder)
+        outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
+        _record(folder, outcome)
+    return outcome
+
+
+def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float) -> RunStatus:
+    """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
     monitor = HangMonitor(folder, plan)
     try:
         prepare_data(folder / "plan.json")
         with torchrun(folder, plan, port) as child, forwarding_signals(child):
             code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
-        outcome = monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
+        return monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
-        write_status(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
+        _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
     except TimeoutError:
-        outcome = _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
+        return _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
     except Hang as hang:
-        outcome = hang.outcome
-    write_status(folder, outcome)
-    return outcome
+        return hang.outcome
+
+
+def _record(folder: Path, outcome: RunStatus) -> None:
+    """Write status.json; where a full disk does not allow it, print the outcome."""
+    if not write_status(folder, outcome):
+        line = f"{outcome.status}: {outcome.evidence}; the disk is full, so that status.json does not record it"
+        print(f"trilane: {line}", file=sys.stderr, flush=True)
 
 
 def _require_ready(folder: Path, resume: bool) -> None:

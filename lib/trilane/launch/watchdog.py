@@ -52,14 +52,16 @@ class HangMonitor:
 
     def hang_status(self, why: str) -> RunStatus:
         """Dump the ranks' stacks and diagnose them; the status with `why` and the verdict as evidence."""
-        stacks = capture(self._folder, self._plan)
         suspects: tuple[int, ...] = ()
+        where = ""
         try:
+            stacks = capture(self._folder, self._plan)
+            where = f" (stacks in {stacks.relative_to(self._folder)})"
             verdict = diagnose_hang(stacks)
             explanation, suspects = verdict.paragraph, verdict.suspects
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # a full disk
             explanation = f"no verdict: {error}"
-        evidence = f"{why}. {explanation}"[:MAX_EVIDENCE] + f" (stacks in {stacks.relative_to(self._folder)})"
+        evidence = f"{why}. {explanation}"[:MAX_EVIDENCE] + where
         rank, seconds = next(iter(suspects), None), round(time.monotonic() - self._begin, 3)
         return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds)
 
@@ -75,8 +77,9 @@ class HangMonitor:
         for rank, beat in read_beats(self._folder).items():
             here = beat.phase != END and beat.host == platform.node()
             if rank not in self._exited and here and process_state(beat.pid) in ("gone", "Z", "X"):
-                if not self._exited:
-                    capture(self._folder, self._plan)  # where the others are before they fail or wait for ever
+                if not self._exited:  # where the others are before they fail or wait for ever
+                    with contextlib.suppress(OSError):
+                        capture(self._folder, self._plan)
                 self._exited[rank] = f"in iteration {beat.step}, {beat.phase or 'between phases'}"
 
 
@@ -92,22 +95,23 @@ def watch_node(folder: Path, parent: int, ahead: bool) -> None:
         for stacks in sorted((folder / "stacks").glob("*")):
             if stacks.name not in answered:
                 answered.add(stacks.name)
-                capture_here(folder, stacks)
-        with contextlib.suppress(Hang):
-            _check(monitor, folder)
-        if _is_hang(folder, begin):
+                with contextlib.suppress(OSError):
+                    capture_here(folder, stacks)
+        if _hangs(monitor, folder) or _is_hang(folder, begin):
             _kill_own_ranks(folder, parent)
             return
         time.sleep(POLL_S)
 
 
-def _check(monitor: HangMonitor, folder: Path) -> None:
+def _hangs(monitor: HangMonitor, folder: Path) -> bool:
+    """Whether this process detects a hang, which it records."""
     try:
         monitor.check()
     except Hang as hang:
-        write_status(folder, hang.outcome)
         print(f"trilane: hang: {hang.outcome.evidence}", flush=True)
-        raise
+        write_status(folder, hang.outcome)
+        return True
+    return False
 
 
 def _is_hang(folder: Path, begin: float) -> bool:

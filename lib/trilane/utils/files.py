@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -23,6 +25,8 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted wi
 # FAT and some FUSE file systems have no links; others' files may not be linked (fs.protected_hardlinks)
 NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF)
+# A disk or a quota that is full, or storage that is away for a while
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 REPLACED = "\ufffd"  # what stands for bytes that are not UTF-8
 
 
@@ -87,6 +91,93 @@ def append_line(path: Path, line: str) -> None:
         if file.write(text) != len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
+
+
+class Appended:
+    """A file to which one process appends: what a full disk refuses is kept in memory, and written in order later.
+
+    `report` receives one line when the file cannot be written and one when it can be again. Beyond `most` bytes in
+    memory the oldest are lost. Each piece, such as a line, is written whole or not at all. Not synchronised.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None], most: int = 1 << 26) -> None:
+        self._path, self._report, self._most = path, report, most
+        self._waiting: deque[bytes] = deque()
+        self._bytes = self._lost = 0
+        self._problem = ""
+
+    @property
+    def waiting(self) -> int:
+        """How many pieces are not written yet."""
+        return len(self._waiting)
+
+    def add(self, data: bytes) -> None:
+        """Append one piece, and what waits before it, as far as the disk takes it; OSError where it is not full."""
+        self._waiting.append(data)
+        self._bytes += len(data)
+        while self._bytes > self._most:
+            self._bytes -= len(self._waiting.popleft())
+            self._lost += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        problem, before = self._write(), self._problem
+        self._problem = problem
+        if problem and not before:
+            kept = f"up to {self._most >> 20} MiB are kept in memory until it can be"
+            self._report(f"{self._path.name} cannot be written ({problem}); the training goes on, and {kept}")
+        elif before and not problem:
+            lost = f"; {self._lost} of its lines, the oldest that waited, are lost" if self._lost else ""
+            self._report(f"{self._path.name} can be written again, and what was kept in memory is in it{lost}")
+            self._lost = 0
+
+    def _write(self) -> str:
+        """Write what waits; why that failed, "" where it did not."""
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while self._waiting:
+                    end, data = file.seek(0, os.SEEK_END), self._waiting[0]
+                    if file.write(data) < len(data):
+                        file.truncate(end)
+                        return os.strerror(errno.ENOSPC)
+                    self._bytes -= len(self._waiting.popleft())
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return os.strerror(error.errno)
+        return ""
+
+
+class PatientStream(io.RawIOBase):
+    """The terminal or log behind a file descriptor: what a full disk refuses is kept, up to `most` bytes, for later."""
+
+    def __init__(self, handle: int, most: int = 1 << 24) -> None:
+        self._handle, self._most, self._waiting = handle, most, bytearray()
+        self.name = f"<{handle}>"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def write(self, data: Any) -> int:
+        """Take all of `data`; OSError where the disk is not full, such as for a closed pipe."""
+        self._waiting += data
+        del self._waiting[: max(0, len(self._waiting) - self._most)]
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(self._handle, self._waiting)]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        return len(data)
+
+
+def patient_text(handle: int) -> io.TextIOWrapper:
+    """A text stream of whole lines for a file descriptor, such as 1 or 2, that outlasts a full disk."""
+    return io.TextIOWrapper(PatientStream(handle), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -16,12 +16,9 @@ SUFFIX = ".phases"
 MOST_S = 1e9  # an iteration of 30 years is a damaged number
 
 
-def append(ranks: Path, rank: int, iteration: int, seconds: Mapping[str, float]) -> None:
-    """Append a line for this rank: its seconds per iteration since its last line, and its host."""
-    ranks.mkdir(exist_ok=True)
-    line = {"iteration": iteration, "host": platform.node(), "seconds": seconds}
-    with (ranks / f"{rank}{SUFFIX}").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+def line(iteration: int, seconds: Mapping[str, float]) -> bytes:
+    """A rank's line: its seconds per iteration since its last line, and its host."""
+    return json.dumps({"iteration": iteration, "host": platform.node(), "seconds": seconds}).encode() + b"\n"
 
 
 def read_phase_times(folder: Path, grid: Grid | None = None) -> tuple[Grid, dict[int, dict[str, float]]]:

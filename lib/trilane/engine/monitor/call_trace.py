@@ -3,6 +3,7 @@
 The file is memory-mapped: its content survives when the rank hangs in C, is stopped or is killed.
 """
 
+import errno
 import mmap
 import os
 import sys
@@ -18,12 +19,22 @@ from trilane.workspace.heartbeat import SLOT
 TOOL = 4  # sys.monitoring's number of this tool: debuggers, coverage and profilers have 0, 1 and 2
 
 
+def allocate(file: int, size: int) -> None:
+    """Give the open file `size` bytes on the disk; OSError where that is full.
+
+    Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page for which the disk has no room.
+    """
+    os.ftruncate(file, size)
+    if os.pwrite(file, b"\0" * size, 0) < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 class Ring:
     """Writes calls of the functions in `packages` ("megatron.core", "trilane") to the last `calls` slots of a file."""
 
     def __init__(self, path: Path, packages: Sequence[str], calls: int) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.ftruncate(file, calls * SLOT)
+        allocate(file, calls * SLOT)
         self._map, self._calls, self._number = mmap.mmap(file, calls * SLOT), calls, 0
         os.close(file)
         self._inside = [os.sep + name.strip().replace(".", os.sep) for name in packages if name.strip()]

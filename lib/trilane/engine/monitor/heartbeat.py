@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trilane.config.plan import Plan
 from trilane.engine.monitor import call_trace, phases
+from trilane.engine.monitor.call_trace import allocate
 from trilane.workspace import flight_recorder
 from trilane.workspace.heartbeat import END, RECORD, STACKS, encode, place
 
@@ -32,7 +33,7 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         self.path = path
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(file, RECORD)
+        allocate(file, RECORD)
         self._map = mmap.mmap(file, RECORD)
         os.close(file)
         self._step, self._rest = 0, place()

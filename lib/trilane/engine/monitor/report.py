@@ -1,8 +1,12 @@
 """The report of each iteration: Megatron's line on the terminal, a JSON line in steps.jsonl, TensorBoard on request."""
 
+import io
 import json
+import os
+import platform
 import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +20,7 @@ from trilane.config.plan import Plan
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Step
 from trilane.engine.monitor.phases import Spread, Timers, timing_table
+from trilane.utils.files import Appended
 from trilane.workspace import phase_times
 
 
@@ -99,31 +104,53 @@ SCALARS = {
 
 
 class TensorBoard:
-    """The event file of a run in its folder `tensorboard/`, flushed every log interval."""
+    """The event file of a run in its folder `tensorboard/`.
+
+    Not torch's SummaryWriter: its thread ends at the first write that a full disk refuses, and the next flush() waits
+    for it for ever.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # its import takes a second
+        from tensorboard.compat.proto.event_pb2 import Event  # its import takes a second
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        self._file, self._event, self._record = Appended(folder / "tensorboard" / name, say), Event, RecordWriter
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, step: Iteration) -> None:
         """All scalars of one iteration."""
+        event = self._event(wall_time=time.time(), step=step.iteration)
         for name, field in SCALARS.items():
-            self._writer.add_scalar(name, getattr(step, field), step.iteration)
+            event.summary.value.add(tag=name, simple_value=getattr(step, field))
+        self._append(event)
 
-    def flush(self) -> None:
-        """Write everything added so far to the file."""
-        self._writer.flush()
+    def _append(self, event: Any) -> None:
+        whole = io.BytesIO()
+        self._record(whole).write(event.SerializeToString())
+        self._file.add(whole.getvalue())
+
+
+def say(text: str) -> None:
+    """Print a line of trilane's own."""
+    print(f"trilane: {text}", flush=True)
 
 
 class TrainingLog:
-    """The terminal and steps.jsonl of a run, written by the last rank, which has the loss; TensorBoard on request."""
+    """The terminal and steps.jsonl of a run, written by the last rank, which has the loss; TensorBoard on request.
+
+    A full disk does not end the training: what cannot be written is kept for later.
+    """
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
-        self._run, self._writes, self._path = plan.run, world.is_last, folder / "steps.jsonl"
+        self._run, self._writes = plan.run, world.is_last
+        self._steps = Appended(folder / "steps.jsonl", say)
         self._window: list[Iteration] = []
         self._timers = Timers(world.device) if plan.run.timers else None
-        self._ranks, self._rank = folder / "ranks", world.rank
+        if self._timers:
+            (folder / "ranks").mkdir(exist_ok=True)
+        self._phases = Appended(folder / "ranks" / f"{world.rank}{phase_times.SUFFIX}", say)
         self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
 
     def write(self, step: Iteration) -> None:
@@ -133,17 +160,22 @@ class TrainingLog:
         if self._timers:
             self._timers.fold()
             if due:
-                phase_times.append(self._ranks, self._rank, step.iteration, self._timers.own())
+                self._phases.add(phase_times.line(step.iteration, self._timers.own()))
                 spread = self._timers.over_ranks()
         if self._writes:
             self._record(step, spread)
             if due:
                 self._print(spread)
 
+    def close(self) -> None:
+        """Write what waits for room on the disk; report what still cannot be written."""
+        self._steps.flush()
+        if waiting := self._steps.waiting:
+            say(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
+
     def _record(self, step: Iteration, spread: Spread) -> None:
         values = {**step.__dict__, "timers": spread} if spread else step.__dict__
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        self._steps.add(json.dumps(values).encode() + b"\n")
         self._window.append(step)
         if self._board:
             self._board.add(step)
@@ -153,8 +185,6 @@ class TrainingLog:
         self._window = []
         if spread:
             print(timing_table(spread), flush=True)
-        if self._board:
-            self._board.flush()
 
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:

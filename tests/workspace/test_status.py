@@ -1,0 +1,72 @@
+"""status.json on a disk that is full, or damaged."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from trilane.workspace import status as module
+from trilane.workspace.status import RunStatus, Status, known_status, read_status, reserved_status, write_status
+
+
+def outcome(evidence: str) -> RunStatus:
+    return RunStatus(status=Status.STOPPED, evidence=evidence, rank=None, exit_code=0, seconds=1.5)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk without room for a new file."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "replace_text", refused)
+
+
+def test_a_status_on_a_full_disk_takes_the_reserved_space(tmp_path: Path, full: None) -> None:
+    write = lambda: write_status(tmp_path, outcome("🚀" * 5000))  # noqa: E731
+    assert not write(), "nothing is reserved"
+    with reserved_status(tmp_path, "test"):
+        assert write()
+        assert read_status(tmp_path).evidence == "🚀" * 2000
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_what_was_reserved_and_not_needed_is_given_back(tmp_path: Path) -> None:
+    with reserved_status(tmp_path, "test"):
+        write_status(tmp_path, outcome("end"))
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_run_does_not_start_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / ".status.reserve.test").symlink_to("/dev/full")
+    with (
+        pytest.raises(ValueError, match=r"^run folder=.*: cannot be written to \(No space left on device\)$"),
+        reserved_status(tmp_path, "test"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"status": "completed"}',
+        '{"status": 3, "evidence": "", "rank": null, "exit_code": 0, "seconds": 0}',
+        '{"status": "completed", "evidence": 1, "rank": null, "exit_code": 0, "seconds": 0}',
+        '{"status": "completed", "evidence": "", "rank": null, "exit_code": 0, "seconds": "\0',
+        "[" * 100_000,
+        "9" * 5000,
+    ],
+)
+def test_a_damaged_status_is_named_in_one_line_and_counts_as_none(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(damage)
+    with pytest.raises(ValueError, match=rf"^status={tmp_path}/status.json: is damaged \("):
+        read_status(tmp_path)
+    assert known_status(tmp_path) is None
+    assert module.status_problem(tmp_path).startswith("status=")
