@@ -55,7 +55,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("[1:] < lowest[:-1]", "[1:] <= lowest[:-1]"),
         ("self.cluster) > RISKY", "self.cluster) > IMPOSSIBLE"),
     ],
-    ("planner", "planning/space.py", "planning/test_search.py"): [
+    ("planner", "planning/space.py", "planning/test_space.py"): [
         (" if d * d != n]", "]"),
     ],
     ("planner", "planning/shape_rules.py", "planning/test_sizes.py"): [
@@ -78,7 +78,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("* z - 0.07056", "* z + 0.07056"),
         ("np.where(main, 12.0,", "np.where(main, 16.0,"),
     ],
-    ("calendar", "forecasting/failures.py", "forecasting/test_calendar.py"): [
+    ("calendar", "forecasting/failures.py", "forecasting/test_failures.py"): [
         ("interval_s**2 / 12 +", "interval_s**2 / 6 +"),
         (" + wait**2", ""),
         ("self.queue_s if shared else 0.0", "self.queue_s"),
@@ -87,7 +87,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("mean / (k + 1)", "mean / max(k, 1)"),
         ("idle * stop.charged", "idle"),
     ],
-    ("calendar", "forecasting/simulation.py", "forecasting/test_calendar.py"): [
+    ("calendar", "forecasting/simulation.py", "forecasting/test_simulation.py"): [
         ("self.interval_s / 2 / seconds", "self.interval_s / seconds"),
         ("window.shared * self.risks.queue_s", "self.risks.queue_s"),
         ("sum(certain.values()) + charged)", "sum(certain.values()))"),
@@ -96,8 +96,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("calendar", "forecasting/timeline.py", "forecasting/test_calendar.py"): [
         ("queue_share = window.shared * risks", "queue_share = risks"),
-    ],
-    ("calendar", "forecasting/timeline.py", "forecasting"): [
         ("for step in steps]) * first", "for step in steps])"),
         ("spares_of(min(free))", "spares_of(max(free))"),
     ],
@@ -112,8 +110,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("calendar", "forecasting/schedule.py", "forecasting/test_schedule.py"): [
         ("differs[..., :2]", "differs[..., :1]"),
-    ],
-    ("calendar", "forecasting/schedule.py", "forecasting"): [
         ("-(-(samples - consumed) // phase.gbs)", "(samples - consumed) // phase.gbs"),
     ],
     ("calendar", "forecasting/capacity.py", "forecasting/test_calendar.py"): [
@@ -140,20 +136,18 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("int(started[1]) != used", "int(started[1]) < used"),
         ("max(lines) > largest", "max(lines) > largest + 1"),
     ],
-    ("jobs", "slurm/attempt.py", "slurm/test_jobs.py"): [
+    ("jobs", "slurm/attempt.py", "slurm/test_attempt.py"): [
         ("len(starts) >= TRIES", "len(starts) > TRIES"),
         ("in events[last + 1 :]", "in events"),
         ('(job, "0", *ended)', '(job, "0")'),
-    ],
-    ("jobs", "slurm/attempt.py", "slurm"): [
         ('["memory_bytes"] > mine', '["memory_bytes"] >= mine'),
         ("at >= run.goal and is_saved", "at >= run.goal"),
     ],
-    ("jobs", "slurm/job_status.py", "slurm/test_jobs.py"): [
+    ("jobs", "slurm/job_status.py", "slurm/test_attempt.py"): [
         ("is_last and job.state not in REASONS", "is_last"),
         ("reversed(states)", "states"),
     ],
-    ("jobs", "slurm/jobs.py", "slurm/test_jobs.py"): [
+    ("jobs", "slurm/jobs.py", "slurm/test_attempt.py"): [
         ("len(live) - (current in live)", "len(live)"),
     ],
     ("jobs", "slurm/chain.py", "slurm/test_chain.py"): [
@@ -161,14 +155,14 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("sizes[:number].count", "sizes[: number + 1].count"),
         ("return (run.goal - run.start_iteration)", "return run.goal"),
     ],
-    ("jobs", "slurm/node_failure.py", "slurm"): [
+    ("jobs", "slurm/node_failure.py", "slurm/test_attempt.py"): [
         ("found if len(found) < len(nodes) else []", "found"),
     ],
-    ("jobs", "slurm/sites.py", "slurm"): [
+    ("jobs", "slurm/sites.py", "slurm/test_preflight.py"): [
         ("int(days or 0) * 24 + hours", "int(days or 0) * 12 + hours"),
         ("days is None and len(parts) < 3", "len(parts) < 3"),
     ],
-    ("jobs", "workspace/status.py", "slurm"): [
+    ("jobs", "workspace/status.py", "slurm/test_attempt.py"): [
         ("self.has_failed and self is not Status.OOM", "self.has_failed"),
     ],
     ("logs", "logs/endings.py", "logs/test_log_endings.py"): [
@@ -213,7 +207,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("logs", "analysis/spikes.py", "analysis/test_spikes.py"): [
         ("sigma) & (above > least)", "sigma) | (above > least)"),
     ],
-    ("hang", "diagnose/hang/suspects.py", "diagnose/test_hang.py"): [
+    ("hang", "diagnose/hang/suspects.py", "diagnose/test_suspects.py"): [
         ("2 * count >= max", "count >= max"),
         ("len(apart) * 2 <", "len(apart) <"),
         ("if least < most else []", "if least <= most else []"),
@@ -223,27 +217,27 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         (' and state != "started"', ""),
         ("max(entered.get(call.group, 0), call.sequence)", "call.sequence"),
     ],
-    ("hang", "diagnose/hang/wait_graph.py", "diagnose"): [
+    ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_recorder.py"): [
         ("(call.group, 0) < call.sequence", "(call.group, 0) <= call.sequence"),
         ("sorted(call.ranks)[number]", "number"),
     ],
-    ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_hang.py"): [
+    ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_suspects.py"): [
         ("min(step, other) < 0 or step == other", "step == other"),
         (".progress <= latest", ".progress < latest"),
     ],
-    ("hang", "diagnose/hang/condition.py", "diagnose/test_hang.py"): [
+    ("hang", "diagnose/hang/condition.py", "diagnose/test_suspects.py"): [
         ("missing < SILENT_SHARE", "missing <= SILENT_SHARE"),
         ("max(1, LOCKED_SHARE * len(seen))", "LOCKED_SHARE * len(seen)"),
         (" and stacks > 1", ""),
     ],
-    ("hang", "diagnose/hang/verdict.py", "diagnose/test_hang.py"): [
+    ("hang", "diagnose/hang/verdict.py", "diagnose/test_suspects.py"): [
         ("len(nodes) < len(evidence.grid.nodes)", "len(nodes) <= len(evidence.grid.nodes)"),
     ],
     ("hang", "diagnose/stragglers.py", "diagnose/test_stragglers.py"): [
         ("1.4826 * float", "float"),
         ("excess > MIN_EXCESS * middle", "excess > MIN_EXCESS"),
     ],
-    ("hang", "workspace/heartbeat.py", "launch/test_watchdog.py"): [
+    ("hang", "workspace/heartbeat.py", "workspace/test_heartbeat.py"): [
         ("if beat.step < 2", "if beat.step < 1"),
         ("if beat.phase != END]", "]"),
     ],

@@ -1,0 +1,96 @@
+"""The rules by which suspects of a hang are found, each at its edge, with a few ranks."""
+
+from pathlib import Path
+
+import pytest
+from dumps import pyspy_json, topology, write_all
+from job import ATTENTION, DP_SUM, ROOT, STEP, Stack, c10d
+
+from trilane.diagnose.hang.verdict import diagnose_hang
+
+
+def work(number: int) -> Stack:
+    """A place outside communication, another one for each number."""
+    return (("compute", f"kernel{number}.py", 10), *STEP)
+
+
+@pytest.mark.parametrize(("busy", "named"), [((4, 5), (0, 4, 5)), ((4, 5, 6), (0,))])
+def test_who_holds_up_half_as_many_as_the_worst_is_named_too(
+    busy: tuple[int, ...], named: tuple[int, ...], tmp_path: Path
+) -> None:
+    """TP 4, two replicas: 0 holds up three; 4 and 5 hold up two, of the other group; or 4, 5 and 6 a single one."""
+    stacks = {r: ATTENTION.stack for r in range(8)} | {r: work(r) for r in (0, *busy)}
+    write_all(tmp_path, stacks)
+    topology(tmp_path, 4, 1, 2)
+    assert tuple(sorted(diagnose_hang(tmp_path).suspects)) == named
+
+
+@pytest.mark.parametrize(("holders", "named"), [((5,), (5,)), ((5, 6), ())])
+def test_a_lock_that_one_rank_holds_is_a_cause_and_one_that_many_hold_is_a_habit(
+    holders: tuple[int, ...], named: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Of eight ranks: a thread of a profiler holds the global lock wherever it is looked at."""
+    holder = (("match", "re.py", 190), ("scan", "monitor.py", 12), ("_bootstrap", "threading.py", 973))
+    for rank in range(8):
+        text = pyspy_json(DP_SUM.stack, 100 + rank, holder if rank in holders else None)
+        (tmp_path / f"rank_{rank}.json").write_text(text)
+    topology(tmp_path, 1, 1, 8)
+    assert diagnose_hang(tmp_path).suspects == named
+
+
+def test_a_rank_alone_in_its_dump_is_busy_and_no_crowd_that_waits_for_its_card(tmp_path: Path) -> None:
+    """One dump of eight: nothing is known of the others, and its own stack is no proof that it waits."""
+    write_all(tmp_path, {3: work(1)})
+    topology(tmp_path, 1, 1, 8)
+    (group,) = (g for g in diagnose_hang(tmp_path).groups if g.frames)
+    assert group.kind == "busy"
+
+
+def test_most_ranks_at_one_line_wait_for_their_cards_and_the_one_elsewhere_is_named(tmp_path: Path) -> None:
+    write_all(tmp_path, {rank: work(7 if rank == 2 else 1) for rank in range(8)})
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (2,) and {g.kind for g in verdict.groups} == {"busy", "waiting"}
+
+
+@pytest.mark.parametrize(("dumped", "named"), [(5, (5, 6, 7)), (4, ()), (3, ())])
+def test_missing_dumps_count_where_most_ranks_have_one(dumped: int, named: tuple[int, ...], tmp_path: Path) -> None:
+    """Half of them were perhaps not asked."""
+    write_all(tmp_path, dict.fromkeys(range(dumped), DP_SUM.stack))
+    topology(tmp_path, 1, 1, 8)
+    assert diagnose_hang(tmp_path).suspects == named
+
+
+@pytest.mark.parametrize(("culprits", "exclude"), [((1,), "--exclude=a"), ((1, 9), "")])
+def test_all_nodes_are_never_excluded(culprits: tuple[int, ...], exclude: str, tmp_path: Path) -> None:
+    """sbatch with every node of the job left out would wait for others, if there are any."""
+    write_all(tmp_path, {rank: work(rank) if rank in culprits else DP_SUM.stack for rank in range(16)})
+    ranks = [{"rank": rank, "host": "ab"[rank // 8]} for rank in range(16)]
+    topology(tmp_path, 1, 1, 16, ranks=ranks)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == culprits and verdict.exclude == exclude
+
+
+@pytest.mark.parametrize(("behind", "usual"), [((2,), 7), ((2, 3, 4), 7)])
+def test_who_is_an_iteration_behind_is_named_by_the_heartbeats(
+    behind: tuple[int, ...], usual: int, tmp_path: Path
+) -> None:
+    """All wait in the same call of the same line; eight replicas, a minority of them an iteration behind."""
+    write_all(tmp_path, dict.fromkeys(range(8), DP_SUM.stack))
+    ranks = [{"rank": rank, "step": usual - (rank in behind)} for rank in range(8)]
+    topology(tmp_path, 1, 1, 8, ranks=ranks)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == behind
+    assert verdict.reasons[2] == f"is in iteration {usual - 1} while most are in {usual}"
+
+
+def test_of_two_that_wait_in_each_others_way_who_came_to_the_earlier_line_is_behind(tmp_path: Path) -> None:
+    """Two replicas sum two buckets in a row, one entered the first and one the second: the first is behind."""
+    caller = ("step", "engine.py")
+    stacks = {
+        rank: (*c10d("all_reduce"), (f"bucket{rank}", "buckets.py", 5), (*caller, line), *ROOT)
+        for rank, line in ((0, 120), (1, 110))
+    }
+    write_all(tmp_path, stacks)
+    topology(tmp_path, 1, 1, 2)
+    assert diagnose_hang(tmp_path).suspects == (1,)
