@@ -1,90 +1,16 @@
 """Values of files become Markdown and HTML that show them, and nothing else."""
 
+import ast
 import json
-from html.parser import HTMLParser
 
 import mistune
 import numpy as np
 import pandas as pd
 import pytest
+from markup import HOSTILE, Page, words
+from support import REPOSITORY
 
 from trilane.utils.tables import Columns, Html, Text, printable, show
-
-HOSTILE = [
-    "<img src=x onerror=alert(1)>",
-    "<script>alert(1)</script>",
-    "</pre></td></table><script>alert(1)</script>",
-    "</style></title><svg onload=alert(1)>",
-    '" onmouseover="alert(1)',
-    "' style='position:fixed;inset:0",
-    "<!-- <b>",
-    "<![CDATA[<b>]]>",
-    "<?php echo 1 ?>",
-    "&lt;script&gt; &amp; &#x3c;b&#x3e; &colon;",
-    "[x](javascript:alert(1))",
-    "[x](  java\nscript:alert(1))",
-    "[x]: javascript:alert(1)",
-    "[x][y] [^1]",
-    "![](http://127.0.0.1:9/x.png)",
-    "<http://127.0.0.1:9/x>",
-    "see https://127.0.0.1:9/x or www.example.org or a.b@example.org",
-    "javascript:alert(1)",
-    "data:text/html,<b>x</b>",
-    "$\\href{javascript:alert(1)}{x}$ costs $5",
-    "$$\\require{html}$$",
-    "\\(x\\) \\[y\\] \\\\(z\\\\) \\begin{a}x\\end{a}",
-    "a | b\n--- | ---\n1 | 2",
-    "| a |\n|---|\n| 1 |",
-    "\n# heading\n",
-    "text\n===\ntext\n---",
-    "- item\n- item",
-    "+ item",
-    "* item",
-    "1. item\n12) item",
-    "12. item",
-    "> quote",
-    "    indented code",
-    "```python\nimport os\n```",
-    "~~~\ncode",
-    "`code` ``code`` `",
-    "**bold** __bold__ *it* _it_ ~~gone~~",
-    "{% raw %} {{ 1 + 1 }} {0} %s $HOME",
-    "a \\* b \\ c\\",
-    "---",
-    "a  \nb",
-    "Ünïcödé 日本語 🙂",
-]
-
-
-class Page(HTMLParser):
-    """The elements, attributes and text of a piece of HTML."""
-
-    def __init__(self, markup: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[str] = []
-        self.text = ""
-        self.feed(markup)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [name for name, _ in attrs]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def handle_comment(self, data: str) -> None:
-        self.tags.append("comment")
-
-    def handle_decl(self, decl: str) -> None:
-        self.tags.append("declaration")
-
-    unknown_decl = handle_pi = handle_decl
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -134,3 +60,13 @@ def test_what_controls_a_terminal_or_cannot_be_written_is_left_out(value: str) -
     for text in shown:
         assert text.encode() is not None and text == printable(text)
         assert json.loads(json.dumps(text)) == text
+
+
+def test_markup_is_made_of_templates_and_not_of_formatted_text() -> None:
+    """`Text(f"...{name}")` would take a name for markup; `Text.of("...{}", name)` does not."""
+    for path in sorted((REPOSITORY / "lib/trilane").rglob("*.py")):
+        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call) and n.args):
+            named = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "of" else call.func
+            is_markup = isinstance(named, ast.Name) and named.id in ("Text", "Html") and path.name != "tables.py"
+            is_formatted = isinstance(call.args[0], ast.JoinedStr | ast.BinOp)
+            assert not (is_markup and is_formatted), f"{path}:{call.lineno}"

@@ -31,7 +31,7 @@ STYLES = ("background-color", "line-height", "min-width", "text-align", "white-s
 def notebook_html(executed: Path) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no script, no external resources."""
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
-    exporter.register_filter("markdown2html", mistune.create_markdown(escape=True, plugins=["table"]))
+    exporter.register_filter("markdown2html", markdown_html)
     css = (DATA / "report.css").read_text(encoding="utf-8")
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata = {"title": f"{title(notebook)} · trilane"}  # without the state of widgets
@@ -44,6 +44,21 @@ def notebook_html(executed: Path) -> str:
         if "text/html" in output["data"]:
             output["data"]["text/html"] = plain_html(output["data"]["text/html"])
     return exporter.from_notebook_node(notebook, resources={"trilane_css": css, "policy": POLICY})[0]
+
+
+class _Renderer(mistune.HTMLRenderer):
+    """HTML within Markdown is shown as its source; entities are characters (with `escape=True` they would not be)."""
+
+    def inline_html(self, html: str) -> str:
+        return str(Html.of("{}", html))
+
+    def block_html(self, html: str) -> str:
+        return str(Html.of("<p>{}</p>\n", html))
+
+
+def markdown_html(text: str) -> str:
+    """Markdown with tables as HTML."""
+    return str(mistune.create_markdown(renderer=_Renderer(escape=False), plugins=["table"])(text))
 
 
 def plain_html(text: str) -> str:

@@ -28,7 +28,10 @@ def hang_grid(verdict: Verdict) -> Figure:
     axes.set_xlabel(f"replica, and in each its {tp} tensor rank{'s' if tp > 1 else ''}")
     title(axes, f"The stacks of {len(verdict.grid.ranks)} ranks")
     axes.grid(False)
-    axes.legend(handles=_legend(verdict), loc="upper left", bbox_to_anchor=(0, -0.42 / max(1, pp / 3)), frameon=False)
+    below = (0, -0.42 / max(1, pp / 3))
+    # long names would leave the grid no room: the saved picture is as large as both need
+    made_legend = axes.legend(handles=_legend(verdict), loc="upper left", bbox_to_anchor=below, frameon=False)
+    made_legend.set_in_layout(False)
     return made
 
 

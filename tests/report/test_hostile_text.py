@@ -1,0 +1,215 @@
+"""A colleague's files full of markup and scripts, through every notebook, in a real browser: text, and nothing else."""
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dumps import pyspy_text, topology, write_all
+from support import BROWSER, small_cluster
+
+from trilane.costmodel.measured_rows import shipped_rows
+from trilane.report import notebook
+from trilane.report.html import POLICY, write_index
+from trilane.report.parameters import notebook_names
+from trilane.utils.validation import to_mapping
+from trilane.workspace.study import Study
+
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+OPTIONS += ["--disable-component-update", "--disable-sync"]
+NAME = "<img src=x onerror=pwned()> [x](javascript:pwned()) $\\frac$ `b` ![](http:)"  # also of a file
+TEXT = f"{NAME} </td></pre><script>pwned()</script><svg onload=pwned()> https://127.0.0.1:9/x"
+LINE = (
+    " iteration {i:8d}/      10 | consumed samples: {c:12d} | elapsed time per iteration (ms): 800.0 | "
+    "learning rate: 1.000E-04 | global batch size:     8 | lm loss: {loss:.6E} | grad norm: 1.250 |\n"
+)
+LOG = "".join(LINE.format(i=i, c=8 * i, loss=6 - i / 10) for i in range(1, 9))
+SIZES: dict[str, Any] = {"gbs": 4, "gpus": "1,2", "seq_length": 32, "head_dim": 64, "target": 3e8, "target_gpus": 8}
+SEARCH = {"mbs": "1", "recompute": "none", "zero": "0", "interleaving": "1", "keep": 2, "beside": ""}
+
+
+def hostile_cluster(folder: Path) -> Path:
+    values = to_mapping(small_cluster())
+    values["gpu"]["name"] = values["sources"]["all"] = values["name"] = TEXT
+    path = folder / "machine.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def hostile_runs(study: Study) -> Path:
+    """Next to the study's own run: a copy under a hostile name that crashed, and logs that nobody made with trilane."""
+    own = next((study.folder / "runs").iterdir())
+    shutil.copytree(own, own.with_name(NAME))
+    for number, folder in enumerate((own, own.with_name(NAME))):
+        (folder / "run.log").write_text(LOG + f"RuntimeError: {TEXT}\n")
+        status = {"status": "crashed", "evidence": TEXT, "rank": number, "exit_code": 1, "seconds": 1.0}
+        (folder / "status.json").write_text(json.dumps(status))
+    (own.parent / f"{NAME}.out").write_text(LOG + f"Traceback (most recent call last):\nRuntimeError: {TEXT}\n")
+    return own.parent
+
+
+def hostile_dumps(folder: Path) -> Path:
+    stack = ((f"wait {NAME}", "threading.py", 324), (f"all_reduce {NAME}", "torch/distributed.py", 1))
+    write_all(folder, {0: stack, 1: stack, 2: stack, 3: (("<module>", f"{NAME}.py", 1),)}, "text")
+    topology(folder, 2, 1, 2, hosts=[TEXT, f"second {TEXT}"], gpus_per_node=2)
+    (folder / f"{NAME}.txt").write_text(pyspy_text(stack))
+    return folder
+
+
+def hostile_restart(folder: Path) -> Path:
+    """The example of a restart, its tensors renamed."""
+    from trilane.diagnose.study import write_restart_example
+
+    for place in write_restart_example(folder):
+        for path in place.iterdir():
+            text = path.read_text().replace("embedding.layernorm", json.dumps(f"embedding.layernorm {TEXT}")[1:-1])
+            path.write_text(text)
+    return folder / "save_805"
+
+
+def hostile_rows(path: Path) -> Path:
+    with shipped_rows().with_name("scored.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["cluster"] == "jz-a100-80g"][:6]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**row, "row_id": f"a-{row['row_id']} {TEXT}", "table_id": TEXT, "set": TEXT})
+        writer.writerow({**rows[0], "dp": TEXT})
+    return path
+
+
+def poisoned(value: Any, kept: tuple[str, ...]) -> Any:
+    """JSON with hostile text at the end of each of its strings, but those under the names `kept`."""
+    if isinstance(value, dict):
+        return {name: v if name in kept else poisoned(v, kept) for name, v in value.items()}
+    if isinstance(value, list):
+        return [poisoned(v, kept) for v in value]
+    return f"{value} {TEXT}" if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
+    """A study in which every notebook ran over files of a colleague."""
+    base = tmp_path_factory.mktemp("hostile")
+    before = os.environ.get("TRILANE_OUTPUTS")
+    os.environ["TRILANE_OUTPUTS"] = str(base / "outputs")
+    try:
+        made = Study.create("s")
+        machine = str(hostile_cluster(base))
+        corpus = base / f"{NAME}.txt"
+        corpus.write_text(TEXT * 100)
+        notebook.run("01_sizing", made, cluster=machine, **SIZES)
+        notebook.run("02_topology", made, **SEARCH)
+        notebook.run("03_launch", made, runs=1, control=False, train=False, corpus=str(corpus))
+        notebook.run("04_analyze", made, logs=str(hostile_runs(made)))
+        dumps, states = hostile_dumps(base / "dumps"), hostile_restart(base / "restart")
+        notebook.run("05_diagnose", made, dumps=str(dumps), before=str(states), after=str(states.with_name("load_805")))
+        notebook.run("06_backtest", made, rows=str(hostile_rows(base / "rows.csv")), leave_out="none")
+        notebook.run("07_calendar", made, runs=200)
+        path = made.folder / "calendar.json"
+        kept = ("finish", "start", "deadline", "made_by", "plan_json", "schedule")
+        path.write_text(json.dumps(poisoned(json.loads(path.read_text()), kept)))
+        notebook.run("08_decision", made, title=TEXT)
+        (made.folder / "headline.json").write_text(json.dumps({"cards": [{"value": TEXT, "label": NAME}, 7]}))
+        (made.folder / f"{NAME}.csv").touch()
+        (made.folder / f"javascript:pwned() {NAME}.ipynb").write_text(json.dumps({"cells": TEXT}))
+        write_index(made)
+        yield made
+    finally:
+        os.environ.pop("TRILANE_OUTPUTS")
+        os.environ.update({"TRILANE_OUTPUTS": before} if before else {})
+
+
+PLAIN = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "nav",
+    "main",
+    "div",
+    "span",
+    "h1",
+    "h2",
+    "h3",
+    "p",
+    "ul",
+    "ol",
+    "li",
+}
+PLAIN |= {"a", "b", "br", "code", "details", "em", "footer", "img", "mark", "pre", "strong", "summary"}
+PLAIN |= {"table", "thead", "tbody", "tr", "th", "td"}
+LOOK = """() => ({
+  tags: [...new Set([...document.querySelectorAll("*")].map(e => e.localName))],
+  attributes: [...new Set([...document.querySelectorAll("*")].flatMap(e => e.getAttributeNames()))],
+  images: [...document.images].map(i => [i.src.slice(0, 22), i.naturalWidth]),
+  links: [...document.links].map(a => a.href),
+  pwned: window.pwned_times || 0,
+  text: document.body.textContent,
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        made = play.chromium.launch(executable_path=str(BROWSER), args=OPTIONS)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def opened(browser: Any, page_file: Path, *, with_policy: bool) -> dict[str, Any]:
+    """What the browser finds in a page, what it printed, and what it asked for besides the page."""
+    context = browser.new_context(bypass_csp=not with_policy)
+    page, seen = context.new_page(), []
+    page.add_init_script("window.pwned = () => { window.pwned_times = (window.pwned_times || 0) + 1; }")
+    page.on("console", lambda message: seen.append(f"console: {message.text}"))
+    page.on("dialog", lambda dialog: (seen.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: seen.append(request.url[:80]))
+    page.goto(page_file.as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    found = page.evaluate(LOOK)
+    context.close()
+    return {**found, "seen": [url for url in seen if not url.startswith("data:image/png")]}
+
+
+def in_browser(test: Any) -> Any:
+    rule = f"{BROWSER} is not installed (Debian: apt install chromium)"
+    return pytest.mark.slow(pytest.mark.skipif(not BROWSER.exists() and not os.environ.get("CI"), reason=rule)(test))
+
+
+@in_browser
+def test_the_browser_notices_what_is_not_escaped_and_the_policy_stops_it(browser: Any, tmp_path: Path) -> None:
+    page = tmp_path / "x.html"
+    page.write_text(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">{TEXT}')
+    found, stopped = (opened(browser, page, with_policy=policy) for policy in (False, True))
+    assert found["pwned"] and len(found["seen"]) > 1 and not {"img", "script", "svg"} - set(found["tags"])
+    assert not stopped["pwned"]
+    assert len([text for text in stopped["seen"] if "The action has been blocked" in text]) == 4
+
+
+@in_browser
+@pytest.mark.parametrize("with_policy", [True, False], ids=["policy", "no policy"])
+def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser: Any, with_policy: bool) -> None:
+    """Without the policy, the escaping alone holds; with it, the report's own styles and pictures are not blocked."""
+    pages = sorted(study.folder.glob("*.html"))
+    assert [page.stem for page in pages] == [*notebook_names(), "index"]
+    for page_file in pages:
+        found = opened(browser, page_file, with_policy=with_policy)
+        assert found["seen"] == [page_file.as_uri()], page_file.name
+        assert not found["pwned"], page_file.name
+        assert not [name for name in found["attributes"] if name.startswith("on")], page_file.name
+        assert set(found["tags"]) <= PLAIN, page_file.name
+        assert all(start == "data:image/png;base64," and width > 0 for start, width in found["images"])
+        assert all(link.startswith(study.folder.as_uri()) for link in found["links"]), found["links"]
+        assert " ".join(NAME.split()) in " ".join(found["text"].split()), page_file.name

@@ -1,0 +1,115 @@
+"""What a report keeps of the Markdown and HTML in a notebook's outputs, and what an index shows of damaged files."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from markup import HOSTILE, Page, words
+
+from trilane.report.html import POLICY, markdown_html, notebook_html, plain_html, write_index
+from trilane.utils.tables import Html, Text, show
+from trilane.workspace.study import Study
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_a_value_in_a_report_is_its_text(value: str) -> None:
+    page = Page(markdown_html(Text.of("- {}\n\nand {:code}", value, value)))
+    assert set(page.tags) <= {"ul", "li", "p", "code"} and words(page.text) == words(f"{value} and {value}")
+    table = show({"a": [value, Html.link("x", "y.html")]})
+    assert words(Page(plain_html(table)).text) == words(Page(table).text)
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str) -> None:
+    """A notebook of a user's own may show any text as Markdown or HTML."""
+    for page in (Page(markdown_html(value)), Page(plain_html(value))):
+        assert not set(page.tags) & {"script", "svg", "style", "iframe", "form", "input", "comment"}
+        assert set(page.attributes) <= {"href", "src", "alt", "class", "start"}, "no handlers, no styles"
+        assert not [v for v in page.values if v.strip().lower().startswith(("javascript", "data:text"))]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ('<a href="07_calendar.html">07</a>', True),
+        ('<img width="720" src="data:image/png;base64,iVBORw0KGgo=">', True),
+        ('<details><summary>plan.json</summary><pre>{"a": 1}</pre></details>', True),
+        ('<mark style="background-color: #ffe9a8;">x</mark>', True),
+        ('<a href="javascript:alert(1)">x</a>', False),
+        ('<a href="https://127.0.0.1:9/">x</a>', False),
+        ('<a href="//127.0.0.1:9/">x</a>', False),
+        ('<img src="https://127.0.0.1:9/x.png">', False),
+        ('<img src="data:image/svg+xml;base64,PHN2Zz4=">', False),
+        ('<p onclick="alert(1)">x</p>', False),
+        ('<p style="position: fixed; background-image: url(//127.0.0.1:9)">x</p>', False),
+        ('<meta http-equiv="refresh" content="0;url=//127.0.0.1:9">', False),
+        ("<iframe srcdoc='x'></iframe>", False),
+        ("<math><mi>x</mi></math>", False),
+    ],
+)
+def test_html_of_an_output_keeps_tables_text_and_pictures(given: str, kept: bool) -> None:
+    assert (plain_html(given) == given) is kept
+
+
+def test_a_frame_of_pandas_stays_a_table() -> None:
+    page = Page(plain_html(pd.DataFrame({"<b>": ["<i>"]})._repr_html_()))
+    assert {"table", "th", "td"} <= set(page.tags) and not {"b", "i"} & set(page.tags) and "<i>" in page.text
+    assert "vertical-align" not in page.text, "nor are its styles shown as text"
+
+
+def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_path: Path) -> None:
+    data = {"application/javascript": "alert(1)", "text/latex": "$x$", "image/svg+xml": "<svg onload='alert(1)'/>"}
+    data |= {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": "<b>plain</b>"}
+    output = nbformat.v4.new_output("display_data", data=data, metadata={"image/png": {"width": "1 onerror=alert(1)"}})
+    error = nbformat.v4.new_output(
+        "error", ename="E", evalue="<b>", traceback=["\x1b[31m<script>alert(1)</script>\x1b[0m"]
+    )
+    stream = nbformat.v4.new_output("stream", text="\x1b[1m<script>alert(1)</script>\x1b]8;;https://127.0.0.1:9\x07x")
+    cells = [nbformat.v4.new_markdown_cell("# </title><script>alert(1)</script>\n\n$x$ <b>bold</b>")]
+    cells.append(nbformat.v4.new_code_cell("'</pre><script>alert(1)</script>'", outputs=[output, error, stream]))
+    state = {"application/vnd.jupyter.widget-state+json": {"state": {}, "version_major": 2, "version_minor": 0}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"widgets": state}), tmp_path / "x.ipynb")
+    page = Page(notebook_html(tmp_path / "x.ipynb"))
+    assert POLICY in page.values
+    assert not set(page.tags) & {"script", "svg", "b", "link", "iframe"}
+    assert page.text.count("<script>alert(1)</script>") == 5, "title, heading, code, error and stream show it"
+    assert "<b>plain</b>" in page.text and "<b>bold</b>" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("headline.json", "{"),
+        ("headline.json", '{"cards": 7}'),
+        ("headline.json", '{"cards": [7, {"value": 1}]}'),
+        ("headline.json", "[" * 100_000),
+        ("01_sizing.ipynb", "{"),
+        ("01_sizing.ipynb", '{"cells": "x"}'),
+        ("01_sizing.ipynb", '{"cells": [], "metadata": {"papermill": 7}, "nbformat": 4, "nbformat_minor": 5}'),
+        ("01_sizing.ipynb", "\udc80"),
+        ("runs/a/status.json", "{"),
+        ("runs/a/status.json", '{"status": ["x"], "evidence": 7}'),
+    ],
+)
+def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name: str, text: str) -> None:
+    study = Study.create("s")
+    (study.folder / "runs/a").mkdir(parents=True)
+    (study.folder / "runs/a/plan.json").write_text("{}")
+    (study.folder / name).write_text(text, errors="surrogateescape")
+    assert Path(name).name in Page(write_index(study).read_text()).text
+
+
+def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) -> None:
+    study = Study.create("s")
+    run = study.folder / "runs" / "a#b?c%20 <u>"
+    run.mkdir(parents=True)
+    (run / "plan.json").write_text("{}")
+    (run / "status.json").write_text('{"status": "crashed", "evidence": "<script>alert(1)</script>"}')
+    for name in ("javascript:alert(1).csv", "<img src=x>.csv", "\udc80.csv"):
+        (study.folder / name).touch()
+    (study.folder / "headline.json").write_text(json.dumps({"cards": [{"value": "<i>", "label": "\x1b[1m\ud800"}]}))
+    page = Page(write_index(study).read_text())
+    assert not set(page.tags) & {"script", "u", "i", "img"} and "<img src=x>.csv" in page.text and "<i>" in page.text
+    assert {"runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json", "javascript%3Aalert%281%29.csv", "%80.csv"} <= set(page.values)
