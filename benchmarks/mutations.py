@@ -8,15 +8,19 @@ where fewer than nine in ten are seen. The working tree is never touched.
 import argparse
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from queue import SimpleQueue
+from typing import NoReturn
+
+import numpy  # noqa: F401 once, and not in each test run
+import pandas  # noqa: F401
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LEAST_SEEN = 0.9
@@ -346,7 +350,7 @@ FAULTS = tuple(Fault(*place, *pair) for place, pairs in TABLE.items() for pair i
 
 
 class Copy:
-    """A copy of lib, into which one fault at a time is planted."""
+    """A copy of lib, into which one fault at a time is planted, and the test run against it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lib = folder, folder / "lib"
@@ -355,56 +359,60 @@ class Copy:
             (folder / beside).symlink_to(REPOSITORY / beside)
         self.ticks = iter(range(1, 1 << 30))
 
-    def verdict(self, fault: Fault) -> str:
-        """Whether the tests see it; "broken" where they cannot even start: a fault too crude for the table."""
-        path = self.lib / "trilane" / fault.file
-        whole = path.read_text(encoding="utf-8")
-        self._write(path, fault.planted(whole))
-        try:
-            return {0: "NOT SEEN", 1: "seen"}.get(self.run(fault.tests), "broken")
-        finally:
-            self._write(path, whole)
+    def start(self, fault: Fault, plant: bool) -> None:
+        """Start the fault's tests in a process of their own, with the fault or without."""
+        self.fault, self.path, self.begin = fault, self.lib / "trilane" / fault.file, time.perf_counter()
+        self.whole = self.path.read_text(encoding="utf-8")
+        if plant:
+            self._write(fault.planted(self.whole))
+        self.process = get_context("fork").Process(target=run_tests, args=(self.folder, self.lib, fault.tests))
+        self.process.start()
 
-    def _write(self, path: Path, text: str) -> None:
-        path.write_text(text, encoding="utf-8")
+    @property
+    def is_done(self) -> bool:
+        """Whether the tests have ended; those that do not end are ended."""
+        if self.process.is_alive() and time.perf_counter() - self.begin > LIMIT_S:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        return not self.process.is_alive()
+
+    def finish(self) -> int:
+        """pytest's exit code, 1 where the tests did not end; the copy is whole again."""
+        self._write(self.whole)
+        code = self.process.exitcode
+        return 1 if code is None or code < 0 else code
+
+    def _write(self, text: str) -> None:
+        self.path.write_text(text, encoding="utf-8")
         # Python takes bytecode for current that is of the same size and second.
-        os.utime(path, (next(self.ticks),) * 2)
-
-    def run(self, tests: str) -> int:
-        """The exit code of these quick tests against the copy; 1 where they do not end."""
-        outputs = self.folder / "outputs"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-        command += [f"--basetemp={self.folder / 'tmp'}", f"tests/{tests}"]
-        env = {**os.environ, "PYTHONPATH": str(self.lib), "TRILANE_OUTPUTS": str(outputs)}
-        try:
-            done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, timeout=LIMIT_S, check=False)
-        except subprocess.TimeoutExpired:
-            return 1
-        return done.returncode
+        os.utime(self.path, (next(self.ticks),) * 2)
 
 
-def verdicts(faults: Sequence[Fault], jobs: int) -> Iterator[tuple[Fault, str, float]]:
-    """Each fault with its verdict and seconds. ValueError where tests fail, or find none, without any fault."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as root, ThreadPoolExecutor(jobs) as pool:
-        copies: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(jobs):
-            (folder := Path(root) / str(number)).mkdir()
-            copies.put(Copy(folder))
+def run_tests(folder: Path, lib: Path, tests: str) -> NoReturn:
+    """Run these quick tests against `lib`, in a fork of a process without trilane; what they print goes to a file."""
+    assert not any(name.partition(".")[0] == "trilane" for name in sys.modules)
+    os.setsid()
+    os.chdir(REPOSITORY)
+    os.environ |= {"PYTHONPATH": str(lib), "TRILANE_OUTPUTS": str(folder / "outputs")}
+    sys.path.insert(0, str(lib))
+    with (folder / "output").open("wb") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}"]
+    os._exit(int(pytest.main([*options, f"tests/{tests}"])))
 
-        def one(fault: Fault | str) -> tuple[int | str, float]:
-            copy, begin = copies.get(), time.perf_counter()
-            try:
-                found = copy.run(fault) if isinstance(fault, str) else copy.verdict(fault)
-            finally:
-                copies.put(copy)
-            return found, time.perf_counter() - begin
 
-        areas = list(dict.fromkeys(fault.tests for fault in faults))
-        for tests, (code, _) in zip(areas, pool.map(one, areas), strict=True):
-            if code:
-                raise ValueError(f"tests/{tests}: exit code {code} without a fault; nothing can be concluded")
-        for fault, (verdict, seconds) in zip(faults, pool.map(one, faults), strict=True):
-            yield fault, str(verdict), seconds
+def exit_codes(copies: Sequence[Copy], faults: Sequence[Fault], plant: bool) -> Iterator[tuple[Copy, Fault, int]]:
+    """The exit code of each fault's tests, as they end, a test run a copy at a time."""
+    left, busy, free = list(reversed(faults)), list[Copy](), list(copies)
+    while left or busy:
+        while left and free:
+            busy.append(free.pop())
+            busy[-1].start(left.pop(), plant)
+        time.sleep(0.02)
+        for copy in [copy for copy in busy if copy.is_done]:
+            busy.remove(copy)
+            yield copy, copy.fault, copy.finish()
+            free.append(copy)
 
 
 def main() -> int:
@@ -417,9 +425,16 @@ def main() -> int:
     for fault in FAULTS:
         fault.planted((REPOSITORY / "lib/trilane" / fault.file).read_text(encoding="utf-8"))
     seen = 0
-    for fault, verdict, seconds in verdicts(chosen, given.jobs):
-        seen += verdict == "seen"
-        print(f"{verdict:8} {seconds:6.1f} s  {fault}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mutations-") as root:
+        copies = [Copy(Path(root) / str(number)) for number in range(given.jobs)]
+        for copy, fault, code in exit_codes(copies, list({f.tests: f for f in chosen}.values()), plant=False):
+            if code:
+                print((copy.folder / "output").read_text(encoding="utf-8", errors="replace")[-3000:])
+                raise ValueError(f"tests/{fault.tests}: exit code {code} without a fault; nothing can be concluded")
+        for copy, fault, code in exit_codes(copies, chosen, plant=True):
+            verdict = {0: "NOT SEEN", 1: "seen"}.get(code, "broken")  # tests that cannot start: too crude a fault
+            seen += code == 1
+            print(f"{verdict:8} {time.perf_counter() - copy.begin:6.1f} s  {fault}", flush=True)
     print(f"{seen} of {len(chosen)} faults seen by the quick tests")
     return int(seen < LEAST_SEEN * len(chosen))
 

@@ -141,3 +141,20 @@ def test_what_cannot_be_searched_is_one_line(
     folder = recorded(tmp_path / "run") if options else tmp_path
     assert main(["debug", "stragglers", str(folder), *options]) == 2
     assert capsys.readouterr().err.endswith(message + "\n")
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(1.12, False), (1.16, True)])
+def test_a_rank_is_slow_from_five_standard_deviations_on(seconds: float, slow: bool) -> None:
+    """Median 1.00, median absolute deviation 0.02: a Gaussian's standard deviation is 0.02965, five of them 0.148."""
+    times = [0.94, 0.96, 0.98, 0.98, 1.0, 1.02, 1.02, 1.04, seconds]
+    found = find_stragglers(regular(1, 1, 9, 1), {rank: {"forward-compute": t} for rank, t in enumerate(times)})
+    assert [s.ranks for s in found] == [(8,)] * slow
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize(("share", "slow"), [(1.028, False), (1.04, True)])
+def test_a_node_is_slow_from_three_percent_on_however_long_a_phase_takes(
+    share: float, slow: bool, scale: float
+) -> None:
+    times = {rank: {"forward-compute": scale * (share if rank in (2, 3) else 1.0)} for rank in range(8)}
+    assert [s.ranks for s in find_stragglers(regular(1, 1, 8, 2), times)] == [(2, 3)] * slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from dumps import pyspy_json, topology, write_all
-from job import ATTENTION, DP_SUM, ROOT, STEP, Stack, c10d
+from job import ATTENTION, DP_SUM, ROOT, SPREAD, STEP, Stack, c10d
 
 from trilane.diagnose.hang.verdict import diagnose_hang
 
@@ -25,16 +25,16 @@ def test_who_holds_up_half_as_many_as_the_worst_is_named_too(
     assert tuple(sorted(diagnose_hang(tmp_path).suspects)) == named
 
 
-@pytest.mark.parametrize(("holders", "named"), [((5,), (5,)), ((5, 6), ())])
+@pytest.mark.parametrize(("ranks", "holders", "named"), [(4, (1,), (1,)), (8, (5,), (5,)), (8, (5, 6), ())])
 def test_a_lock_that_one_rank_holds_is_a_cause_and_one_that_many_hold_is_a_habit(
-    holders: tuple[int, ...], named: tuple[int, ...], tmp_path: Path
+    ranks: int, holders: tuple[int, ...], named: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Of eight ranks: a thread of a profiler holds the global lock wherever it is looked at."""
+    """A thread of a profiler holds the global lock wherever it is looked at."""
     holder = (("match", "re.py", 190), ("scan", "monitor.py", 12), ("_bootstrap", "threading.py", 973))
-    for rank in range(8):
+    for rank in range(ranks):
         text = pyspy_json(DP_SUM.stack, 100 + rank, holder if rank in holders else None)
         (tmp_path / f"rank_{rank}.json").write_text(text)
-    topology(tmp_path, 1, 1, 8)
+    topology(tmp_path, 1, 1, ranks)
     assert diagnose_hang(tmp_path).suspects == named
 
 
@@ -94,3 +94,26 @@ def test_of_two_that_wait_in_each_others_way_who_came_to_the_earlier_line_is_beh
     write_all(tmp_path, stacks)
     topology(tmp_path, 1, 1, 2)
     assert diagnose_hang(tmp_path).suspects == (1,)
+
+
+def test_half_of_the_ranks_is_no_majority_by_which_others_are_behind(tmp_path: Path) -> None:
+    """TP 4, two replicas, the second one an iteration behind: its rank in another collective is the odd one."""
+    write_all(tmp_path, dict.fromkeys(range(8), ATTENTION.stack) | {4: SPREAD.stack})
+    topology(tmp_path, 4, 1, 2, ranks=[{"rank": rank, "step": 7 if rank < 4 else 6} for rank in range(8)])
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (4,) and "while most are in" not in verdict.reasons[4]
+
+
+def test_a_rank_of_unknown_progress_is_taken_to_be_with_the_others(tmp_path: Path) -> None:
+    """Its heartbeat could not be read."""
+    write_all(tmp_path, dict.fromkeys(range(4), DP_SUM.stack))
+    topology(tmp_path, 1, 1, 4, ranks=[{"rank": rank, **({} if rank == 2 else {"step": 5})} for rank in range(4)])
+    assert diagnose_hang(tmp_path).suspects == ()
+
+
+def test_of_two_groups_the_wait_is_over_the_one_whose_member_is_not_ahead(tmp_path: Path) -> None:
+    """TP 2 x DP 2, a collective of no known name: rank 1 and 3 are an iteration further, so rank 0 waits for rank 2."""
+    waits = (*c10d("all_reduce"), ("custom", "own.py", 5), *STEP)
+    write_all(tmp_path, {rank: work(rank) for rank in (1, 2, 3)} | {0: waits})
+    topology(tmp_path, 2, 1, 2, ranks=[{"rank": rank, "step": 6 if rank % 2 else 5} for rank in range(4)])
+    assert diagnose_hang(tmp_path).suspects == (2,)
