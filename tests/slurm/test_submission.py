@@ -124,7 +124,7 @@ def test_a_submission_killed_around_sbatch_leaves_neither_a_second_job_nor_a_los
     slurm.does(f"{ACCEPT}; echo $$")
     (said,) = forked(lambda: submit(folder))
     assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == jobs.active_jobs(folder)
-    assert bool(re.search(rf"^ValueError: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
+    assert bool(re.search(rf"^ActiveJob: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
     assert not ledger.open_submissions(folder) and files.LOCK not in left(folder)
 
 

@@ -49,6 +49,13 @@ class JobStatus(client.JobState):
         return {"verdict" if name == "status" else name: value for name, value in asdict(self).items()}
 
 
+class ActiveJob(ValueError):
+    """A run has jobs that have not ended: their ids are the second argument."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
@@ -94,14 +101,14 @@ def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str]
 def exclusive(folders: Iterable[Path], *, takes_more: bool = False) -> Iterator[FolderLock]:
     """The run folders locked against other submissions, and earlier ones that were interrupted recorded.
 
-    Raises ValueError where a run has a job that has not ended, unless it `takes_more`.
+    Raises ActiveJob where a run has a job that has not ended, unless it `takes_more`.
     """
     wanted = list(folders)
     with FolderLock(wanted).held(PATIENCE_S) as lock:
         _record_interrupted(wanted)
         for folder, active in _active(wanted).items():
-            rule = f"has job {', '.join(active)} already; cancel it first"
-            require(not active or takes_more, "run folder", folder, rule)
+            if active and not takes_more:
+                raise ActiveJob(f"run folder={folder}: has job {', '.join(active)} already; cancel it first", active)
         yield lock
 
 

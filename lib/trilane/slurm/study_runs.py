@@ -102,10 +102,12 @@ class StudyRuns(Table):
         return Columns({"run": [folder.name for folder in self.folders], "job": started})
 
     def _start(self, run: StudyRun) -> str:
-        active = [] if run.is_completed or self.site.is_local else jobs.active_jobs(run.folder)
-        if run.is_completed or active:
-            return f"has job {', '.join(active)} already" if active else "completed before"
-        return jobs.submit(run.folder, self.site, self.request)
+        if run.is_completed:
+            return "completed before"
+        try:
+            return jobs.submit(run.folder, self.site, self.request)
+        except jobs.ActiveJob as error:
+            return f"has job {', '.join(error.args[1])} already"
 
     def watch(self, seconds: float) -> None:
         """Print a line whenever a job changes, for so many seconds."""

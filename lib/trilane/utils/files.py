@@ -367,7 +367,8 @@ class FolderLock:
             mine.write_text(json.dumps(asdict(self._holder)), encoding="utf-8")
             while (other := self._claim(path, mine)) is not None:
                 if time.monotonic() > end:
-                    raise ValueError(f"run folder={path.parent}: is locked by {other}; try again when that has ended")
+                    rule = f"is locked by {other}; try again when that has ended"
+                    raise ValueError(f"run folder={path.parent}: {rule} (or was silent for {SILENT_S:.0f} s)")
                 time.sleep(POLL_S)
                 os.utime(mine)
         except OSError as error:
