@@ -1,10 +1,12 @@
 """The notebook of a hang shows the same as the command, for a study that hung and for one that did not."""
 
 import json
+import warnings
 from pathlib import Path
 from random import Random
 
 import pytest
+from dumps import topology, write_all
 from plants import PLANTS, write
 
 from trilane.diagnose.hang.verdict import diagnose_hang
@@ -40,3 +42,17 @@ def test_the_example_is_written_once_and_its_grid_frames_the_suspects(tmp_path: 
     figure = hang_grid(diagnose_hang(folder))
     frames = [p for p in figure.axes[0].patches if not p.get_fill()]
     assert len(frames) == len(CULPRITS) and len(figure.axes[0].patches) == 322
+
+
+def test_a_small_grid_keeps_its_room_and_its_legend_where_names_are_long(tmp_path: Path) -> None:
+    stack = (("wait" * 50, "threading.py", 1),)
+    write_all(tmp_path, {rank: stack if rank else (("<module>", "W" * 90, 1),) for rank in range(4)}, "text")
+    topology(tmp_path, 2, 1, 2)
+    figure = hang_grid(diagnose_hang(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as constrained_layout not applied
+        figure.savefig(tmp_path / "grid.png", bbox_inches="tight")
+    saved = figure.get_tightbbox()
+    names = figure.legends[0].get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+    assert figure.axes[0].get_position().width > 0.7
+    assert saved.x0 <= names.x0 and names.x1 <= saved.x1 and saved.y0 <= names.y0, "the legend is in the picture"

@@ -28,16 +28,15 @@ def hang_grid(verdict: Verdict) -> Figure:
     axes.set_xlabel(f"replica, and in each its {tp} tensor rank{'s' if tp > 1 else ''}")
     title(axes, f"The stacks of {len(verdict.grid.ranks)} ranks")
     axes.grid(False)
-    below = (0, -0.42 / max(1, pp / 3))
-    # long names would leave the grid no room: the saved picture is as large as both need
-    made_legend = axes.legend(handles=_legend(verdict), loc="upper left", bbox_to_anchor=below, frameon=False)
-    made_legend.set_in_layout(False)
+    made.legend(
+        handles=_legend(verdict), loc="outside lower left", frameon=False
+    )  # long names take no width of the grid
     return made
 
 
 def _legend(verdict: Verdict) -> list[Patch]:
     handles = [
-        Patch(color=_colour(i), label=f"{len(g.ranks)} ranks: {plain(g.site or g.text)}")
+        Patch(color=_colour(i), label=plain(f"{len(g.ranks)} ranks: {g.site or g.text}"))
         for i, g in enumerate(verdict.groups[:NAMED])
     ]
     rest = sum(len(g.ranks) for g in verdict.groups[NAMED:])
