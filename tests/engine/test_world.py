@@ -163,7 +163,7 @@ def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
 def test_what_a_host_lacks_is_said_by_each_of_its_ranks_and_a_common_mistake_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trilane.engine.errors import HostError, print_refusal
+    from trilane.utils.validation import HostError, print_refusal
 
     for rank in ("0", "3"):
         monkeypatch.setenv("RANK", rank)

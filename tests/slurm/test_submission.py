@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REQUEST, SITE, one, plan, run_folder
 
+from trilane.cli.app import main
 from trilane.slurm import attempt, chain, client, jobs, ledger, sweep
-from trilane.utils import files
+from trilane.utils.folder_lock import LOCK, FolderLock
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 ACCEPT = 'echo "$$|$token" >>"$here/queue"'
@@ -102,7 +103,7 @@ def forked(*works: Callable[[], object]) -> list[str]:
 
 def left(folder: Path) -> list[str]:
     """What locks left in the folder."""
-    return [path.name for path in folder.glob(f"*{files.LOCK}*")]
+    return [path.name for path in folder.glob(f"*{LOCK}*")]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_a_submission_killed_around_sbatch_leaves_neither_a_second_job_nor_a_los
     (said,) = forked(lambda: submit(folder))
     assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == jobs.active_jobs(folder)
     assert bool(re.search(rf"^ActiveJob: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
-    assert not ledger.open_submissions(folder) and files.LOCK not in left(folder)
+    assert not ledger.open_submissions(folder) and LOCK not in left(folder)
 
 
 def test_a_job_whose_submission_was_killed_is_shown_and_cancelled(slurm: Slurm, folder: Path) -> None:
@@ -278,6 +279,14 @@ def test_a_run_that_trains_here_is_not_started_twice(
     release.set()
     first.join()
     assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started"]
+
+
+def test_a_run_is_not_trained_here_while_another_process_works_in_its_folder(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with FolderLock([folder]).held(0):
+        assert main(["train", str(folder / "plan.json")]) == 2
+    assert capsys.readouterr().err.startswith(f"trilane: run folder={folder}: is locked by process {os.getpid()} on ")
 
 
 def test_ctrl_c_while_sbatch_runs_is_an_interrupted_submission(slurm: Slurm, folder: Path) -> None:

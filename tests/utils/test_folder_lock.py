@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from trilane.utils import files
-from trilane.utils.files import FolderLock, Holder, append_line
+from trilane.utils import folder_lock
+from trilane.utils.files import append_line
+from trilane.utils.folder_lock import LOCK, FolderLock, Holder
 
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "POLL_S", 0.001)
+    monkeypatch.setattr(folder_lock, "POLL_S", 0.001)
 
 
 def refuse(number: int) -> Callable[..., None]:
@@ -47,7 +48,7 @@ def died_with_the_lock(folder: Path) -> None:
             os._exit(0)
 
     os.waitpid(forked(die), 0)
-    assert (folder / files.LOCK).exists()
+    assert (folder / LOCK).exists()
 
 
 def hold_again_and_again(folder: Path, times: int) -> None:
@@ -85,7 +86,7 @@ def test_a_taker_that_was_delayed_does_not_remove_the_lock_of_the_one_that_was_f
     inside = faster.held(1)
 
     def late(self: FolderLock, name: Path, mine: Path) -> bool:
-        if self is not faster and name.name != files.LOCK and not faster.is_ours:
+        if self is not faster and name.name != LOCK and not faster.is_ours:
             inside.__enter__()
         return create(self, name, mine)
 
@@ -99,12 +100,12 @@ def test_a_taker_that_was_delayed_does_not_remove_the_lock_of_the_one_that_was_f
 
 def test_a_taker_that_died_in_between_is_replaced_too(tmp_path: Path) -> None:
     died_with_the_lock(tmp_path)
-    dead = files._holder(tmp_path / files.LOCK)
+    dead = folder_lock._holder(tmp_path / LOCK)
     assert dead is not None
     second = replace(dead, nonce="0123456789abcdef")
-    (tmp_path / f".{files.LOCK}.{dead.nonce}").write_text(json.dumps(asdict(second)))
+    (tmp_path / f".{LOCK}.{dead.nonce}").write_text(json.dumps(asdict(second)))
     with FolderLock([tmp_path]).held(1) as lock:
-        assert lock.is_ours and [path.name for path in tmp_path.iterdir()] == [files.LOCK]
+        assert lock.is_ours and [path.name for path in tmp_path.iterdir()] == [LOCK]
     assert not list(tmp_path.iterdir())
 
 
@@ -122,14 +123,14 @@ def test_a_taker_that_died_in_between_is_replaced_too(tmp_path: Path) -> None:
 )
 def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(text: str, tmp_path: Path) -> None:
     """Of another host, or unreadable: only the age of the file counts, by the clock of the file system."""
-    lock = tmp_path / files.LOCK
+    lock = tmp_path / LOCK
     lock.write_text(text)
     with (
         pytest.raises(ValueError, match=r"^run folder=.*: is locked by process \d+ on [ -~]+; try again"),
         FolderLock([tmp_path]).held(0),
     ):
         pass
-    os.utime(lock, (time.time(), time.time() - files.SILENT_S - 5))
+    os.utime(lock, (time.time(), time.time() - folder_lock.SILENT_S - 5))
     with FolderLock([tmp_path]).held(0) as mine:
         assert mine.is_ours
     assert not list(tmp_path.iterdir())
@@ -138,15 +139,17 @@ def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(text: str
 def test_a_living_holder_gives_signs_of_life_and_sees_when_it_lost_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "BEAT_S", 0.001)
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.001)
     with FolderLock([tmp_path]).held(0) as lock:
-        os.utime(tmp_path / files.LOCK, (0, 0))
+        os.utime(tmp_path / LOCK, (0, 0))
+        with pytest.raises(ValueError, match="is locked by"), FolderLock([tmp_path]).held(0):
+            pass  # silent, but its process is here, and lives
         end = time.monotonic() + 10
-        while (tmp_path / files.LOCK).stat().st_mtime == 0:
+        while (tmp_path / LOCK).stat().st_mtime == 0:
             assert time.monotonic() < end
-        (tmp_path / files.LOCK).write_text(json.dumps(asdict(Holder.this_process())))
+        (tmp_path / LOCK).write_text(json.dumps(asdict(Holder.this_process())))
         assert not lock.is_ours
-    assert (tmp_path / files.LOCK).exists(), "the lock of another stays"
+    assert (tmp_path / LOCK).exists(), "the lock of another stays"
 
 
 def test_several_folders_are_locked_together_and_all_given_back(tmp_path: Path) -> None:
@@ -155,7 +158,7 @@ def test_several_folders_are_locked_together_and_all_given_back(tmp_path: Path) 
     with FolderLock([tmp_path / "b"]).held(0):
         with pytest.raises(ValueError, match="/b: is locked by"), FolderLock([tmp_path / "b", tmp_path / "a"]).held(0):
             pass
-        assert not (tmp_path / "a" / files.LOCK).exists()
+        assert not (tmp_path / "a" / LOCK).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

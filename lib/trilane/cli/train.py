@@ -20,8 +20,11 @@ def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
     Exit code 0 when the run completed, 3 when it was stopped on request, else 1.
     """
     from trilane.launch.local import run_folder, train_local
+    from trilane.utils.folder_lock import FolderLock
 
-    outcome = train_local(run_folder(plan, resume), port=port, resume=resume)
+    folder = run_folder(plan, resume)
+    with FolderLock([folder]).held(0.0):
+        outcome = train_local(folder, port=port, resume=resume)
     text = f"{outcome.status} after {outcome.seconds:.1f} s: {outcome.evidence}"
     print(json.dumps(asdict(outcome)) if as_json else printable(text))
     return outcome.status.exit_code

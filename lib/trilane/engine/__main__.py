@@ -8,10 +8,10 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.engine.errors import print_refusal
 from trilane.engine.signals import Signals
 from trilane.utils.files import patient_text, set_aside
 from trilane.utils.process import die_with_parent
+from trilane.utils.validation import print_refusal
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
 # A rank that fails because a peer died waits this long before it exits, so that torchrun, which polls ten times a

@@ -14,7 +14,7 @@ from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
 from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
-from trilane.utils.files import FolderLock
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import read_json
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside

@@ -16,7 +16,7 @@ from trilane.slurm import client, ledger
 from trilane.slurm.job_status import decisive, status_of
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.files import FolderLock
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Columns, DataFrame, Table, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder

@@ -4,7 +4,10 @@ import dataclasses
 import difflib
 import json
 import math
+import os
+import platform
 import re
+import sys
 import types
 import typing
 from collections import Counter
@@ -206,3 +209,16 @@ def parse_integers(field: str, text: str) -> list[int]:
     ok = all(part.isdecimal() and int(part) > 0 for part in parts)
     require(ok, field, text, "must be whole numbers above zero, separated by commas")
     return [int(part) for part in parts]
+
+
+class HostError(ValueError):
+    """This host lacks what other hosts may have: each affected rank prints its own line."""
+
+
+def print_refusal(error: ValueError, prefix: str = "") -> None:
+    """Print one line to stderr: on rank 0 alone what all ranks find alike, on each rank what its own host lacks."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if isinstance(error, HostError):
+        print(f"{prefix}rank {rank} on {platform.node()}: {error}", file=sys.stderr, flush=True)
+    elif rank == "0":
+        print(f"{prefix}{error}", file=sys.stderr, flush=True)

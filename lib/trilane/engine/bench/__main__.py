@@ -11,8 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
-from trilane.engine.errors import print_refusal
-from trilane.utils.validation import require, to_mapping
+from trilane.utils.validation import print_refusal, require, to_mapping
 
 LOCAL = "local"
 

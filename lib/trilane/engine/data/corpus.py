@@ -7,6 +7,7 @@ torch is imported only where a dataset must be made.
 import contextlib
 import hashlib
 import os
+import secrets
 import struct
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Data, read_plan
 from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.utils.files import lock
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require
 
 # megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type, sequences, documents;
@@ -30,6 +32,7 @@ HEADER = struct.Struct("<9sQBQQ")
 SCANNED_TOKENS = (
     100_000_000  # of an existing pair, for ids beyond the vocabulary: under a second; the loader checks all
 )
+WEEK_S = 7 * 86400.0  # for the lock of a large corpus, which takes hours to tokenize
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -132,7 +135,7 @@ def _digest(texts: list[str], coder: Tokenizer) -> str:
 def _write(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
     """Write the pair under temporary names, then rename; the .idx comes last and makes it complete."""
 
-    temporary = prefix.with_name(f".{prefix.name}.{os.getpid()}")
+    temporary = prefix.with_name(f".{prefix.name}.{secrets.token_hex(6)}")
     write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.size)
     for suffix in (".bin", ".idx"):
         os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
@@ -142,12 +145,12 @@ def _write(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path`, which is released with the process that holds it.
 
-    On a file system without locks (files.lock) all processes enter: each writes the same content under its own
-    temporary name and renames it.
+    FolderLock keeps hosts apart on a file system without flock, or whose flock holds within one host.
     """
     with path.open("w") as file:
         lock(file)
-        yield
+        with FolderLock([path.parent], f"{path.name}.holder").held(WEEK_S):
+            yield
 
 
 def main(argv: list[str]) -> int:

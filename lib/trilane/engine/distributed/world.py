@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan
-from trilane.engine.errors import HostError
-from trilane.utils.validation import require
+from trilane.utils.validation import HostError, require
 
 # Longer than the slowest work of one rank while the others wait: preparing a corpus on a shared disk.
 TIMEOUT = timedelta(minutes=30)
