@@ -197,7 +197,7 @@ BAD = [
         lambda: parse_plan(read_arguments(GOOD.replace("--num-layers 8", "--num-layers 7")), cluster=MACHINE, gpus=4),
         "pp=2: pp x interleaving = 2 must divide the 7 layers",
     ),
-    (lambda: read_arguments("--data-path 'open"), "arguments: not a command line (No closing quotation)"),
+    (lambda: read_arguments("--data-path 'open"), "arguments=unreadable: not a command line (No closing quotation)"),
     (lambda: megatron_args(plan(LM, {}), "megatron"), None),
     (
         lambda: megatron_args(plan(DEEPSPEED, {"zero": 1}, data=Data()), DEEPSPEED),

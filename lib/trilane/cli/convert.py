@@ -13,7 +13,7 @@ from trilane.config import cluster as hardware
 from trilane.config.plan import plan_from_json, read_plan
 from trilane.interop.megatron_args import ENGINE_OF, LM
 from trilane.utils.tables import one_line
-from trilane.utils.validation import read_json, require, require_file, to_mapping
+from trilane.utils.validation import read_json, read_text, require, to_mapping
 
 convert = Group("convert", help="Convert plans and checkpoints to and from DeepSpeed, Megatron-LM and Hugging Face.")
 
@@ -69,7 +69,7 @@ def megatron(
     """
     from trilane.interop.megatron_args import megatron_args, megatron_text
     from trilane.interop.megatron_parse import parse_plan
-    from trilane.interop.shell_args import read_arguments
+    from trilane.interop.shell_args import MOST_BYTES, read_arguments
     from trilane.launch.local import prepare_data
 
     require((plan is None) != (read is None), "plan", plan or "missing", "give either a plan, or --read FILE")
@@ -79,8 +79,7 @@ def megatron(
         return
     assert read is not None
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
-    require_file("read", read)
-    arguments = read_arguments(read.read_text(encoding="utf-8", errors="replace"))
+    arguments = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))
     known = {name: value or 0 for name, value in sizes.items()}
     parsed = parse_plan(arguments, cluster=hardware.cluster(cluster), label=read.stem, **known)
     found = parsed.plan.to_json()

@@ -88,8 +88,7 @@ def whole(minimum: int = 1, maximum: int = 10**15) -> Checked:
 
     def read(field: str, value: Any) -> int:
         number = converted(int, value)
-        validation.require_integer(field, number, minimum)
-        validation.require(number <= maximum, field, number, f"must be at most {maximum}")
+        validation.require_integer(field, number, minimum, maximum)
         return int(number)
 
     return Checked("integer", read)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trilane.utils.validation import require, require_integer
+from trilane.utils.validation import is_count, require, require_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,15 @@ class Ramp:
             yield batch
             first = batch.end
 
+    def sizes(self, gbs: int, first: int, last: int) -> set[int]:
+        """The batch sizes of the iterations after the first `first`, up to number `last`."""
+        found, count = set[int](), 0
+        for phase in self.phases(gbs):
+            if count < last and count + phase.iterations > first:
+                found.add(phase.gbs)
+            count += phase.iterations
+        return found | ({gbs} if count < last else set())
+
     def failing(self, gbs: int, multiple: int) -> list[int]:
         """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""
         sizes = [self.start + step * self.increment for step in range(self.steps(gbs))]
@@ -113,7 +122,7 @@ class Ramp:
 def parse_ramp(text: str) -> Ramp:
     """The ramp of "START,INCREMENT,SAMPLES", such as "192,16,9765625"; ValueError otherwise."""
     parts = [part.strip().replace("_", "") for part in text.split(",")]
-    ok = len(parts) == 3 and all(part.isdecimal() for part in parts)
+    ok = len(parts) == 3 and all(map(is_count, parts))
     require(ok, "ramp", text, "must be three whole numbers: START,INCREMENT,SAMPLES")
     start, increment, samples = (int(part) for part in parts)
     return Ramp(start=start, increment=increment, samples=samples)

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.utils.validation import from_mapping, read_json, require, require_integer
+from trilane.utils.validation import from_mapping, is_count, read_json, require, require_integer
+
+# Beyond these a file has a size wrong: a hundred times what has been trained.
+LARGEST = {"num_layers": 1 << 16, "hidden_size": 1 << 18, "num_attention_heads": 1 << 18}
+LARGEST |= {"seq_length": 1 << 24, "vocab_size": 1 << 24}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +15,8 @@ class ModelShape:
     """A GPT-2 architecture: LayerNorm before attention and MLP, GELU, 4 h wide MLP, learned positions.
 
     `vocab_size` is the number of rows of the embedding matrix, already padded (see padded_vocab_size), so that the
-    loss is the same on every tensor-parallel size. Raises ValueError for a size below 1 or heads that do not divide.
+    loss is the same on every tensor-parallel size. Raises ValueError for a size below 1 or beyond LARGEST, and
+    for heads that do not divide.
     """
 
     num_layers: int
@@ -23,8 +28,8 @@ class ModelShape:
     embedding_layernorm: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size"):
-            require_integer(field, getattr(self, field), 1)
+        for field, most in LARGEST.items():
+            require_integer(field, getattr(self, field), 1, most)
         rule = f"must divide hidden_size={self.hidden_size}"
         require(self.hidden_size % self.num_attention_heads == 0, "num_attention_heads", self.num_attention_heads, rule)
 
@@ -86,7 +91,7 @@ def read_shape(text: str) -> ModelShape:
 def parse_shape(text: str) -> ModelShape:
     """The shape of "layers,hidden,heads,seq,vocab", such as "70,14336,112,2048,250880"; ValueError otherwise."""
     parts = text.replace(" ", "").split(",")
-    ok = len(parts) == 5 and all(part.isdecimal() for part in parts)
+    ok = len(parts) == 5 and all(map(is_count, parts))
     require(ok, "shape", text, "must be five whole numbers: layers,hidden,heads,seq,vocab")
     L, h, a, seq, V = (int(part) for part in parts)
     return ModelShape(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=seq, vocab_size=V)

@@ -12,6 +12,7 @@ RECOMPUTE = ("none", "selective", "full")
 PARTITIONS = ("uniform", "type:transformer|embedding")
 OFFLOADS = ("none", "optimizer", "full")
 ATTENTIONS = ("fused", "scores")
+LARGEST = 1 << 20  # GPUs along an axis, sequences of a batch; with model.LARGEST, products stay below 2^63
 CHOICES = {"recompute": RECOMPUTE, "partition": PARTITIONS, "offload": OFFLOADS, "precision": PRECISIONS}
 CHOICES |= {"attention": ATTENTIONS, "adam": ("fused", "torch"), "buckets": ("layer", "library")}
 
@@ -55,9 +56,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
-            require_integer(name, getattr(self, name), 1)
+            require_integer(name, getattr(self, name), 1, LARGEST)
         for name in ("zero", "first_stage_layers", "last_stage_layers"):
-            require_integer(name, getattr(self, name), 0)
+            require_integer(name, getattr(self, name), 0, LARGEST)
         for name, known in CHOICES.items():
             require_known(name, getattr(self, name), known)
         if reason := first_broken(TOPOLOGY_RULES, self):

@@ -214,7 +214,8 @@ class Plan:
         run, multiple = self.run, t.mbs * t.dp * groups
         failing = run.ramp.failing(t.gbs, multiple)
         if failing and run.start_iteration + run.exit_iteration:
-            failing = sorted({b.gbs for b in self.batches(run.start_iteration) if b.gbs % multiple})
+            trained = run.ramp.sizes(t.gbs, run.start_iteration, run.goal)
+            failing = sorted(size for size in trained if size % multiple)
         rule = f"every batch size must be a multiple of mbs x dp = {t.mbs} x {t.dp}"
         rule += f", times pp={t.pp} with interleaving" if groups > 1 else ""
         require(not failing, "ramp", ", ".join(map(str, failing)), rule)

@@ -76,7 +76,7 @@ def activation_bytes_per_layer(columns: Columns) -> Number:
     sbh = x.tokens * x.hidden
     kept = np.where(np.equal(x.sequence_parallel, 1), 34 / x.tp, 10 + 24 / x.tp)
     stores = np.equal(x.recompute, 0) * x.stores_scores
-    whole = sbh * kept + stores * 5 * x.heads * x.seq * x.tokens / x.tp
+    whole = sbh * kept + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
     return np.where(np.equal(x.recompute, 2), 2 * sbh, whole) * x.value_bytes / 2
 
 

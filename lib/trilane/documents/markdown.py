@@ -22,7 +22,7 @@ GROUPED = {
 }
 DIGITS = "|".join(f"({form})" for form in GROUPED.values())
 NUMBER = re.compile(rf"^[~≈]?\s*([-+]?)(?:{DIGITS})([eE][-+]?\d+)?\s*([A-Za-zµ][A-Za-z/.]*)?$")
-UNIT = re.compile(r"[(\[]([^)\]]*)[)\]]")
+UNIT = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")  # of bounded length: a line of 100,000 brackets takes no longer
 
 # unknown columns distinguish configurations, unless they are results or names
 RESULT = re.compile(
@@ -197,11 +197,14 @@ def csv_tables(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[in
     head = lines[begin]
     delimiter = max(",;\t", key=head.count)
     reader = csv.reader(lines[begin:], delimiter=delimiter)
-    header = [part.strip().lstrip("\ufeff") for part in next(reader)]
-    if sum(bool(column(name)[0]) for name in header) < 2:
-        return
-    # a quoted cell may hold line ends, which the reader counts
-    rows = [(begin + reader.line_num, row) for row in reader if not (row and row[0].startswith("#"))]
+    try:
+        header = [part.strip().lstrip("\ufeff") for part in next(reader)]
+        if sum(bool(column(name)[0]) for name in header) < 2:
+            return
+        # a quoted cell may hold line ends, which the reader counts
+        rows = [(begin + reader.line_num, row) for row in reader if not (row and row[0].startswith("#"))]
+    except csv.Error as error:  # a cell of more than 131072 characters
+        raise ValueError(f"table=line {begin + reader.line_num}: is no CSV ({error})") from None
     yield begin + 1, header, rows
 
 

@@ -165,7 +165,7 @@ def read_choices(**texts: str) -> dict[str, Any]:
         if name in ("tp", "pp", "dp", "mbs", "interleaving"):
             choices[name] = tuple(parse_integers(name, text))
         elif name == "zero":
-            ok = all(part.strip().isdecimal() for part in text.split(","))
+            ok = all(part.strip() in ("0", "1", "2", "3") for part in text.split(","))
             require(ok, name, text, "must be ZeRO stages: 0, 1, 2 or 3, separated by commas")
             choices[name] = tuple(int(part) for part in text.split(","))
         elif name in ("sequence_parallel", "fp32_gradients"):

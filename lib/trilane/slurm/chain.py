@@ -15,10 +15,30 @@ from trilane.costmodel.predict import predict
 from trilane.slurm import jobs
 from trilane.slurm.script import SCRIPT
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.validation import read_json, require, require_integer
+from trilane.utils.validation import (
+    from_mapping,
+    is_count,
+    read_json,
+    require,
+    require_integer,
+    require_label,
+    to_mapping,
+)
 from trilane.workspace.run_folder import is_completed, write_text
 
 INDEX = "chain.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainIndex:
+    """What chain.json holds: the name of the site, and the names of the stages' run folders in order."""
+
+    site: str
+    links: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for label in self.links:
+            require_label("chain.links", label)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +59,7 @@ def parse_stages(text: str) -> list[Stage]:
     stages = []
     for part in text.split(","):
         numbers = part.strip().split(":")
-        ok = len(numbers) == 3 and all(n.isdigit() for n in numbers)
+        ok = len(numbers) == 3 and all(map(is_count, numbers))
         require(ok, "stages", text, "must be GBS:NODES:MBS,GBS:NODES:MBS,...")
         gbs, nodes, mbs = map(int, numbers)
         stages.append(Stage(gbs=gbs, nodes=nodes, mbs=mbs))
@@ -48,8 +68,9 @@ def parse_stages(text: str) -> list[Stage]:
 
 def first_iteration(plan: Plan, gbs: int) -> int:
     """The number of iterations before the first whose batch is at least `gbs`; all where there is none."""
-    found = (batch.number - 1 for batch in plan.batches() if batch.gbs >= gbs)
-    return next(found, plan.run.train_iters)
+    run, full = plan.run, plan.topology.gbs
+    before = sum(phase.iterations for phase in run.ramp.phases(full) if phase.gbs < gbs)
+    return before if gbs <= full and before < run.goal else run.train_iters
 
 
 def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
@@ -99,15 +120,15 @@ def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, reques
     for link in plans:
         for name, text in jobs.files(link, site, request).items():
             write_text(folder / link.label / name, text)
-    index = {"site": site.name, "links": [link.label for link in plans]}
-    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    index = ChainIndex(site=site.name, links=tuple(link.label for link in plans))
+    write_text(folder / INDEX, json.dumps(to_mapping(index), indent=1) + "\n")
     return stages_of(folder)
 
 
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
     require((folder / INDEX).exists(), "chain", folder, "is not the folder of a chain")
-    return [folder / label for label in read_json(folder / INDEX, "chain")["links"]]
+    return [folder / label for label in from_mapping(ChainIndex, read_json(folder / INDEX, "chain"), "chain").links]
 
 
 def submit(folder: Path, site: Site, times: int = 1) -> list[str]:

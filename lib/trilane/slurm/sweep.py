@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,31 @@ from trilane.slurm import jobs
 from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import DataFrame
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import from_mapping, read_json, require, require_path, require_positive, to_mapping
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
 
 LIST, INDEX = "runs.txt", "sweep.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run of a sweep: its folder, and the bytes that its fullest GPU is predicted to need."""
+
+    folder: str
+    memory_bytes: float
+
+    def __post_init__(self) -> None:
+        require_path("sweep.folder", self.folder)
+        require_positive("sweep.memory_bytes", self.memory_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepIndex:
+    """What sweep.json holds: the name of the site, and the runs in the order of runs.txt."""
+
+    site: str
+    members: tuple[Member, ...]
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
@@ -42,6 +62,9 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
     for label, path in zip(labels, made, strict=True):
         require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
         require(not path.exists(), "run folder", path, "exists; take a new folder for the sweep")
+    needs = [_memory_bytes(prediction, plan, site) for plan, prediction in members]
+    runs = [Member(folder=str(path.resolve()), memory_bytes=n) for path, n in zip(made, needs, strict=True)]
+    index = SweepIndex(site=site.name, members=tuple(runs))
     for path, (plan, prediction) in zip(made, members, strict=True):
         for name, text in jobs.files(plan, site, request, prediction).items():
             write_text(path / name, text)
@@ -49,17 +72,27 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
         first = replace(members[lines[0] - 1][0], label="sweep")
         array = ",".join(map(str, lines))
         write_text(folder / name, render("sweep", first, site, request, array=array))
-    needs = [p["memory_bytes"] if p else predict_on(m, nodes_of(m, site)).memory_bytes for m, p in members]
-    index = [{"folder": str(p.resolve()), "memory_bytes": n} for p, n in zip(made, needs, strict=True)]
     write_text(folder / LIST, "".join(f"runs/{label}\n" for label in labels))
-    write_text(folder / INDEX, json.dumps({"site": site.name, "members": index}, indent=1) + "\n")
+    write_text(folder / INDEX, json.dumps(to_mapping(index), indent=1) + "\n")
     return made
+
+
+def _memory_bytes(prediction: object, plan: Plan, site: Site) -> float:
+    """The bytes of the fullest GPU by the prediction that came with the plan, else by the site's nodes."""
+    if not prediction:
+        return predict_on(plan, nodes_of(plan, site)).memory_bytes
+    rule = "must be a JSON object with memory_bytes, a number"
+    found = prediction.get("memory_bytes") if isinstance(prediction, Mapping) else None
+    require(isinstance(found, int | float), "prediction", prediction, rule)
+    return float(found)  # type: ignore[arg-type]
 
 
 def members(folder: Path) -> list[Path]:
     """The run folders, in the order of runs.txt."""
     require((folder / INDEX).exists(), "sweep", folder, "is not the folder of a sweep")
-    return [Path(member["folder"]) for member in read_json(folder / INDEX, "sweep")["members"]]
+    return [
+        Path(member.folder) for member in from_mapping(SweepIndex, read_json(folder / INDEX, "sweep"), "sweep").members
+    ]
 
 
 def scripts(folder: Path, site: Site) -> dict[int, Path]:

@@ -68,10 +68,11 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"{field}={shown(value)}: {hint}known: {', '.join(sorted(names))}")
 
 
-def require_integer(field: str, value: object, minimum: int) -> None:
-    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum`."""
+def require_integer(field: str, value: object, minimum: int, maximum: int = LARGEST_INTEGER) -> None:
+    """Raise ValueError unless `value` is an int (not a bool) of at least `minimum` and at most `maximum`."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     require(is_integer and value >= minimum, field, value, f"must be a whole number of at least {minimum}")  # type: ignore[operator]
+    require(value <= maximum, field, value, f"must be at most {maximum}")  # type: ignore[operator]
 
 
 def require_positive(field: str, value: object) -> None:
@@ -147,14 +148,17 @@ def read_json(path: Path | str, what: str) -> Any:
     raise ValueError(f"{what}={shown(path)}: not JSON ({shown(reason)})")
 
 
-def read_text(path: Path | str, what: str, most: int) -> str:
-    """The text of a regular file of at most `most` bytes in UTF-8; ValueError with its name otherwise."""
+def read_text(path: Path | str, what: str, most: int, errors: str = "strict") -> str:
+    """The text of a regular file of at most `most` bytes in UTF-8; ValueError with its name otherwise.
+
+    With `errors` "replace", bytes that are no UTF-8 are replaced.
+    """
     path = Path(path)
     require_file(what, path)
     size = path.stat().st_size
     require(size <= most, what, path, f"has {size} bytes; at most {most} are read")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig", errors=errors)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}={shown(path)}: not text in UTF-8 (byte {error.start})") from None
 
@@ -203,10 +207,15 @@ def parse_count(field: str, text: str) -> float:
     return value
 
 
+def is_count(text: str) -> bool:
+    """Whether the text is a whole number without a sign, of at most 18 digits."""
+    return text.isdecimal() and len(text) <= 18
+
+
 def parse_integers(field: str, text: str) -> list[int]:
     """The positive integers in "1,2,4"; ValueError with the name `field` otherwise."""
     parts = [part.strip() for part in text.split(",")]
-    ok = all(part.isdecimal() and int(part) > 0 for part in parts)
+    ok = all(is_count(part) and int(part) > 0 for part in parts)
     require(ok, field, text, "must be whole numbers above zero, separated by commas")
     return [int(part) for part in parts]
 
