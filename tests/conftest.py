@@ -59,6 +59,12 @@ def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Clus
 
 
 @pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where prepared pairs and sample indices are kept while the tests run; to make a pair imports torch."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="session")
 def pool() -> Iterator["WorkerPool"]:
     """Workers forked from a process that has imported every engine, for all tests of a session that train."""
     from pool import engine_pool

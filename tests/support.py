@@ -1,10 +1,14 @@
 """What several tests need: a small machine, a small plan, patience."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import psutil
 
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.model import ModelShape
@@ -56,12 +60,37 @@ def small_plan(label: str = "small", train_iters: int = 4, **topology: int) -> P
     )
 
 
+def assert_plausible(measured: Cluster) -> None:
+    """A measured machine has the rates of a core, within what a busy one reaches."""
+    assert measured.gpu.fp32_flops_per_s > 1e8
+    assert measured.gpu.memory_bytes_per_s > 1e8
+    assert 1e8 < measured.gpu.context_bytes < 2e9
+    assert 1e-7 < measured.launch_overhead_s < 1e-3
+    assert 1e-6 < measured.latency_s < 0.1
+    assert measured.network_bytes_per_s > 1e6
+
+
 def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
     """Return as soon as `true()`; fail with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """The process inside the block; afterwards it is gone with all its children: a failed test leaves no training."""
+    family: list[psutil.Process] = []
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family.extend(psutil.Process(process.pid).children(recursive=True))
+        for left in [process, *family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        process.communicate()
 
 
 def heed_ctrl_c() -> None:

@@ -1,4 +1,4 @@
-"""What the engine's tests share: one place for prepared data, and workers forked from the tests' pool."""
+"""What the engine's tests share: workers forked from the tests' pool."""
 
 import functools
 import json
@@ -13,12 +13,6 @@ from trilane.experiments.parity_table import ITERATIONS, Task
 
 Fork = Callable[..., None]
 Truth = Callable[..., list[list[float]]]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where prepared pairs and sample indices are kept while the tests run."""
-    return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,17 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from plans import small_plan
+from support import assert_plausible
 
-from trilane.config.cluster import PRECISIONS, Cluster, cluster
+from trilane.config.cluster import PRECISIONS, cluster
 from trilane.engine.bench import __main__ as bench
-from trilane.launch.local import environment, free_port
+from trilane.launch.local import environment
 from trilane.utils.validation import to_mapping
 
 SLURM = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": "1"}
@@ -22,59 +25,50 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, env=environment(2), capture_output=True, text=True, timeout=120, check=False)
 
 
-def assert_plausible(measured: Cluster) -> None:
-    """Rates that any core of the last ten years reaches."""
-    assert measured.gpu.fp32_flops_per_s > 1e9
-    assert measured.gpu.memory_bytes_per_s > 1e9
-    assert 1e8 < measured.gpu.context_bytes < 2e9
-    assert 1e-7 < measured.launch_overhead_s < 1e-3
-    assert 1e-6 < measured.latency_s < 0.1
-    assert measured.network_bytes_per_s > 1e6
+TOGETHER = """
+import contextlib
+from trilane.engine.bench.__main__ import main
+with contextlib.redirect_stderr(sys.stdout):
+    print(main([PATH, "my-cluster"]))
+"""
 
 
 @pytest.mark.slow
-def test_the_measured_machine_can_be_planned_on(tmp_path: Path) -> None:
-    """Each number with the host and the date behind it."""
-    path = tmp_path / "local.json"
-    done = run("-m", "trilane.engine.bench.__main__", str(path))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    local = cluster(str(path))
-    assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
-    assert_plausible(local)
-    assert local.sources["gpu.fp32_flops_per_s"].startswith("measured on ")
-
-
-@pytest.mark.slow
-def test_ranks_of_torchrun_write_one_cluster_together_and_never_over_another(tmp_path: Path) -> None:
-    """Two ranks, through the door, twice: the second time rank 0 says in one line that the file exists."""
+def test_ranks_of_torchrun_write_one_cluster_together_and_never_over_another(ask: Callable, tmp_path: Path) -> None:
+    """Two ranks with torchrun's variables, twice: the second time rank 0 alone reports that the file exists."""
     path = tmp_path / "mine.json"
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1")
-    door = ("--module", "trilane", "measure", "machine", str(path), "--name", "my-cluster")
-    done = run(*torchrun, f"--master-port={free_port(0)}", *door)
-    assert done.returncode == 0, done.stderr
+    plan, code = small_plan(tmp_path, dp=2), f"PATH = {str(path)!r}\n{TOGETHER}"
+    said = ask(plan, code, joined=False).splitlines()
+    assert [line for line in said if " is slow: " not in line] == ["0", "0"]
     mine = cluster(str(path))
     assert (mine.name, mine.gpu.kind, mine.gpus_per_node, mine.max_nodes) == ("my-cluster", "cpu", 2, 1)
     assert_plausible(mine)
     assert "gloo all_reduce of 4 MiB by 2 ranks" in mine.sources["node_bytes_per_s"]
     before = path.read_text()
-    again = run(*torchrun, f"--master-port={free_port(0)}", *door)
-    assert again.returncode != 0
-    assert [line for line in again.stderr.splitlines() if "out=" in line] == [f"trilane: out={path}: exists"]
-    assert "ValueError" not in again.stderr
+    assert ask(plan, code, joined=False) == f"trilane: out={path}: exists\n2\n2\n"
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
+TWO_HOSTS = """
+import os, platform
+from trilane.engine.bench.__main__ import main
+rank = int(os.environ["RANK"])
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+    del os.environ[name]
+os.environ.update(SLURM, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank % 2))
+platform.node = lambda: f"gpu{1 + rank // 2:03d}.example"
+os.chdir(FOLDER)
+print(main([]))
+"""
+
+
 @pytest.mark.slow
-def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(tmp_path: Path) -> None:
+def test_ranks_of_srun_on_two_hosts_measure_inside_and_between(ask: Callable, tmp_path: Path) -> None:
     """Four ranks with SLURM's variables alone; unnamed, cluster and file are called as the host, less its digits."""
-    this = [sys.executable, str(Path(__file__).parent / "two_hosts.py")]
-    env = {**environment(4), **SLURM, "SLURM_NODELIST": "localhost", "MASTER_PORT": str(free_port(0))}
-    ranks = [
-        subprocess.Popen(this, cwd=tmp_path, env={**env, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % 2)})
-        for i in range(4)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0] * 4
+    env = {**SLURM, "SLURM_NODELIST": "localhost"}
+    code = f"SLURM, FOLDER = {env!r}, {str(tmp_path)!r}\n{TWO_HOSTS}"
+    assert ask(small_plan(tmp_path, dp=4), code, joined=False) == 4 * "0\n"
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     two = cluster(str(tmp_path / "gpu.json"))
     assert (two.name, two.gpus_per_node, two.max_nodes) == ("gpu", 2, 2)

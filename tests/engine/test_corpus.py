@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from plans import SHAPE
+from plans import SHAPE, small_plan
 
 from trilane.config.plan import Data, Part
 from trilane.engine.data import corpus
@@ -136,6 +137,29 @@ def empty(at: Path) -> str:
 def latin(at: Path) -> str:
     (at / "latin.txt").write_bytes(TEXT.encode() + "größe".encode("latin-1"))
     return str(at / "latin.txt")
+
+
+BUILDER = """
+import numpy as np, torch
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from trilane.engine.data.corpus import write_pair
+for vocabulary, largest in ((65499, 300), (65500, 300)):
+    arrays = [np.arange(n, dtype=np.int32) for n in (largest, 0, 7)]
+    builder = IndexedDatasetBuilder("theirs.bin", dtype=DType.optimal_dtype(vocabulary))
+    for ids in arrays:
+        builder.add_item(torch.from_numpy(ids))
+        builder.end_document()
+    builder.finalize("theirs.idx")
+    write_pair(arrays, "ours", vocabulary)
+    print([open(f"ours.{end}", "rb").read() == open(f"theirs.{end}", "rb").read() for end in ("bin", "idx")])
+"""
+
+
+@pytest.mark.slow
+def test_a_pair_is_what_megatron_cores_builder_writes(ask: Callable, data: Path, tmp_path: Path) -> None:
+    """To the last byte, in 16 and in 32 bits, an empty document included."""
+    code = f"import os\nos.chdir({str(tmp_path)!r})\n{BUILDER}"
+    assert ask(small_plan(data), code) == 2 * "[True, True]\n"
 
 
 def short(at: Path) -> str:

@@ -1,5 +1,6 @@
 """The line that a person reads and the line that a program reads say the same."""
 
+import json
 import re
 from collections.abc import Callable
 from datetime import datetime
@@ -11,6 +12,7 @@ from plans import changed, small_plan
 from trilane.engine.monitor import phases
 from trilane.engine.monitor.phases import durations
 from trilane.engine.monitor.report import Iteration, average
+from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
 
@@ -148,9 +150,25 @@ def test_tensorboard_shows_what_steps_jsonl_says(train: Callable, data: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero", "hf-zero3"])
-def test_no_library_talks_into_the_log(engine: str, train: Callable, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "topology"),
+    [
+        ("megatron", {"zero": 1}),
+        ("deepspeed-zero", {"zero": 1}),
+        ("deepspeed-zero", {"zero": 3, "offload": "full"}),
+        ("hf-zero3", {"zero": 3}),
+    ],
+    ids=str,
+)
+def test_no_library_talks_into_the_log_and_deepspeeds_settings_are_kept(
+    engine: str, topology: dict, train: Callable, data: Path, tmp_path: Path
+) -> None:
     """On two ranks: their memory lines, first and last, and from the last rank the iterations."""
-    train(small_plan(data, iters=2, engine=engine, dp=2, zero=1, recompute="full"))
+    plan = small_plan(data, iters=2, engine=engine, dp=2, recompute="full", **topology)
+    train(plan)
+    kept = tmp_path / "run" / "ds_config.json"
+    assert not kept.exists() if engine == "megatron" else json.loads(kept.read_text())["zero_optimization"]
+    if engine == "deepspeed-zero":
+        assert json.loads(kept.read_text()) == deepspeed_config(plan, compiler=False)
     said = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
     assert [len(lines) for lines in said] == [2, 4]

@@ -78,10 +78,10 @@ def test_a_benchmark_without_an_iteration_to_count_is_refused(
 
 @pytest.mark.slow
 def test_the_door_trains_and_prints_exactly_one_object(
-    outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    path = tmp_path / "small.json"
-    path.write_text(json.dumps(small_plan(train_iters=9999, pp=2).to_json()))
+    path, plan = tmp_path / "small.json", small_plan(train_iters=9999, pp=2)
+    path.write_text(json.dumps(replace(plan, data=replace(plan.data, folder=str(data))).to_json()))
     assert main(["measure", "plan", str(path), "--iterations", "8", "--leave-out", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["iterations"], found["left_out"], found["status"]) == (5, 3, "completed")

@@ -59,12 +59,12 @@ def test_the_door_says_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_real_jobs_find_that_two_replicas_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_jobs_find_that_two_replicas_hang(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1, which a single replica does not have, sleeps in iteration 2."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "planted"))
     monkeypatch.setenv("TRILANE_PLANT", "sleep 1 2")
     plan = small_plan(train_iters=4, dp=2, gbs=8)
-    plan = replace(plan, run=replace(plan.run, hang_timeout_s=5.0), data=replace(plan.data, folder=str(tmp_path / "c")))
+    plan = replace(plan, run=replace(plan.run, hang_timeout_s=5.0), data=replace(plan.data, folder=str(data)))
     report = bisect(plan, ("dp",), local_runner(tmp_path / "jobs", 300.0))
     assert [str(b) for b in report.boundaries] == ["dp: works at 1, hangs at 2"]
     assert [t.status for t in report.trials] == ["hang", "completed"]

@@ -24,6 +24,7 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
         Row(engine="megatron", topology="TP4 PP4", settings={"tp": 4, "pp": 4}),
     ]
     monkeypatch.setattr(parity_table, "rows", lambda engines: table)
+    monkeypatch.setattr(parity_table, "ITERATIONS", 3)
     assert main(["measure", "engines", "--json"]) == 1
     out, err = capsys.readouterr()
     said = json.loads(out)

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from plans import run_folder, small_plan, steps
+from support import ended
 
 from trilane.launch.local import environment, train_local
 from trilane.logs.run import read_run_folder
@@ -18,11 +19,6 @@ from trilane.workspace.status import read_status
 
 pytestmark = pytest.mark.slow
 LONG = 2000
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def launch(folder: Path, *more: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment(8), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait(done: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def wait(done: Callable[[], bool], what: str, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, f"no {what} after {seconds} s"
@@ -50,9 +46,8 @@ def saved(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in sorted((folder / "checkpoints").glob("iter_*"))]
 
 
-def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(folder: Path) -> None:
-    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped"."""
-    process = launch(folder)
+def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen) -> None:
+    """SIGUSR1, then SIGTERM."""
     wait(lambda: trained(folder) > 2, "training")
     before = trained(folder)
     process.send_signal(signal.SIGUSR1)
@@ -67,10 +62,16 @@ def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(f
     assert status.evidence == f"stopped at iteration {last} by SIGTERM, saved checkpoints/iter_{last:07d}"
     assert status.evidence in out and before <= first <= before + 5, "the signal passes through two processes"
 
-    process = launch(folder, "--resume")
-    wait(lambda: trained(folder) > last + 2, "training again")
-    (folder / "stop").touch()
-    process.communicate(timeout=120)
+
+def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(folder: Path) -> None:
+    """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped"."""
+    with ended(launch(folder)) as process:
+        saves_when_asked_and_stops_when_told(folder, process)
+    last, status = trained(folder), read_status(folder)
+    with ended(launch(folder, "--resume")) as process:
+        wait(lambda: trained(folder) > last + 2, "training again")
+        (folder / "stop").touch()
+        process.communicate(timeout=120)
     assert read_status(folder).evidence.startswith(f"stopped at iteration {trained(folder)} by the file `stop`")
     assert [s["iteration"] for s in steps(folder)] == list(range(1, trained(folder) + 1))
     log = (folder / "run.log").read_text()

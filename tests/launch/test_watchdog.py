@@ -28,11 +28,13 @@ from trilane.workspace.status import read_status
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lock-held", "stopped", "exit"])
-def test_a_real_training_that_hangs_is_dumped_judged_and_ended(kind: str, tmp_path: Path) -> None:
-    """Three of the ten of docs/hangs.md: TP 2 x PP 2 x DP 2 with gloo."""
-    result = real_hangs.hang(kind, tmp_path / "run", tmp_path / "corpus")
-    assert result.outcome.rank == result.rank and result.stacks >= 7, result.outcome.evidence
+@pytest.mark.parametrize(("kind", "single"), [("lock-held", "tp"), ("stopped", "dp"), ("exit", "pp")])
+def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
+    kind: str, single: str, data: Path, tmp_path: Path
+) -> None:
+    """Three of the ten of docs/hangs.md, with gloo, in two dimensions of TP, PP and DP each: four processes."""
+    result = real_hangs.hang(kind, tmp_path / "run", data, **{single: 1})
+    assert result.outcome.rank == result.rank and result.stacks >= 3, result.outcome.evidence
     assert result.outcome.status == ("crashed" if kind == "exit" else "hang")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["rank"] == result.rank
     assert result.rank in diagnose_hang(tmp_path / "run").suspects
@@ -178,9 +180,11 @@ def test_the_second_step_takes_no_gpu_and_overlaps() -> None:
 
 
 @pytest.mark.slow
-def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_it_ends_the_job(tmp_path: Path) -> None:
+def test_without_our_launcher_the_first_rank_of_a_node_starts_the_watchdog_and_it_ends_the_job(
+    data: Path, tmp_path: Path
+) -> None:
     """As srun or a foreign torchrun start the engine: nobody of ours looks on from outside."""
-    plan = changed(small(tmp_path / "corpus", iters=100_000, source="mock", dp=2), "run", hang_timeout_s=5.0)
+    plan = changed(small(data, iters=100_000, source="mock", dp=2), "run", hang_timeout_s=5.0)
     folder = run_folder(plan, tmp_path / "run")
     planted = str(Path(real_hangs.__file__).parent / "planted")
     env = real_hangs.library()

@@ -1,7 +1,7 @@
-"""Ten ways to hang a real training, and one to lead it by hand, planted from outside: Python finds it in PYTHONPATH.
+"""Ten ways to hang a real training, planted from outside: found by Python at its start through PYTHONPATH.
 
 TRILANE_PLANT="kind rank iteration": the rank does it when it asks for the samples of that iteration, or in its first
-collective after that. `paced` does it at every iteration. Without the variable nothing happens.
+collective after that. Without the variable nothing happens.
 """
 
 import importlib.abc
@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -58,12 +59,10 @@ def hold_the_lock() -> None:
 
 
 def read_a_pipe() -> None:
-    path = Path(f"/tmp/trilane-pipe-{os.getpid()}")
-    os.mkfifo(path)
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "pipe")
+        os.mkfifo(path)
         path.read_text()
-    finally:
-        path.unlink()
 
 
 def deadlock() -> None:
@@ -83,12 +82,6 @@ def load_for_ever() -> None:
     queue.Queue().get()
 
 
-def wait_for_leave(number: int) -> None:
-    """The file `allowed` in the run folder holds the last iteration that may begin: a test acts in between."""
-    while int(Path("allowed").read_text() or 0) < number:
-        time.sleep(0.02)
-
-
 HERE = {
     "sleep": sleep,
     "stopped": stop,
@@ -104,9 +97,7 @@ def plant_in_data(module: Any) -> None:
     original = module.SampleLoader.microbatches
 
     def microbatches(self: Any, batch: Any) -> Any:
-        if KIND == "paced":
-            wait_for_leave(batch.number)
-        elif batch.number == int(ITERATION):
+        if batch.number == int(ITERATION):
             HERE[KIND]()
         return original(self, batch)
 
@@ -143,7 +134,7 @@ def plant_in_engine(module: Any) -> None:
 
 
 if os.environ.get("RANK") == RANK:
-    if KIND in HERE or KIND == "paced":
+    if KIND in HERE:
         sys.meta_path.insert(0, Later("trilane.engine.data.loader", plant_in_data))
     else:
         sys.meta_path.insert(0, Later("trilane.engine.backends.megatron", plant_in_engine))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,34 +13,27 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from support import heed_ctrl_c, wait_until
+from support import assert_plausible, heed_ctrl_c, wait_until
 
-pytestmark = pytest.mark.slow
+from trilane.config.cluster import cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
 
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "trilane", "run", *arguments]
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a demo study, run once with its defaults."""
-    outputs = tmp_path_factory.mktemp("outputs")
-    done = subprocess.run(
-        command("all", "--study", "demo"),
-        env={**os.environ, "TRILANE_OUTPUTS": str(outputs)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == str(outputs / "demo/index.html")
-    assert "50/50, loss" in done.stderr, "progress shows on the terminal"
-    return outputs / "demo"
-
-
 def losses(run: Path) -> list[float]:
     return [json.loads(line)["lm_loss"] for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
+def test_the_machine_is_measured_once_and_can_be_planned_on(demo):
+    """Each number with the host and the date behind it."""
+    local = cluster(str(demo.parent / "local.json"))
+    assert (local.name, local.gpu.kind, local.max_gpus) == ("local", "cpu", 8)
+    assert_plausible(local)
+    assert local.sources["gpu.fp32_flops_per_s"].startswith("measured on ")
 
 
 def test_the_best_three_and_a_control_really_train_for_50_iterations(demo):
@@ -104,18 +98,20 @@ def test_launching_again_keeps_the_runs_that_are_complete(demo):
 
 
 def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_path):
+    """In the first training of a study whose plans are made."""
     outputs = tmp_path / "outputs"
-    outputs.mkdir()
+    shutil.copytree(demo, outputs / "demo", ignore=shutil.ignore_patterns("runs", "03_*", "04_*", "earlier"))
     (outputs / "local.json").write_text((demo.parent / "local.json").read_text())
     env = {**os.environ, "TRILANE_OUTPUTS": str(outputs)}
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
-    with subprocess.Popen(command("all", "--study", "demo"), env=env, **pipes) as child:
+    with subprocess.Popen(command("all", "--resume"), env=env, **pipes) as child:
         steps = outputs / "demo/runs"
         wait_until(lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")), 120, "no step was taken")
         family = psutil.Process(child.pid).children(recursive=True)
         child.send_signal(signal.SIGINT)
         said = child.communicate(timeout=60)[1]
     assert child.returncode == 130
+    assert said.count("completed before, kept") == 2
     assert "trilane: interrupted" in said and "Traceback" not in said
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, alive

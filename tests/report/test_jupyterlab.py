@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from support import BROWSER, REPOSITORY, wait_until
 
+from trilane.config.plan import read_plan
 from trilane.report.notebook import DEMO
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("demo"),
     pytest.mark.skipif(
         not BROWSER.exists() and not os.environ.get("CI"),
         reason=f"{BROWSER} is not installed (Debian: apt install chromium)",
@@ -25,7 +27,18 @@ OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", 
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def untrained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The demo study with one of its runs, the smallest, still to be trained; whole again afterwards."""
+    runs = (demo / "runs").iterdir()
+    run = min(runs, key=lambda r: (read_plan(r / "plan.json").topology.gpus, r.name))
+    kept = shutil.move(run, tmp_path_factory.mktemp("kept"))
+    yield demo
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.move(kept, run)
+
+
+@pytest.fixture(scope="module")
+def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """The address of a JupyterLab on loopback over a copy of the notebooks, and that copy's folder."""
     base = tmp_path_factory.mktemp("lab")
     folder = base / "notebooks"
@@ -35,7 +48,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     command += ["--LabApp.expose_app_in_browser=True", f"--notebook-dir={folder}", "--IdentityProvider.token=test"]
     environment = {
         **os.environ,
-        "TRILANE_OUTPUTS": str(base / "outputs"),
+        "TRILANE_OUTPUTS": str(untrained.parent),
         "JUPYTER_CONFIG_DIR": str(base / "config"),
         "JUPYTERLAB_SETTINGS_DIR": str(base / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(base / "workspaces"),
@@ -74,7 +87,7 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*DEMO, "05_diagnose", "06_backtest", "07_calendar", "08_decision"])
-def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
+def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, untrained, page, name):
     """Run > Run All Cells, as a person would; every cell gets its number and none an error."""
     address, folder = lab
     page.goto(f"{address}/lab/tree/{name}.ipynb?token=test&reset")
@@ -95,3 +108,6 @@ def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, page, name):
     outputs = [out.get("data", {}) for cell in code_cells(page) for out in cell["outputs"]]
     figures = [data for data in outputs if "image/png" in data or "<img " in "".join(data.get("text/html", ""))]
     assert figures or name == "03_launch"
+    if name == "03_launch":
+        runs = list((untrained / "runs").iterdir())
+        assert [len((run / "steps.jsonl").read_text().splitlines()) for run in runs] == 4 * [50]

@@ -1,7 +1,7 @@
 """A plan's data source as Megatron's indexed dataset (.bin and .idx): made once, named by a hash of its content.
 
 `python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes.
-torch is imported only where a dataset must be made.
+torch is not imported, which would take seconds.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.
 
 
 def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> None:
-    """Write one document per array of token ids through megatron-core's builder; 16-bit where `vocabulary` allows."""
-    import torch
-
-    from trilane.engine.distributed.cpu import enable_cpu
-
-    enable_cpu()
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary))
-    for ids in arrays:
-        builder.add_item(torch.from_numpy(ids))
-        builder.end_document()
-    builder.finalize(f"{prefix}.idx")
+    """Write one document per array of token ids, in 16 bits where megatron-core's builder would; without its import."""
+    dtype = np.uint16 if vocabulary < 65500 else np.int32
+    sizes = []
+    with open(f"{prefix}.bin", "wb") as data:
+        for ids in arrays:
+            data.write(ids.astype(dtype).tobytes())
+            sizes.append(ids.size)
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int64)[: len(sizes)] * np.dtype(dtype).itemsize
+    code = next(code for code, name in DTYPES.items() if name is dtype)
+    with open(f"{prefix}.idx", "wb") as index:
+        index.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
+        for part in (np.array(sizes, dtype=np.int32), starts, np.arange(len(sizes) + 1, dtype=np.int64)):
+            index.write(part.tobytes())
 
 
 def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class WordEmbedding(tensor_parallel.VocabParallelEmbedding):
     def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
         shape = plan.shape
         super().__init__(shape.vocab_size, shape.hidden_size, init_method=settings.init_method, config=settings)
-        self.parallel = settings.sequence_parallel
+        self.parallel, self.ranks = settings.sequence_parallel, settings.tensor_model_parallel_size
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(B, S) -> (S, B, C)."""
@@ -106,7 +106,7 @@ def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
         weight=embedding.weight,
         bias=None,
         gradient_accumulation_fusion=False,
-        allreduce_dgrad=not embedding.parallel,  # a no-op on one tensor-parallel rank
+        allreduce_dgrad=embedding.ranks > 1 and not embedding.parallel,
         sequence_parallel=embedding.parallel,
     )
 
