@@ -234,3 +234,9 @@ def test_logs_are_sorted_into_trainings():
     assert [[this.source.name for this in t] for t in found] == [["a", "c"], ["b"], ["d"]]
     with pytest.raises(ValueError, match=r"^logs=empty: hold no iteration"):
         loss_curve.join([log(0, name="empty")])
+
+
+def test_the_spread_is_half_the_distance_of_the_quartiles_relative_to_the_median():
+    """Of 2, 3, 4, 5 and 6 s the quartiles are 3 and 5."""
+    m = measure_log(log(iterations=5, sec_per_it=np.array([2.0, 3.0, 4.0, 5.0, 6.0])), warm_up=0)
+    assert (m.sec_per_it, m.spread) == (4.0, 0.25)

@@ -176,9 +176,9 @@ def test_a_unit_that_changes_and_changes_back_is_put_right_only_in_between(tmp_p
 
 
 def test_a_bar_of_hours_is_a_clock_too(tmp_path):
-    """tqdm prints H:MM:SS from an hour on: 100 steps in 1:00:00, the next 100 by 1:30:00."""
+    """tqdm prints H:MM:SS from an hour on: 100 steps in 1:30:00, the next 100 by 2:00:00."""
     bar = " 1%|# | {}/900 [{}<9:00:00, 36.00s/it]{{'loss': {}, 'epoch': 0.1}}\n"
-    log = read(tmp_path, bar.format(100, "1:00:00", 2.5) + bar.format(200, "1:30:00", 2.25))
+    log = read(tmp_path, bar.format(100, "1:30:00", 2.5) + bar.format(200, "2:00:00", 2.25))
     assert log.iterations["sec_per_it"].iloc[1] == 18.0
 
 

@@ -68,6 +68,13 @@ def test_no_attempt_takes_the_number_of_another(tmp_path: Path) -> None:
     assert found == {"2": "2", "3": "3", "4": "4"}
 
 
+def test_the_last_attempt_has_the_highest_number_also_where_earlier_ones_were_deleted(tmp_path: Path) -> None:
+    (tmp_path / "attempts/7").mkdir(parents=True)
+    (tmp_path / "status.json").touch()
+    put_aside(tmp_path, keep=True)
+    assert {p.name for p in (tmp_path / "attempts").iterdir()} == {"7", "8"}
+
+
 def test_a_folder_in_the_place_of_a_file_moves_when_the_run_starts_again(tmp_path: Path) -> None:
     (tmp_path / "status.json").mkdir()
     (tmp_path / "steps.jsonl").mkdir()
