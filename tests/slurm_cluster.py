@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from support import REPOSITORY, small_cluster, small_plan, wait_until
 from trilane.config.plan import Plan
 from trilane.slurm import client, jobs
 from trilane.slurm.sites import JobRequest, Site
+from trilane.workspace.run_folder import iteration
 
 SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 # Nodes of two processes; /tmp is shared here, since all nodes are this machine.
@@ -65,13 +66,12 @@ class Cluster:
 
     def clean(self) -> None:
         """Bring it back to no job and every node idle, whatever a test has left; SLURM's variables must be set."""
-        if not self.is_whole():
-            self.start()
-        left = client.call(["squeue", "-h", "-o", "%A"]).split()
-        if left:
+        if left := client.call(["squeue", "-h", "-o", "%A"]).split():
             client.call(["scancel", *left])
         if down := client.down_nodes():
             client.call(["scontrol", "update", f"NodeName={','.join(down)}", "State=RESUME"])
+        if not self.is_whole():
+            self.start()
         wait_until(lambda: not client.call(["squeue", "-h"]), 60, "jobs go on")
         wait_until(lambda: not client.down_nodes(), 60, "nodes are down")
 
@@ -140,7 +140,7 @@ def started() -> Iterator[Cluster]:
 
 
 def plan(label: str, folder: Path, nodes: int = 2, iters: int = 4, **topology: Any) -> Plan:
-    """A small GPT on `nodes` nodes of two processes each."""
+    """A small GPT on `nodes` nodes of two processes each, its corpus in `folder`, which several tests may share."""
     run = {name: topology.pop(name) for name in ("save_interval", "load", "exit_duration_minutes") if name in topology}
     engine = topology.pop("engine", "megatron")
     p = small_plan(label, train_iters=iters, **{"dp": 2 * nodes, "gbs": 8 * nodes, **topology})
@@ -157,6 +157,28 @@ def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     for name, text in jobs.files(p, SITE, request).items():
         (folder / name).write_text(text)
     return folder
+
+
+def pace(patch: pytest.MonkeyPatch) -> None:
+    """Trainings that begin from now on wait before every iteration until `allow` lets them go on."""
+    patch.setenv("TRILANE_PLANT", "paced 0 0")
+    patch.setenv("PYTHONPATH", f"{REPOSITORY / 'lib'}:{REPOSITORY / 'tests/planted'}")
+
+
+def allow(folder: Path, last: int) -> None:
+    """Let a training under `pace` begin all iterations up to this one."""
+    (folder / "allowed").write_text(str(last))
+
+
+def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
+    """Let a training under `pace` begin one iteration after the other until `true()`."""
+
+    def has_come() -> bool:
+        if not true():
+            allow(folder, iteration(folder) + 1)
+        return true()
+
+    wait_until(has_come, PATIENCE_S, what)
 
 
 def one(folder: Path) -> jobs.JobStatus:

@@ -1,6 +1,7 @@
 """Logs, dumps, traces, checkpoints, corpora and tokenizers that are damaged or meant to harm: a result or one line."""
 
 import contextlib
+import gzip
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ from dumps import recording, topology
 from trilane.cli.app import main
 from trilane.utils.tables import Text, one_line, printable, short
 
-LIMIT_S = 60  # a hang, not a measurement
+LIMIT_S = 240  # a hang, not a measurement
 Content = bytes | str | Callable[[Path], object]
 
 
@@ -191,3 +192,106 @@ def test_a_hostile_recording_costs_itself_or_its_damaged_field(
     code, said = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
     assert code == 0 and "Rank 1 (" in said and "never entered all_reduce" in said
     assert ("its dump cannot be read" in said) is not counts
+
+
+STEP = " iteration {}/ 9 | elapsed time per iteration (ms): 100.0 | lm loss: {} | number of nan iterations: 0 |\n"
+ERROR = "Traceback (most recent call last):\nRuntimeError: {}\n"
+LONG = 60_000  # characters: lines up to 65,536 are read in full
+# Lines of a log between two iterations; each is repeated, or holds what a reader may convert or print.
+LINES: dict[str, str] = {
+    "iterations on one line": " iteration 1/ 2 |" * (LONG // 4),
+    "an iteration cut off, repeated": " iteration 1/ 2" * LONG,
+    "a line of 20 MB": "x" * (20 << 20),
+    "blanks between bars": " iteration 3/ 9 |" + (" " * 199 + "|") * 300,
+    "digits between bars": " iteration 3/ 9 |" + ("1" * 190 + "|") * 300,
+    "blanks in the table of GPUs": "|  0" + " " * LONG + "z",
+    "an exception's name repeated": ERROR.format("x").replace("RuntimeError:", "Error" * (LONG // 5)),
+    "an exception in capitals": "Traceback (most recent call last):\n" + "A" * LONG,
+    "srun repeated": "srun: error: " * (LONG // 13),
+    "NCCL repeated": "NCCL " * (LONG // 5),
+    "pdsh repeated": "pdsh@" * (LONG // 5),
+    "digits before oom": "1" * LONG + " oom",
+    "digits asked for": "Tried to allocate " + "1" * LONG,
+    "digits of a progress bar": "it/s " + "1" * LONG,
+    "digits of a throughput": "Samples step= " + "1" * LONG,
+    "digits of MiB": "MiB " + "1" * LONG,
+    "dots of an argument": "  name ....... a" + "." * LONG + "b",
+    "dashes of arguments": "arguments -" + "-" * LONG,
+    "vocabularies": "padded vocab (size: 1) " * (LONG // 23),
+    "overrides": "+ x --config_overrides " + "a" * LONG,
+    "progress bars": "1/9 [00:01<" + "x" * 1000 + "\r" + "{'loss': 1.5}\r" * 3000,
+    "NULs": "\0" * 100,
+    "escapes": "\x1b[" * (LONG // 2),
+    "controls in the evidence": ERROR.format("\x1b]0;own\x07\x1b[2J\rsafe\b\b\u202e\u2066\ufeffend"),
+    "a rank of 10,000 digits": f"[rank{'9' * 10_000}]: RuntimeError: x",
+    "a task of 10,000 digits": f"srun: error: task {'9' * 10_000}: Out Of Memory",
+    "a root of 10,000 digits": f"  rank     : {'9' * 10_000} (local_rank: 0)\nRuntimeError: x",
+    "a world of 10,000 digits": f"using world size: {'9' * 10_000}, data-parallel-size: {'9' * 10_000}",
+    "an argument of 4,000 digits": f"  seq_length ....... {'9' * 4000}",
+    "logging steps of 400 digits": f"  logging_steps ...... {'9' * 400}\n{{'loss': 1.5}}\n{{'loss': 1.4}}",
+    "memory of rank 10^400": f"[Rank {'9' * 400}] (after 1 iterations) memory (MB) | allocated: 1",
+    "an iteration of 5,000 digits": STEP.format("9" * 5000, "1"),
+    "an iteration of 0 of 0": " iteration 0/ 0 | elapsed time per iteration (ms): 0 | lm loss: 0 |",
+    "a negative iteration": STEP.format(-5, "1"),
+    "infinite and not a number": STEP.format(3, "1e400").replace("100.0", "nan"),
+    "an exponent of 190 digits": STEP.format(3, "1e" + "9" * 190),
+    "a Trainer's huge numbers": "{'loss': 1e999, 'grad_norm': '-inf', 'epoch': 1e308}",
+    "a count of commas": ">>  Num examples = ,,,",
+    "a date out of range": "2024-99-99 99:99:99 step: 1 loss: 1.0 memory: 1GiB(1%) tps: 1 mfu: 1%",
+    "JSON 100,000 deep": '{"iteration": ' + "[" * 30_000,
+    "JSON cut short": '{"iteration": 3, "sec_per_it": 1.0, "timers"',
+    "timers of another kind": '{"iteration": 3, "sec_per_it": 1.0, "timers": {"a": "bc", "d": [1], "e": [{}, 1]}}',
+    "steps of 400 digits": '{"iteration": ' + "9" * 400 + ', "sec_per_it": 1}',
+    "steps of text": '{"iteration": "3", "sec_per_it": []}',
+    "names without end": "".join(f"  timer{n} .......: (1.0, 2.0)\n" for n in range(3000)),
+    "losses without end": "".join(f" iteration 3/ 9 | x{n} loss: 1 |\n" for n in range(2000)),
+    "markup": ERROR.format("<img src=x onerror=alert(1)> [a](javascript:x) | # *"),
+    "half a character": "\udce2\udc82",
+    "wide characters": STEP.format(3, "１.５"),
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_hostile_line_of_a_log_costs_no_other_line(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.log"
+    text = STEP.format(1, "2.5") + STEP.format(2, "2.4") + line + "\n" + STEP.format(8, "2.1") + STEP.format(9, "2.0")
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    code, said = judged(["logs", "parse", str(path)], tmp_path, capsys)
+    assert code == 0 and "loss 2.0000" in said
+
+
+def gzipped(members: int) -> bytes:
+    return gzip.compress(STEP.format(1, "2.5").encode()) + gzip.compress(b"") * members
+
+
+# Whole files: the exit code of `logs parse`.
+FILES: dict[str, tuple[Content, int]] = {
+    "empty": (b"", 2),
+    "NULs alone": (b"\0" * 10_000, 2),
+    "random bytes": (bytes(range(256)) * 100, 2),
+    "text of another kind": ("a\n" * 1000, 2),
+    "UTF-16": (STEP.format(1, "2.5").encode("utf-16"), 2),
+    "a gzip file cut short": (gzipped(0)[:-9], 0),
+    "a damaged gzip file": (b"\x1f\x8b" + b"\xff" * 100, 2),
+    "30,000 gzip files in one": (gzipped(30_000), 0),
+    "a gzip bomb": (gzip.compress(b"\0" * (64 << 20)), 2),
+    "a pipe": (os.mkfifo, 2),
+    "a link to itself": (lambda path: path.symlink_to(path), 2),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), 2),
+    "a folder": (Path.mkdir, 2),
+    "no file": (lambda path: None, 2),
+    "iterations that fall": ("".join(f" iteration {n}/ 9 |\n" for n in range(200, 0, -1)), 2),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), FILES.values(), ids=FILES)
+def test_a_file_that_is_no_log_is_one_line(
+    content: Content, expected: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trilane.logs.stream.UNPACKED", 16 << 20)
+    monkeypatch.setattr("trilane.logs.lines.MAX_RUNS", 100)
+    write(tmp_path / "run.log", content)
+    code, _ = judged(["logs", "parse", str(tmp_path / "run.log")], tmp_path, capsys)
+    assert code == expected

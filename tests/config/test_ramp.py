@@ -25,6 +25,9 @@ def test_phases_and_counts_are_those_of_a_walk_through_the_iterations(ramp, gbs)
     flat = [phase.gbs for phase in ramp.phases(gbs) for _ in range(phase.iterations)]
     assert flat + [gbs] * (600 - len(flat)) == sizes
     assert [ramp.batch_size(sum(sizes[:k]), gbs) for k in range(0, 600, 7)] == sizes[::7]
+    batches = list(ramp.batches(600, gbs))
+    assert [(b.number, b.first, b.gbs) for b in batches] == [(k + 1, sum(sizes[:k]), n) for k, n in enumerate(sizes)]
+    assert list(ramp.batches(600, gbs, done=17)) == batches[17:], "a resumed run takes what is left"
     for count in (1, 2, 17, 400, 600):
         assert ramp.consumed(count, gbs) == sum(sizes[:count])
         assert ramp.iterations(sum(sizes[:count]), gbs) == count

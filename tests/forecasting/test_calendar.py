@@ -290,6 +290,26 @@ def test_an_evaluation_is_the_forward_pass_of_an_iteration():
     assert request(risks=FailureModel(startup_s=720)).shares["ends of jobs"] == pytest.approx(0.01)
 
 
+def test_a_checkpoint_is_written_by_all_nodes_at_once():
+    """176B parameters of 12 bytes through 48 nodes at 1 GB/s each: 44 s, as often as Daly says."""
+    asked = request()
+    assert asked.save_s == pytest.approx(12 * SHAPE.parameters / 48e9) == pytest.approx(44, abs=0.5)
+    assert asked.interval_s == pytest.approx(daly_interval_s(asked.save_s, 1 / asked.risks.stops_per_s(48)))
+    assert asked.shares["saving"] == pytest.approx(asked.save_s / asked.interval_s)
+    one = dataclasses.replace(PLAN, topology=Topology(gbs=2048, **BF16), shape=parse_shape("24,2048,16,2048,50304"))
+    alone = request(plan=one, ramp=parse_ramp("2048,1,0"))
+    assert alone.save_s == pytest.approx(12 * one.shape.parameters / 1e9), "an eighth of a node writes as a node does"
+
+
+@pytest.mark.parametrize("common", [0.0, 0.3, 1.0])
+def test_the_parts_of_an_error_add_up_to_the_calibrations_interval_and_the_spread_of_long_runs(common):
+    """Variances of ln(seconds): 90 % of a Gaussian lie within 1.645 deviations on each side."""
+    parts = request(risks=FailureModel(common=common, slowdown_spread=0.02)).uncertainty
+    whole = (K.half_width / 1.6449) ** 2
+    assert parts.independent**2 == pytest.approx((1 - common) * whole)
+    assert parts.common**2 + parts.independent**2 == pytest.approx(whole + 0.02**2)
+
+
 def test_tokens_that_fill_no_whole_sequence_take_one_more():
     assert [request(tokens=1e9 + more).samples for more in (0, 1)] == [488282, 488282]
     assert [request(tokens=2048 * 10**6 + more).samples for more in (0, 1, 2048)] == [10**6, 10**6 + 1, 10**6 + 1]

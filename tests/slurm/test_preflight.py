@@ -21,6 +21,7 @@ from trilane.slurm.preflight import check, resources
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, seconds_of, site
+from trilane.workspace.status import RunStatus, write_status
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
 A100_80G, AVAILABLE = cluster("jz-a100-80g"), resources.available
@@ -324,7 +325,7 @@ def test_a_folder_that_only_one_node_sees_is_refused_for_two(folder: Path) -> No
 
 
 def test_a_run_folder_that_holds_a_completed_run_is_refused(folder: Path) -> None:
-    (folder / "status.json").write_text('{"status": "completed"}')
+    write_status(folder, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0))
     assert (REFUSAL, "run folder") in [(f.level, f.rule) for f in findings(folder, plan())]
 
 

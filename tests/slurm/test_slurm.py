@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says
 from support import wait_until
+from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
 from trilane.slurm import client, job_status, jobs, ledger, monitor, sweep
@@ -20,13 +21,11 @@ from trilane.slurm.preflight import check
 from trilane.slurm.preflight.finding import REFUSAL
 from trilane.utils.validation import to_mapping
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
 
 @pytest.fixture
 def sleeper(cluster: Cluster, tmp_path: Path) -> Path:
     """A run folder whose script sleeps instead of training."""
-    folder = run_folder(tmp_path, plan("sleeper", tmp_path / "data"))
+    folder = run_folder(tmp_path, plan("sleeper", tmp_path.parent / "data"))
     script = (folder / "job.sbatch").read_text()
     (folder / "job.sbatch").write_text(
         script[: script.index("set -euo")] + "set -euo pipefail\n"
@@ -36,7 +35,7 @@ def sleeper(cluster: Cluster, tmp_path: Path) -> Path:
 
 
 def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster: Cluster, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan("two", tmp_path / "data"))
+    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"))
     job = jobs.submit(folder, SITE, REQUEST)
     found = ended(folder)
     assert (found.id, found.state, found.status) == (job, "COMPLETED", "completed"), says(folder)
@@ -53,7 +52,7 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
 
 
 def test_a_job_whose_environment_is_missing_says_so(cluster: Cluster, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan("early", tmp_path / "data"))
+    folder = run_folder(tmp_path, plan("early", tmp_path.parent / "data"))
     script = (folder / "job.sbatch").read_text()
     (folder / "job.sbatch").write_text(script.replace("VENV=", "unset TRILANE_VENV\nVENV=/nowhere #"))
     job = jobs.submit(folder, SITE, REQUEST)
@@ -65,7 +64,7 @@ def test_a_job_whose_environment_is_missing_says_so(cluster: Cluster, tmp_path: 
 
 def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluster: Cluster, tmp_path: Path) -> None:
     request = replace(REQUEST, launcher="deepspeed")
-    p = plan("ds", tmp_path / "data", dp=4, zero=1, engine="deepspeed-zero")
+    p = plan("ds", tmp_path.parent / "data", dp=4, zero=1, engine="deepspeed-zero")
     folder = run_folder(tmp_path, p, request)
     job = jobs.submit(folder, SITE, request)
     found = ended(folder)
@@ -74,10 +73,12 @@ def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluste
     assert lines == [f"{host} slots=2" for host in client.hostnames(found.nodes)]
 
 
-def test_sbatch_accepts_every_recorded_script(cluster: Cluster) -> None:
-    for path in sorted(GOLDEN.glob("*.sbatch")):
-        if "everything" not in path.name:  # which names a reservation and nodes that are not here
-            client.test_only(path)
+def test_sbatch_accepts_every_script_of_every_site(cluster: Cluster, tmp_path: Path) -> None:
+    for name in PRESETS:
+        for file, text in recorded(name).items():
+            if "everything" not in file:  # which names a reservation and nodes that are not here
+                (tmp_path / file).write_text(text)
+                client.test_only(tmp_path / file)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +90,12 @@ def test_sbatch_accepts_every_recorded_script(cluster: Cluster) -> None:
         ({"qos": "qos_gpu_a100-t9"}, "Invalid qos specification"),
         ({"time_limit": "1000:00:00"}, "time limit"),
         ({"reservation": "hug"}, "reservation"),
-        ({"exclude": "jz-a100-[1-3]"}, "Requested node configuration is not available"),
+        ({"exclude": "jz-a100-[1-51]"}, "Requested node configuration is not available"),
     ],
 )
 def test_the_guard_refuses_what_slurm_would_refuse(wish: dict, says: str, cluster: Cluster, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan("two", tmp_path / "data"), replace(REQUEST, **wish))
-    p = plan("two", tmp_path / "data")
+    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), replace(REQUEST, **wish))
+    p = plan("two", tmp_path.parent / "data")
     found = [f for f in check.check_job(p, SITE, REQUEST, folder) if f.rule == "sbatch"]
     assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].message.lower()
 
@@ -122,31 +123,28 @@ def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys:
 
 
 def test_a_job_that_waits_says_why(sleeper: Path) -> None:
-    job = client.submit(sleeper / "job.sbatch", "--begin=now+1hour")
-    jobs.note_submission(sleeper, job, "test", sleeper / "job.sbatch")
+    job = jobs.submit(sleeper, SITE, REQUEST, ["--begin=now+1hour"])
     wait_until(lambda: one(sleeper).reason == "BeginTime", 30, "reason")
     assert (one(sleeper).state, one(sleeper).status) == ("PENDING", "waiting")
     assert jobs.cancel([sleeper]) == [job]
 
 
-@pytest.mark.parametrize(
-    "name", ["two words", "it's", 'a "quote"', "$(touch x)", "`touch x`", "-rf", "é数", "a;touch x", "{a,b}*"]
-)
-def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(
-    name: str, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(cluster: Cluster, tmp_path: Path) -> None:
     """All of the script up to the training; a sweep reads the path of its runs from a file."""
-    p = plan("one", tmp_path / "data", nodes=1)
-    sweep.create(tmp_path / name, [p.to_json()], SITE, REQUEST)
-    folder = tmp_path / name / "runs/one"
-    for script in (folder / "job.sbatch", tmp_path / name / "sweep-1x2.sbatch"):
-        text = script.read_text()
-        script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
-        job = client.submit(script)
-        out = script.parent / f"slurm-{job}{'_1' if 'sweep' in script.name else ''}.out"
+    names = ["-rf $(touch x) `touch x` {a,b}*", 'it\'s a "quote";touch x', "é数 && touch x & touch x | touch x"]
+    wanted = {}
+    for name in names:
+        sweep.create(tmp_path / name, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
+        folder = tmp_path / name / "runs/one"
+        for script in (folder / "job.sbatch", tmp_path / name / "sweep-1x2.sbatch"):
+            text = script.read_text()
+            script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
+            job = client.submit(script)
+            wanted[script.parent / f"slurm-{job}{'_1' if 'sweep' in script.name else ''}.out"] = folder
+    for out, folder in wanted.items():
         wait_until(lambda out=out: out.exists() and out.read_text().endswith("/runs/one\n"), 120, f"{out}")
         assert out.read_text() == f"go: from the beginning\n{folder}\n"
-    assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == {name}
+    assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == set(names)
 
 
 def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> None:
@@ -207,9 +205,10 @@ def test_a_job_that_slurm_does_not_know_is_one_line(cluster: Cluster) -> None:
 def test_a_controller_that_is_away_is_waited_for_and_nothing_is_submitted_twice(
     cluster: Cluster, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client, "DELAYS_S", (0.2, 0.5, 1.0, 2.0, 4.0, 8.0))
     pid = int((Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0])
     os.kill(pid, 9)
-    back = threading.Timer(3, cluster.do, ["start", "--accounting"])
+    back = threading.Timer(1, cluster.start)
     back.start()
     job = client.submit(sleeper / "job.sbatch")
     back.join()
@@ -222,7 +221,7 @@ def test_a_controller_that_stays_away_is_one_clear_line(
     sleeper: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(client, "DELAYS_S", (0.1, 0.1))
-    conf = Path(os.environ["SLURM_CONF"]).read_text().replace("SlurmctldPort=", "SlurmctldPort=1#")
+    conf = Path(os.environ["SLURM_CONF"]).read_text().replace("SlurmctldPort=", "MessageTimeout=2\nSlurmctldPort=1#")
     (tmp_path / "slurm.conf").write_text(conf)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     ledger.note(sleeper, "submitted", "1", site="test", script="")

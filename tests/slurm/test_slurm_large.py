@@ -1,5 +1,6 @@
 """A rehearsal on 52 nodes of a real SLURM, 48 and 4 spare: the training is a sleep, everything else is real."""
 
+import json
 import time
 from pathlib import Path
 
@@ -24,12 +25,14 @@ def bloom(label: str) -> Plan:
     return Plan(label=label, shape=shape, cluster=nodes_of("jz-a100-80g"), topology=t, run=run)
 
 
-def rehearse(folder: Path, seconds: int) -> None:
-    """Put a sleep in place of the training: its last iteration and checkpoint are noted at its end."""
+def rehearse(folder: Path) -> None:
+    """Put a sleep in place of the training, for ever at first and short when it is requeued; the last iteration and its
+    checkpoint are noted at its end."""
     script = (folder / "job.sbatch").read_text()
     head, _, rest = script.partition("# the corpus is tokenized")
     end = rest[rest.index('echo "END ') :]
-    sleep = f"code=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c 'trap \"\" USR1; sleep {seconds}' || code=$?\n"
+    sleep = "code=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c "
+    sleep += "'trap \"\" USR1; sleep $((${SLURM_RESTART_COUNT:-0} ? 1 : 600))' || code=$?\n"
     done = "[[ $code -ne 0 ]] || { mkdir -p checkpoints/iter_0000100; echo iter_0000100 >checkpoints/latest; }\n"
     done += "[[ $code -ne 0 ]] || echo '{\"iteration\": 100}' >>steps.jsonl\n"
     (folder / "job.sbatch").write_text(head + sleep + done + end)
@@ -37,12 +40,12 @@ def rehearse(folder: Path, seconds: int) -> None:
 
 def test_a_chain_on_48_nodes_loses_one_and_goes_on_with_a_spare(cluster: Cluster, tmp_path: Path) -> None:
     (folder,) = chain.create(tmp_path / "chain", bloom("bloom"), [], SITE, REQUEST)
-    rehearse(folder, 20)
+    rehearse(folder)
     first, second = chain.submit(tmp_path / "chain", SITE, times=2)
     wait_until(lambda: one(folder).state == "RUNNING" and "go: " in says(folder), PATIENCE_S, "running")
     before = client.hostnames(one(folder).nodes)
     assert len(before) == 48
-    dead = before[17]
+    dead = before[0]  # where the script runs: srun is gone, and no daemon waits a minute for what it has to say
     cluster.do("kill-node", dead)
     client.call(["scontrol", "update", f"NodeName={dead}", "State=DOWN", "Reason=killed"])
     found = ended(folder)
@@ -56,14 +59,18 @@ def test_a_chain_on_48_nodes_loses_one_and_goes_on_with_a_spare(cluster: Cluster
 def test_the_status_of_200_jobs_takes_one_call_of_slurm(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = []
-    for number in range(JOBS):
-        folder = tmp_path / f"run-{number:03d}"
+    """20 submissions, and the members of an array, which one submission starts."""
+    folders = [tmp_path / f"run-{number:03d}" for number in range(JOBS)]
+    for folder in folders:
         folder.mkdir()
-        for name, text in jobs.files(bloom(folder.name), SITE, REQUEST).items():
-            (folder / name).write_text(text)
-        ledger.note(folder, "submitted", client.submit(folder / "job.sbatch", "--hold"), site="test", script="")
-        folders.append(folder)
+        (folder / "plan.json").write_text(json.dumps(bloom(folder.name).to_json()))
+    script = tmp_path / "job.sbatch"
+    script.write_text(jobs.files(bloom("bloom"), SITE, REQUEST)["job.sbatch"])
+    ids = [client.submit(script, "--hold") for _ in range(20)]
+    array = client.submit(script, "--hold", f"--array=1-{JOBS - len(ids)}")
+    ids += [f"{array}_{number}" for number in range(1, 1 + JOBS - len(ids))]
+    for folder, job in zip(folders, ids, strict=True):
+        ledger.note(folder, "submitted", job, site="test", script="")
     asked = []
     call = client.call
     monkeypatch.setattr(client, "call", lambda command, **more: (asked.append(command[0]), call(command, **more))[1])

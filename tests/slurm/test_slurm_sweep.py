@@ -27,14 +27,14 @@ def all_ended(folder: Path) -> list[jobs.JobStatus]:
     return jobs.job_status(paths)
 
 
-def test_four_runs_one_fails_and_runs_again_alone(
+def test_of_three_runs_one_fails_and_runs_again_alone(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """One node and one process each; the third wants a corpus that is not there yet."""
     site = tmp_path / "test.json"
     site.write_text(json.dumps(to_mapping(SITE)))
     corpus = tmp_path / "corpus.txt"
-    plans = [plan(f"mbs{mbs}", tmp_path / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2, 4, 8)]
+    plans = [plan(f"mbs{mbs}", tmp_path.parent / "data", nodes=1, dp=1, mbs=mbs, gbs=8) for mbs in (1, 2, 4)]
     plans[2] = replace(plans[2], data=replace(plans[2].data, source=str(corpus)))
     (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
     folder = tmp_path / "sweep"
@@ -47,20 +47,18 @@ def test_four_runs_one_fails_and_runs_again_alone(
     wait_until(lambda: any(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))), 60, "running")
     assert sum(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))) <= 2
     found = all_ended(folder)
-    assert [j.status for j in found] == ["completed", "completed", "crashed", "completed"], says(folder)
-    assert [j.id for j in found] == [f"{arrays[0]}_{n}" for n in (1, 2, 3, 4)]
+    assert [j.status for j in found] == ["completed", "completed", "crashed"], says(folder)
+    assert [j.id for j in found] == [f"{arrays[0]}_{n}" for n in (1, 2, 3)]
     corpus.write_text("to be or not to be, that is the question\n" * 40)
     again = sweep.rerun(folder, SITE, parallel=2)
     found = all_ended(folder)
-    assert [j.id for j in found] == [f"{arrays[0]}_1", f"{arrays[0]}_2", f"{again[0]}_3", f"{arrays[0]}_4"]
-    assert [j.status for j in found] == ["completed"] * 4, says(folder)
+    assert [j.id for j in found] == [f"{arrays[0]}_1", f"{arrays[0]}_2", f"{again[0]}_3"]
+    assert [j.status for j in found] == ["completed"] * 3, says(folder)
     assert len({round(losses(path)[0], 3) for path in sweep.members(folder)[:2]}) == 1
     capsys.readouterr()
     assert main(["slurm", "sweep", "table", str(folder), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert {row["Run"] for row in rows} == {"mbs1", "mbs2", "mbs4", "mbs8"} and {row["Notes"] for row in rows} == {
-        "completed"
-    }
+    assert {(row["Run"], row["Notes"]) for row in rows} == {(f"mbs{mbs}", "completed") for mbs in (1, 2, 4)}
     assert sweep.rerun(folder, SITE, parallel=2) == []
 
 

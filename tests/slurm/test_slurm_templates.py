@@ -16,7 +16,7 @@ def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_tra
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """At a terminal, as on a login node."""
-    p = plan("shell", tmp_path / "data")
+    p = plan("shell", tmp_path.parent / "data")
     path = tmp_path / "interactive.sbatch"
     path.write_text(script.render("interactive", p, SITE, REQUEST))
     command = ["script", "-qec", shlex.join([str(SCRIPT), "run", "bash", str(path)]), "/dev/null"]
@@ -36,7 +36,7 @@ def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_tra
 
 
 def test_the_watching_job_tells_and_submits_itself_again_until_all_is_over(cluster: Cluster, tmp_path: Path) -> None:
-    p = plan("slow", tmp_path / "data", nodes=1)
+    p = plan("slow", tmp_path.parent / "data", nodes=1)
     folder = run_folder(tmp_path / "runs", p)
     text = (folder / "job.sbatch").read_text()
     (folder / "job.sbatch").write_text(text[: text.index("set -euo")] + "srun bash -c 'trap \"\" USR1; sleep 600'\n")

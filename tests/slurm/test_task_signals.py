@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, losses, plan
-from support import REPOSITORY, wait_until
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, allow, claim, lead, losses, pace, plan
+from support import wait_until
 
 from trilane.slurm import jobs
 from trilane.slurm.sites import JobRequest
@@ -29,23 +29,26 @@ def task(text: str) -> str:
 
 
 @pytest.fixture(params=["torchrun", "deepspeed"])
-def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
+def running(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"]]:
     """A run folder, and the only task of its job."""
     launcher = request.param
-    p = plan("task", tmp_path / "data", nodes=1, iters=2000, gbs=8)
+    p = plan("task", tmp_path / "data", nodes=1, iters=200, gbs=8)
     folder = tmp_path / "run"
     wishes = JobRequest(account=REQUEST.account, time_limit="00:10:00", launcher=launcher)
     (folder / "ranks").mkdir(parents=True)
     for name, text in jobs.files(p, SITE, wishes).items():
         (folder / name).write_text(text)
     (folder / "ranks/hostfile").write_text("localhost slots=2\n")
-    port = str(20000 + os.getpid() % 10000)
+    pace(monkeypatch)
+    allow(folder, 3)
+    port, _, guard = claim()
     env = {
         **os.environ,
-        "PYTHONPATH": str(REPOSITORY / "lib"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "HOSTFILE": "ranks/hostfile",
         "OMP_NUM_THREADS": "1",
         "SLURM_NNODES": "1",
@@ -59,6 +62,7 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pa
     finally:
         child.kill()
         child.wait()
+        guard.close()
 
 
 def test_the_signal_before_the_limit_saves_and_the_end_of_the_job_ends_all(
@@ -66,12 +70,12 @@ def test_the_signal_before_the_limit_saves_and_the_end_of_the_job_ends_all(
 ) -> None:
     folder, child = running
     says = lambda: (folder / "run.log").read_text()[-2000:]  # noqa: E731
-    wait_until(lambda: run_folder.iteration(folder) >= 3 or child.poll() is not None, 240, says())
+    wait_until(lambda: run_folder.iteration(folder) >= 3 or child.poll() is not None, PATIENCE_S, says())
     assert child.poll() is None, says()
     child.send_signal(signal.SIGUSR1)
-    wait_until(lambda: latest(folder / FOLDER) is not None, 60, "checkpoint")
+    lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
     saved = int(latest(folder / FOLDER).name.removeprefix("iter_"))
-    wait_until(lambda: run_folder.iteration(folder) > saved, 60, "iteration after the signal")
+    lead(folder, lambda: run_folder.iteration(folder) > saved, "iteration after the signal")
     child.send_signal(signal.SIGTERM)
-    child.wait(60)
+    lead(folder, lambda: child.poll() is not None, "end")
     assert read_status(folder).status == "stopped" and len(losses(folder)) > saved, says()

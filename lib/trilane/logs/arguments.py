@@ -4,17 +4,18 @@ import math
 import re
 
 Value = str | int | float | bool | None
-BEGIN, END = re.compile(rb"-{6,} arguments -{6,}"), re.compile(rb"-{6,} end of arguments")
+BEGIN, END = re.compile(rb"-{6} arguments -{6}"), re.compile(rb"-{6} end of arguments")
 DOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,6}([A-Za-z]\w*) \.{2,} ?(?!:)(.*)$")
 UNDOTTED = re.compile(rb"^(?:\[\w+\]:|[\w.-]+: )?\s{1,4}([a-z]\w*)\s{2,}(\S.*)$")
 DEEPSPEED = re.compile(rb"\[config\.py:\d+:print(?:_config)?\]\s+(\w+) (?:\.{2,}|\s) ?(.*)$")
-NEOX_END = re.compile(rb"\.{3,}(?:updated|default)$")
+NEOX_END = re.compile(rb"(?<!\.)\.{3,}(?:updated|default)$")
 TRACE = re.compile(rb"^(?:\d+: )?(?:\++ |\s*--[a-z])")
 OPTION = re.compile(rb"(?:^|\s)--([A-Za-z][\w-]*)(?:[ =]+((?!-)[^\s'\"\\]+|-[\d.]+\S*|\"[^\"]*\"|'[^']*'))?")
-WORLD = re.compile(rb"using world size: (\d+)")
-PARALLEL = re.compile(rb"((?:data|tensor|pipeline|context)?-?(?:model-)?parallel)[- ]size: (\d+)")
-VOCAB = re.compile(rb"padded vocab \(size: (\d+)\).*\(new size: (\d+)\)")
-PAIR = re.compile(r"(\w+)=([^,\s]+)")
+WORLD = re.compile(rb"using world size: (\d{1,9})")
+PARALLEL = re.compile(rb"((?:data|tensor|pipeline|context)?-?(?:model-)?parallel)[- ]size: (\d{1,9})")
+VOCAB = re.compile(rb"padded vocab \(size: (\d{1,15})\).{0,200}\(new size: (\d{1,15})\)")
+PAIR = re.compile(r"\b(\w+)=([^,\s]+)")
+LARGEST = {int: 1 << 63, float: math.inf}
 SECRET = re.compile(r"(^|_)(key|api_key|token|password|secret)$")
 
 
@@ -55,7 +56,7 @@ def world(line: bytes) -> dict[str, Value]:
 
 
 def read_value(text: str) -> Value:
-    """The text as None, bool, int or finite float; any other text unchanged."""
+    """The text as None, bool, int below 2^63 or finite float; any other text unchanged."""
     words: dict[str, Value] = {"None": None, "True": True, "False": False, "true": True, "false": False}
     if text in words:
         return words[text]
@@ -64,7 +65,7 @@ def read_value(text: str) -> Value:
             value = kind(text)
         except ValueError:
             continue
-        return value if math.isfinite(value) else text  # JSON has no infinity
+        return value if abs(value) < LARGEST[kind] else text  # JSON has no infinity
     return text
 
 

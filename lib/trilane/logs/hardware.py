@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from trilane.logs.table import NAN
 
 GPU_NAME = re.compile(
-    rb"^\s*(?:\S+: ?)?\|\s+(\d+)\s+(\S.*?)\s+(?:On|Off|N/A)\s+\|\s+[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
+    rb"^\s*(?:\S+: ?)?\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
+    rb"[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
 )
-GPU_MEMORY = re.compile(rb"(\d+)MiB\s*/\s*(\d+)MiB")
-NUMBER = rb"(\d+\.?\d*)"
+GPU_MEMORY = re.compile(rb"(\d{1,15})MiB\s*/\s*(\d{1,15})MiB")
+NUMBER = rb"(\d+(?:\.\d*)?)"
 RANK = re.compile(rb"^\s*(\d+):\s*$")
 DURATION = re.compile(rb"duration: " + NUMBER + rb" sec")
-ALGORITHM = re.compile(rb"algo throughput: \d+\.?\d* bps, " + NUMBER + rb" Gbps")
+ALGORITHM = re.compile(rb"algo throughput: \d+(?:\.\d*)? bps, " + NUMBER + rb" Gbps")
 BUS = re.compile(rb"busbw: " + NUMBER + rb"\s+Gbps")
 NCCL_TEST = re.compile(
     rb"^\s*(\d+)\s+(\d+)\s+(?:float|half|bfloat16|double|u?int\d+|fp8\S*)\s+(?:\w+\s+)?-?\d+\s+"

@@ -11,12 +11,14 @@ from trilane.logs.fixed_width import MergedLines
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP
 from trilane.logs.table import NAN
+from trilane.utils.validation import require
 
 # an iteration line begins; it may end on a later line
 WRAPPED = re.compile(rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)")
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
 MAX_PIECES = 12  # of a wrapped iteration line
 MAX_LENGTH = 1 << 16  # bytes: longer lines are searched for iterations only
+MAX_RUNS = 10_000  # of a file
 OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # all other dialects derive from Megatron
 
 
@@ -63,7 +65,7 @@ class Lines:
             return True
         if b"iteration" in line and WRAPPED.search(line):
             self._begun, self._pieces = line, 1
-            if not whole or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
+            if not whole or len(line) >= MAX_LENGTH or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
                 self.finish(whole)
             return True
         if len(line) >= MAX_LENGTH:
@@ -94,10 +96,11 @@ class Lines:
         """Read the iteration line that was begun as far as it goes, and the pending dict of the Trainer."""
         self._release()
         line, self._begun = self._begun, b""
+        dialect = megatron.dialect(line) if line else ""
         for spans in megatron.iterations(line, whole):
             row = {span.column: span.value(line) for span in spans}
             if whole or "sec_per_it" in row:
-                self._step(row, megatron.dialect(line), row.pop("_rank", NAN), line)
+                self._step(row, dialect, row.pop("_rank", NAN), line)
 
     def _step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
@@ -115,6 +118,7 @@ class Lines:
     def begin(self) -> None:
         """Begin another run, unless the current one has nothing yet."""
         if self.run.ends_at_launch:
+            require(len(self.runs) < MAX_RUNS, "log", f"{len(self.runs)} runs", "its iterations do not rise")
             self._settle()
             self.runs.append(PartialRun(self._keep, self._spill))
             self.facts.seen.clear()
@@ -161,9 +165,9 @@ class Lines:
         elif line.lstrip().startswith(b'{"'):
             if row := trainers.trilane_step(line):
                 self._step(row, "trilane", NAN, line)
-            if timers := trainers.trilane_timers(line):
-                values = np.array([[value] for value in timers.values()])
-                self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
+                if timers := trainers.trilane_timers(line):
+                    values = np.array([[value] for value in timers.values()])
+                    self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:

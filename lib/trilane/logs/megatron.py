@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ITERATION = re.compile(rb"iteration\s+(\d+)\s*/\s*(\d+|infinity)\s*\|")
-MEMORY = re.compile(rb"(?:\[Rank (\d+)\] )?\(?after (\d+) iterations\)? memory \(MB\) \|")
+ITERATION = re.compile(rb"iteration\s+(\d{1,18})\s*/\s*(\d{1,18}|infinity)\s*\|")
+MEMORY = re.compile(rb"(?:\[Rank (\d{1,9})\] )?\(?after (\d{1,18}) iterations\)? memory \(MB\) \|")
 TIMERS = re.compile(rb"\btime \(ms\) \|")
-TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+\.?\d*)(?:,\s+(\d+\.?\d*)\))?\s*$")
+TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
 FIELD = re.compile(
-    rb"\s*([^:|]+?)\s*(:?)\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
+    rb"\s*+([^:|\s][^:|]*?)(?<!\s)\s*+(:?)\s*+([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
-PREFIX = re.compile(rb"^\s*(?:\[default(\d+)\]:|\[?[Rr]ank ?(\d+)\]?:|(\d{1,6}): )")
-LONGEST_FIELD = 200  # bytes between two bars: matching time grows with the cube of the blanks
-NEOX_RATE = re.compile(rb"samples/sec: (\d+\.?\d*) \|\s*$")
+PREFIX = re.compile(rb"^\s*(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): )")
+LONGEST_FIELD = 200  # bytes between two bars: matching time grows with the square of the digits
+NEOX_RATE = re.compile(rb"samples/sec: (\d+(?:\.\d*)?) \|\s*$")
 PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
 
 # Megatron's names -> (column, multiplier, divisor) to seconds, FLOP/s, bytes. Two factors, because x 1e-3 rounds where
@@ -60,13 +60,14 @@ def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
     Unless `whole`, the line is cut off, and its last number is not used. Of unknown fields only losses are kept.
     """
     found = list(ITERATION.finditer(line))
+    end = 0
     for this, after in zip(found, [*found[1:], None], strict=False):
         spans = [Span("iteration", *this.span(1))]
         if this[2].isdigit():
             spans.append(Span("train_iters", *this.span(2)))
-        if rate := NEOX_RATE.search(line, 0, this.start()):
+        if rate := NEOX_RATE.search(line, end, this.start()):
             spans.append(Span("samples_per_second", *rate.span(1)))
-        stop = after.start() if after else len(line)
+        end, stop = this.end(), after.start() if after else len(line)
         known = {span.column for span in spans}
         spans += [s for s in _fields(line, this.end(), stop, whole or after is not None) if s.column not in known]
         if prefix := PREFIX.match(line):
@@ -99,7 +100,7 @@ def memories(line: bytes) -> Iterator[dict[str, float]]:
         text = line[this.end() : after.start() if after else len(line)]
         row = {"rank": float(this[1] or 0), "iteration": float(this[2])}
         for part in text.split(b"|"):
-            if field := re.match(rb"\s*((?:max )?(?:allocated|reserved)):\s*(\d+\.?\d*)", part):
+            if field := re.match(rb"\s*((?:max )?(?:allocated|reserved)):\s*(\d+(?:\.\d*)?)", part):
                 row[field[1].decode().replace(" ", "_")] = float(field[2]) * 2**20
         yield row
 
@@ -111,12 +112,13 @@ def timers(line: bytes) -> list[Span]:
     """
     if head := TIMERS.search(line):
         spans: list[Span] = []
-        start = head.end()
+        start, seen = head.end(), {"", "iteration"}
         for part in line[start:].split(b"|"):
             field = FIELD.fullmatch(part) if len(part) < LONGEST_FIELD else None
             name = field[1].decode("utf-8", "replace") if field and field[2] else ""
             # joined lines name a timer twice: the first counts
-            if field and name not in {"", "iteration", *(s.column for s in spans)}:
+            if field and name not in seen:
+                seen.add(name)
                 begin, end = field.span(3)
                 spans.append(Span(name, start + begin, start + end, 1.0, 1e3))
             start += len(part) + 1

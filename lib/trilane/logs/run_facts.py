@@ -8,7 +8,7 @@ from trilane.logs import arguments, endings, hardware, megatron, trainers
 from trilane.logs.partial_run import PartialRun
 
 LAUNCH = re.compile(
-    rb"using world size:|-{6,} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
+    rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
     rb"|- INFO - Starting job: "
 )
 LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py")

@@ -8,6 +8,8 @@ from typing import BinaryIO
 from trilane.utils.validation import require, require_file
 
 BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
+PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut off the rest of what was read
+UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
 CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7f"
 
@@ -43,22 +45,26 @@ def blocks(path: Path) -> Iterator[bytes]:
 def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
     packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    data = raw.read(BLOCK)
+    size = PACKED if packed else BLOCK
+    data = raw.read(size)
     if not packed:
         while data:
             yield data
-            data = raw.read(BLOCK)
+            data = raw.read(size)
         return
-    unpack = zlib.decompressobj(wbits=31)
+    unpack, room = zlib.decompressobj(wbits=31), max(UNPACKED, MAX_RATIO * path.stat().st_size)
     while data:
         try:
-            yield unpack.decompress(data, BLOCK)
+            block = unpack.decompress(data, BLOCK)
         except zlib.error as error:
             raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
+        room -= len(block)
+        require(room >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
+        yield block
         data = unpack.unconsumed_tail or unpack.unused_data.lstrip(b"\0")
         if unpack.eof and data:  # several members follow each other
             unpack = zlib.decompressobj(wbits=31)
-        data = data or raw.read(BLOCK)
+        data = data or raw.read(size)
 
 
 def _is_binary(head: bytes) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 NAN = float("nan")
+MAX_COLUMNS = 500  # of a table; each row extends all, so that the names beyond are left out
 TAIL = 1 << 14  # numbers at the end of a spilled column that stay in memory: only they are changed often
 
 
@@ -194,6 +195,8 @@ class NumericTable:
 
     def _column(self, name: str) -> Column | None:
         if name not in self._columns:
+            if len(self._columns) >= MAX_COLUMNS:
+                return None
             kept = self._keep is None or name in self._keep
             if not kept and self._spill is None:
                 return None

@@ -12,31 +12,37 @@ from trilane.logs.table import NAN
 NUMBER = rb"[-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf)"
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
-BAR = re.compile(rb"(\d+)/(\d+) \[(?:(\d+):)?(\d+):(\d+)<")  # tqdm's bar on the same line, with the time passed
-COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]*|Num examples) = ([\d,]+)")
+BAR = re.compile(
+    rb"(\d{1,15})/(\d{1,15}) \[(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})<"
+)  # tqdm's bar on the same line, with the time passed
+COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]{0,100}|Num examples) = (\d[\d,]{0,20})")
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
 TITAN = re.compile(
-    rb"step:\s*(\d+)\s+loss:\s*(%(n)s)\s+(?:grad_norm:\s*(%(n)s)\s+)?memory:\s*(\d+\.?\d*)GiB\((\d+\.?\d*)%%\)\s+"
-    rb"(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*\.?\d*)\s+)?mfu:\s*(?:(\d+\.?\d*)%%|N/A)" % {b"n": NUMBER}
+    rb"step:\s*(\d+)\s+loss:\s*(%(n)s)\s+(?:grad_norm:\s*(%(n)s)\s+)?memory:\s*(\d+(?:\.\d*)?)GiB\((\d+(?:\.\d*)?)%%\)\s+"
+    rb"(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*(?:\.\d*)?)\s+)?mfu:\s*(?:(\d+(?:\.\d*)?)%%|N/A)"
+    % {b"n": NUMBER}
 )
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
+LONGEST_BAR = 1000  # bytes
 GIB = 2**30  # what DeepSpeed prints as GB is GiB
-VALUE = rb"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+VALUE = rb"([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf))"
 STEP = re.compile(rb"\[Rank \d+\] step=(\d+), skipped=(\d+), lr=\[?" + VALUE + rb"?")
 PIPELINE = re.compile(rb"steps: (\d+) loss: %s iter time \(s\): %s samples/sec: %s" % (VALUE, VALUE, VALUE))
-THROUGHPUT = re.compile(rb"(?:global_step=(\d+)|\d+/(\d+)), (?:RunningAvg)?SamplesPerSec=" + VALUE)
+THROUGHPUT = re.compile(rb"(?:global_step=(\d+)|\d{1,15}/(\d{1,15})), (?:RunningAvg)?SamplesPerSec=" + VALUE)
 CURRENT = re.compile(rb"CurrSamplesPerSec=" + VALUE)
-TIMER_MEMORY = re.compile(rb"MemAllocated=(\d+\.?\d*)GB, MaxMemAllocated=(\d+\.?\d*)GB")
-MEMORY = re.compile(rb"MA (\d+\.?\d*) GB\s+Max_MA (\d+\.?\d*) GB\s+CA (\d+\.?\d*) GB\s+Max_CA (\d+\.?\d*) GB")
+TIMER_MEMORY = re.compile(rb"MemAllocated=(\d+(?:\.\d*)?)GB, MaxMemAllocated=(\d+(?:\.\d*)?)GB")
+MEMORY = re.compile(
+    rb"MA (\d+(?:\.\d*)?) GB\s+Max_MA (\d+(?:\.\d*)?) GB\s+CA (\d+(?:\.\d*)?) GB\s+Max_CA (\d+(?:\.\d*)?) GB"
+)
 PROFILE = re.compile(
     rb"^\s*(?:\S+: )?((?:fwd|bwd|iter|step|params|world size|data parallel|batch size|model parallel)[^:]*):"
-    rb"\s+(\d+\.?\d*) ?([KMGTP]?)\s?(FLOPS|FLOPs|MACs|samples/second|ms|us|s)?\s*$"
+    rb"\s+(\d+(?:\.\d*)?) ?([KMGTP]?)\s?(FLOPS|FLOPs|MACs|samples/second|ms|us|s)?\s*$"
 )
 SECONDS = {b"ms": 1e-3, b"us": 1e-6}
-EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: (\d+\.?\d*)")
+EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)")
 
 
 def timestamp(line: bytes) -> float:
@@ -79,7 +85,7 @@ def bar_parts(line: bytes) -> list[bytes]:
         if b"{'" in part and bar and not BAR.search(part):
             part = bar + part
         elif BAR.search(part):
-            bar = part
+            bar = part[-LONGEST_BAR:]
         parts.append(part)
     return parts
 
@@ -123,19 +129,28 @@ def trilane_step(line: bytes) -> dict[str, float] | None:
     """The row of a line of steps.jsonl; None for any other text."""
     try:
         values: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or "iteration" not in values or "sec_per_it" not in values:
         return None
-    given = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+    given = {name: float(value) for name, value in values.items() if _is_number(value)}
+    if not {"iteration", "sec_per_it"} <= given.keys():
+        return None
     columns = ((*TRILANE.get(name, (name, 1.0)), value) for name, value in given.items())
     return {column: value * factor for column, factor, value in columns}
 
 
 def trilane_timers(line: bytes) -> dict[str, float]:
-    """The timers in a line of steps.jsonl, in seconds: the maximum over ranks, and the minimum as `<name> min`."""
-    timers: dict[str, tuple[float, float]] = json.loads(line).get("timers", {})
-    return {key: value for name, (low, high) in timers.items() for key, value in ((f"{name} min", low), (name, high))}
+    """The timers in a line that trilane_step() reads, in seconds: the maximum over ranks, and the minimum as `<name>
+    min`."""
+    timers = json.loads(line).get("timers")
+    pairs = timers.items() if isinstance(timers, dict) else ()
+    whole = {
+        name: pair for name, pair in pairs if isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
+    }
+    return {
+        key: float(value) for name, (low, high) in whole.items() for key, value in ((f"{name} min", low), (name, high))
+    }
 
 
 def deepspeed_steps(line: bytes) -> Iterator[dict[str, float]]:
@@ -148,7 +163,7 @@ def deepspeed_steps(line: bytes) -> Iterator[dict[str, float]]:
         names = ("iteration", "lm_loss", "sec_per_it", "samples_per_second")
         yield {name: float(text) for name, text in zip(names, found.groups(), strict=True)}
     for found in THROUGHPUT.finditer(line):
-        current = CURRENT.search(line, found.end())
+        current = CURRENT.search(line, found.end(), found.end() + 200)
         rate = float(current[1] if current else found[3])
         yield {"iteration": float(found[1] or found[2]), "samples_per_second": rate}
 
@@ -175,6 +190,10 @@ def effective_flops(line: bytes) -> float | None:
     """FLOP/s per GPU, which Megatron with ZeRO-3 prints on the line after an iteration; None for other lines."""
     found = EFFECTIVE.search(line)
     return float(found[1]) * 1e12 if found else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
 
 
 def _float(raw: bytes) -> float | None:

@@ -50,7 +50,7 @@ def _unit_factor(table: NumericTable, seconds: np.ndarray) -> np.ndarray:
 
 
 def _by_jump(seconds: np.ndarray) -> np.ndarray:
-    factors, current = np.ones(len(seconds)), 1.0
+    factors, current, begin = np.ones(len(seconds)), 1.0, 0
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = seconds[1:] / seconds[:-1]
     jumps = np.flatnonzero((ratios > FACTOR / 3) | (ratios < 3 / FACTOR)) + 1
@@ -58,11 +58,12 @@ def _by_jump(seconds: np.ndarray) -> np.ndarray:
         before, after = seconds[max(0, start - WINDOW) : start], seconds[start : start + WINDOW]
         if min(len(before), len(after)) < WINDOW or not (_agree(before) and _agree(after)):
             continue
+        factors[begin:start], begin = current, start
         ratio = float(np.median(after) / np.median(before))
         for sign in (1.0, -1.0):
             if abs(np.log(ratio * FACTOR**sign)) < np.log(TOLERANCE):
                 current *= FACTOR**sign
-        factors[start:] = current
+    factors[begin:] = current
     return factors
 
 
