@@ -63,7 +63,7 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
     """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = list(known)
     if value not in names:
-        close = difflib.get_close_matches(str(value), names, n=1)
+        close = difflib.get_close_matches(str(value)[:LONG], names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise ValueError(f"{field}={shown(value)}: {hint}known: {', '.join(sorted(names))}")
 

@@ -10,7 +10,9 @@ from trilane.slurm.preflight import script as script_checks
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, Findings, JobCheck, JobFinding
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import read_text, require_known
+
+MOST_BYTES = 1 << 20  # of a script
 
 
 def check_job(
@@ -24,8 +26,8 @@ def check_job(
         require_known("allow", rule, {*RULES, *REMEDIES, *(f.name for f in fields(JobRequest))})
     path = script or folder / SCRIPT
     try:
-        require(script is None or path.is_file(), "script", path, "no such file")
-        text = path.read_text(encoding="utf-8") if path.exists() else render("train", plan, site, request)
+        is_written = script is not None or path.exists()
+        text = read_text(path, "script", MOST_BYTES) if is_written else render("train", plan, site, request)
     except ValueError as error:
         return Findings([of_error(error)])
     case = JobCheck(plan, site, request, folder, text, path.name)
