@@ -71,11 +71,12 @@ def assert_plausible(measured: Cluster) -> None:
 
 
 def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Return as soon as `true()`; fail with `what` after `seconds`."""
-    end = time.monotonic() + seconds
+    """Return as soon as `true()`, asked often at first and twice a second later; fail with `what` after `seconds`."""
+    begin = time.monotonic()
     while not true():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
+        waited = time.monotonic() - begin
+        assert waited < seconds, what
+        time.sleep(min(max(0.02, waited / 10), 0.5))
 
 
 @contextlib.contextmanager

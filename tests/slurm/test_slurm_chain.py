@@ -101,7 +101,9 @@ def test_a_dead_node_brings_the_job_back_elsewhere_and_it_finishes(
     allow(folder, 8)  # which misses the ranks of the dead node
     wait_until(lambda: bool(ledger.events(folder, "ended")), PATIENCE_S, says(folder))
     assert client.down_nodes() == {}, "SLURM knew it before us: nothing is tested"
-    wait_until(lambda: one(folder).state == "PENDING", PATIENCE_S, says(folder))
+    wait_until(lambda: bool(ledger.events(folder, "node failure")), PATIENCE_S, says(folder))
+    # requeued; it may wait only for a moment
+    wait_until(lambda: one(folder).state != "RUNNING" or len(ledger.events(folder, "started")) == 2, 60, says(folder))
     client.call(["scontrol", "update", f"NodeName={before[1]}", "State=DOWN", "Reason=the wait is over"])
     allow(folder, LONG)
     found = ended(folder)
