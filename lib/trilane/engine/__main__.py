@@ -22,7 +22,7 @@ EXIT_DELAY_S = 1.0
 def main(argv: list[str]) -> int:
     """0 after the last iteration or a requested stop (status.json distinguishes them).
 
-    2 with one line where plan, data or checkpoint cannot be trained, or not on this host (errors.py); 1 otherwise.
+    2 with one line where plan, data or checkpoint cannot be trained, or not on this host; 1 otherwise.
     """
     begin, signals = time.monotonic(), Signals()
     die_with_parent()
