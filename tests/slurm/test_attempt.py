@@ -8,7 +8,7 @@ import pytest
 from slurm_cluster import plan, run_folder
 
 from trilane.config.plan import read_plan
-from trilane.slurm import attempt, chain, client, jobs, ledger, node_failure
+from trilane.slurm import attempt, client, jobs, ledger, node_failure
 from trilane.slurm.client import JobState
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import RunStatus, Status, write_status
@@ -157,14 +157,6 @@ def test_where_no_node_answers_it_is_not_the_nodes(monkeypatch: pytest.MonkeyPat
     assert node_failure.unreachable(["n1", "n2", "n3"]) == ["n2", "n3"]
     dead |= {"n1"}
     assert node_failure.unreachable(["n1", "n2", "n3"]) == []
-
-
-def test_a_link_of_a_chain_costs_its_own_iterations(tmp_path: Path) -> None:
-    """Iterations 31 to 90, of a minute each, on four GPUs: four GPU-hours."""
-    p = plan("one", tmp_path, nodes=2)
-    assert p.topology.gpus == 4
-    part = replace(p, run=replace(p.run, train_iters=100, start_iteration=30, exit_iteration=90, load="before"))
-    assert chain.gpu_hours(part, 60.0) == pytest.approx(4.0)
 
 
 def test_an_oom_is_not_tried_again_and_a_lost_node_is() -> None:

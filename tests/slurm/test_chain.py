@@ -190,3 +190,11 @@ def test_a_run_here_is_submitted_by_the_same_call(folder: Path) -> None:
 
     with pytest.raises(ValueError, match=r"^tp x pp x dp=4: one machine starts at most the 2 processes"):
         jobs.submit(folder, site("local"), REQUEST)
+
+
+def test_a_link_of_a_chain_costs_its_own_iterations(tmp_path: Path) -> None:
+    """Iterations 31 to 90, of a minute each, on four GPUs: four GPU-hours."""
+    p = plan("one", tmp_path, nodes=2)
+    assert p.topology.gpus == 4
+    part = replace(p, run=replace(p.run, train_iters=100, start_iteration=30, exit_iteration=90, load="before"))
+    assert chain.gpu_hours(part, 60.0) == pytest.approx(4.0)
