@@ -155,7 +155,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("len(live) - (current in live)", "len(live)"),
     ],
     ("jobs", "slurm/chain.py", "slurm/test_chain.py"): [
-        ("(batch.number - 1 for", "(batch.number for"),
+        ("if phase.gbs < gbs)", "if phase.gbs <= gbs)"),
         ("sizes[:number].count", "sizes[: number + 1].count"),
         ("return (run.goal - run.start_iteration)", "return run.goal"),
     ],

@@ -222,6 +222,14 @@ def test_phases_of_a_run_hold_its_samples():
         assert [p.first for p in phases] == [0, *itertools.accumulate(p.samples for p in phases[:-1])]
 
 
+@pytest.mark.parametrize("samples", [10, 16, 17, 500, 501, 999])
+def test_a_run_that_ends_inside_its_ramp_never_has_the_full_batch(samples):
+    """Its last iteration takes a few samples more than are left, at the batch size of the ramp."""
+    phases = phases_of(parse_ramp("16,16,1000"), 256, samples)
+    assert all(p.gbs < 256 and p.iterations > 0 for p in phases)
+    assert 0 <= sum(p.samples for p in phases) - samples < phases[-1].gbs
+
+
 @pytest.mark.parametrize(("change", "pause"), [({}, 0), ({"dp": 2}, 600), ({"pp": 2}, 4200), ({"tp": 2}, 4200)])
 def test_a_checkpoint_is_converted_where_tp_or_pp_changes(change, pause):
     """A restart of ten minutes, and an hour for the conversion."""
