@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from dumps import recording, topology
 
 from trilane.cli.app import main
 from trilane.utils.tables import Text, one_line, printable, short
+from trilane.workspace import checkpoints
 
 LIMIT_S = 240  # a hang, not a measurement
 Content = bytes | str | Callable[[Path], object]
@@ -295,3 +297,92 @@ def test_a_file_that_is_no_log_is_one_line(
     write(tmp_path / "run.log", content)
     code, _ = judged(["logs", "parse", str(tmp_path / "run.log")], tmp_path, capsys)
     assert code == expected
+
+
+def checkpoint(run: Path, **changes: Any) -> None:
+    """A run with a checkpoint of one tensor, sealed as its writer would, with these changes of its content."""
+    folder = run / "checkpoints/iter_0000010"
+    folder.mkdir(parents=True)
+    values = np.arange(24, dtype=np.float32)
+    (folder / "rank_00000.safetensors").write_bytes(values.tobytes())
+    piece = {
+        "box": [[0, 2], [0, 4]],
+        "file": "rank_00000.safetensors",
+        "at": {"weight": 0, "exp_avg": 32, "exp_avg_sq": 64},
+    }
+    shape = changes.pop("shape", [2, 4])
+    slices = [piece | changes.pop("piece", {}), *changes.pop("more", [])]
+    content = {"identity": {"shape": {"hidden_size": 4}}, "layout": ["megatron", 1, 1, 1, 1], "iteration": 10}
+    content |= {"consumed_samples": 80, "scalars": {"step": 10.0}, "files": {}}
+    content |= {"tensors": {"w": {"shape": shape, "slices": slices}}} | changes
+    checkpoints.write_manifest(folder, content)
+
+
+def prints(run: Path, **changes: Any) -> None:
+    """A run with the fingerprint of one rank, with these changes."""
+    mark = ["0" * 16, *[0.0] * 12]
+    part = {"name": "w", "shape": [2, 4], "box": [[0, 2], [0, 4]], "decay": 0.0, "marks": {"weight": mark}}
+    values: dict[str, Any] = {"rank": 0, "tp": 0, "pp": 0, "dp": 0, "iteration": 10, "consumed_samples": 80, "world": 1}
+    values |= {"layout": ["megatron", 1, 1, 1, 1], "precision": "fp32", "shape": {"hidden_size": 4}, "optimizer": {}}
+    values |= {"scalars": {"step": 10.0}, "next_lr": None, "samples": None, "generators": {}}
+    values |= {"parts": [part | changes.pop("part", {})]} | changes
+    folder = run / "fingerprints/load_0000010"
+    folder.mkdir(parents=True)
+    (folder / "fingerprint_00000.json").write_text(json.dumps(values))
+
+
+def text_of(name: str, content: Content) -> Callable[[Path], None]:
+    return lambda run: write(run / name, content)
+
+
+MANIFEST, PRINT = "checkpoints/iter_0000010/manifest.json", "fingerprints/load_0000010/fingerprint_00000.json"
+STATES: dict[str, Callable[[Path], None]] = {
+    "a file outside": lambda run: checkpoint(run, piece={"file": "../../../secret"}),
+    "an absolute file": lambda run: checkpoint(run, piece={"file": "/etc/hostname"}),
+    "a listed file outside": lambda run: checkpoint(run, files={"../../plan.json": [0, ""]}),
+    "an offset beyond the file": lambda run: checkpoint(run, piece={"at": {"weight": 10**15, "exp_avg": 0}}),
+    "an offset of 30 digits": lambda run: checkpoint(run, piece={"at": {"weight": 10**30}}),
+    "a negative offset": lambda run: checkpoint(run, piece={"at": {"weight": -8}}),
+    "a shape of 10^12": lambda run: checkpoint(run, shape=[10**6, 10**6]),
+    "a slice of 10^12": lambda run: checkpoint(run, shape=[10**6, 10**6], piece={"box": [[0, 10**6], [0, 10**6]]}),
+    "a negative size": lambda run: checkpoint(run, piece={"box": [[2, 0], [0, 4]]}),
+    "a box outside its tensor": lambda run: checkpoint(run, piece={"box": [[0, 3], [0, 4]]}),
+    "a box of three sides": lambda run: checkpoint(run, shape=[1, 2, 4], piece={"box": [[0, 1], [0, 2], [0, 4]]}),
+    "a tensor without slices": lambda run: checkpoint(run, tensors={"w": {"shape": [2, 4], "slices": []}}),
+    "tensors that are a list": lambda run: checkpoint(run, tensors=[1]),
+    "a negative iteration": lambda run: checkpoint(run, iteration=-1),
+    "a layout of 10^12 ranks": lambda run: checkpoint(run, layout=["megatron", 10**6, 10**6, 1, 1]),
+    "a layout of text": lambda run: checkpoint(run, layout="megatron"),
+    "an identity of text": lambda run: checkpoint(run, identity="x"),
+    "a manifest 100,000 deep": text_of(MANIFEST, "[" * DEEP),
+    "a manifest of numbers": text_of(MANIFEST, "9" * 10_000),
+    "an unsealed manifest": text_of(MANIFEST, '{"content": {"iteration": 10}, "blake2b": "x"}'),
+    "a fingerprint 100,000 deep": text_of(PRINT, '{"iteration": ' + "[" * DEEP),
+    "a fingerprint of a list": text_of(PRINT, "[1, 2]"),
+    "a world of 10^12": lambda run: prints(run, world=10**12),
+    "an infinite iteration": lambda run: prints(run, iteration=float("inf")),
+    "a box of text": lambda run: prints(run, part={"box": "abcd"}),
+    "a box without sides": lambda run: prints(run, part={"box": [], "shape": []}),
+    "marks of text": lambda run: prints(run, part={"marks": {"weight": "x"}}),
+    "a shape of text": lambda run: prints(run, shape="x"),
+    "scalars of text": lambda run: prints(run, scalars={"step": "ten"}),
+    "a learning rate of text": lambda run: prints(run, next_lr="\x1b[2J"),
+}
+
+
+@pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+def test_a_hostile_checkpoint_is_one_line(
+    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "secret").write_bytes(bytes(96))
+    make(run)
+    code, said = judged(["debug", "restart", str(run), str(run)], tmp_path, capsys)
+    assert code == 2, said
+
+
+def test_the_same_checkpoint_without_damage_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for make in (checkpoint, prints):
+        make(tmp_path / make.__name__)
+        run = str(tmp_path / make.__name__)
+        assert judged(["debug", "restart", run, run], tmp_path, capsys)[0] == 0

@@ -11,6 +11,7 @@ checkpoints/.iter_0000020.x1y2    being written, or left by a save that was kill
 
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ FOLDER = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of each parameter, all fp32: the master weight and Adam's two moments
+FILE = re.compile(r"\w[\w.-]*")  # a name in the folder itself
 NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -95,19 +97,43 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         read = json.loads(path.read_bytes())
-        if read == _sealed(read["content"]):
+        if read == _sealed(read["content"]) and is_sound(read["content"]):
             return read["content"]
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ValueError(f"{MANIFEST} is damaged")
+
+
+def is_sound(content: dict[str, Any]) -> bool:
+    """Whether the files of a manifest lie beside it, and each slice inside its tensor, which is made of slices.
+
+    Raises KeyError, TypeError or ValueError where a part is missing.
+    """
+    tensors = content.get("tensors", {}).values()
+    files = {*content.get("files", ()), *(piece["file"] for tensor in tensors for piece in tensor["slices"])}
+    if not all(FILE.fullmatch(name) for name in files) or content.get("iteration", 0) < 0:
+        return False
+    for tensor in tensors:
+        held = 0
+        for piece in tensor["slices"]:
+            inside = [0 <= first <= end <= n for (first, end), n in zip(piece["box"], tensor["shape"], strict=True)]
+            count = math.prod(end - first for first, end in piece["box"])
+            if not all(inside) or len(inside) not in (1, 2) or min(piece["at"].values()) < 0:
+                return False
+            held += count
+        if math.prod(tensor["shape"]) > held:
+            return False
+    return True
 
 
 def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
     """What is wrong with the file `name` of the checkpoint `folder`; None where it is as written."""
     path = folder / name
     try:
+        if path.exists() and not path.is_file():
+            return f"{name} is no file"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written"
         return None if digest(path) == checksum else f"{name} is damaged (its checksum differs)"

@@ -161,12 +161,20 @@ class Part:
         return {"name": self.name, "shape": self.shape, "box": self.box, "decay": self.decay, "marks": marks}
 
 
+def _box(values: Sequence[Sequence[Any]], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The part of a tensor of that shape, of one or two dimensions; ValueError or TypeError for any other."""
+    box = tuple((int(first), int(end)) for first, end in values)
+    if not 1 <= len(box) <= 2 or any(not 0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
+        raise ValueError(f"no part of {shape}")
+    return box
+
+
 def part_from_json(values: Mapping[str, Any]) -> Part:
     """The Part of an object of to_json(); ValueError, KeyError, TypeError or IndexError for other values."""
     return Part(
         name=str(values["name"]),
         shape=tuple(int(n) for n in values["shape"]),
-        box=tuple((int(first), int(end)) for first, end in values["box"]),
+        box=_box(values["box"], values["shape"]),
         decay=None if values["decay"] is None else float(values["decay"]),
         marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
     )

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from trilane.utils.tables import grouped
-from trilane.utils.validation import read_json
+from trilane.utils.validation import read_json, require
 from trilane.workspace import checkpoints, fingerprints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import Box, Mark, Part, part_from_json
-from trilane.workspace.rank_grid import Grid, regular
+from trilane.workspace.rank_grid import MOST, Grid, regular
 
 PRINTS = "fingerprint_*.json"
 SAVED, LOADED = "saved", "loaded"
@@ -98,7 +98,12 @@ def read_snapshot(path: Path, moment: str) -> Snapshot:
     """The snapshot of a checkpoint or a folder of fingerprints; ValueError where a file is missing or damaged."""
     inside = path.parent.name in (fingerprints.FOLDER, checkpoints.FOLDER)
     name = f"{path.parent.parent.name}/{path.name}" if inside else path.name
-    return _from_prints(path, moment, name) if list(path.glob(PRINTS)) else _from_slices(path, name)
+    if list(path.glob(PRINTS)):
+        return _from_prints(path, moment, name)
+    try:
+        return _from_slices(path, name)
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError):
+        raise ValueError(f"checkpoint={path}: is damaged") from None
 
 
 def _from_prints(folder: Path, moment: str, name: str) -> Snapshot:
@@ -110,6 +115,7 @@ def _from_prints(folder: Path, moment: str, name: str) -> Snapshot:
             ranks.append(_rank(prints[-1]))
     first = prints[0]
     with whole_print(files[0]):
+        require(0 < first["world"] <= MOST, "world", first["world"], f"must be at most {MOST}")
         missing = sorted({*range(first["world"])} - {r.rank for r in ranks})
         notes = (f"{name}: no fingerprint of rank {', '.join(map(str, missing))}",) if missing else ()
         # A rank that updates no parameters, as some may with many replicas, has taken no steps.
@@ -145,7 +151,11 @@ def _snapshot(
         iteration=int(values["iteration"]),
         consumed=int(values["consumed_samples"]),
         layout=tuple(values["layout"]),
-        **{key: values[key] for key in ("precision", "shape", "optimizer", "scalars", "next_lr")},
+        precision=str(values["precision"]),
+        shape=dict(values["shape"]),
+        optimizer={n: v for n, v in values["optimizer"].items() if isinstance(v, int | float)},
+        scalars={str(name): float(value) for name, value in values["scalars"].items()},
+        next_lr=None if values["next_lr"] is None else float(values["next_lr"]),
         ranks=tuple(ranks),
         notes=notes,
     )
@@ -156,7 +166,7 @@ def whole_print(path: Path) -> Iterator[None]:
     """Raises ValueError with the path for what a truncated or damaged fingerprint raises inside."""
     try:
         yield
-    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError):
         raise ValueError(f"fingerprint={path}: is damaged or half-written") from None
 
 
@@ -177,7 +187,7 @@ def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, An
         try:
             size = tuple(end - first for first, end in box)
             held = np.memmap(folder / piece["file"], np.float32, "r", piece["at"][kind], size)
-        except (OSError, ValueError):
+        except (OSError, ValueError, OverflowError):
             raise ValueError(f"checkpoint={folder}: {piece['file']} is missing or cut short") from None
         marks[kind] = fingerprints.mark(held, box)
     return Part(name=name, shape=tuple(shape), box=box, decay=None, marks=marks)

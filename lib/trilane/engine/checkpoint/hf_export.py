@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from trilane.config.model import ModelShape
 from trilane.engine.checkpoint.gpt2_names import canonical_state, gpt2_name, gpt2_tensor
 from trilane.engine.checkpoint.slices import SliceFile, assemble
 from trilane.utils.files import replace_text
+from trilane.utils.tables import one_line, short
 from trilane.utils.validation import from_mapping, read_json, require, to_mapping
 from trilane.workspace import checkpoints
 
@@ -67,12 +68,17 @@ def config(shape: ModelShape) -> dict[str, Any]:
 def import_gpt2(folder: Path, out: Path) -> Path:
     """Write a checkpoint of iteration 0 below `out` from a GPT-2 folder; its path. ValueError for any other model."""
     given = read_json(folder / CONFIG, "GPT-2")
+    require(isinstance(given, dict), "GPT-2", folder / CONFIG, "must be a JSON object")
     for name, value in FIXED.items():
         require(given.get(name, value) == value, name, given.get(name), f"our GPT has {value}")
     missing = [theirs for ours, theirs in SIZES.items() if theirs not in given and ours != "tied_embeddings"]
     require(not missing, CONFIG, folder / CONFIG, f"has no {', '.join(missing)}")
-    shape = ModelShape(**{ours: given[theirs] for ours, theirs in SIZES.items() if theirs in given})
-    state = canonical_state(dict(_tensors(folder)), shape.num_attention_heads, shape.tied_embeddings)
+    sizes = {ours: given[theirs] for ours, theirs in SIZES.items() if theirs in given}
+    shape = from_mapping(ModelShape, sizes, "shape")
+    try:
+        state = canonical_state(dict(_tensors(folder)), shape.num_attention_heads, shape.tied_embeddings)
+    except (SafetensorError, RuntimeError, KeyError, IndexError) as error:
+        raise ValueError(f"GPT-2={folder}: its tensors cannot be read ({short(str(error))})") from None
     count = sum(tensor.numel() for tensor in state.values())
     require(count == shape.parameters, "GPT-2", folder, f"has {count} parameters, {CONFIG} means {shape.parameters}")
     target = out / checkpoints.name_of(0)
@@ -114,8 +120,12 @@ def _intact_manifest(checkpoint: Path) -> dict[str, Any]:
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the folder's safetensors files."""
     index = folder / INDEX
-    names = set(read_json(index, "GPT-2")["weight_map"].values()) if index.exists() else {WEIGHTS}
-    for name in sorted(names):
+    listed = read_json(index, "GPT-2") if index.exists() else {"weight_map": {"": WEIGHTS}}
+    names = listed.get("weight_map") if isinstance(listed, dict) else None
+    require(isinstance(names, dict), "GPT-2", index, "must list the file of each tensor")
+    assert isinstance(names, dict)
+    for name in sorted({str(name) for name in names.values()}):
+        require(checkpoints.FILE.fullmatch(name) is not None, "GPT-2", short(name), "must be a file of the folder")
         require((folder / name).is_file(), "GPT-2", folder / name, "no such file")
         with safe_open(folder / name, framework="pt") as file:
             names_inside = file.keys()
@@ -134,7 +144,7 @@ def main(argv: list[str]) -> int:
             export(found[-1], Path(out))
             print(out)
     except ValueError as error:
-        print(f"trilane: {error}", file=sys.stderr)
+        print("trilane:", one_line(str(error)), file=sys.stderr)
         return 2
     return 0
 

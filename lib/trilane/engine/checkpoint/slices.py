@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from trilane.engine.model.parameters import Box
+from trilane.utils.validation import require
 
 FLOAT_BYTES = 4
 
@@ -90,7 +91,10 @@ def _header(entries: list[tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str
 def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box) -> torch.Tensor:
     """The part `box` of a tensor, fp32, assembled from those of its slices (as in the manifest) that overlap it."""
     size = [end - first for first, end in box]
-    result, filled = np.empty(size, np.float32), 0
+    try:
+        result, filled = np.empty(size, np.float32), 0
+    except MemoryError:
+        raise ValueError(f"checkpoint={folder}: a tensor of {size} does not fit in memory") from None
     for piece in slices:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
         if any(first >= end for first, end in common):
@@ -101,5 +105,5 @@ def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: 
         here = tuple(slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True))
         result[here] = held[there]
         filled += int(np.prod([end - first for first, end in common]))
-    assert filled == result.size, f"{filled} of {result.size} numbers are in the slices"
+    require(filled == result.size, "checkpoint", folder, f"{filled} of {result.size} numbers are in its slices")
     return torch.from_numpy(result)
