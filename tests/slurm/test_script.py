@@ -230,6 +230,15 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     assert env["TORCHELASTIC_ERROR_FILE"] == "ranks/error-77-0.json"
 
 
+def test_a_part_of_a_node_gets_that_part_of_its_cores_and_no_more_threads(play: Play) -> None:
+    """Two of eight GPUs: a quarter of 64 cores, and half of that for each process."""
+    site = sites.site("jean-zay-a100")
+    two = dataclasses.replace(plan_for(site), topology=Topology(tp=2, dp=1, mbs=1, gbs=1, precision="fp16"))
+    text = script.render("train", two, site, JobRequest())
+    assert (directives(text)["cpus-per-task"], directives(text)["gres"]) == ("16", "gpu:2")
+    assert play.run(text) == 0 and play.env["OMP_NUM_THREADS"] == "8"
+
+
 def test_a_training_that_fails_is_the_failure_of_its_job(play: Play) -> None:
     assert play.run(recorded("generic")["train-generic.sbatch"], CODE="3") == 3
     assert play.calls[-1] == [*END, "--code", "3"]

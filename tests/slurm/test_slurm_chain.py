@@ -51,7 +51,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def one_process_a_node(p: Plan) -> Plan:
     """The plan on nodes of one process each: what many nodes do, at the cost of few processes."""
-    return replace(p, cluster=replace(p.cluster, gpus_per_node=1))
+    return replace(p, cluster=replace(p.cluster, gpus_per_node=1, cores_per_node=1))
 
 
 def fallen_by_itself(folder: Path) -> str:

@@ -75,7 +75,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "processes_per_node": used,
         "gpus_per_node": 0 if is_watcher or cluster.gpu.kind == "cpu" else used,
         "cores_per_task": _cores(cluster, used, is_bench, is_watcher),
-        "threads": max(1, cluster.cores_per_node // used),
+        "threads": _cores(cluster, used, is_bench=True, is_watcher=False),
         "hint": "" if is_watcher else site.hint,
         "partition": request.partition or (site.service_partition if is_watcher else site.partition),
         "constraint": "" if is_watcher else request.constraint or site.constraint,
