@@ -11,7 +11,7 @@ from test_log_dialects import m2021
 from test_logs import log_text
 from test_parse import DUMP, MEMORY
 
-from trilane.analysis.tables import read_folder, size, to_html
+from trilane.analysis.tables import markdown, read_folder, size, to_html
 from trilane.cli.app import main
 from trilane.documents.lint.lint import lint
 
@@ -63,6 +63,7 @@ def test_csv_html_and_json_hold_the_same(folder, capsys):
     main(["logs", "table", str(folder), "--html"])
     assert capsys.readouterr().out.count("<tr>") == 4
     assert "<td>a&lt;b" in to_html([{**read_folder(folder)[0][0], "notes": "a<b"}])
+    assert "| a&lt;b c\\|d" in markdown([{**read_folder(folder)[0][0], "notes": "a<b\nc|d"}])
     main(["logs", "table", str(folder), "--json"])
     report = json.loads(capsys.readouterr().out)
     first, second, ours = report["rows"]

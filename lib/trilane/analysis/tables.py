@@ -7,7 +7,7 @@ from typing import Any
 
 from trilane.analysis.measure import KEEP, Measurement, measure, measure_log
 from trilane.documents.runs import read_runs
-from trilane.utils.tables import DataFrame, percent
+from trilane.utils.tables import DataFrame, Html, one_line, percent
 from trilane.utils.validation import require_folder
 from trilane.workspace.status import Status
 
@@ -94,7 +94,7 @@ def size(parameters: float) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown, its columns aligned."""
-    body = [[text.replace("|", "\\|") for text in cells(row)] for row in rows]
+    body = [[html.escape(one_line(text), quote=False).replace("|", "\\|") for text in cells(row)] for row in rows]
     widths = [max(len(text) for text in column) for column in zip(COLUMNS, *body, strict=True)]
     rule = [f"{'-' * (max(width, 3) - 1)}:" for width in widths[:-1]] + ["-" * max(widths[-1], 3)]
     lines = [_line(COLUMNS, widths), f"| {' | '.join(rule)} |", *(_line(texts, widths) for texts in body)]
@@ -117,7 +117,7 @@ def to_html(rows: Sequence[Row]) -> str:
     """The table as a piece of HTML."""
 
     def line(texts: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>\n"
+        return "<tr>" + "".join(f"<{tag}>{Html.escape(text)}</{tag}>" for text in texts) + "</tr>\n"
 
     body = "".join(line(cells(row), "td") for row in rows)
     return f"<table>\n<thead>{line(COLUMNS, 'th').strip()}</thead>\n<tbody>\n{body}</tbody>\n</table>\n"
