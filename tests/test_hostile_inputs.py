@@ -242,6 +242,7 @@ OTHERS = {
     "capacity's GPUs": ("plan calendar plan.json --tokens 1e9 --capacity X", [{"from": "2026-01-01", "gpus": "8"}]),
     "no capacity": ("plan calendar plan.json --tokens 1e9 --capacity X", {"steps": []}),
     "risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"spare_nodes": -1}),
+    "endless slowdown": ("plan calendar plan.json --tokens 1e9 --risks X", {"slowdown": 1e25}),
     "unknown risk": ("plan calendar plan.json --tokens 1e9 --risks X", {"a\nb": 1}),
     "calibration": ("plan show plan.json --calibration X", {"matmul": 1e300}),
     "regimes": ("plan show plan.json --calibration X", {"regimes": "all"}),

@@ -91,6 +91,7 @@ class FailureModel:
             require_not_negative("spare_nodes", self.spare_nodes)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
             require_positive(name, getattr(self, name))
+        require(self.slowdown <= 1e6, "slowdown", self.slowdown, "must be at most a million")
         names = [stop.name for stop in self.stops]
         twice = next((name for name in names if names.count(name) > 1), "")
         require(not twice, "stop.name", twice, "must be unique")
