@@ -158,6 +158,25 @@ def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(
         refused(capsys, *shlex.split(line.replace("X", "X.json")))
 
 
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ('"adam_eps": 1e-08', '"adam_eps": 1e400'),
+        ('"adam_eps": 1e-08', '"adam_eps": NaN'),
+        ("{", '{"label": "other", '),
+    ],
+    ids=["infinite", "NaN", "a key twice"],
+)
+def test_a_plan_has_finite_numbers_and_each_key_once(
+    here: Path, capsys: pytest.CaptureFixture[str], text: str, instead: str
+) -> None:
+    """All else in the file is right."""
+    good = Path("plan.json").read_text()
+    assert text in good
+    write("bad.json", good.replace(text, instead, 1))
+    refused(capsys, "plan", "show", "bad.json")
+
+
 def test_what_is_no_regular_file_is_refused_unread(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A FIFO would wait for a writer, and /dev/zero has no end."""
     os.mkfifo("fifo.json")
@@ -281,6 +300,7 @@ INDEXES = {
 def test_the_index_of_a_sweep_or_chain_names_folders(
     here: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any]
 ) -> None:
+    write("a/plan.json", small_plan().to_json())  # what a way out would find
     for kind, name in (("sweep", "members"), ("chain", "links")):
         write(f"{kind}/{kind}.json", {key: value for key, value in values.items() if key in ("site", name)})
         for command in ("status", "submit --site generic"):
