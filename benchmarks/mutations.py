@@ -56,8 +56,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('"uniform" else 2)', '"uniform" else 1)'),
     ],
     ("planner", "planning/search.py", "planning/test_search.py"): [
-        ("[1:] < lowest[:-1]", "[1:] <= lowest[:-1]"),
         ("self.cluster) > RISKY", "self.cluster) > IMPOSSIBLE"),
+    ],
+    ("planner", "planning/search.py", "planning/test_space.py"): [
+        ("[1:] < lowest[:-1]", "[1:] <= lowest[:-1]"),
     ],
     ("planner", "planning/space.py", "planning/test_space.py"): [
         (" if d * d != n]", "]"),
