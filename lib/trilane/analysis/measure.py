@@ -1,7 +1,5 @@
 """Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, status."""
 
-import contextlib
-import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,8 +14,11 @@ from trilane.analysis.steady_state import WARM_UP, SteadyState, ranges, steady_s
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.run import RunLog, read_run_folder
+from trilane.utils.files import damaged_lines, json_lines, read_text
+from trilane.workspace.run_folder import MOST_ITERATIONS
 from trilane.workspace.status import Status
 
+MOST_S = 1e9  # an iteration of 30 years is a damaged number
 KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # columns that a measurement reads, if few are kept
 
 
@@ -220,10 +221,14 @@ def numerics(log: RunLog) -> Numerics:
 def _exact(log: RunLog) -> RunLog:
     """The log with the seconds of the steps.jsonl next to it, for each iteration that is in both."""
     path, exact = log.source.with_name("steps.jsonl"), dict[int, float]()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # the last line may be half written
-            step = json.loads(line)
-            exact[int(step["iteration"])] = float(step["sec_per_it"])
+    text = read_text(path) if path.is_file() else ""
+    for step in json_lines(text):
+        match step:
+            case {"iteration": int(number), "sec_per_it": int() | float() as seconds}:
+                if 0 < number < MOST_ITERATIONS and 0 < seconds < MOST_S:
+                    exact[number] = seconds
+    if damaged := damaged_lines(text):
+        log = replace(log, notes=(*log.notes, f"{damaged} damaged lines of steps.jsonl are left out"))
     if not exact or "sec_per_it" not in log.iterations:
         return log
     seconds = log.iterations["iteration"].map(exact).fillna(log.iterations["sec_per_it"])

@@ -96,7 +96,7 @@ class Tail:
 
     def lines(self, rest: bool = False) -> list[str]:
         """The whole lines added since the last call; with `rest` also an unfinished last one."""
-        if not self._path.exists():
+        if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
             number = os.fstat(file.fileno()).st_ino

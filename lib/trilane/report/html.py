@@ -33,7 +33,7 @@ def notebook_html(executed: Path) -> str:
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
     css = (DATA / "report.css").read_text(encoding="utf-8")
-    notebook = nbformat.read(executed, as_version=4)
+    notebook = read_notebook(executed)
     notebook.metadata = {"title": f"{title(notebook)} · trilane"}  # without the state of widgets
     notebook.cells = [
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
@@ -124,13 +124,25 @@ def _read(path: Path, field: Callable[[Any], Any]) -> Any:
         return None
 
 
-def _notebook_row(path: Path) -> dict[str, Any]:
+def read_notebook(path: Path) -> Any:
+    """The notebook in a file; ValueError where it is damaged."""
     try:
         notebook = nbformat.read(path, as_version=4)
+        assert all(
+            isinstance(cell.source, str) and cell.cell_type and cell.metadata is not None for cell in notebook.cells
+        )
+    except Exception as error:  # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
+        raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None
+    return notebook
+
+
+def _notebook_row(path: Path) -> dict[str, Any]:
+    try:
+        notebook = read_notebook(path)
         heading, made = title(notebook), notebook.metadata.get("papermill", {})
         seconds = f"{made['duration']:.0f}" if made.get("duration") else ""
         status = "failed" if made.get("exception") else "completed" if made.get("end_time") else "unfinished"
-    except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         heading, seconds, status = path.stem, "", "damaged"
     page = path.with_suffix(".html")
     return {

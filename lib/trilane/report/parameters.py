@@ -1,11 +1,10 @@
 """The parameters of a notebook as its cell tagged `parameters` declares them; light enough for a command's --help."""
 
 import ast
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.utils.validation import require_known
+from trilane.utils.validation import read_object, require_known
 from trilane.workspace.study import shipped
 
 
@@ -36,10 +35,13 @@ def path_of(name: str) -> Path:
 
 
 def read_parameters(path: Path) -> list[Parameter]:
-    """The parameters of a notebook's file."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    tagged = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+    """The parameters of a notebook's file; ValueError where it is damaged."""
+    cells = read_object(path, "notebook", cells=list)["cells"]
     found = []
+    try:
+        tagged = ["".join(cell["source"]) for cell in cells if "parameters" in cell["metadata"].get("tags", [])]
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"notebook={path}: must hold cells with `source` and `metadata`") from None
     for source in tagged:
         for node in ast.parse(source).body:
             if isinstance(node, ast.AnnAssign) and node.value is not None:

@@ -15,7 +15,7 @@ from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
 from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import read_json
+from trilane.utils.validation import read_object, require
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
@@ -199,24 +199,33 @@ def pruned(folder: Path, sweep: str) -> str:
     """Which run of the sweep ran out of memory though predicted to need no more than this one; "" where none did."""
     if not sweep:
         return ""
-    members = read_json(Path(sweep) / "sweep.json", "sweep")["members"]
-    mine = next(m for m in members if Path(m["folder"]).resolve() == folder.resolve())
-    for other in members:
-        written = known_status(Path(other["folder"]))
-        if other is mine or other["memory_bytes"] > mine["memory_bytes"]:
-            continue
+    needs = dict[Path, float]()
+    with contextlib.suppress(ValueError):  # a damaged list prunes nothing
+        needs = {other.resolve(): need for other, need in sweep_members(Path(sweep)).items()}
+    mine = needs.pop(folder.resolve(), 0.0)
+    for other, need in needs.items():
+        written = known_status(other) if need <= mine else None
         if written and written.status is Status.OOM:
-            need, less = mine["memory_bytes"] / 2**30, other["memory_bytes"] / 2**30
-            reason = f"pruned: predicted {need:.2f} GiB, and {Path(other['folder']).name} ran out with {less:.2f} GiB"
+            reason = f"pruned: predicted {mine / 2**30:.2f} GiB, and {other.name} ran out with {need / 2**30:.2f} GiB"
             write_status(folder, RunStatus(status=Status.PRUNED, evidence=reason, rank=None, exit_code=0, seconds=0.0))
             return reason
     return ""
 
 
+def sweep_members(sweep: Path) -> dict[Path, float]:
+    """The run folders of a sweep, in the order of runs.txt, and the bytes that each is predicted to need on a GPU."""
+    members = read_object(sweep / "sweep.json", "sweep", members=list)["members"]
+    for member in members:
+        ok = isinstance(member, dict) and isinstance(member.get("folder"), str)
+        ok = ok and isinstance(member.get("memory_bytes"), int | float)
+        require(ok, "sweep", sweep / "sweep.json", "must name the `folder` and the `memory_bytes` of each member")
+    return {Path(member["folder"]): member["memory_bytes"] for member in members}
+
+
 def last_log(folder: Path) -> RunLog | None:
     """run.log from its last START line on, parsed; None where there is nothing to parse."""
     path = folder / "run.log"
-    if not path.exists():
+    if not path.is_file():
         return None
     text = path.read_bytes()
     begin = max(text.rfind(b"\nSTART "), 0)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trilane.utils.files import append_line, json_lines
+from trilane.utils.files import append_line, json_lines, read_text
 
 NAME = "jobs.jsonl"
 TOKEN = re.compile(r"trilane-[0-9a-f]{12}")
@@ -36,9 +36,7 @@ def note(folder: Path, event: str, job: str, **facts: Any) -> dict[str, Any]:
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     """The events of the folder in order, only those of `kinds` where given; a damaged line is left out."""
-    path = folder / NAME
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return [e for e in json_lines(text) if _is_event(e) and (not kinds or e["event"] in kinds)]
+    return [e for e in json_lines(read_text(folder / NAME)) if _is_event(e) and (not kinds or e["event"] in kinds)]
 
 
 def _is_event(values: dict[str, Any]) -> bool:

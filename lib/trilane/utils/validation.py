@@ -148,6 +148,16 @@ def read_json(path: Path | str, what: str) -> Any:
     raise ValueError(f"{what}={shown(path)}: not JSON ({shown(reason)})")
 
 
+def read_object(path: Path | str, what: str, **fields: type) -> dict[str, Any]:
+    """The JSON object in `path` with these fields, each of its type; ValueError with its name otherwise."""
+    values = read_json(path, what)
+    require(isinstance(values, dict), what, path, "must hold a JSON object")
+    for name, kind in fields.items():
+        words = "an object" if kind is dict else "a list" if kind is list else "text"
+        require(isinstance(values.get(name), kind), what, path, f"must hold `{name}`, {words}")
+    return values
+
+
 def read_text(path: Path | str, what: str, most: int, errors: str = "strict") -> str:
     """The text of a regular file of at most `most` bytes in UTF-8; ValueError with its name otherwise.
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from trilane.utils.files import FULL, read_text, replace_text
+from trilane.utils.files import FULL, read_text, replace_text, set_aside
 from trilane.utils.validation import from_mapping, read_json, require_known
 
 
@@ -165,6 +165,8 @@ def last_line(folder: Path, rank: int | str, words: str = "") -> str:
 def write_status(folder: Path, status: RunStatus) -> bool:
     """Write status.json, whole or not at all: on a full disk into the reserved space. Whether it could be written."""
     text = json.dumps(asdict(status), indent=2) + "\n"
+    if (folder / "status.json").is_dir():
+        set_aside(folder / "status.json")
     try:
         replace_text(folder / "status.json", text)
         return True

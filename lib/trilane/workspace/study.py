@@ -1,5 +1,6 @@
 """Study: a folder of outputs/ with its notebooks, result files and run folders; nothing else touches outputs/."""
 
+import contextlib
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, read_shape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.utils.tables import Text
-from trilane.utils.validation import parse_integers, read_json, require
+from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
 HERE = Path(__file__).resolve()
@@ -119,16 +120,20 @@ class Study:
         """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""
         path = self.folder / name
         new = json.loads(json.dumps(_without(values, "made_by")))
-        if path.exists() and _without(read_json(path, "study file"), "made_by") == new:
-            return path
+        with contextlib.suppress(ValueError):  # missing, or damaged: then it is kept as an earlier version
+            if _without(read_object(path, "study file"), "made_by") == new:
+                return path
         text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp()}}, indent=1)
         return write_text(path, text + "\n")
 
-    def load(self, name: str, made_by: str) -> dict[str, Any]:
-        """The result file `name`; ValueError that names the notebook to run first where it is missing."""
+    def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
+        """The result file `name`, with these fields of these types.
+
+        ValueError that names the notebook to run first where it is missing, and the file where it is damaged.
+        """
         path = self.folder / name
         require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
-        return read_json(path, "study file")
+        return read_object(path, "study file", **fields)
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
         """The result file `name` without the stamp of what made it."""
@@ -136,20 +141,22 @@ class Study:
 
     def plans(self) -> list[Plan]:
         """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
-        return [plan_from_json(values) for values in self.load("plans.json", "02_topology")["plans"]]
+        return [plan_from_json(values) for values in self.load("plans.json", "02_topology", plans=list)["plans"]]
 
     def model(self, shape: str = "", cluster: str = "", gpus: str = "", gbs: int = 0) -> ModelChoice:
         """The model that a search is for: what is given, and what 01_sizing chose for the rest ("" or 0).
 
         `shape` as in config.model.read_shape, `cluster` as in load_cluster, `gpus` one or several counts ("1,2,4").
         """
-        chosen = {} if shape and cluster and gpus and gbs else self.load("sizing.json", "01_sizing")
+        chosen = (
+            {} if shape and cluster and gpus and gbs else self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
+        )
         return ModelChoice(
-            shape=read_shape(shape) if shape else ModelShape(**chosen["shape"]),
+            shape=read_shape(shape) if shape else from_mapping(ModelShape, chosen["shape"], "sizing.shape"),
             cluster=load_cluster(cluster or chosen["cluster"]),
             cluster_name=cluster or chosen["cluster"],
-            gpus=tuple(parse_integers("gpus", gpus or str(chosen["gpus"]))),
-            gbs=gbs or chosen["gbs"],
+            gpus=tuple(parse_integers("gpus", gpus or str(chosen.get("gpus")))),
+            gbs=gbs or chosen.get("gbs", 0),
         )
 
     def save_table(self, name: str, table: Any) -> Path:
@@ -179,7 +186,7 @@ class Study:
         wanted, number = self.folder / "runs" / plan.label, 2
         folder = wanted
         while folder.exists():
-            if _without(read_json(folder / "plan.json", "plan"), *DERIVED) == plan.to_json():
+            if _holds(folder, plan):
                 if is_completed(folder):
                     return folder, True
                 if not is_started(folder):
@@ -190,6 +197,13 @@ class Study:
         for name, text in files.items():
             write_text(folder / name, text)
         return folder, False
+
+
+def _holds(folder: Path, plan: Plan) -> bool:
+    """Whether the folder's plan.json holds that plan; not where it is damaged."""
+    with contextlib.suppress(ValueError):
+        return _without(read_object(folder / "plan.json", "plan"), *DERIVED) == plan.to_json()
+    return False
 
 
 def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:

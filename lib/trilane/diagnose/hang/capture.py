@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import Plan
-from trilane.utils.files import replace_text
+from trilane.utils.files import json_object, read_text, replace_text
 from trilane.workspace import flight_recorder, rank_grid
 from trilane.workspace.heartbeat import STACKS, Heartbeat, process_state, read_beats, read_calls
 
@@ -109,7 +109,8 @@ def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
 def _write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> None:
     states: dict[str, str] = {}
     for path in stacks.glob("states-*.json"):
-        states |= json.loads(path.read_text(encoding="utf-8"))
+        found = json_object(read_text(path)) if path.is_file() else None
+        states |= {rank: state for rank, state in (found or {}).items() if isinstance(state, str)}
     t = plan.topology
     grid = rank_grid.regular(t.tp, t.pp, t.dp, min(plan.cluster.gpus_per_node, t.gpus))
     ranks = []

@@ -137,9 +137,10 @@ def _from_slices(folder: Path, name: str) -> Snapshot:
     ranks = [_rank_of_slices(folder, grid, rank, parts.get(rank, [])) for rank in grid.ranks]
     notes = (f"{name}: has no fingerprints; its slices do not show replicas, optimizer groups and data order",)
     plan = folder.parent.parent / "plan.json"
-    optimizer = read_json(plan, "plan").get("optimizer", {}) if plan.exists() else {}  # an export has no plan
     more = {"layout": layout, "precision": "", "shape": manifest["identity"]["shape"], "next_lr": None}
-    return _snapshot({**manifest, **more, "optimizer": optimizer}, name, SAVED, ranks, notes)
+    with whole_print(plan):
+        optimizer = read_json(plan, "plan").get("optimizer", {}) if plan.exists() else {}  # an export has no plan
+        return _snapshot({**manifest, **more, "optimizer": optimizer}, name, SAVED, ranks, notes)
 
 
 def _snapshot(
@@ -195,7 +196,8 @@ def _slice(folder: Path, name: str, shape: Iterable[int], piece: Mapping[str, An
 
 def _rank_of_slices(folder: Path, grid: Grid, rank: int, parts: list[Part]) -> RankPrint:
     file, place = folder / f"rank_{rank:05d}.json", grid[rank]
-    hashes = fingerprints.hashed(read_json(file, "generators")) if file.exists() else {}
+    with whole_print(file):
+        hashes = fingerprints.hashed(read_json(file, "generators")) if file.exists() else {}
     return RankPrint(rank=rank, tp=place.tp, pp=place.pp, dp=place.dp, parts=tuple(parts), generators=hashes)
 
 
