@@ -154,7 +154,7 @@ def _snapshot(
         layout=tuple(values["layout"]),
         precision=str(values["precision"]),
         shape=dict(values["shape"]),
-        optimizer={n: v for n, v in values["optimizer"].items() if isinstance(v, int | float)},
+        optimizer={n: float(v) for n, v in values["optimizer"].items() if isinstance(v, int | float)},
         scalars={str(name): float(value) for name, value in values["scalars"].items()},
         next_lr=None if values["next_lr"] is None else float(values["next_lr"]),
         ranks=tuple(ranks),
