@@ -67,6 +67,12 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
+def listening(processes: list[psutil.Process]) -> set[str]:
+    """The addresses on which these processes wait for connections."""
+    sockets = (one for p in processes for one in p.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    return {one.laddr.ip for one in sockets}
+
+
 def worker(processes: list[psutil.Process], rank: int) -> psutil.Process:
     """The process of that rank; torchrun has no RANK."""
     return next(p for p in processes if p.environ().get("RANK") == str(rank))
@@ -107,8 +113,11 @@ def test_deepspeed_builds_nothing_says_nothing_and_leaves_its_json(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_within_30_s_and_is_named(folder: Path, launched: subprocess.Popen) -> None:
+def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_30_s_and_is_named(
+    folder: Path, launched: subprocess.Popen
+) -> None:
     family = psutil.Process(launched.pid).children(recursive=True)
+    assert listening(family) == {"127.0.0.1"}
     worker(family, 0).kill()
     begin = time.monotonic()
     out, _ = launched.communicate(timeout=30)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
 from trilane.utils.process import announce, die_with_parent
+
+LOOPBACK = "127.0.0.1"
 
 
 def main(argv: list[str]) -> int:
@@ -30,6 +33,7 @@ def main(argv: list[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     _forward_signals()
+    _listen_on_loopback()
     try:
         run(parse_args(argv[1:]))
     except ChildFailedError as error:
@@ -40,6 +44,20 @@ def main(argv: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
+
+
+def _listen_on_loopback() -> None:
+    """Let torchrun's store, which would listen on all interfaces, listen on the loopback where that is its address."""
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
+
+    store = static.TCPStore
+
+    def bound(host: str, port: int, world: int, is_master: bool, timeout: Any, **options: Any) -> Any:
+        if is_master and host == LOOPBACK:
+            options["master_listen_fd"] = socket.create_server((host, port)).detach()  # the store closes it
+        return store(host, port, world, is_master, timeout, **options)
+
+    static.TCPStore = bound  # type: ignore[misc,assignment]
 
 
 def _forward_signals() -> None:
