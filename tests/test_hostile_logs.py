@@ -9,14 +9,19 @@ import re
 import signal
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from dumps import recording, topology
+from plans import small_plan
 
 from trilane.cli.app import main
+from trilane.config.plan import Data
+from trilane.engine.data import corpus
+from trilane.engine.data.text import tokenizer
 from trilane.utils.tables import Text, one_line, printable, short
 from trilane.workspace import checkpoints
 
@@ -48,11 +53,16 @@ def write(path: Path, content: Content) -> None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def judged(argv: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def judged(
+    argv: list[str],
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: Callable[[list[str]], int] = main,
+) -> tuple[int, str]:
     """Exit code and output of a command, which must be harmless: one line where it fails, no file, no control codes."""
     before = sorted(root.rglob("*"))
     with no_hang():
-        code = main(argv)
+        code = command(argv)
     said = capsys.readouterr()
     assert code in (0, 1, 2) and (code != 2 or said.err.count("\n") == 1), said.err[-2000:]
     assert len(said.err) < 4000, "a value is shortened in a message"
@@ -386,3 +396,177 @@ def test_the_same_checkpoint_without_damage_is_read(tmp_path: Path, capsys: pyte
         make(tmp_path / make.__name__)
         run = str(tmp_path / make.__name__)
         assert judged(["debug", "restart", run, run], tmp_path, capsys)[0] == 0
+
+
+LENGTHS, STARTS = np.full(3, 100, np.int32), np.arange(0, 600, 200, dtype=np.int64)
+
+
+def pair(
+    root: Path, *, ids: Any = b"\0" * 600, code: int = 8, lengths: Any = LENGTHS, starts: Any = STARTS, **head: Any
+) -> str:
+    """A pair of three documents of 100 ids in 16 bits, with these changes of its data, index or header."""
+    (root / "pair.bin").write_bytes(bytes(ids))
+    counts = {"magic": corpus.MAGIC, "version": 1, "sequences": 3, "documents": 4} | head
+    values = corpus.HEADER.pack(counts["magic"], counts["version"], code, counts["sequences"], counts["documents"])
+    ends = np.array(head.pop("ends", range(4)), np.int64)
+    values += np.array(lengths, np.int32).tobytes() + np.array(starts, np.int64).tobytes() + ends.tobytes()
+    (root / "pair.idx").write_bytes(values)
+    return str(root / "pair")
+
+
+def of(name: str, content: Content) -> Callable[[Path], str]:
+    """What writes a source of that name, and returns its path."""
+
+    def make(root: Path) -> str:
+        write(root / name, content)
+        return str(root / name)
+
+    return make
+
+
+def sparse(path: Path) -> None:
+    """A file of 2^42 bytes that takes none on the disk."""
+    path.touch()
+    os.truncate(path, 1 << 42)
+
+
+def fifo_index(root: Path) -> str:
+    prefix = pair(root)
+    (root / "pair.idx").unlink()
+    os.mkfifo(root / "pair.idx")
+    return prefix
+
+
+ROW = '{"text": "a good line"}\n' * 20
+NO_ROW = '.jsonl:21: each line must be {"text": "..."}'
+# Sources of a plan's data, and what their refusal ends with.
+SOURCES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "a negative length": (lambda at: pair(at, lengths=[100, -100, 100]), "a sequence of negative length"),
+    "the least length": (lambda at: pair(at, lengths=[100, -(2**31), 100]), "a sequence of negative length"),
+    "lengths beyond the data": (lambda at: pair(at, lengths=[2**31 - 1] * 3), "its index requires 12884901882"),
+    "no length": (lambda at: pair(at, lengths=[0, 0, 0]), "is empty"),
+    "a start beyond the data": (lambda at: pair(at, starts=[0, 200, 402]), "does not lie within its .bin"),
+    "the largest start": (lambda at: pair(at, starts=[0, 200, 2**63 - 1]), "does not lie within its .bin"),
+    "a negative start": (lambda at: pair(at, starts=[0, -200, 400]), "does not lie within its .bin"),
+    "a start inside a token": (lambda at: pair(at, starts=[0, 199, 400]), "does not lie within its .bin"),
+    "2^63 sequences": (lambda at: pair(at, sequences=2**63), "its header requires 110680464442257309762"),
+    "2^64 documents": (lambda at: pair(at, documents=2**64 - 1), "its header requires 147573952589676412990"),
+    "no sequence": (lambda at: pair(at, sequences=0), "is empty"),
+    "no document": (lambda at: pair(at, documents=0), "has documents of 0 sequences, and 3 in all"),
+    "documents of other sequences": (lambda at: pair(at, ends=[0, 1, 2, 9]), "documents of 9 sequences, and 3 in all"),
+    "another magic": (lambda at: pair(at, magic=b"MMIDIDX\0\1"), "is not a Megatron index"),
+    "version 2^64": (lambda at: pair(at, version=2**64 - 1), "unknown version 18446744073709551615 or type 8"),
+    "an unknown type": (lambda at: pair(at, code=6), "has unknown version 1 or type 6"),
+    "an index of 20 bytes": (of("pair.idx", corpus.MAGIC + b"\1" * 11), "pair.bin: is missing from the .bin/.idx pair"),
+    "an index that is a pipe": (fifo_index, "pair.idx: is missing from the .bin/.idx pair"),
+    "data of 601 bytes": (
+        lambda at: pair(at, ids=b"\xff" * 601),
+        "holds token 65535, the vocabulary ends before vocab_size=512",
+    ),
+    "negative tokens": (lambda at: pair(at, ids=b"\xff" * 600, code=3), "holds the negative token -1"),
+    "JSON 100,000 deep": (of("x.jsonl", ROW + '{"text": ' + "[" * DEEP), NO_ROW),
+    "a number of 10,000 digits": (of("x.jsonl", ROW + '{"text": "a", "n": ' + "9" * 10_000 + "}"), NO_ROW),
+    "a text that is a number": (of("x.jsonl", ROW + '{"text": 5}'), NO_ROW),
+    "a row that is a text": (of("x.jsonl", ROW + '"text"'), NO_ROW),
+    "a row without text": (of("x.jsonl", ROW + '{"texts": "a"}'), NO_ROW),
+    "a NUL": (of("x.jsonl", ROW + '{"text": "a\0"}'), NO_ROW),
+    "half a character": (of("x.jsonl", ROW + '{"text": "\\ud800"}'), NO_ROW),
+    "a row cut short": (of("x.jsonl", ROW + '{"text": "a'), NO_ROW),
+    "JSONL in Latin-1": (of("x.jsonl", ROW.encode() + b'{"text": "\xfc"}'), "not text in UTF-8 (byte 490)"),
+    "JSONL without a row": (of("x.jsonl", "\n\n"), "is empty"),
+    "JSONL that is a pipe": (of("x.jsonl", os.mkfifo), "is no regular file"),
+    "JSONL that is a folder": (of("x.jsonl", Path.mkdir), "is empty"),
+    "JSONL that is a device": (of("x.jsonl", lambda path: path.symlink_to("/dev/zero")), "is no regular file"),
+    "a pipe": (of("x.txt", os.mkfifo), "is no regular file"),
+    "a device": (lambda at: "/dev/zero", "is no regular file"),
+    "a link to itself": (of("x.txt", lambda path: path.symlink_to(path)), "(known names: stdlib, mock)"),
+    "a text of 4 TiB": (of("x.txt", sparse), "has 4398046511104 bytes; at most 68719476736 are read"),
+    "a folder with a text in Latin-1": (lambda at: of("x/y.txt", b"\xfc")(at).removesuffix("/y.txt"), "(byte 0)"),
+}
+
+
+def prepared(root: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and output of the preparation of that data, from which nothing is left in the plan's folder."""
+    folder = root.parent / f"{root.name}-data"
+    plan = replace(small_plan(folder), data=Data(folder=str(folder), **data))
+    write(root / "plan.json", json.dumps(plan.to_json()))
+    code, said = judged([str(root / "plan.json")], root, capsys, corpus.main)
+    assert code == 0 or not [*folder.glob("*.[bi]*"), *folder.glob(".*")]
+    return code, said
+
+
+@pytest.mark.parametrize(("make", "rule"), SOURCES.values(), ids=SOURCES)
+def test_a_hostile_corpus_is_one_line(
+    make: Callable[[Path], str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = prepared(tmp_path, {"source": make(tmp_path)}, capsys)
+    assert (code, said.startswith("data.source=")) == (2, True)
+    assert said.endswith(f"{rule}\n")
+
+
+def test_the_same_corpora_without_damage_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line separator of Unicode inside a text is no end of its row."""
+    row = json.dumps({"text": "a\u2028b" * 10}, ensure_ascii=False)
+    for source in (pair(tmp_path), of("x.jsonl", "\ufeff" + ROW + row)(tmp_path)):
+        assert prepared(tmp_path, {"source": source}, capsys)[0] == 0
+
+
+def words(**changes: Any) -> str:
+    """A tokenizer.json of three words, with these changes of it or of its model."""
+    names = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "truncation", "padding", "version")
+    outer = {name: changes.pop(name) for name in names if name in changes}
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"} | changes
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model} | outer)
+
+
+UNREAD = "tokenizer.json cannot be read ("
+UNFIT = "pad the vocabulary up, not down"
+TOKENIZERS: dict[str, tuple[Content, str]] = {
+    "empty": ("", UNREAD),
+    "NULs": (b"\0" * 1000, UNREAD),
+    "random bytes": (bytes(range(256)), UNREAD),
+    "a list": ("[]", UNREAD),
+    "100,000 deep": ("[" * DEEP, UNREAD),
+    "a field 100,000 deep": (words(normalizer=None)[:-1] + ', "x": ' + '{"a": ' * DEEP, UNREAD),
+    "an id of 10,000 digits": (words().replace(": 2", ": " + "9" * 10_000), UNREAD),
+    "a negative id": (words(vocab={"</s>": 0, "a": -1}), UNREAD),
+    "a version with controls": (words(version="\x1b[2J\n\u202e" * 1000), UNREAD),
+    "merges of unknown words": (words(type="BPE", merges=["a q"]), UNREAD),
+    "a broken pattern": (
+        words(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a"}, "behavior": "Isolated", "invert": False}),
+        UNREAD,
+    ),
+    "a table that makes the library panic": (
+        words(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        UNREAD,
+    ),
+    "cut short": (words()[:-20], UNREAD),
+    "a file of 4 TiB": (sparse, "has 4398046511104 bytes; at most 67108864 are read"),
+    "a pipe": (os.mkfifo, "no folder with a tokenizer.json"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "no folder with a tokenizer.json"),
+    "no end": (words(vocab={"a": 0}), "has none of the end-of-document tokens"),
+    "an id of 2^32": (words(vocab={"</s>": 0, "a": 2**32 - 1}), f"has 4294967296 ids; {UNFIT}"),
+    "ids with a gap": (words(vocab={"</s>": 0, "a": 512}), f"has 513 ids; {UNFIT}"),
+    "a word without an id": (words(unk_token="?"), "cannot encode a document ("),
+}
+
+
+@pytest.mark.parametrize(("content", "rule"), TOKENIZERS.values(), ids=TOKENIZERS)
+def test_a_hostile_tokenizer_is_one_line(
+    content: Content, rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "tokenizer.json", content)
+    write(tmp_path / "text.txt", "a b " * 100)
+    data = {"source": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
+    code, said = prepared(tmp_path, data, capsys)
+    assert (code, rule in said) == (2, True), said
+
+
+def test_a_tokenizer_that_would_truncate_or_pad_keeps_the_whole_document(tmp_path: Path) -> None:
+    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None}
+    pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(
+        words(pre_tokenizer={"type": "WhitespaceSplit"}, truncation=cut, padding=pad)
+    )
+    assert tokenizer(str(tmp_path)).encode("a b a").tolist() == [1, 2, 1, 0]

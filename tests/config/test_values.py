@@ -222,6 +222,10 @@ BAD = [
         lambda: plan(label="a/b"),
         "label='a/b': must be a plain folder name (no slash, no dot in front, no blank at an end, at most 200 bytes)",
     ),
+    (
+        lambda: Data(source="a/" + "b" * 241),
+        f"data.source=a/{'b' * 241}: must have at most 4000 bytes, and 240 in each name",
+    ),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
     (lambda: cluster("jz-a10"), None),

@@ -206,7 +206,7 @@ def beyond(at: Path) -> str:
 BAD = [
     (missing, "no such file or folder (known names: stdlib, mock)"),
     (empty, "is empty"),
-    (latin, "latin.txt: is not UTF-8 (byte 602)"),
+    (latin, "latin.txt: not text in UTF-8 (byte 602)"),
     (short, "short.txt: has 10 tokens, one sample needs 65"),
     (no_text, 'rows.jsonl:2: each line must be {"text": "..."}'),
     (truncated_index, "pair.idx: is truncated: 57 bytes, its header requires 62"),

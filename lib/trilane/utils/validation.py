@@ -22,6 +22,7 @@ DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
 LONG = 300  # characters of a value in a message
 MOST_BYTES = 1 << 26  # of a JSON file; that of a search with all its plans has a few million
 MOST_CHARACTERS = 4000  # of a text in a field: a path has at most 4096 bytes
+MOST_NAME = 240  # bytes of a file's name, which has at most 255; a suffix may be added
 LARGEST_INTEGER = 1 << 63
 
 
@@ -49,6 +50,8 @@ def require_path(field: str, value: str) -> None:
     """Raise ValueError unless `value` can be the path of a file, and is not taken for an option of a command."""
     require_line(field, value)
     require(not value.startswith("-"), field, value, "must not begin with a dash")
+    fits = len(value.encode()) <= MOST_CHARACTERS and all(len(n.encode()) <= MOST_NAME for n in value.split("/"))
+    require(fits, field, value, f"must have at most {MOST_CHARACTERS} bytes, and {MOST_NAME} in each name")
 
 
 def require_label(field: str, value: str) -> None:

@@ -21,7 +21,7 @@ from trilane.config.plan import Data, read_plan
 from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.utils.files import lock
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import require
+from trilane.utils.validation import require, shown
 
 # megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type, sequences, documents;
 # then int32 lengths and int64 offsets of the sequences, and int64 documents.
@@ -32,6 +32,7 @@ HEADER = struct.Struct("<9sQBQQ")
 SCANNED_TOKENS = (
     100_000_000  # of an existing pair, for ids beyond the vocabulary: under a second; the loader checks all
 )
+CHUNK = 10_000_000  # sequences of an index that are checked at a time
 WEEK_S = 7 * 86400.0  # for the lock of a large corpus, which takes hours to tokenize
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -55,8 +56,8 @@ def write_pair(arrays: Iterable[np.ndarray], prefix: str, vocabulary: int) -> No
 def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:
     """(tokens, largest id) of the pair, the latter 0 unless `largest_token`; checks that header and sizes agree.
 
-    Raises ValueError where a file is missing, is no index, is truncated, or `.bin` is shorter than `.idx` requires:
-    megatron-core would fail an assertion, or read beyond the end.
+    Raises ValueError where a file is missing, is no index, is truncated, or `.idx` describes something else than `.bin`
+    holds: megatron-core would fail an assertion, or read beyond the end.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):
@@ -70,12 +71,29 @@ def check_pair(prefix: str, largest_token: bool = False) -> tuple[int, int]:
     expected = HEADER.size + sequences * 12 + documents * 8
     require(size >= expected, "data.source", index, f"is truncated: {size} bytes, its header requires {expected}")
     require(sequences > 0, "data.source", prefix, "is empty")
-    tokens = int(np.memmap(index, np.int32, "r", HEADER.size, (sequences,)).sum(dtype=np.int64))
-    needed, size = tokens * np.dtype(DTYPES[code]).itemsize, data.stat().st_size
+    lengths = np.memmap(index, np.int32, "r", HEADER.size, (sequences,))
+    require(lengths.min() >= 0, "data.source", index, "has a sequence of negative length")
+    tokens, item = int(lengths.sum(dtype=np.int64)), np.dtype(DTYPES[code]).itemsize
+    needed, size = tokens * item, data.stat().st_size
     require(size >= needed, "data.source", data, f"is truncated: {size} bytes, its index requires {needed}")
     require(tokens > 0, "data.source", prefix, "is empty")
-    largest = int(np.memmap(data, DTYPES[code], "r")[:SCANNED_TOKENS].max()) if largest_token else 0
-    return tokens, largest
+    _require_inside(index, lengths, documents, item, size)
+    ids = np.memmap(data, DTYPES[code], "r", 0, (size // item,))[: SCANNED_TOKENS if largest_token else 1]
+    require(ids.min() >= 0, "data.source", data, f"holds the negative token {ids.min()}")
+    return tokens, int(ids.max()) if largest_token else 0
+
+
+def _require_inside(index: Path, lengths: np.ndarray, documents: int, item: int, size: int) -> None:
+    """ValueError unless each sequence is whole tokens within `size` bytes, and the last document ends with them."""
+    sequences = len(lengths)
+    starts = np.memmap(index, np.int64, "r", HEADER.size + 4 * sequences, (sequences,))
+    for first in range(0, sequences, CHUNK):
+        start, length = starts[first : first + CHUNK], lengths[first : first + CHUNK].astype(np.int64)
+        inside = (start >= 0) & (start <= size - length * item) & (start % item == 0)
+        require(bool(inside.all()), "data.source", index, "has a sequence that does not lie within its .bin")
+    ends = np.memmap(index, np.int64, "r", HEADER.size + 12 * sequences, (documents,)) if documents else [0]
+    rule = f"has documents of {ends[-1]} sequences, and {sequences} in all"
+    require(ends[-1] == sequences, "data.source", index, rule)
 
 
 def prepare(data: Data, shape: ModelShape) -> str:
@@ -85,7 +103,7 @@ def prepare(data: Data, shape: ModelShape) -> str:
     missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary.
     """
     coder = tokenizer(data.tokenizer)
-    rule = f"tokenizer {coder.name} has {coder.size} ids; pad the vocabulary up, not down"
+    rule = f"tokenizer {shown(coder.name)} has {coder.size} ids; pad the vocabulary up, not down"
     require(coder.size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
     given = _existing_pair(data.source)
     prefix = given or _prepared(data, coder)
@@ -116,7 +134,7 @@ def _prepared(data: Data, coder: Tokenizer) -> str:
     require(any(texts), "data.source", data.source, "is empty")
     folder = Path(data.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    name = "mock" if data.source == "mock" else Path(data.source).stem
+    name = "mock" if data.source == "mock" else Path(data.source).stem[:40]  # with what is added, a file name
     prefix = folder / f"{name}-{_digest(texts, coder)}"
     with locked(prefix.with_name(prefix.name + ".lock")):
         if not prefix.with_name(prefix.name + ".idx").is_file():
@@ -134,11 +152,14 @@ def _digest(texts: list[str], coder: Tokenizer) -> str:
 
 def _write(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
     """Write the pair under temporary names, then rename; the .idx comes last and makes it complete."""
-
     temporary = prefix.with_name(f".{prefix.name}.{secrets.token_hex(6)}")
-    write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.size)
-    for suffix in (".bin", ".idx"):
-        os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
+    try:
+        write_pair((coder.encode(text) for text in texts if text), str(temporary), coder.size)
+        for suffix in (".bin", ".idx"):
+            os.replace(f"{temporary}{suffix}", f"{prefix}{suffix}")
+    finally:
+        for suffix in (".bin", ".idx"):
+            Path(f"{temporary}{suffix}").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

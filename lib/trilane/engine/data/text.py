@@ -1,5 +1,6 @@
 """Text and its token ids: the documents of a data source, and tokenizers; no torch here."""
 
+import contextlib
 import hashlib
 import json
 import random
@@ -11,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from trilane.utils.validation import require
+from trilane.utils.validation import MOST_BYTES, read_text, require, shown
 
+MOST_TEXT = 1 << 36  # bytes of a text file, which is held in memory; larger corpora are .bin/.idx pairs
 STDLIB_BYTES = 4_000_000  # enough for 50 iterations to see new text each, little enough to prepare in seconds
 STDLIB_LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 
@@ -24,7 +26,7 @@ MOCK_DOCUMENTS, MOCK_WORDS = 400, 400
 def documents(source: str) -> Iterator[str]:
     """The texts of "stdlib", "mock", a text file, a JSONL file (field "text") or a folder of text files, in order.
 
-    Raises ValueError where the path is missing, or a file is not UTF-8 or not JSONL.
+    Raises ValueError where the path is missing, or a file is no regular file, not UTF-8 or not JSONL.
     """
     if source == "stdlib":
         return stdlib()
@@ -32,14 +34,14 @@ def documents(source: str) -> Iterator[str]:
         return mock()
     path = Path(source)
     require(path.exists(), "data.source", source, "no such file or folder (known names: stdlib, mock)")
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" and not path.is_dir():
         return jsonl(path)
-    return (read_text(file) for file in files(path))
+    return (read_text(file, "data.source", MOST_TEXT) for file in files(path))
 
 
 def files(path: Path) -> list[Path]:
-    """The file itself, or every file below the folder without hidden ones, sorted by name."""
-    if path.is_file():
+    """The file itself, or every regular file below the folder without hidden ones, sorted by name."""
+    if not path.is_dir():
         return [path]
     found = (p for p in path.rglob("*") if p.is_file())
     return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -83,24 +85,17 @@ def mock() -> Iterator[str]:
 
 
 def jsonl(path: Path) -> Iterator[str]:
-    """The field "text" of each line."""
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    """The field "text" of each line; only a line feed ends a line, since JSON may hold Unicode's other line ends."""
+    for number, line in enumerate(read_text(path, "data.source", MOST_TEXT).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+            text.encode()  # half a surrogate pair is valid JSON, and no text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             text = None
         require(isinstance(text, str), "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
         yield text
-
-
-def read_text(path: Path) -> str:
-    """A file as UTF-8; ValueError names the file and the byte where it is not."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"data.source={path}: is not UTF-8 (byte {error.start})") from None
 
 
 BYTES_END = 256
@@ -137,29 +132,45 @@ class Tokenizer:
         return {"tokenizer": self.name, "digest": self.digest}
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of one document, int32, including its end."""
-        ids = np.frombuffer(text.encode(), np.uint8) if self.coder is None else self.coder.encode(text).ids
+        """Ids of one document, int32, including its end; ValueError where a word has no id."""
+        with _refused(self.name, "cannot encode a document"):
+            ids = np.frombuffer(text.encode(), np.uint8) if self.coder is None else self.coder.encode(text).ids
         return np.append(np.asarray(ids, np.int32), np.int32(self.end))
 
 
-def tokenizer(name: str) -> Tokenizer:
-    """The tokenizer "bytes", or the one in the folder `name`.
+@contextlib.contextmanager
+def _refused(name: str, rule: str) -> Iterator[None]:
+    """What the tokenizers library raises, as ValueError: a plain Exception, or a panic, which is a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"data.tokenizer={shown(name)}: {rule} ({shown(error)})") from None
 
-    Raises ValueError where the folder has no tokenizer.json, or that has no end-of-document token.
+
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer "bytes", or the one in the folder `name`, which neither truncates nor pads a document.
+
+    Raises ValueError where the folder has no tokenizer.json, or that is damaged or has no end-of-document token.
     """
     if name == "bytes":
         return Tokenizer(name=name, size=257, end=BYTES_END, digest="bytes-257")
     path = Path(name) / "tokenizer.json"
     require(path.is_file(), "data.tokenizer", name, "no folder with a tokenizer.json (known name: bytes)")
+    size = path.stat().st_size
+    require(size <= MOST_BYTES, "data.tokenizer", path, f"has {size} bytes; at most {MOST_BYTES} are read")
     from tokenizers import Tokenizer as Coder
 
-    try:
-        coder = Coder.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"data.tokenizer={name}: tokenizer.json cannot be read ({error})") from None
+    content = path.read_bytes()
+    with _refused(name, "tokenizer.json cannot be read"):
+        coder = Coder.from_buffer(content)
+    coder.no_truncation()
+    coder.no_padding()
     ends = [coder.token_to_id(token) for token in END_NAMES]
     end = next((e for e in ends if e is not None), None)
     require(end is not None, "data.tokenizer", name, f"has none of the end-of-document tokens {', '.join(END_NAMES)}")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(content).hexdigest()[:16]
     assert end is not None
-    return Tokenizer(name=name, size=coder.get_vocab_size(), end=end, digest=digest, coder=coder)
+    # A vocabulary may have gaps: the largest id counts, not the number of words.
+    return Tokenizer(name=name, size=max(coder.get_vocab().values()) + 1, end=end, digest=digest, coder=coder)
