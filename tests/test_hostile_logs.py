@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dumps import recording, topology
+from dumps import faulthandler_text, pyspy_json, pyspy_text, recording, topology
 from plans import small_plan
 
 from trilane.cli.app import main
@@ -206,8 +206,74 @@ def test_a_hostile_recording_costs_itself_or_its_damaged_field(
     assert ("its dump cannot be read" in said) is not counts
 
 
-STEP = " iteration {}/ 9 | elapsed time per iteration (ms): 100.0 | lm loss: {} | number of nan iterations: 0 |\n"
 ERROR = "Traceback (most recent call last):\nRuntimeError: {}\n"
+SUM = (
+    ("all_reduce", "torch/distributed/distributed_c10d.py", 2811),
+    ("step", "train.py", 40),
+    ("<module>", "train.py", 9),
+)
+READ = (("read", "corpus.py", 12), ("step", "train.py", 38), ("<module>", "train.py", 9))
+
+
+def loop(path: Path) -> None:
+    """A folder that holds links to itself, and to the folder around it."""
+    path.mkdir()
+    (path / "itself").symlink_to(path / "itself")
+    (path / "around").symlink_to(path.parent)
+
+
+# What lies next to three ranks' stacks, by its name: it may be left out, or be a rank outside the grid.
+NEXT_TO: dict[str, tuple[str, Content]] = {
+    "10^5 frames": ("rank_3.txt", pyspy_text((*SUM, *(("call", "deep.py", n) for n in range(1, DEEP)), SUM[-1]))),
+    "10^4 threads": ("rank_3.txt", pyspy_text(SUM) + 'Thread 1 (idle): "x"\n' * 10_000),
+    "10^4 processes": ("rank_3.txt", "".join(f"Process {n}: x\nThread 1 (idle)\n f (a:1)\n" for n in range(10_000))),
+    "a pipe": ("rank_3.txt", os.mkfifo),
+    "a device": ("rank_3.txt", lambda path: path.symlink_to("/dev/zero")),
+    "links in a loop": ("more", loop),
+    "a folder": ("rank_3.txt", Path.mkdir),
+    "a sparse file of 4 TiB": ("rank_3.txt", lambda path: (path.touch(), os.truncate(path, 1 << 42))),
+    "a rank of 200 digits": (f"rank_{'9' * 200}.txt", pyspy_text(SUM)),
+    "a rank of 2^63": (f"rank_{2**63}", pyspy_text(SUM)),
+    "a rank of 1": ("rank_-1.txt", pyspy_text(READ)),
+    "a rank in other digits": ("rank_\u0663.txt", pyspy_text(SUM)),
+    "a local rank of 999999": ("trace-node7.out", pyspy_text(SUM, command="python --local_rank=999999")),
+    "10^4 local ranks of 999999": (
+        "trace-node7.out",
+        "".join(f"Process {n}: python --local_rank=999999\nThread 1 (idle)\n f (a:1)\n" for n in range(10_000)),
+    ),
+    "a host with controls": ("trace-\x1b]0;x\x07\x1b[2J\u202e<img src=x>.out", faulthandler_text(SUM)),
+    "a host that is a path": ("trace-..\\..\\etc.out", faulthandler_text(SUM)),
+    "a host that is no UTF-8": ("trace-\udcff.out", faulthandler_text(SUM)),
+    "faults with controls": ("rank_3.txt", faulthandler_text((("\x1b[2J\rf", "\u202e\x1b]0;x\x07", 1),))),
+    "a line of 10^6 characters": ("rank_3.txt", pyspy_text((("x" * 10**6, "y" * 10**6, 1),))),
+    "blanks": ("rank_3.txt", 'Thread 1 (idle): "MainThread"\n' + (" " * 60_000 + ":\n") * 10),
+    "JSON 100,000 deep": ("rank_3.json", '[{"pid": 1, "frames": ' + "[" * DEEP),
+    "frames without a line": ("rank_3.json", '[{"pid": 1, "frames": [' + '{"name": "f", "filename": "a", ' * 10_000),
+    "a line of 10,000 digits": ("rank_3.json", pyspy_json(SUM).replace("2811", "9" * 10_000)),
+    "an infinite line": ("rank_3.json", pyspy_json(SUM).replace("2811", "1e999")),
+    "names of another kind": ("rank_3.json", pyspy_json(SUM).replace('"all_reduce"', "[1]")),
+    "an exception's name repeated": (
+        "rank_3.log",
+        ERROR.format("x")[:35] + '  File "a", line 1, in f\n' + "Error" * 12_000,
+    ),
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known topology", "unknown"])
+@pytest.mark.parametrize(("name", "content"), NEXT_TO.values(), ids=NEXT_TO)
+def test_a_hostile_dump_costs_no_other_rank(
+    name: str, content: Content, known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, stack in enumerate((SUM, READ, SUM)):
+        (tmp_path / f"rank_{rank}.txt").write_text(pyspy_text(stack))
+    if known:
+        topology(tmp_path, 1, 1, 3)
+    write(tmp_path / name, content)
+    code, said = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
+    assert code == 0 and re.search(r"[Rr]anks? 1\b", said) and len(said) < 10_000, said[:2000]
+
+
+STEP = " iteration {}/ 9 | elapsed time per iteration (ms): 100.0 | lm loss: {} | number of nan iterations: 0 |\n"
 LONG = 60_000  # characters: lines up to 65,536 are read in full
 # Lines of a log between two iterations; each is repeated, or holds what a reader may convert or print.
 LINES: dict[str, str] = {

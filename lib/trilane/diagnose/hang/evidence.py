@@ -83,6 +83,9 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
     grid = rank_grid.with_hosts(grid, hosts, width) if grid else None
     _assign_ranks(nodes, grid, hosts, series)
+    beyond = [rank for rank in series if rank >= rank_grid.MOST]
+    for name in sorted({path.name for rank in beyond for path, _ in series.pop(rank)}):
+        notes.append(f"{name}: holds ranks above {rank_grid.MOST - 1}; these are ignored")
     seen = {*series, *recordings, *unreadable}
     require(bool(seen), "folder", folder, "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read")
     if grid is None:
