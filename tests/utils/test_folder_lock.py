@@ -120,6 +120,7 @@ def test_a_taker_that_died_in_between_is_replaced_too(tmp_path: Path) -> None:
         "",
         "\0\0\0",
     ],
+    ids=["elsewhere", "a path", "control", "a number", "deep", "empty", "nul"],  # the same in each worker
 )
 def test_a_holder_that_cannot_be_asked_has_the_lock_until_it_is_silent(text: str, tmp_path: Path) -> None:
     """Of another host, or unreadable: only the age of the file counts, by the clock of the file system."""
