@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from trilane.experiments.parity import WorkerPool
 
 
+LONGEST = ("slurm", "demo", "equality", "pool")  # the groups that take minutes
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker of pytest-xdist runs, the longest first: the real SLURM, slow groups, then module by module.
@@ -30,9 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
 
 
-def _turn(item: pytest.Item) -> tuple[bool, bool, str]:
+def _turn(item: pytest.Item) -> tuple[int, bool, str]:
     group = item.get_closest_marker("xdist_group").args[0]
-    return (group != "slurm", item.get_closest_marker("slow") is None, group)
+    return (LONGEST.index(group) if group in LONGEST else len(LONGEST), item.get_closest_marker("slow") is None, group)
 
 
 @pytest.fixture
