@@ -8,6 +8,7 @@ STAMP := $(VENV)/.current
 DEV_STAMP := $(VENV)/.current-dev
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHORT := grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' | cut -c1-110; exit $${PIPESTATUS[0]}
+# torch goes first and without its hash: which build it is, CPU or CUDA, is the choice of the index that pip is set to
 LOCKED := $(PIP) --no-deps --require-hashes --progress-bar on
 
 .PHONY: run test check lab venv venv-dev lint lock help clean
@@ -36,6 +37,7 @@ $(STAMP): requirements.lock requirements-cuda.lock pyproject.toml
 	@command -v git >/dev/null || echo "note: git is missing; reports will not name a revision" >&2
 	@echo "set-up: $(VENV) (2 GB with a CPU build of torch, 6 GB with a CUDA build; a few minutes at the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --no-deps --progress-bar on "$$(grep ^torch== requirements.txt)" 2>&1 | $(SHORT)
 	@$(LOCKED) -r requirements.lock 2>&1 | $(SHORT)
 	@! $(BIN)/python -c 'from importlib.metadata import requires as r; exit("nvidia" not in str(r("torch")))' \
 	  || { $(LOCKED) -r requirements-cuda.lock 2>&1 | $(SHORT); }
