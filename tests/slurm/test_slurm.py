@@ -132,18 +132,21 @@ def test_a_job_that_waits_says_why(sleeper: Path) -> None:
 def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(cluster: Cluster, tmp_path: Path) -> None:
     """All of the script up to the training; a sweep reads the path of its runs from a file."""
     names = ["-rf $(touch x) `touch x` {a,b}*", 'it\'s a "quote";touch x', "é数 && touch x & touch x | touch x"]
-    wanted = {}
     for name in names:
         sweep.create(tmp_path / name, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
-        folder = tmp_path / name / "runs/one"
-        for script in (folder / "job.sbatch", tmp_path / name / "sweep-1x2.sbatch"):
+    for where, end in (("runs/one/job.sbatch", ""), ("sweep-1x2.sbatch", "_1")):  # one job at a time in a folder
+        wanted = {}
+        for name in names:
+            script = tmp_path / name / where
             text = script.read_text()
             script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
-            job = client.submit(script)
-            wanted[script.parent / f"slurm-{job}{'_1' if 'sweep' in script.name else ''}.out"] = folder
-    for out, folder in wanted.items():
-        wait_until(lambda out=out: out.exists() and out.read_text().endswith("/runs/one\n"), 120, f"{out}")
-        assert out.read_text() == f"go: from the beginning\n{folder}\n"
+            wanted[client.submit(script) + end] = script.parent
+        wait_until(
+            lambda ids=list(wanted): all(s.has_ended for s in client.states(ids).values()), 120, "end of the jobs"
+        )
+        for name, (job, folder) in zip(names, wanted.items(), strict=True):
+            text = (folder / f"slurm-{job}.out").read_text()
+            assert text == f"go: from the beginning\n{tmp_path / name / 'runs/one'}\n"
     assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == set(names)
 
 
