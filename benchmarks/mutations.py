@@ -146,7 +146,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("len(starts) >= TRIES", "len(starts) > TRIES"),
         ("in events[last + 1 :]", "in events"),
         ('(job, "0", *ended)', '(job, "0")'),
-        ('["memory_bytes"] > mine', '["memory_bytes"] >= mine'),
+        ("if need <= mine", "if need < mine"),
         ("at >= run.goal and is_saved", "at >= run.goal"),
     ],
     ("jobs", "slurm/job_status.py", "slurm/test_attempt.py"): [
