@@ -90,7 +90,7 @@ def test_where_batches_differ_the_time_of_a_token_counts():
     assert compare([small], [other]).notes == ("A ran on 8 GPUs, B on 16",)
 
 
-def test_the_door_compares_logs(tmp_path, capsys):
+def test_the_command_compares_logs(tmp_path, capsys):
     files = {"a": 2000.0, "b": 1500.0}
     for name, ms in files.items():
         (tmp_path / name).write_text("".join(m2021(i, ms=ms + i % 3) for i in range(1, 11)))

@@ -1,4 +1,4 @@
-"""The door `parse`: what it prints, what it writes, and what it says about bad files."""
+"""The command `logs parse`: what it prints, what it writes, and what it says about bad files."""
 
 import csv
 import gzip
@@ -104,9 +104,9 @@ def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
 
 def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
     (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
-    door = f"{sys.executable} -m trilane logs parse {tmp_path}/a.log --json"
+    command = f"{sys.executable} -m trilane logs parse {tmp_path}/a.log --json"
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
-    done = subprocess.run(["bash", "-c", f"{door} | head -1"], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-c", f"{command} | head -1"], env=env, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
@@ -151,14 +151,14 @@ def test_people_read_three_lines(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
-def test_the_door_reads_hard_files(tmp_path, capsys, kind, content):
+def test_the_command_reads_hard_files(tmp_path, capsys, kind, content):
     (tmp_path / "a.log").write_bytes(content)
     code, (run,), said = parsed(capsys, str(tmp_path / "a.log"))
     assert (code, run["iterations"], run["sec_per_it"], said) == (0, 10, 2.0, "")
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
-def test_the_door_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
+def test_the_command_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     code, runs, said = parsed(capsys, str(tmp_path / name))
@@ -166,7 +166,7 @@ def test_the_door_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, con
     assert said.count("\n") == 1
 
 
-def test_the_door_reads_a_document_of_tables(tmp_path, capsys):
+def test_the_command_reads_a_document_of_tables(tmp_path, capsys):
     table = "| GPUs | TP | PP | DP | MBS | GBS | Sec/it | TFLOPs |\n|-|-|-|-|-|-|-|-|\n| 16 | 4 | 4 | 1 | 1 | 4 | 1.5 | 27.0 |\n"
     (tmp_path / "a.md").write_text(table)
     code, (run,), _ = parsed(capsys, str(tmp_path / "a.md"))

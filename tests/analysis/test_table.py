@@ -1,4 +1,4 @@
-"""The door `table`: runs of a folder, ours and others', as rows that people and the linter can read."""
+"""The command `logs table`: runs of a folder, ours and others', as rows that people and the linter can read."""
 
 import csv
 import io

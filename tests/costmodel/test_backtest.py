@@ -74,7 +74,7 @@ def test_the_raw_rows_of_the_documents_are_read_or_named():
     assert len(result.rows) > 185 and result.summary()["skipped"] == len(result.skipped)
 
 
-def test_the_door_prints_the_json_of_the_issue(capsys, tmp_path):
+def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n")
     assert main(["plan", "backtest", str(path), "--json"]) == 0

@@ -257,7 +257,7 @@ def test_ranks_without_a_fingerprint_are_noted_and_the_others_compared(before: P
     assert not found.findings and "load_0000010: no fingerprint of rank 2, 3" in found.notes[0]
 
 
-def test_the_door_says_it_in_lines_and_as_json(
+def test_the_command_says_it_in_lines_and_as_json(
     before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, broken = after(tmp_path, prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0])
@@ -386,7 +386,7 @@ def test_nothing_is_found_in_a_clean_cycle(kind: str, pool: WorkerPool, tmp_path
 
 @pytest.mark.slow
 def test_a_plan_is_rehearsed_in_processes_of_its_own(data: Path, tmp_path: Path) -> None:
-    """As the door does it; a bug in it would be the planted ones' business."""
+    """As the command does it; a bug in it would be the planted ones' business."""
     made = asked(data, tmp_path, {})
     done = rehearse.rehearse(made, tmp_path / "r", rehearse.train_here)
     assert not done.problem and done.audit and not done.audit.findings

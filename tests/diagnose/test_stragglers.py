@@ -110,7 +110,7 @@ def recorded(folder: Path, ranks: int = 16) -> Path:
     return folder
 
 
-def test_the_door_reads_a_run_and_plans_the_swaps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_reads_a_run_and_plans_the_swaps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = recorded(tmp_path / "run")
     assert main(["debug", "stragglers", str(folder), "--json", "--spares", "1"]) == 0
     found = json.loads(capsys.readouterr().out)

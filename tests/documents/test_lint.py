@@ -161,7 +161,7 @@ def test_csv_is_linted_too(tmp_path):
     assert [(f.line, f.row, f.rule, f.likely) for f in report.findings] == [(3, 2, "product", "DP 2")]
 
 
-def test_the_door_prints_json_and_says_by_its_exit_code_whether_there_are_findings(tmp_path, capsys):
+def test_the_command_prints_json_and_says_by_its_exit_code_whether_there_are_findings(tmp_path, capsys):
     (tmp_path / "a.md").write_text(markdown(rows(dp="8")))
     assert main(["logs", "lint", str(tmp_path / "a.md"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

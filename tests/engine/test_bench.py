@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert capsys.readouterr() == ("", f"trilane: out={tmp_path / out}: {rule}\n")
 
 
-def test_the_door_refuses_in_one_line_too(tmp_path: Path) -> None:
+def test_the_command_refuses_in_one_line_too(tmp_path: Path) -> None:
     (tmp_path / "here.json").touch()
     done = run("-m", "trilane", "measure", "machine", str(tmp_path / "here.json"))
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"trilane: out={tmp_path / 'here.json'}: exists\n")

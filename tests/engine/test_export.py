@@ -24,7 +24,7 @@ def trained(fork: Callable, data: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def door(capsys: pytest.CaptureFixture) -> Callable[..., str]:
+def command(capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """The command, and what it prints."""
     from trilane.engine.checkpoint.hf_export import main
 
@@ -57,20 +57,20 @@ print(float(torch.stack(means).mean()))
 
 
 def test_transformers_computes_the_loss_of_the_next_iteration(
-    trained: Path, door: Callable, ask: Callable, data: Path, tmp_path: Path
+    trained: Path, command: Callable, ask: Callable, data: Path, tmp_path: Path
 ) -> None:
     """The loss of the last iteration belongs to the weights of the checkpoint before it."""
-    assert door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2") == f"{tmp_path / 'gpt2'}\n"
+    assert command(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2") == f"{tmp_path / 'gpt2'}\n"
     said = ask(small_plan(data, iters=ITERATIONS, source="mock"), f"FOLDER = {str(tmp_path / 'gpt2')!r}\n{LOSS}")
     assert float(said.split()[-1]) == pytest.approx(steps(trained)[-1]["lm_loss"], abs=1e-5)
 
 
 def test_there_and_back_is_the_same_model_and_a_plan_starts_from_it(
-    trained: Path, door: Callable, fork: Callable, data: Path, tmp_path: Path
+    trained: Path, command: Callable, fork: Callable, data: Path, tmp_path: Path
 ) -> None:
     """To the last bit; it has learned something already, and begins with the first iteration."""
-    door(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
-    back = door("--back", tmp_path / "gpt2", tmp_path / "imported")
+    command(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
+    back = command("--back", tmp_path / "gpt2", tmp_path / "imported")
     assert back == f"{tmp_path / 'imported/iter_0000000'}\n"
     before, after = weights(trained / "checkpoints" / name_of(ITERATIONS - 1)), weights(Path(back.strip()))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)

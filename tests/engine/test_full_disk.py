@@ -1,4 +1,4 @@
-"""A disk that is 100 % full: the training goes on, says so, loses nothing that there is room for later, and ends with
+"""A disk that is 100 % full: the training goes on, says so, loses nothing that fits later, and ends with
 a status."""
 
 import contextlib
@@ -61,7 +61,7 @@ def fill(disk: Path) -> None:
 
 
 def interrupt(disk: Path, folder: Path) -> None:
-    """Fill the disk in the middle of the run, and make room some iterations later."""
+    """Fill the disk in the middle of the run, and free it some iterations later."""
     wait_until(lambda: at(folder) > 5, 180, "iteration 5")
     fill(disk)
     full_at = at(folder)
@@ -85,7 +85,7 @@ def test_a_disk_that_is_full_for_a_while_changes_and_loses_nothing(
     log = (folder / "0.log").read_text()
     said = [line for line in log.splitlines() if "steps.jsonl" in line]
     assert len(said) == 2 and "cannot be written (No space left" in said[0] and "can be written again" in said[1]
-    assert log.count("consumed samples") == END, "the lines of the log wait for room, too"
+    assert log.count("consumed samples") == END, "the lines of the log wait for free space, too"
     phases = [len((f / "ranks/0.phases").read_text().splitlines()) for f in (calm, folder)]
     assert phases == [END, END]
     sizes = [next((f / "tensorboard").iterdir()).stat().st_size for f in (calm, folder)]

@@ -77,7 +77,7 @@ def test_a_benchmark_without_an_iteration_to_count_is_refused(
 
 
 @pytest.mark.slow
-def test_the_door_trains_and_prints_exactly_one_object(
+def test_the_command_trains_and_prints_exactly_one_object(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path, plan = tmp_path / "small.json", small_plan(train_iters=9999, pp=2)

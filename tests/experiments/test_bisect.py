@@ -47,7 +47,7 @@ def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None
         bisect(PLAN, ("layers",), lambda plan, blocking: status)
 
 
-def test_the_door_says_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
     path = tmp_path / "plan.json"

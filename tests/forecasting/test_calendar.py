@@ -365,7 +365,7 @@ def plan_file(tmp_path):
 GIVEN = {"--tokens": "341e9", "--ramp": RAMP, "--start": "2027-01-01", "--runs": "500"}
 
 
-def test_the_door_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
+def test_the_command_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
     capacity = tmp_path / "capacity.json"
     capacity.write_text('{"steps": [{"from": "2026-12-01", "gpus": 176}, {"from": "2027-02-15", "gpus": 416}]}')
     words = [word for pair in GIVEN.items() for word in pair]

@@ -189,7 +189,7 @@ def test_what_is_written_for_a_plan_holds_known_keys_only():
 
 
 @pytest.fixture
-def door(tmp_path, capsys):
+def command(tmp_path, capsys):
     """The exit code and what is printed for a JSON, with a plan to hold it to or without."""
 
     def opened(values, *more, against=None):
@@ -204,21 +204,21 @@ def door(tmp_path, capsys):
     return opened
 
 
-def test_the_door_renders_a_plan_and_reads_its_own_rendering_back(door):
-    code, said = door(plan().to_json())
+def test_the_command_renders_a_plan_and_reads_its_own_rendering_back(command):
+    code, said = command(plan().to_json())
     assert code == 0 and json.loads(said) == deepspeed_config(plan(), compiler=True)
-    assert door(said, against=plan()) == (0, "no contradiction\n")
-    assert door(said) == (
+    assert command(said, against=plan()) == (0, "no contradiction\n")
+    assert command(said) == (
         0,
         "no contradiction: dp 2, mbs 2, gbs 16, zero 1, offload none, precision fp32, fp32_gradients False\n",
     )
 
 
-def test_the_door_names_each_contradiction_and_leaves_with_1(door):
-    code, said = door({**deepspeed_config(plan(), compiler=True), "train_batch_size": 8}, "--json", against=plan())
+def test_the_command_names_each_contradiction_and_leaves_with_1(command):
+    code, said = command({**deepspeed_config(plan(), compiler=True), "train_batch_size": 8}, "--json", against=plan())
     assert code == 1
     assert json.loads(said)["contradictions"][-1] == "train_batch_size=8: the plan has 16"
-    assert door({Z: {"stage": 2}}, "--pp", "2")[0] == 1
+    assert command({Z: {"stage": 2}}, "--pp", "2")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,6 @@ def test_the_door_names_each_contradiction_and_leaves_with_1(door):
     ],
     ids=["no JSON", "no object", "no plan for DeepSpeed"],
 )
-def test_what_cannot_be_read_is_one_line_and_2(door, values, line):
-    code, said = door(values)
+def test_what_cannot_be_read_is_one_line_and_2(command, values, line):
+    code, said = command(values)
     assert code == 2 and said.startswith(line) and said.count("\n") == 1

@@ -219,7 +219,7 @@ def test_what_cannot_be_said_or_read_is_one_line(make, message: str | None) -> N
     assert message is None or str(caught.value) == message
 
 
-def test_the_door_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = tmp_path / "small.json"
     path.write_text(json.dumps({**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}))
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0

@@ -144,7 +144,7 @@ def test_ends_are_told_by_what_others_print(tmp_path, status, text):
 
 
 def test_a_form_that_said_nothing_is_heard_when_other_digits_make_it_speak(tmp_path, monkeypatch):
-    """Forms of dull lines are remembered from block to block; `0 oom_kill events` and `step=0` say nothing, others do."""
+    """Forms of lines that hold nothing are remembered from block to block; `0 oom_kill events` and `step=0` say nothing, others do."""
     monkeypatch.setattr("trilane.logs.stream.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
     (tmp_path / "a.log").write_text(killed.format(0) * 30 + FIVE + killed.format(0) * 30 + killed.format(1))

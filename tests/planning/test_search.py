@@ -25,7 +25,7 @@ SHAPE = parse_shape("72,14336,64,2048,250880")
 SMALL = parse_shape("24,2048,16,2048,50304")
 AS_THEN = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores", "partition": "uniform"}
 AS_THEN |= {"sequence_parallel": False, "interleaving": 1}
-DOOR = ["--shape", "72,14336,64,2048,250880", "--cluster", "jz-a100-80g", "--gpus", "384", "--gbs", "2048"]
+ARGUMENTS = ["--shape", "72,14336,64,2048,250880", "--cluster", "jz-a100-80g", "--gpus", "384", "--gbs", "2048"]
 
 
 def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
@@ -108,8 +108,8 @@ def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
     assert said.strip() == "set()"
 
 
-def test_a_plan_of_the_door_is_a_plan(capsys):
-    assert main(["plan", "search", *DOOR, "--top", "3", "--json"]) == 0
+def test_a_plan_of_the_command_is_a_plan(capsys):
+    assert main(["plan", "search", *ARGUMENTS, "--top", "3", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["evaluated"] > sum(printed["refused"].values()) > 0
     plans = [plan_from_json(p) for p in printed["plans"]]
@@ -121,7 +121,7 @@ def test_an_option_pins_its_dimension(capsys):
     numbers = {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "zero": 1, "interleaving": 1}
     words = {"recompute": "full", "sequence-parallel": "no", "partition": "uniform"}
     pins = [word for name, value in {**numbers, **words}.items() for word in (f"--{name}", str(value))]
-    assert main(["plan", "search", *DOOR, *pins, "--json"]) == 0
+    assert main(["plan", "search", *ARGUMENTS, *pins, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["evaluated"] == 1 and len(printed["plans"]) == 1
 
@@ -145,7 +145,7 @@ def test_an_option_pins_its_dimension(capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
-    options = dict(zip(DOOR[::2], DOOR[1::2], strict=True))
+    options = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True))
     words = given.split()
     options.update(zip(words[::2], words[1::2], strict=True))
     assert main(["plan", "search", *(word for pair in options.items() for word in pair)]) == 2
@@ -154,6 +154,6 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
 
 
 def test_batch_sizes_that_nobody_trains_with_are_not_looked_at_one_by_one(capsys):
-    words = " ".join(DOOR).replace("--gbs 2048", "--gbs-max 2048000000000").split()
+    words = " ".join(ARGUMENTS).replace("--gbs 2048", "--gbs-max 2048000000000").split()
     assert main(["plan", "search", *words]) == 2
     assert "gbs_max=2048000000000: must be at most 16384" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from trilane.planning.sizing import SizeRequest, propose
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)
-DOOR = ["--params", "200e9", "--vocab", "250880", "--gpus", "384", "--cluster", "jz-a100-80g"]
+ARGUMENTS = ["--params", "200e9", "--vocab", "250880", "--gpus", "384", "--cluster", "jz-a100-80g"]
 
 
 @pytest.mark.parametrize("model", published_models(), ids=lambda m: f"{m.shape.num_layers}x{m.shape.hidden_size}")
@@ -120,9 +120,11 @@ def test_proposals_can_run_and_are_ranked_by_days_at_the_target_size():
     assert best.tflops[0] * 1e12 * 32 * best.prediction.sec_per_it == pytest.approx(flops)
 
 
-def test_the_door_answers_the_question_of_the_chronicles(capsys):
+def test_the_command_answers_the_question_of_the_chronicles(capsys):
     """200B on 384 A100s: the prequel settled on 13 to 15 thousand wide, 70 to 106 layers, TP 4 or 8, PP 6 or 12."""
-    assert main(["plan", "size", *DOOR, "--attention", "scores", "--recompute", "full", "--top", "6", "--json"]) == 0
+    assert (
+        main(["plan", "size", *ARGUMENTS, "--attention", "scores", "--recompute", "full", "--top", "6", "--json"]) == 0
+    )
     said = json.loads(capsys.readouterr().out)
     first = said["candidates"][0]
     assert first["cost_beside_best"] == 1 and len(said["candidates"]) == 6
@@ -145,7 +147,7 @@ def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_one
 
 
 def test_where_nothing_can_run_the_reason_is_said(capsys):
-    large = dict(zip(DOOR[::2], DOOR[1::2], strict=True)) | {
+    large = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True)) | {
         "--params": "1e12",
         "--gpus": "8",
         "--gbs": "64",
@@ -189,7 +191,7 @@ def test_a_small_model_is_counted_in_millions(capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
-    options = dict(zip(DOOR[::2], DOOR[1::2], strict=True)) | dict([given.split()])
+    options = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True)) | dict([given.split()])
     assert main(["plan", "size", *(word for pair in options.items() for word in pair)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The checked door to the notebooks: parameters, failures that name the cell, resume, reports."""
+"""The checked way to the notebooks: parameters, failures that name the cell, resume, reports."""
 
 import signal
 from glob import glob

@@ -99,7 +99,7 @@ def test_a_run_of_a_sweep_is_not_started_where_one_that_needs_no_more_ran_out(
     peer.mkdir()
     write_status(peer, RunStatus(status=Status.OOM, evidence="", rank=0, exit_code=1, seconds=1.0))
     members = [{"folder": str(folder), "memory_bytes": mine}, {"folder": str(peer), "memory_bytes": other}]
-    (tmp_path / "sweep.json").write_text(json.dumps({"members": members}))
+    (tmp_path / "sweep.json").write_text(json.dumps({"site": "test", "members": members}))
     assert bool(attempt.pruned(folder, str(tmp_path))) is is_pruned
     assert (folder / "status.json").exists() is is_pruned
 

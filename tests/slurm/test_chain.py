@@ -170,17 +170,25 @@ def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, monkey
     assert attempt.begin(folder, JOB).startswith("go: ")
 
 
-def test_the_door_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_shows_what_each_link_costs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(gpt_1b3(128).to_json()))
-    door = ["slurm", "chain", "create", str(tmp_path / "plan.json"), str(tmp_path / "c"), "--site", "jean-zay-v100-32g"]
-    assert main([*door, "--account", "xyz@v100", "--stages", "32:8:1,64:8:2,96:8:1,128:32:1", "--json"]) == 0
+    command = [
+        "slurm",
+        "chain",
+        "create",
+        str(tmp_path / "plan.json"),
+        str(tmp_path / "c"),
+        "--site",
+        "jean-zay-v100-32g",
+    ]
+    assert main([*command, "--account", "xyz@v100", "--stages", "32:8:1,64:8:2,96:8:1,128:32:1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["links"]
     assert [row["gpus"] for row in found] == [32, 32, 32, 128]
     assert all(row["gpu_hours"] == pytest.approx(row["hours"] * row["gpus"]) for row in found)
-    assert main([*door, "--account", "xyz@v100"]) == 0  # another chain in the same folder, with its own run folder
+    assert main([*command, "--account", "xyz@v100"]) == 0  # another chain in the same folder, with its own run folder
     assert main(["slurm", "chain", "status", str(tmp_path / "c"), "--json"]) == 0
     assert [j["verdict"] for j in json.loads(capsys.readouterr().out.split("\n", 1)[1])["jobs"]] == ["not submitted"]
-    assert main([*door, "--account", "xyz@v100"]) == 2
+    assert main([*command, "--account", "xyz@v100"]) == 2
     assert "exists; take a new one" in capsys.readouterr().err
 
 

@@ -362,14 +362,23 @@ def test_which_wheel_holds_sm_70(version: str, cuda: str | None, level: str | No
         ({"pp": 5}, "pp", "must divide the 24 layers"),
     ],
 )
-def test_the_door_says_what_is_wrong_with_a_plan_that_is_none(
+def test_the_command_says_what_is_wrong_with_a_plan_that_is_none(
     change: dict, rule: str, says: str, folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     values = plan().to_json()
     values["topology"] |= change
     (folder / "plan.json").write_text(json.dumps(values))
-    door = ["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--account", "xyz@a100", "--json"]
-    assert main(door) == 1
+    command = [
+        "slurm",
+        "check",
+        str(folder / "plan.json"),
+        "--site",
+        "jean-zay-a100",
+        "--account",
+        "xyz@a100",
+        "--json",
+    ]
+    assert main(command) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [set(f) for f in found] == [{"level", "rule", "says", "remedy"}]
     assert (found[0]["level"], found[0]["rule"]) == (REFUSAL, rule) and says in found[0]["says"]
@@ -387,13 +396,13 @@ def test_every_step_of_a_ramp_is_counted(folder: Path, capsys: pytest.CaptureFix
     )
 
 
-def test_the_door_prints_lines_a_person_reads_and_a_missing_plan_is_bad_input(
+def test_the_command_prints_lines_a_person_reads_and_a_missing_plan_is_bad_input(
     folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (folder / "plan.json").write_text(json.dumps(plan().to_json()))
     venv = str(folder.parent / "venv")
-    door = ["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--environment", venv]
-    assert main([*door, "--account", "xyz@v100"]) == 1
+    command = ["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--environment", venv]
+    assert main([*command, "--account", "xyz@v100"]) == 1
     said = capsys.readouterr().out
     assert "refusal [account] account xyz@v100 does not end with @a100\n        --account PROJECT@a100\n" in said
     assert main(["slurm", "check", str(folder / "none.json"), "--site", "jean-zay-a100"]) == 2

@@ -100,13 +100,13 @@ def test_the_guard_refuses_what_slurm_would_refuse(wish: dict, says: str, cluste
     assert [f.level for f in found] == [REFUSAL] and says.lower() in found[0].message.lower()
 
 
-def test_the_doors_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_commands_submit_show_and_cancel(sleeper: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     site = tmp_path / "test.json"
     site.write_text(json.dumps(to_mapping(SITE)))
-    door = [str(sleeper), "--site", str(site), "--account", "xyz@a100", "--json"]
-    assert main(["slurm", "submit", *door, "--dry-run"]) == 0
+    command = [str(sleeper), "--site", str(site), "--account", "xyz@a100", "--json"]
+    assert main(["slurm", "submit", *command, "--dry-run"]) == 0
     assert json.loads(capsys.readouterr().out)["submitted"] == {}
-    assert main(["slurm", "submit", *door]) == 0
+    assert main(["slurm", "submit", *command]) == 0
     job = json.loads(capsys.readouterr().out)["submitted"][str(sleeper)]
     wait_until(lambda: one(sleeper).state == "RUNNING", 60, "running")
     assert main(["slurm", "status", str(sleeper), "--json"]) == 0

@@ -124,11 +124,11 @@ def test_three_links_on_1_2_and_1_nodes_follow_the_ramp_with_the_losses_of_one_r
     site.write_text(json.dumps({"name": "test", "partition": "gpu_p5", "local": ["/dev/shm"]}))
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     folder = str(tmp_path / "chain")
-    door = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
+    command = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
     stages = ["--stages", "8:1:1,16:2:1,24:1:1"]
-    assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *door, *stages]) == 0
+    assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *command, *stages]) == 0
     capsys.readouterr()
-    assert main(["slurm", "chain", "submit", folder, *door]) == 0
+    assert main(["slurm", "chain", "submit", folder, *command]) == 0
     ids = json.loads(capsys.readouterr().out)["submitted"]
     paths = chain.stages_of(Path(folder))
     found = [ended(path) for path in paths]

@@ -38,11 +38,11 @@ def test_of_three_runs_one_fails_and_runs_again_alone(
     plans[2] = replace(plans[2], data=replace(plans[2].data, source=str(corpus)))
     (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
     folder = tmp_path / "sweep"
-    door = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
-    assert main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *door]) == 0
-    assert main(["slurm", "sweep", "submit", str(folder), *door]) == 1  # the guard sees that the corpus is missing
+    command = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
+    assert main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *command]) == 0
+    assert main(["slurm", "sweep", "submit", str(folder), *command]) == 1  # the guard sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
-    assert main(["slurm", "sweep", "submit", str(folder), *door, "--allow", "data", "--parallel", "2"]) == 0
+    assert main(["slurm", "sweep", "submit", str(folder), *command, "--allow", "data", "--parallel", "2"]) == 0
     arrays = json.loads(capsys.readouterr().out)["submitted"]
     wait_until(lambda: any(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))), 60, "running")
     assert sum(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))) <= 2

@@ -52,14 +52,14 @@ def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
             yield data
             data = raw.read(size)
         return
-    unpack, room = zlib.decompressobj(wbits=31), max(UNPACKED, MAX_RATIO * path.stat().st_size)
+    unpack, left = zlib.decompressobj(wbits=31), max(UNPACKED, MAX_RATIO * path.stat().st_size)
     while data:
         try:
             block = unpack.decompress(data, BLOCK)
         except zlib.error as error:
             raise ValueError(f"log={path}: a damaged gzip file ({error})") from None
-        room -= len(block)
-        require(room >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
+        left -= len(block)
+        require(left >= 0, "log", path, f"unpacks to more than {MAX_RATIO} times its size, as no log does")
         yield block
         data = unpack.unconsumed_tail or unpack.unused_data.lstrip(b"\0")
         if unpack.eof and data:  # several members follow each other

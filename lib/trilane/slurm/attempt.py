@@ -15,7 +15,6 @@ from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
 from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.validation import read_object, require
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
@@ -201,7 +200,7 @@ def pruned(folder: Path, sweep: str) -> str:
         return ""
     needs = dict[Path, float]()
     with contextlib.suppress(ValueError):  # a damaged list prunes nothing
-        needs = {other.resolve(): need for other, need in sweep_members(Path(sweep)).items()}
+        needs = {Path(m.folder).resolve(): m.memory_bytes for m in ledger.read_index(Path(sweep)).members}
     mine = needs.pop(folder.resolve(), 0.0)
     for other, need in needs.items():
         written = known_status(other) if need <= mine else None
@@ -210,16 +209,6 @@ def pruned(folder: Path, sweep: str) -> str:
             write_status(folder, RunStatus(status=Status.PRUNED, evidence=reason, rank=None, exit_code=0, seconds=0.0))
             return reason
     return ""
-
-
-def sweep_members(sweep: Path) -> dict[Path, float]:
-    """The run folders of a sweep, in the order of runs.txt, and the bytes that each is predicted to need on a GPU."""
-    members = read_object(sweep / "sweep.json", "sweep", members=list)["members"]
-    for member in members:
-        ok = isinstance(member, dict) and isinstance(member.get("folder"), str)
-        ok = ok and isinstance(member.get("memory_bytes"), int | float)
-        require(ok, "sweep", sweep / "sweep.json", "must name the `folder` and the `memory_bytes` of each member")
-    return {Path(member["folder"]): member["memory_bytes"] for member in members}
 
 
 def last_log(folder: Path) -> RunLog | None:

@@ -1,7 +1,8 @@
 """Ledger: jobs.jsonl of a run folder, the events of its jobs (submitted, started, ...), one JSON object a line.
 
 A submission is two lines: "submitting", with the token that marks its job, before sbatch; then "submitted" with the
-job's id, or "not submitted". Where the process that submits was killed between them, the token finds the job.
+job's id, or "not submitted". Where the process that submits was killed between them, the token finds the job. The index
+of a sweep, sweep.json, is here too: the attempts of its runs read it.
 """
 
 import hashlib
@@ -9,13 +10,15 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from trilane.utils.files import append_line, json_lines, read_text
+from trilane.utils.validation import from_mapping, read_json, require_path, require_positive
 
-NAME = "jobs.jsonl"
+NAME, INDEX = "jobs.jsonl", "sweep.json"
 TOKEN = re.compile(r"trilane-[0-9a-f]{12}")
 # the fields that each event must have, and their types; a damaged line that lacks one is left out
 FIELDS: dict[str, dict[str, type]] = {
@@ -66,3 +69,28 @@ def age_s(event: Mapping[str, Any]) -> float:
 def fingerprint(text: str) -> str:
     """A short id of a script's text: the first 16 digits of its SHA-256."""
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A run of a sweep: its folder, and the bytes that its fullest GPU is predicted to need."""
+
+    folder: str
+    memory_bytes: float
+
+    def __post_init__(self) -> None:
+        require_path("sweep.folder", self.folder)
+        require_positive("sweep.memory_bytes", self.memory_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepIndex:
+    """What sweep.json holds: the name of the site, and the runs in the order of runs.txt."""
+
+    site: str
+    members: tuple[Member, ...]
+
+
+def read_index(sweep: Path) -> SweepIndex:
+    """The index of the sweep; ValueError where it is damaged."""
+    return from_mapping(SweepIndex, read_json(sweep / INDEX, "sweep"), "sweep")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +11,15 @@ from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
 from trilane.slurm import jobs
+from trilane.slurm.ledger import INDEX, Member, SweepIndex, read_index
 from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import DataFrame
-from trilane.utils.validation import from_mapping, read_json, require, require_path, require_positive, to_mapping
+from trilane.utils.validation import read_json, require, to_mapping
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
 
-LIST, INDEX = "runs.txt", "sweep.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """A run of a sweep: its folder, and the bytes that its fullest GPU is predicted to need."""
-
-    folder: str
-    memory_bytes: float
-
-    def __post_init__(self) -> None:
-        require_path("sweep.folder", self.folder)
-        require_positive("sweep.memory_bytes", self.memory_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepIndex:
-    """What sweep.json holds: the name of the site, and the runs in the order of runs.txt."""
-
-    site: str
-    members: tuple[Member, ...]
+LIST = "runs.txt"
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
@@ -90,9 +71,7 @@ def _memory_bytes(prediction: object, plan: Plan, site: Site) -> float:
 def members(folder: Path) -> list[Path]:
     """The run folders, in the order of runs.txt."""
     require((folder / INDEX).exists(), "sweep", folder, "is not the folder of a sweep")
-    return [
-        Path(member.folder) for member in from_mapping(SweepIndex, read_json(folder / INDEX, "sweep"), "sweep").members
-    ]
+    return [Path(member.folder) for member in read_index(folder).members]
 
 
 def scripts(folder: Path, site: Site) -> dict[int, Path]:

@@ -22,7 +22,7 @@ TOOL = 4  # sys.monitoring's number of this tool: debuggers, coverage and profil
 def allocate(file: int, size: int) -> None:
     """Give the open file `size` bytes on the disk; OSError where that is full.
 
-    Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page for which the disk has no room.
+    Not a sparse file: the kernel ends a process (SIGBUS) that writes to a mapped page where the disk is full.
     """
     os.ftruncate(file, size)
     if os.pwrite(file, b"\0" * size, 0) < size:

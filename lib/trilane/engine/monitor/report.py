@@ -168,7 +168,7 @@ class TrainingLog:
                 self._print(spread)
 
     def close(self) -> None:
-        """Write what waits for room on the disk; report what still cannot be written."""
+        """Write what waits for free space on the disk; report what still cannot be written."""
         self._steps.flush()
         if waiting := self._steps.waiting:
             say(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
