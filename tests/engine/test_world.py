@@ -213,13 +213,13 @@ def test_gpus_here_and_none_there_is_refused_on_both_sides_and_not_waited_for(as
 
 
 LACKING = """
-import contextlib, os, torch
+import os, torch
 from trilane.engine.__main__ import main
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 3
 os.environ.update(RANK="3", WORLD_SIZE="4", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4")
 del os.environ["TRILANE_RANK_LOGS"]
-with contextlib.redirect_stderr(sys.stdout):
-    print(main([sys.argv[0]]))
+os.dup2(1, 2)  # what it prints about itself is an answer, too
+print(main([sys.argv[0]]))
 """
 
 

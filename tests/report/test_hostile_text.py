@@ -175,7 +175,7 @@ def opened(browser: Any, page_file: Path, *, with_policy: bool) -> dict[str, Any
     page.add_init_script("window.pwned = () => { window.pwned_times = (window.pwned_times || 0) + 1; }")
     page.on("console", lambda message: seen.append(f"console: {message.text}"))
     page.on("dialog", lambda dialog: (seen.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("request", lambda request: seen.append(request.url[:80]))
+    page.on("request", lambda request: seen.append(request.url[:400]))
     page.goto(page_file.as_uri())
     page.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     found = page.evaluate(LOOK)

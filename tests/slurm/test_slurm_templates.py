@@ -1,5 +1,6 @@
 """The other templates on a real SLURM: a shell on two nodes, a watcher that submits itself again."""
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -21,15 +22,20 @@ def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_tra
     path.write_text(script.render("interactive", p, SITE, REQUEST))
     command = ["script", "-qec", shlex.join([str(SCRIPT), "run", "bash", str(path)]), "/dev/null"]
     env = {**os.environ, **cluster.env}
-    shell = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    said = tmp_path / "said"
-    assert shell.stdin and shell.stdout
+    said, typed = tmp_path / "said", b"echo nodes=$SLURM_NNODES master=$MASTER_ADDR $(type -t train) >said; exit\n"
+    with (tmp_path / "screen").open("wb") as screen:
+        shell = subprocess.Popen(command, env=env, cwd=tmp_path, stdin=subprocess.PIPE, stdout=screen)
+    assert shell.stdin
+
+    def has_ended() -> bool:
+        """Type again what was lost before the prompt came."""
+        with contextlib.suppress(BrokenPipeError):
+            shell.stdin.write(typed)
+            shell.stdin.flush()
+        return shell.poll() is not None
+
     try:
-        while b"# " not in (heard := os.read(shell.stdout.fileno(), 4096)) and b"$ " not in heard:
-            pass  # the prompt: what is typed before it is lost
-        shell.stdin.write(b"echo nodes=$SLURM_NNODES master=$MASTER_ADDR $(type -t train) >said; exit\n")
-        shell.stdin.flush()
-        shell.communicate(timeout=120)
+        wait_until(has_ended, 120, f"no end of the shell; the last it showed is in {tmp_path / 'screen'}")
         assert said.read_text() == "nodes=2 master=jz-a100-1 function\n"
     finally:
         shell.kill()

@@ -108,7 +108,10 @@ def exclusive(folders: Iterable[Path], *, takes_more: bool = False) -> Iterator[
         _record_interrupted(wanted)
         for folder, active in _active(wanted).items():
             if active and not takes_more:
-                raise ActiveJob(f"run folder={folder}: has job {', '.join(active)} already; cancel it first", active)
+                ids, states = [job.id for job in active], ", ".join(job.state for job in active)
+                raise ActiveJob(
+                    f"run folder={folder}: has job {', '.join(ids)} already ({states}); cancel it first", ids
+                )
         yield lock
 
 
@@ -189,14 +192,15 @@ def job_ids(folders: Iterable[Path], *, wait: bool = False) -> dict[Path, list[s
 
 def active_jobs(folder: Path) -> list[str]:
     """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
-    return _active([Path(folder)])[Path(folder)]
+    return [job.id for job in _active([Path(folder)])[Path(folder)]]
 
 
-def _active(folders: Sequence[Path]) -> dict[Path, list[str]]:
+def _active(folders: Sequence[Path]) -> dict[Path, list[client.JobState]]:
     """The jobs of each folder that have not ended."""
     ids = job_ids(folders)
     known = _states(ids)
-    return {folder: [job for job in mine if job in known and not known[job].has_ended] for folder, mine in ids.items()}
+    found = {folder: [known[job] for job in mine if job in known] for folder, mine in ids.items()}
+    return {folder: [job for job in mine if not job.has_ended] for folder, mine in found.items()}
 
 
 def _states(ids: Mapping[Path, Iterable[str]]) -> dict[str, client.JobState]:

@@ -1,5 +1,6 @@
 """Grid: the coordinates (tp, pp, dp), node and process groups of each rank."""
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ class Grid:
         """All ranks, in order."""
         return sorted(self._by_rank)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, int, int]:
         """tp, pp and dp."""
         return tuple(1 + max(getattr(p, axis) for p in self.places) for axis in ("tp", "pp", "dp"))
