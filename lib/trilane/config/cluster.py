@@ -17,7 +17,7 @@ from trilane.utils.validation import (
     require_positive,
 )
 
-PRECISIONS = ("fp32", "fp16", "bf16")
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 LARGEST = 1e16  # bytes, or bytes per second, of one card: beyond it a file has its units wrong
 LARGEST_COUNT = 1_000_000  # nodes of a cluster, GPUs or cores of a node
 
@@ -26,7 +26,8 @@ LARGEST_COUNT = 1_000_000  # nodes of a cluster, GPUs or cores of a node
 class Gpu:
     """One accelerator, or one process of a CPU machine (`kind` "cpu").
 
-    Rates are peaks for dense matmuls with fp32 accumulation. A precision that the card lacks has rate 0.
+    Rates are peaks for dense matmuls with fp32 accumulation. A precision that the card lacks has rate 0. In fp8 only
+    the linear layers' matmuls are of 8 bits; weights, activations and gradients are kept in bf16.
     `context_bytes` is what the driver and the loaded kernels take before the first tensor.
     """
 
@@ -40,13 +41,14 @@ class Gpu:
     context_bytes: float
     compute_capability: tuple[int, ...] = (0, 0)
     num_sms: int = 1
+    fp8_flops_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         require_line("gpu.name", self.name)
         require_known("gpu.kind", self.kind, ("cuda", "cpu"))
         for name in ("memory_bytes", "memory_bytes_per_s", "fp32_flops_per_s"):
             require_positive(f"gpu.{name}", getattr(self, name))
-        for name in ("fp16_flops_per_s", "bf16_flops_per_s", "context_bytes"):
+        for name in ("fp16_flops_per_s", "bf16_flops_per_s", "fp8_flops_per_s", "context_bytes"):
             require_not_negative(f"gpu.{name}", getattr(self, name))
         require_integer("gpu.num_sms", self.num_sms, 1)
         rule = f"must be at most {LARGEST:g}, a thousand times what a card has"

@@ -78,6 +78,28 @@ def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: st
     return "-".join([t.label, *(word for word, chosen in named.items() if chosen)])
 
 
+def untrainable_reason(shape: ModelShape, topology: Topology) -> str | None:
+    """Why no engine here can train what may be planned and run by other programs, as `field=value: the rule`; or None.
+
+    Of the dense decoders they train GPT-2's, also with BLOOM's norm of the embedding.
+    """
+    usual = {"num_key_value_heads": None, "ffn_hidden_size": None, "activation": "gelu"}
+    usual |= {"normalization": "layernorm", "positions": "learned", "biases": "all"}
+    for name, value in usual.items():
+        if getattr(shape, name) != value:
+            theirs = f"{value} alone" if value else "the usual number alone"
+            return f"{name}={getattr(shape, name)}: the engines here train {theirs} so far"
+    if topology.cp > 1:
+        return f"cp={topology.cp}: the engines here cannot share a sequence so far"
+    return "precision=fp8: the engines here have none so far" if topology.precision == "fp8" else None
+
+
+def require_trainable(shape: ModelShape, topology: Topology) -> None:
+    """Raise ValueError where no engine here can train it."""
+    if reason := untrainable_reason(shape, topology):
+        raise ValueError(reason)
+
+
 def unsupported_reason(engine: str, shape: ModelShape, topology: Topology) -> str | None:
     """Why `engine` cannot train `shape` on `topology`, as `field=value: the rule`; None where it can."""
     broken = unsupported_rule(engine, shape, topology)

@@ -1,22 +1,37 @@
-"""ModelShape: the sizes of a GPT, its parameters and its FLOPs per iteration."""
+"""ModelShape: the sizes of a dense decoder (GPT, BLOOM, Llama, ...), its parameters and its FLOPs per iteration."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.utils.validation import from_mapping, is_count, read_json, require, require_integer
+from trilane.utils.validation import from_mapping, is_count, read_json, require, require_integer, require_known
 
 # Beyond these a file has a size wrong: a hundred times what has been trained.
 LARGEST = {"num_layers": 1 << 16, "hidden_size": 1 << 18, "num_attention_heads": 1 << 18}
 LARGEST |= {"seq_length": 1 << 24, "vocab_size": 1 << 24}
+MOST_FFN = 1 << 22
+
+GATED = ("swiglu", "geglu")
+ACTIVATIONS = ("gelu", "relu", "squared-relu", *GATED)
+NORMALIZATIONS = ("layernorm", "rmsnorm")
+POSITIONS = ("learned", "rotary", "alibi", "none")
+BIASES = ("all", "qkv", "none")
+GATED_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A GPT-2 architecture: LayerNorm before attention and MLP, GELU, 4 h wide MLP, learned positions.
+    """The sizes of a dense decoder; without the fields after `vocab_size`, those of GPT-2.
 
     `vocab_size` is the number of rows of the embedding matrix, already padded (see padded_vocab_size), so that the
-    loss is the same on every tensor-parallel size. Raises ValueError for a size below 1 or beyond LARGEST, and
-    for heads that do not divide.
+    loss is the same on every tensor-parallel size. Norms stand before attention and MLP, one after the last layer.
+
+    num_key_value_heads   heads of keys and values that groups of query heads share; None: one for each query head
+    ffn_hidden_size       channels inside the MLP; None: 4 h, or what a gated MLP of as many parameters has
+    activation            of the MLP; "swiglu" and "geglu" have a second matrix of the same size, the gate
+    positions             "learned" is a table of seq_length rows; "rotary" and "alibi" have no parameters
+    biases                "all" linear layers have one, "qkv" queries, keys and values alone, or "none"
+
+    Raises ValueError for a size below 1 or beyond LARGEST, for heads that do not divide, and an MLP narrower than h.
     """
 
     num_layers: int
@@ -26,12 +41,63 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool = True
     embedding_layernorm: bool = False
+    num_key_value_heads: int | None = None
+    ffn_hidden_size: int | None = None
+    activation: str = "gelu"
+    normalization: str = "layernorm"
+    positions: str = "learned"
+    biases: str = "all"
 
     def __post_init__(self) -> None:
         for field, most in LARGEST.items():
             require_integer(field, getattr(self, field), 1, most)
-        rule = f"must divide hidden_size={self.hidden_size}"
-        require(self.hidden_size % self.num_attention_heads == 0, "num_attention_heads", self.num_attention_heads, rule)
+        h, heads, kv, ffn = self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.ffn_hidden_size
+        require(h % heads == 0, "num_attention_heads", heads, f"must divide hidden_size={h}")
+        for field, known in (
+            ("activation", ACTIVATIONS),
+            ("normalization", NORMALIZATIONS),
+            ("positions", POSITIONS),
+            ("biases", BIASES),
+        ):
+            require_known(field, getattr(self, field), known)
+        if kv is not None:
+            require_integer("num_key_value_heads", kv, 1, heads)
+            require(heads % kv == 0, "num_key_value_heads", kv, f"must divide num_attention_heads={heads}")
+        if ffn is not None:
+            require_integer("ffn_hidden_size", ffn, 1, MOST_FFN)
+            require(ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
+        # one shape has one way to be written: what is usual is None
+        if kv == heads:
+            object.__setattr__(self, "num_key_value_heads", None)
+        if ffn == self._usual_ffn:
+            object.__setattr__(self, "ffn_hidden_size", None)
+
+    @property
+    def _usual_ffn(self) -> int:
+        """4 h; gated, 8/3 h in whole multiples of 64, as Megatron-LM's --swiglu has it (arguments.py)."""
+        h = self.hidden_size
+        return max(8 * h // 3 // GATED_MULTIPLE * GATED_MULTIPLE, h) if self.is_gated else 4 * h
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate: a third matrix."""
+        return self.activation in GATED
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether it is GPT-2's architecture in all but sizes, output matrix and norm of the embedding."""
+        rest = (self.num_key_value_heads, self.ffn_hidden_size, self.activation, self.normalization)
+        return (*rest, self.positions, self.biases) == (None, None, "gelu", "layernorm", "learned", "all")
+
+    @property
+    def ffn(self) -> int:
+        """Channels inside the MLP."""
+        return self.ffn_hidden_size or self._usual_ffn
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys, and of values."""
+        return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
@@ -39,10 +105,27 @@ class ModelShape:
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one transformer layer: 12 h^2 + 13 h (four h x 4h-equivalent matrices, biases, two norms)."""
+    def layer_weights(self) -> int:
+        """Entries of a layer's matrices: queries and projection h^2 each, keys and values, the MLP. GPT-2: 12 h^2."""
         h = self.hidden_size
-        return 12 * h * h + 13 * h
+        return 2 * h * h + 2 * h * self.kv_heads * self.head_dim + (2 + self.is_gated) * h * self.ffn
+
+    @property
+    def layer_biases(self) -> int:
+        """Biases of one layer. GPT-2: 9 h."""
+        h = self.hidden_size
+        qkv = h + 2 * self.kv_heads * self.head_dim
+        return {"all": qkv + 2 * h + (1 + self.is_gated) * self.ffn, "qkv": qkv, "none": 0}[self.biases]
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm: LayerNorm 2 h, RMSNorm h."""
+        return self.hidden_size * (2 if self.normalization == "layernorm" else 1)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one transformer layer. GPT-2: 12 h^2 + 13 h."""
+        return self.layer_weights + self.layer_biases + 2 * self.norm_parameters
 
     @property
     def embedding_parameters(self) -> int:
@@ -51,26 +134,28 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters: L (12 h^2 + 13 h) + V h + s h + 2 h; untied output and embedding LayerNorm add theirs.
+        """All parameters: layers, V h (twice where the output has its own matrix), the last norm, positions if learned.
 
-        Source: the BigScience chronicles' prequel (the formula of its section 'Size'); exact for the engine's model.
+        GPT-2: L (12 h^2 + 13 h) + V h + s h + 2 h. Source: the BigScience chronicles' prequel (the formula of its
+        section 'Size'); exact for the engine's model.
         """
-        L, h, s, V = self.num_layers, self.hidden_size, self.seq_length, self.vocab_size
-        untied = 0 if self.tied_embeddings else V * h
-        return L * self.layer_parameters + V * h + s * h + 2 * h + untied + 2 * h * self.embedding_layernorm
+        h, matrices = self.hidden_size, 1 if self.tied_embeddings else 2
+        positions = self.seq_length * h * (self.positions == "learned")
+        beside = positions + self.norm_parameters + 2 * h * self.embedding_layernorm
+        return self.num_layers * self.layer_parameters + matrices * self.embedding_parameters + beside
 
     def flops_per_iteration(self, gbs: float, recompute_full: bool = False) -> float:
-        """FLOPs of one iteration over `gbs` sequences.
+        """FLOPs of one iteration over `gbs` sequences: three times the forward pass, four with full recomputation.
 
-            F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h))      forward + backward
-            F = 96 B s L h^2 (1 + s / (6 h) + V / (16 L h))      with full activation recomputation
+            forward of a layer = 2 B s W + 4 B s^2 h     W entries of its matrices; logits = 2 B s h V, never recomputed
+            GPT-2, W = 12 h^2:  F = 72 B s L h^2 (1 + s / (6 h) + V / (12 L h)), or 96 (1 + s / (6 h) + V / (16 L h))
 
-        Narayanan et al. 2021, arXiv:2104.04473, equation 3 and appendix. Left out: norms, GELU, softmax, optimizer, and
-        the half of the score matrix that a causal attention kernel may skip.
+        Narayanan et al. 2021, arXiv:2104.04473, equation 3 and appendix. Left out: norms, activation, softmax,
+        optimizer, and the half of the score matrix that a causal attention kernel may skip.
         """
         B, s, L, h, V = gbs, self.seq_length, self.num_layers, self.hidden_size, self.vocab_size
-        factor = 96 if recompute_full else 72
-        return factor * B * s * L * h * h * (1 + s / (6 * h) + V / (factor / 6 * L * h))
+        layers = L * (2 * B * s * self.layer_weights + 4 * B * s * s * h)
+        return (4 if recompute_full else 3) * layers + 6 * B * s * h * V
 
 
 def padded_vocab_size(tokens: int, tp: int = 1, multiple: int = 128) -> int:

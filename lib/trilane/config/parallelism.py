@@ -19,8 +19,10 @@ CHOICES |= {"attention": ATTENTIONS, "adam": ("fused", "torch"), "buckets": ("la
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """tp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
+    """tp x cp x pp x dp GPUs; microbatches of `mbs` sequences, `gbs` sequences an iteration.
 
+    `cp` ranks share each sequence and hand keys and values on in a ring (context parallelism; ranks run tp fastest,
+    then cp, dp, pp); their gradients are summed with those of the replicas.
     `zero` is the ZeRO stage (1 in the `megatron` engine: its distributed optimizer). `interleaving` is the number of
     model chunks per pipeline stage. `partition` "type:transformer|embedding" counts embedding and head as layers.
     `first_stage_layers` and `last_stage_layers` give those pipeline stages a number of their own (0: as the others).
@@ -53,9 +55,10 @@ class Topology:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     buckets: str = "layer"
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving"):
+        for name in ("tp", "pp", "dp", "mbs", "gbs", "interleaving", "cp"):
             require_integer(name, getattr(self, name), 1, LARGEST)
         for name in ("zero", "first_stage_layers", "last_stage_layers"):
             require_integer(name, getattr(self, name), 0, LARGEST)
@@ -66,8 +69,8 @@ class Topology:
 
     @property
     def gpus(self) -> int:
-        """GPUs (processes) of the run: tp x pp x dp."""
-        return self.tp * self.pp * self.dp
+        """GPUs (processes) of the run: tp x cp x pp x dp."""
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def microbatches(self) -> int:
@@ -83,6 +86,7 @@ class Topology:
         """
         words = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", f"mbs{self.mbs}"]
         named = {
+            f"cp{self.cp}": self.cp > 1,
             f"zero{self.zero}": self.zero > 0,
             self.recompute: self.recompute != "none",
             f"vp{self.interleaving}": self.interleaving > 1,
@@ -191,6 +195,20 @@ SHAPE_RULES = (
     _tp_divides("num_attention_heads"),
     _tp_divides("vocab_size", hint=" (pad the vocabulary)", sign=": "),
     _tp_divides("hidden_size"),
+    _tp_divides("ffn", hint="_hidden_size"),
+    Rule(
+        "tp",
+        "must divide the heads of keys and values, or be a multiple of them",
+        lambda t, s: s.kv_heads % t.tp == 0 or t.tp % s.kv_heads == 0,
+        lambda t, s: f": {s.kv_heads}",
+        of_sizes=True,
+    ),
+    Rule(
+        "cp",
+        "must divide seq_length into two halves a rank",
+        lambda t, s: t.cp == 1 or s.seq_length % (2 * t.cp) == 0,
+        lambda t, s: f": 2 x {t.cp} does not divide {s.seq_length}",
+    ),
     Rule(
         "tp",
         "must divide seq_length where sequences are parallel",
@@ -215,14 +233,14 @@ CLUSTER_RULES = (
     Rule(
         "gpus",
         "must not exceed the cluster",
-        lambda t, c: t.tp * t.pp * t.dp <= c.max_gpus,
+        lambda t, c: t.gpus <= c.max_gpus,
         lambda t, c: f": {c.name} has {c.max_gpus}",
         of_sizes=True,
     ),
     Rule(
         "tp",
         "a tensor-parallel group must stay inside a node",
-        lambda t, c: c.gpus_per_node % t.tp == 0 or t.tp * t.pp * t.dp <= c.gpus_per_node,
+        lambda t, c: c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node,
         lambda t, c: f" of {c.gpus_per_node} GPUs",
         of_sizes=True,
     ),

@@ -182,7 +182,10 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that one training run needs; if it exists, it can be started. ValueError otherwise."""
+    """Everything that one training run needs; if it exists, a program can run it. ValueError otherwise.
+
+    What the engines here cannot train yet, engines.untrainable_reason tells.
+    """
 
     label: str
     shape: ModelShape

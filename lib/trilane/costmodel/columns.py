@@ -14,7 +14,7 @@ from trilane.config.parallelism import OFFLOADS, RECOMPUTE, Topology
 # DeepSpeed's default size of a reduce or all-gather bucket, in values (its configuration page, reduce_bucket_size).
 LIBRARY_BUCKET = 500_000_000
 # Numbers that a Topology has by the same names.
-SAME = ("tp", "pp", "dp", "mbs", "gbs", "zero", "interleaving", "first_stage_layers", "last_stage_layers")
+SAME = ("tp", "cp", "pp", "dp", "mbs", "gbs", "zero", "interleaving", "first_stage_layers", "last_stage_layers")
 Number = Any  # a float or a numpy array; arrays in one Columns broadcast against each other
 
 
@@ -35,7 +35,9 @@ class Columns:
     embedding and head as a layer each; `stores_scores` 1 where attention keeps its s x s scores (no flash kernel);
     `offload` 0 none, 1 optimizer, 2 optimizer and parameters; `fp32_gradients` 1 where they are accumulated in fp32;
     `library_buckets` 1 where ZeRO's buckets have DeepSpeed's own size; `main_grads` 1 where the engine is Megatron's
-    own, whose fp32 gradients are the only ones and stay whole.
+    own, whose fp32 gradients are the only ones and stay whole; `gated` 1 where the MLP has a gate; `biases` 0 none, 1
+    of queries, keys and values, 2 all; `norm_values` 2 h or h parameters of a norm; `positions` learned rows;
+    `fp8` 1 where linear layers multiply in 8 bits.
     """
 
     layers: Number
@@ -60,6 +62,14 @@ class Columns:
     torch_adam: Number
     untied: Number
     embedding_layernorm: Number
+    kv_heads: Number
+    ffn: Number
+    gated: Number
+    biases: Number
+    norm_values: Number
+    positions: Number
+    cp: Number = 1
+    fp8: Number = 0
     first_stage_layers: Number = 0  # 0: as many as the others
     last_stage_layers: Number = 0
     library_buckets: Number = 0
@@ -72,21 +82,45 @@ class Columns:
 
     @property
     def gpus(self) -> Number:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.replicas * self.pp
+
+    @property
+    def replicas(self) -> Number:
+        """Ranks among which gradients are summed and ZeRO divides: replicas, times the ranks that share a sequence."""
+        return self.dp * self.cp
 
     @property
     def tokens(self) -> Number:
-        return self.mbs * self.seq
+        """Tokens of a microbatch on one GPU."""
+        return self.mbs * self.seq / self.cp
 
     @property
     def head_dim(self) -> Number:
         return self.hidden / self.heads
 
     @property
+    def kv_hidden(self) -> Number:
+        """Channels of all keys (or values) on the ranks of a tensor-parallel group, which hold a head each at least."""
+        return np.maximum(self.kv_heads, self.tp) * self.head_dim
+
+    @property
+    def matrices(self) -> tuple[tuple[Number, Number], ...]:
+        """Outputs and inputs of a layer's matrices on one GPU: queries, keys and values; projection; MLP in and out."""
+        h, f, t = self.hidden, self.ffn, self.tp
+        return ((h + 2 * self.kv_hidden) / t, h), (h, h / t), ((1 + self.gated) * f / t, h), (h, f / t)
+
+    @property
+    def layer_weights(self) -> Number:
+        """Entries of a layer's matrices on one GPU."""
+        return sum(outputs * inputs for outputs, inputs in self.matrices)
+
+    @property
     def layer_parameters(self) -> Number:
         """Parameters of one layer on one GPU; tp divides all but norms and the biases of row-parallel matrices."""
-        h = self.hidden
-        return (12 * h * h + 7 * h) / self.tp + 6 * h
+        qkv, _, mlp, _ = (outputs for outputs, _ in self.matrices)
+        every = np.equal(self.biases, 2)
+        biases = np.greater(self.biases, 0) * qkv + every * (mlp + 2 * self.hidden)
+        return self.layer_weights + biases + 2 * self.norm_values
 
     @property
     def embedding_parameters(self) -> Number:
@@ -113,12 +147,12 @@ class Columns:
 
     @property
     def bucket_values(self) -> Number:
-        """Values in one of ZeRO's buckets: one layer's matrices, 12 h^2, and never more than DeepSpeed's own size.
+        """Values in one of ZeRO's buckets: one layer's matrices, and never more than DeepSpeed's own size.
 
         Stage 3: h^2, as Hugging Face's Trainer fills in "auto" (its page on DeepSpeed).
         """
         h2 = self.hidden * self.hidden
-        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(LIBRARY_BUCKET, 12 * h2))
+        fitted = np.where(np.equal(self.zero, 3), h2, np.minimum(LIBRARY_BUCKET, self.layer_weights * self.tp))
         return np.where(np.equal(self.library_buckets, 1), LIBRARY_BUCKET, fitted)
 
     def take(self, index: Any) -> "Columns":
@@ -146,6 +180,13 @@ def columns_of(shape: ModelShape, topology: Topology, engine: str = "") -> Colum
         torch_adam=int(t.adam == "torch"),
         untied=int(not shape.tied_embeddings),
         embedding_layernorm=int(shape.embedding_layernorm),
+        kv_heads=shape.kv_heads,
+        ffn=shape.ffn,
+        gated=int(shape.is_gated),
+        biases=("none", "qkv", "all").index(shape.biases),
+        norm_values=shape.norm_parameters,
+        positions=shape.seq_length if shape.positions == "learned" else 0,
+        fp8=int(t.precision == "fp8"),
         library_buckets=int(t.buckets == "library"),
         main_grads=int(engine == "megatron" and t.precision != "fp32"),
     )
@@ -156,8 +197,14 @@ def stack(rows: Sequence[Columns]) -> Columns:
     return Columns(**{f.name: np.array([getattr(r, f.name) for r in rows], float) for f in fields(Columns)})
 
 
+def linear_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
+    """Peak rate of a linear layer's matmuls: that of 8 bits where they have 8."""
+    wide = matmul_flops_per_s(columns, cluster)
+    return np.where(np.equal(columns.fp8, 1), cluster.gpu.fp8_flops_per_s, wide) if cluster.gpu.kind == "cuda" else wide
+
+
 def matmul_flops_per_s(columns: Columns, cluster: Cluster) -> Number:
-    """Peak matmul rate of one process: the card's in its precision, or its share of a CPU machine's cores."""
+    """Peak rate of attention's matmuls: the card's in 16 or 32 bits, or a process's share of a CPU machine's cores."""
     gpu = cluster.gpu
     half = max(gpu.fp16_flops_per_s, gpu.bf16_flops_per_s) or gpu.fp32_flops_per_s
     if gpu.kind == "cpu":

@@ -52,7 +52,7 @@ def data_parallel_bytes_per_s(columns: Columns, cluster: Cluster, constants: Con
     ring = cluster.ring_bytes_per_s or cluster.network_bytes_per_s
     outside = np.minimum(cluster.network_bytes_per_s / np.minimum(x.tp, node), ring) * constants.network
     inside = cluster.node_bytes_per_s * constants.node
-    return np.where(x.tp * x.dp > node, np.minimum(outside, inside), inside) / slowdown(x, cluster)
+    return np.where(x.tp * x.replicas > node, np.minimum(outside, inside), inside) / slowdown(x, cluster)
 
 
 def data_parallel_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -64,7 +64,7 @@ def data_parallel_seconds(parameters: Number, columns: Columns, cluster: Cluster
     """
     x = columns
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
-    share = (x.dp - 1) / x.dp * parameters / data_parallel_bytes_per_s(x, cluster, constants)
+    share = (x.replicas - 1) / x.replicas * parameters / data_parallel_bytes_per_s(x, cluster, constants)
     once = share * (2 * width + np.greater(x.zero, 0) * x.value_bytes)
     gathers = 2 + np.equal(x.recompute, 2)
     each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
@@ -80,7 +80,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
     """
     x, c, node = columns, constants, cluster.gpus_per_node
     sent = 2 * x.tokens * x.hidden * x.value_bytes
-    network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.dp, node)
+    network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
     each = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus + c.handoff_s + 2 * cluster.latency_s
@@ -90,7 +90,7 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
 def optimizer_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
     """Adam on the GPU, by bytes moved."""
     x = columns
-    owned = parameters / np.where(np.greater(x.zero, 0), x.dp, 1)
+    owned = parameters / np.where(np.greater(x.zero, 0), x.replicas, 1)
     rate = cluster.gpu.memory_bytes_per_s * constants.memory / slowdown(x, cluster)
     here = np.equal(x.offload, 0) * STEP_BYTES_OWNED * owned
     return (here + STEP_BYTES_HELD * parameters) / rate
@@ -102,7 +102,7 @@ def offload_seconds(parameters: Number, columns: Columns, cluster: Cluster, cons
     arXiv:2104.07857.
     """
     x = columns
-    owned = parameters / np.where(np.greater(x.zero, 0), x.dp, 1)
+    owned = parameters / np.where(np.greater(x.zero, 0), x.replicas, 1)
     pcie = cluster.pcie_bytes_per_s * constants.p2p
     step = owned * (2 * x.value_bytes / pcie + HOST_STEP_BYTES * cluster.gpus_per_node / HOST_BYTES_PER_S)
     fetch = x.microbatches * (2 + np.equal(x.recompute, 2)) * owned * x.value_bytes / pcie
@@ -118,7 +118,7 @@ def pressure(columns: Columns, cluster: Cluster, constants: Constants) -> Number
         return 1.0
     filled = memory_bytes(columns, cluster) / cluster.gpu.memory_bytes
     ramp = np.clip((filled - PRESSURE_FROM) / (PRESSURE_TO - PRESSURE_FROM), 0, 1)
-    return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(columns.dp, 1)
+    return 1 + constants.pressure * ramp * (1 - columns.fp32_gradients) * np.greater(columns.replicas, 1)
 
 
 def stage_seconds(columns: Columns, layer: Number, head: Number, embedding: Number) -> tuple[Number, Number]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.costmodel.columns import Columns, Number, Parts, matmul_flops_per_s, slowdown
+from trilane.costmodel.columns import Columns, Number, Parts, linear_flops_per_s, matmul_flops_per_s, slowdown
 from trilane.costmodel.constants import Constants
 
 # Tiles of cuBLAS's half-precision kernels and their relative rate: NVIDIA, 'Matrix multiplication background user
@@ -30,36 +30,44 @@ class LayerTime(Parts):
 
 
 def matmul_seconds(
-    m: Number, n: Number, k: Number, columns: Columns, cluster: Cluster, constants: Constants, batch: Number = 1.0
+    m: Number,
+    n: Number,
+    k: Number,
+    columns: Columns,
+    cluster: Cluster,
+    constants: Constants,
+    batch: Number = 1.0,
+    rate: Number = None,
 ) -> Number:
     """Seconds of `batch` products (m x k)(k x n): the best of three tile shapes, waves of one tile per SM.
 
         t = (w + q (ceil(w) - w)) 2 tile (k + k0) SMs / (peak e)      w = tiles / SMs
 
-    q quantization, k0 prologue, e matmul. Tile and wave quantization: NVIDIA, 'Matrix multiplication background'.
+    q quantization, k0 prologue, e matmul; `rate` is the peak, by default that of attention. Tile and wave quantization:
+    NVIDIA, 'Matrix multiplication background'.
     Left out: which kernel cuBLAS picks; two tiles per SM; operands that fall out of the L2 cache.
     """
     c, sms = constants, cluster.gpu.num_sms
-    peak = matmul_flops_per_s(columns, cluster) * c.matmul
+    peak = (matmul_flops_per_s(columns, cluster) if rate is None else rate) * c.matmul
     if cluster.gpu.kind == "cpu":
         return 2 * m * n * k * batch / peak
     best: Number = np.inf
-    for tile_m, tile_n, rate in TILES:
+    for tile_m, tile_n, relative in TILES:
         waves = np.ceil(m / tile_m) * np.ceil(n / tile_n) * batch / sms
         lost = waves + c.quantization * (np.ceil(waves) - waves)
-        best = np.minimum(best, lost * (2 * tile_m * tile_n * sms / rate))
+        best = np.minimum(best, lost * (2 * tile_m * tile_n * sms / relative))
     return best * (k + c.prologue) / peak
 
 
 def linear_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
     """Forward and backward seconds of the four weight matmuls of a layer: QKV, projection, MLP in, MLP out."""
-    x, h, t = columns, columns.hidden, columns.tp
+    x, peak = columns, linear_flops_per_s(columns, cluster)
     forward: Number = 0.0
     backward: Number = 0.0
-    for n, k in ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t)):
-        forward = forward + matmul_seconds(x.tokens, n, k, x, cluster, constants)
-        backward = backward + matmul_seconds(x.tokens, k, n, x, cluster, constants)
-        backward = backward + matmul_seconds(k, n, x.tokens, x, cluster, constants)
+    for n, k in x.matrices:
+        forward = forward + matmul_seconds(x.tokens, n, k, x, cluster, constants, rate=peak)
+        backward = backward + matmul_seconds(x.tokens, k, n, x, cluster, constants, rate=peak)
+        backward = backward + matmul_seconds(k, n, x.tokens, x, cluster, constants, rate=peak)
     return forward, backward
 
 
@@ -71,20 +79,35 @@ def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
     the products leave the tensor cores for fp32 units. Fused: see flash_seconds. Left out: batches that leave SMs idle.
     """
     x, c, gpu = columns, constants, cluster.gpu
-    s, d, batch = x.seq, x.head_dim, x.mbs * x.heads / x.tp
-    product = matmul_seconds(s, s, d, x, cluster, c, batch) + matmul_seconds(s, d, s, x, cluster, c, batch)
+    s, d, batch, mine = x.seq, x.head_dim, x.mbs * x.heads / x.tp, x.seq / x.cp  # `mine`: queries of this rank
+    product = matmul_seconds(mine, s, d, x, cluster, c, batch) + matmul_seconds(mine, d, s, x, cluster, c, batch)
     if gpu.kind == "cpu":
         fused = product
     else:
         wide = np.ceil(d / SIMT_TILE) * SIMT_TILE
         crowd = (batch / CROWD_OF_HEADS) ** c.crowding
-        slow = 2 * s * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
+        slow = 2 * mine * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
         product = np.where(np.mod(d, 8) == 0, product, slow)
         fused = flash_seconds(x, cluster)
-    one_pass = x.value_bytes * s * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
+    one_pass = x.value_bytes * mine * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
     stored = np.equal(x.stores_scores, 1)
     forward = np.where(stored, product + 6.5 * one_pass, fused)
-    return forward, np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
+    backward = np.where(stored, 2 * product + 9.5 * one_pass, 2.5 * fused)
+    ring = ring_seconds(x, cluster, c)
+    return np.maximum(forward, ring), np.maximum(backward, 2 * ring)
+
+
+def ring_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Seconds in which the ranks that share a sequence hand the keys and values of a layer once around their ring.
+
+    Each block is sent while the one before is multiplied (Liu et al. 2023, arXiv:2310.01889), so it costs what exceeds
+    the attention core; backward hands on the gradients, too. Left out: the imbalance of a causal mask.
+    """
+    x, node = columns, cluster.gpus_per_node
+    sent = (x.cp - 1) * 2 * x.tokens * x.kv_hidden / x.tp * x.value_bytes
+    inside = cluster.node_bytes_per_s * constants.node
+    outside = np.minimum(inside, cluster.network_bytes_per_s / np.minimum(x.tp, node) * constants.network)
+    return sent / np.where(x.tp * x.cp > node, outside, inside)
 
 
 def flash_seconds(columns: Columns, cluster: Cluster) -> Number:
@@ -94,18 +117,20 @@ def flash_seconds(columns: Columns, cluster: Cluster) -> Number:
     Left out: that H100 kernels of 2023 reach less, and short sequences.
     """
     x = columns
-    flops = 0.5 * 4 * x.seq**2 * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
+    flops = 0.5 * 4 * x.seq**2 / x.cp * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
     return flops / (FLASH_SHARE * matmul_flops_per_s(x, cluster))
 
 
 def elementwise_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
     """Forward and backward seconds of norms, residuals, dropout, GELU and biases, by bytes moved.
 
-    Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with dropout 14, GELU
-    16/t, QKV bias and layout 12/t. Backward moves half as much again. Sequence parallelism divides all by t.
+    Forward, in bytes per token and channel at 2 bytes a value: two norms 8, two residuals with dropout 14, and, over t,
+    4 of each channel of the MLP (16 with 4 h; a gate reads another 2) and 4 of queries, keys and values for bias and
+    layout (12). Backward moves half as much again. Sequence parallelism divides all by t.
     """
     x, c = columns, constants
-    moved = np.where(np.equal(x.sequence_parallel, 1), 50 / x.tp, 22 + 28 / x.tp) * x.value_bytes / 2
+    cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (1 + 2 * x.kv_hidden / x.hidden)
+    moved = (np.where(np.equal(x.sequence_parallel, 1), 22 / x.tp, 22) + cut / x.tp) * x.value_bytes / 2
     forward = moved * x.tokens * x.hidden * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
     return forward, 1.5 * forward
 

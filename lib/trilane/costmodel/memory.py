@@ -70,11 +70,13 @@ def activation_bytes_per_layer(columns: Columns) -> Number:
         selective, or fused   the 5 a s term dropped
         full                  2 s b h
 
-    Korthikanti et al. 2022, arXiv:2205.05198, table 2.
+    Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the core's output 2, the
+    MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
     """
     x = columns
     sbh = x.tokens * x.hidden
-    kept = np.where(np.equal(x.sequence_parallel, 1), 34 / x.tp, 10 + 24 / x.tp)
+    cut = 4 + 4 * x.kv_hidden / x.hidden + (4 + 2 * x.gated) * x.ffn / x.hidden
+    kept = np.where(np.equal(x.sequence_parallel, 1), 10 / x.tp, 10) + cut / x.tp
     stores = np.equal(x.recompute, 0) * x.stores_scores
     whole = sbh * kept + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
     return np.where(np.equal(x.recompute, 2), 2 * sbh, whole) * x.value_bytes / 2
@@ -102,8 +104,8 @@ def stage_parameters(columns: Columns, stage: Number) -> Number:
     x = columns
     ends = np.equal(stage, 0), np.equal(stage, x.pp - 1)
     embedding = x.embedding_parameters
-    beside = x.seq * x.hidden + 2 * x.hidden * x.embedding_layernorm  # positions, and BLOOM's norm of the embedding
-    at_end = 2 * x.hidden + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
+    beside = x.positions * x.hidden + 2 * x.hidden * x.embedding_layernorm  # BLOOM's norm of the embedding
+    at_end = x.norm_values + embedding * np.where(np.equal(x.pp, 1), x.untied, 1)
     return stage_layers_at(x, stage) * x.layer_parameters + ends[0] * (embedding + beside) + ends[1] * at_end
 
 
@@ -117,7 +119,7 @@ def model_states(columns: Columns, stage: Number, constants: MemoryConstants) ->
     """
     x, c = columns, constants
     parameters, wide = stage_parameters(x, stage), np.equal(x.value_bytes, 4)
-    shard = [np.where(np.greater_equal(x.zero, level), x.dp, 1) for level in (1, 2, 3)]
+    shard = [np.where(np.greater_equal(x.zero, level), x.replicas, 1) for level in (1, 2, 3)]
     main = np.equal(x.main_grads, 1)
     weights = x.value_bytes * parameters / shard[2]
     each = np.where(main, 4, x.value_bytes + np.where(wide, 0, c.accumulated * x.fp32_gradients))
@@ -150,7 +152,7 @@ def stage_memory(
     x, c, cpu = columns, constants, cluster.gpu.kind == "cpu"
     weights, gradients, optimizer = model_states(x, stage, c)
     over = np.where(np.equal(x.recompute, 2) & (not cpu), c.checkpoint, 1)
-    buckets = (x.pp == 1) & (x.dp > 1) & np.greater(x.zero, 0) & (not cpu)
+    buckets = (x.pp == 1) & (x.replicas > 1) & np.greater(x.zero, 0) & (not cpu)
     here, away = np.equal(x.offload, 0), np.equal(x.offload, 2)
     parts = {
         "weights": weights * ~away + np.equal(x.zero, 3) * 2 * x.layer_parameters * x.value_bytes,

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
+from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.engine.signals import Signals
 from trilane.utils.files import patient_text, set_aside
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
 def _prepare(path: Path, signals: Signals, begin: float) -> Callable[[], None]:
     """The plan's training, ready to start; torch is imported only once the plan is found valid."""
     plan = read_plan(path)
+    require_trainable(plan.shape, plan.topology)
     limit_queues(plan, os.environ)
     from trilane.engine.distributed.cpu import enable_cpu
 

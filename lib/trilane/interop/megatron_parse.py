@@ -98,7 +98,10 @@ def _shape(given: _Given, vocab_size: int) -> ModelShape:
     found = (padded or [vocab_size])[0]
     require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
     return ModelShape(
-        **{name: given.get(name, int) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")},
+        num_layers=given.get("num_layers", int),
+        hidden_size=given.get("hidden_size", int),
+        num_attention_heads=given.get("num_attention_heads", int),
+        seq_length=given.get("seq_length", int),
         vocab_size=found,
         tied_embeddings=not given.has("untie_embeddings_and_output_weights"),
         embedding_layernorm=given.has("embed_layernorm"),

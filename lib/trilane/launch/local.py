@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
@@ -40,6 +41,7 @@ def train_local(
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
+    require_trainable(plan.shape, plan.topology)
     _require_ready(folder, resume)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"

@@ -328,7 +328,8 @@ class _Search:
         safe, risky, front = _Best(top), _Best(top), list[Found]()
         for sizes in self.space.sizes():
             points = self.space.points(self.shape, sizes[0], sizes[1])
-            block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2])
+            cp, gpus = self.space.cp, sizes[0] * sizes[1] * sizes[2] * self.space.cp
+            block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
             broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
             for point in points:
                 if broken:

@@ -62,9 +62,8 @@ def wave_loss(shape: ModelShape, topology: Topology, cluster: Cluster) -> float:
     x, sms = columns_of(shape, topology), cluster.gpu.num_sms
     if cluster.gpu.kind == "cpu":
         return 0.0
-    h, t = x.hidden, x.tp
     used = spent = 0.0
-    for n, k in ((3 * h / t, h), (h, h / t), (4 * h / t, h), (h, 4 * h / t)):
+    for n, k in x.matrices:
         waves = [np.ceil(x.tokens / m) * np.ceil(n / w) / sms for m, w, _ in TILES]
         flops = 2.0 * x.tokens * n * k
         used += flops

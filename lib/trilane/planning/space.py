@@ -50,6 +50,7 @@ class Space:
     precision: str = "bf16"
     fp32_gradients: bool = False
     attention: str = "fused"
+    cp: int = 1
     engine: str = ENGINES[0]
 
     def __post_init__(self) -> None:
@@ -70,9 +71,10 @@ class Space:
     def _check_pins(self) -> None:
         pinned = [self.tp, self.pp, self.dp]
         if all(pinned):
-            products = sorted({t * p * d for t, p, d in product(*pinned)})
+            products = sorted({t * p * d * self.cp for t, p, d in product(*pinned)})
             ok = bool(set(products) & set(self.gpus))
-            require(ok, "tp x pp x dp", products[0], f"contradicts gpus={self.gpus[0]}")
+            what = "tp x pp x dp" if self.cp == 1 else "tp x cp x pp x dp"
+            require(ok, what, products[0], f"contradicts gpus={self.gpus[0]}")
         pins = [(name, getattr(self, name)) for name in ("tp", "pp", "dp") if getattr(self, name)]
         if pins and next(self.sizes(), None) is None:
             name, values = pins[0]
@@ -86,11 +88,12 @@ class Space:
         words = [f"engine {self.engine}", f"{self.precision}{gradients}", f"attention {self.attention}"]
         varied = ("tp", "pp", "dp", "mbs", *VARIED)
         words += [f"{n} {getattr(self, n)[0]}" for n in varied if len(getattr(self, n)) == 1]
+        words += [f"cp {self.cp}"] * (self.cp > 1)
         return ", ".join(words)
 
     def sizes(self) -> Iterator[tuple[int, int, int]]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
-        for gpus in self.gpus:
+        for gpus in (n // self.cp for n in self.gpus if n % self.cp == 0):
             for tp in divisors(gpus):
                 for pp in divisors(gpus // tp):
                     found = tp, pp, gpus // tp // pp
@@ -123,7 +126,9 @@ class Space:
 
     def base(self) -> Topology:
         """A topology with the choices that are the same for all."""
-        return Topology(precision=self.precision, fp32_gradients=self.fp32_gradients, attention=self.attention)
+        return Topology(
+            precision=self.precision, fp32_gradients=self.fp32_gradients, attention=self.attention, cp=self.cp
+        )
 
 
 def space_for(
@@ -171,6 +176,8 @@ def read_choices(**texts: str) -> dict[str, Any]:
         elif name in ("sequence_parallel", "fp32_gradients"):
             require(text in ("yes", "no"), name, text, "must be yes or no")
             choices[name] = text == "yes"
+        elif name == "cp":
+            choices[name] = parse_integers(name, text)[0]
         elif name in ("precision", "attention"):
             require_known(name, text, PRECISIONS if name == "precision" else ATTENTIONS)
             choices[name] = text
@@ -183,7 +190,7 @@ def space_around(
     base: Topology, gpus: Sequence[int], gbs: Sequence[int], mbs: Sequence[int] = (), engine: str = ENGINES[0]
 ) -> Space:
     """Every tp x pp x dp of those GPU counts and batch sizes; all other choices are those of `base`."""
-    fixed: dict[str, Any] = {name: getattr(base, name) for name in ("precision", "fp32_gradients", "attention")}
+    fixed: dict[str, Any] = {name: getattr(base, name) for name in ("precision", "fp32_gradients", "attention", "cp")}
     pinned: dict[str, Any] = {name: (getattr(base, name),) for name in VARIED}
     return Space(gpus=tuple(gpus), gbs=tuple(gbs), mbs=tuple(mbs), engine=engine, **fixed, **pinned)
 

@@ -16,7 +16,19 @@ from trilane.utils.validation import require_known
 REFUSAL, WARNING = "refusal", "warning"
 # Every rule of the check; an impossible value is refused under its own field's name.
 RULES = (
-    *("cluster", "nodes", "tp", "precision", "wheel", "qos time", "qos gpus", "account", "memory", "host memory"),
+    *(
+        "engine",
+        "cluster",
+        "nodes",
+        "tp",
+        "precision",
+        "wheel",
+        "qos time",
+        "qos gpus",
+        "account",
+        "memory",
+        "host memory",
+    ),
     *("time", "checkpoints", "site", "script", "array", "kill-on-bad-exit", "pipefail", "signal", "error file", "port"),
     *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder"),
 )

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trilane.config import cluster
+from trilane.config.engines import untrainable_reason
 from trilane.config.parallelism import CLUSTER_RULES
 from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
@@ -23,6 +24,8 @@ BUILT_IN = ("stdlib", "mock")  # sources that need no files
 def nodes(case: JobCheck) -> Iterator[JobFinding]:
     """The plan's GPUs are the site's, and the topology obeys these nodes (parallelism.CLUSTER_RULES)."""
     plan, node, t = case.plan, case.cluster.gpus_per_node, case.plan.topology
+    if reason := untrainable_reason(plan.shape, t):
+        yield refuse("engine", reason, "train it with the program that can (trilane convert megatron)")
     if case.cluster.gpu.name != plan.cluster.gpu.name or node != plan.cluster.gpus_per_node:
         planned = f"planned for {plan.cluster.gpus_per_node} x {plan.cluster.gpu.name} a node"
         remedy = f"search again with --cluster {case.cluster.name}, or choose the site of {plan.cluster.name}"
