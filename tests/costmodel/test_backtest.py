@@ -8,7 +8,7 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.costmodel.backtest import backtest, leave_one_out, predict_default
-from trilane.costmodel.measured_rows import read_rows, shipped_rows
+from trilane.costmodel.measured_rows import ignored_words, read_rows, shipped_rows
 from trilane.costmodel.metrics import figures, spearman
 
 SCORED = shipped_rows().with_name("scored.csv")
@@ -137,6 +137,66 @@ def test_a_bad_row_is_skipped_and_named(tmp_path, old, new, reason):
     rows, skipped = read_rows(path)
     assert len(rows) == 1 and len(skipped) == 1
     assert skipped[0].row_id == "x" and skipped[0].reason.startswith(reason)
+
+
+LLAMA = "x,jz-a100-80g,A100-80GB,8,32,4096,32,2048,32000,8,1,1,3,192,1,bf16,11.5"
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "expected"),
+    [
+        ("gated,untied,ffn", "1,1,11008", dict(ffn=11008, activation="swiglu", positions="rotary", biases="none")),
+        ("kv_heads,model", "8,nemotron4-15b", dict(kv_heads=8, activation="squared-relu", normalization="layernorm")),
+        ("gated,model,biases", "1,qwen2,qkv", dict(biases="qkv", normalization="rmsnorm", ffn=10880)),
+        ("untied", "0", dict(tied_embeddings=True, is_gpt2=True)),
+    ],
+)
+def test_the_shape_of_a_row_is_that_of_its_columns_and_its_family(tmp_path, columns, cells, expected):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER},{columns}\n{LLAMA},{cells}\n")
+    (row,), skipped = read_rows(path)
+    assert not skipped and {name: getattr(row.case.shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells", "reason"),
+    [
+        ("kv_heads", "5", "num_key_value_heads=5: must divide num_attention_heads=32"),
+        ("ffn", "1024", "ffn_hidden_size=1024: must be at least hidden_size=4096"),
+        ("gated,activation", "1,gelu", "gated=False: contradicts activation=gelu"),
+        ("gated", "perhaps", "gated=perhaps: must be 1 or 0"),
+        ("attention", "quick", "attention=quick: known: "),
+        ("activation_checkpointing", "often", "recompute=often: known: full, none, selective"),
+        ("ep", "8", "ep=8: mixtures of experts are not predicted"),
+        ("cp", "2", "gpus=8: unlike tp x cp x pp x dp = 1 x 2 x 1 x 8 = 16"),
+        ("vp", "2", "interleaving=2: needs pp > 1"),
+    ],
+)
+def test_a_shape_that_contradicts_itself_is_skipped_and_named(tmp_path, columns, cells, reason):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER},{columns}\n{LLAMA},{cells}\n")
+    rows, skipped = read_rows(path)
+    assert not rows and [s.reason[: len(reason)] for s in skipped] == [reason]
+
+
+def test_a_column_or_a_stack_that_nobody_knows_is_named(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER},kv_head,colour,engine\n{LLAMA},8,red,moonlight\n")
+    assert main(["plan", "backtest", str(path)]) == 0
+    printed = capsys.readouterr().err
+    assert "ignored column=kv_head: is not known and not read; did you mean kv_heads?" in printed
+    assert "column=colour" in printed and "engine=moonlight: no stack of that name was measured" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "skipped"), [("dlperf_v100", 36, 0), ("dgxc_nemotron_h100", 24, 0), ("lucie_jz_a100_2024", 46, 6)]
+)
+def test_the_rows_of_other_cards_and_stacks_ship_with_their_sources(name, rows, skipped):
+    """Six rows of Lucie are skipped: five have a batch or a number of GPUs that does not divide, one no micro-batch."""
+    path = shipped_rows().with_name(f"{name}.csv")
+    read, refused = read_rows(path)
+    assert (len(read), len(refused)) == (rows, skipped) and not ignored_words(path)
+    assert all(cells["source"] and cells["licence"] for cells in csv.DictReader(path.open()))
 
 
 @pytest.mark.parametrize(

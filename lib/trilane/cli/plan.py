@@ -237,4 +237,5 @@ def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str |
     if not as_json:
         for skipped in result.skipped:
             print(f"skipped {skipped.row_id}: {skipped.reason}", file=sys.stderr)
+        print(*(f"ignored {line}\n" for line in result.ignored), sep="", end="", file=sys.stderr)
     return emit(as_json, result.to_json(), repr(result), failed=not result.predictions)

@@ -12,7 +12,7 @@ from trilane.costmodel.calibration import Calibration, default, shipped_regimes
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, read_rows, shipped_rows
+from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
 from trilane.costmodel.metrics import ANOMALIES, Pair, RowPrediction, figures, group_name
 from trilane.costmodel.uncertainty import posterior
@@ -25,7 +25,8 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "date": lambda row: row.case.day,
 }
 
-SHIPPED = ("scored", "measured")  # sets of rows in data/: cleaned, and as printed in the documents
+# Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
+SHIPPED = ("scored", "measured", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
 MIN_MEMORY_ROWS = 20  # with fewer, the shipped constants are better
 DETAILED = "jz-a100-80g"  # the cluster with most rows, whose anomalies are known and on which public planners were run
 # Key of a figure -> column of a table, where % multiplies by 100.
@@ -53,6 +54,7 @@ class Backtest(Table):
     predictions: tuple[RowPrediction, ...]
     skipped: tuple[Skipped, ...]
     left_out: str = ""  # what the constants were fitted without: table, hidden, date or nothing
+    ignored: tuple[str, ...] = ()  # columns and words that were not read, a line each
 
     @property
     def pairs(self) -> list[Pair]:
@@ -66,7 +68,7 @@ class Backtest(Table):
 
     def summary(self) -> dict[str, Any]:
         """The figures over all rows and, if there are several, over each group."""
-        result, groups = {**figures(self.pairs), "skipped": len(self.skipped)}, self.groups()
+        result, groups = {**figures(self.pairs), "skipped": len(self.skipped), "ignored": self.ignored}, self.groups()
         return {**result, "groups": groups} if len(groups) > 1 else result
 
     def to_frame(self) -> DataFrame:
@@ -92,8 +94,9 @@ class Backtest(Table):
         return Text.of(template, len(self.rows), how, len(self.skipped))
 
     def skipped_reasons(self) -> Columns:
-        """Why rows could not be read, and how many for each reason."""
+        """Why rows could not be read, and how many for each reason; then what was ignored of those that could."""
         counts = Counter(skipped.reason for skipped in self.skipped)
+        counts.update(dict.fromkeys(self.ignored, len(self.rows)))
         return Columns({"reason": list(counts) or ["all rows could be read"], "rows": list(counts.values()) or [0]})
 
     def without_anomalies(self) -> Columns:
@@ -219,13 +222,14 @@ def backtest(
 ) -> Backtest:
     """Read a CSV of measured rows and predict each.
 
-    `rows_csv` is a path, or "scored" or "measured" for a set that ships with trilane; `cluster` replaces its column.
+    `rows_csv` is a path, or one of SHIPPED for a set that ships with trilane; `cluster` replaces its column.
     With `cv` (table, hidden or date; "" or "none" for none), each row is predicted by constants fitted without its
     kind; with `calibrate_on`, by constants refitted to the rows of that CSV; else by the shipped constants. Raises
     ValueError for a file that cannot be read.
     """
     path = shipped_rows().with_name(f"{rows_csv}.csv") if rows_csv in SHIPPED else rows_csv
     rows, skipped = read_rows(path, cluster or None)
+    ignored = tuple(ignored_words(path))
     cv = "" if cv == "none" else cv or ""
     if cv:
         predictions = leave_one_out(rows, cv)
@@ -235,7 +239,8 @@ def backtest(
         predictions = predict_calibrated(rows, on) if on else predict_default(rows)
     else:
         predictions = predict_default(rows)
-    return Backtest(rows=tuple(rows), predictions=tuple(predictions), skipped=tuple(skipped), left_out=cv)
+    found = tuple(rows), tuple(predictions), tuple(skipped)
+    return Backtest(rows=found[0], predictions=found[1], skipped=found[2], left_out=cv, ignored=ignored)
 
 
 def _finite(value: Any) -> Any:
