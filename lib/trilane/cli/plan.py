@@ -228,6 +228,8 @@ def calendar(plan: Path, as_json: bool, **options: Any) -> None:
 def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str | None, as_json: bool) -> int:
     """Compare measured rows (columns of lib/trilane/data/measured.csv) with their predictions.
 
+    ROWS.csv may be a set that ships: scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024.
+
     Exit code 1 where no row can be predicted.
     """
     from trilane.costmodel.backtest import backtest as run_backtest
