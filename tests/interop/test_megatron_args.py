@@ -22,7 +22,7 @@ OPTIMIZER = Optimizer(lr=6e-5, min_lr=6e-6, warmup_samples=216, decay_samples=99
 BLENDED = Data(
     source="blend", tokenizer="/m/gpt2", blend=(Part(source="/d/a", weight=0.7), Part(source="/d/b c", weight=3))
 )
-MACHINE = cluster("jz-a100-80g")
+MACHINE, FP8 = cluster("jz-a100-80g"), cluster("dgx-h100")
 
 TOPOLOGIES = [
     (LM, {}),
@@ -33,6 +33,7 @@ TOPOLOGIES = [
     (LM, {"tp": 4, "recompute": "selective"}),
     (LM, {"dp": 2, "gbs": 4, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     (LM, {"pp": 3, "gbs": 3, "first_stage_layers": 2, "last_stage_layers": 4}),
+    (LM, {"tp": 2, "cp": 4, "dp": 2, "gbs": 4, "precision": "fp8", "fp32_gradients": True}),
     (DEEPSPEED, {"tp": 4, "pp": 4, "dp": 2, "gbs": 32, "zero": 1, "precision": "fp16", "recompute": "full"}),
     (DEEPSPEED, {"pp": 5, "zero": 1, "partition": "type:transformer|embedding"}),
     (DEEPSPEED, {"pp": 2, "zero": 1, "precision": "bf16", "fp32_gradients": True}),
@@ -45,7 +46,8 @@ RUNS = [
 
 
 def plan(flavour: str, topology: dict, **changes: object) -> Plan:
-    given = {"label": "read", "shape": SHAPE, "cluster": MACHINE, "topology": Topology(**topology)}
+    given = {"label": "read", "shape": SHAPE, "topology": Topology(**topology)}
+    given["cluster"] = FP8 if topology.get("precision") == "fp8" else MACHINE
     given |= {"engine": ENGINE_OF[flavour], "data": Data(source="/d/pair", tokenizer="/m/gpt2"), "optimizer": OPTIMIZER}
     return Plan(**{**given, **changes})
 
@@ -57,7 +59,7 @@ def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> N
     ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=BLENDED)
     for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer()), ramped):
         said = "torchrun --nproc_per_node 1 pretrain_gpt.py \\\n" + megatron_text(megatron_args(original, flavour))
-        found = parse_plan(read_arguments(said), cluster=MACHINE, gpus=original.topology.gpus)
+        found = parse_plan(read_arguments(said), cluster=original.cluster, gpus=original.topology.gpus)
         assert found.plan == original
         assert (found.unknown, found.differs) == ((), ())
 
@@ -68,9 +70,58 @@ def test_every_field_of_a_topology_is_in_some_argument() -> None:
     assert {field.name for field in fields(Topology)} - said == {"attention", "adam", "buckets"}
 
 
-def test_the_untied_and_the_normalized_embedding_come_back_too() -> None:
-    untied = plan(LM, {}, shape=replace(SHAPE, tied_embeddings=False))
-    assert parse_plan(read_arguments(megatron_text(megatron_args(untied))), cluster=MACHINE, gpus=1).plan == untied
+LLAMA = replace(SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary")
+LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896)
+KINDS = [
+    (LM, LLAMA),
+    (LM, replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1)),
+    (LM, replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none")),
+    (LM, replace(SHAPE, activation="squared-relu", positions="rotary")),
+    (DEEPSPEED, replace(SHAPE, embedding_layernorm=True, positions="alibi")),
+    (DEEPSPEED, replace(SHAPE, activation="swiglu", ffn_hidden_size=640, positions="rotary")),
+    (DEEPSPEED, replace(SHAPE, activation="geglu", ffn_hidden_size=1024)),
+]
+
+
+@pytest.mark.parametrize(("flavour", "shape"), KINDS, ids=str)
+def test_every_kind_of_decoder_comes_back_from_its_arguments(flavour: str, shape: ModelShape) -> None:
+    original = plan(flavour, {"zero": int(flavour == DEEPSPEED)}, shape=shape)
+    found = parse_plan(read_arguments(megatron_text(megatron_args(original, flavour))), cluster=MACHINE, gpus=1)
+    assert (found.plan, found.unknown, found.differs) == (original, (), ())
+
+
+def test_every_field_of_a_shape_is_in_some_argument() -> None:
+    usual = ModelShape(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=1, vocab_size=1)
+    said = {
+        f.name for f in fields(ModelShape) for _, shape in KINDS if getattr(shape, f.name) != getattr(usual, f.name)
+    }
+    assert {field.name for field in fields(ModelShape)} == said
+
+
+def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
+    """TransformerConfig and ModelParallelConfig of megatron-core 0.16; --disable-bias-linear is its add_bias_linear."""
+    config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    known = {field.name for field in fields(config)} | {"fp8_format", "disable_bias_linear"}
+    beside = {"swiglu", "group_query_attention", "position_embedding_type", "untie_embeddings_and_output_weights"}
+    given = megatron_args(plan(LM, {"cp": 2, "precision": "fp8"}, shape=replace(LLAMA, biases="qkv")))
+    plain = megatron_args(plan(LM, {}))
+    added = {name.replace("-", "_") for name in set(given) - set(plain)}
+    assert added - beside - {"bf16", "accumulate_allreduce_grads_in_fp32"} <= known
+    assert given["normalization"] == ["RMSNorm"] and given["position-embedding-type"] == ["rope"]
+
+
+def test_an_mlp_whose_width_is_not_given_is_that_of_the_program() -> None:
+    """Megatron-LM: int(4 h 2/3 / 64) 64 with --swiglu; BigScience's fork: 4 h, also with a gate."""
+    plain = megatron_text(megatron_args(plan(LM, {})))
+    for given, ffn in (("--swiglu", 640), ("--glu-activation swiglu", 1024), ("--squared-relu", 1024)):
+        found = parse_plan(read_arguments(f"{plain} {given}"), cluster=MACHINE, gpus=1)
+        assert found.plan.shape.ffn == ffn, given
+
+
+def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None:
+    """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
+    said = megatron_text(megatron_args(plan(LM, {"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
+    assert parse_plan(read_arguments(said), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
 
 
 SCRIPT = """
@@ -113,7 +164,7 @@ def test_a_script_is_read_with_its_variables_and_what_a_plan_lacks_is_named() ->
     assert found.plan.run.ramp == Ramp(start=192, increment=16, samples=9_765_625)
     assert found.plan.optimizer.warmup_samples == 183_105
     assert found.plan.dropout == Dropout(hidden=0.1, attention=0.1), "what both programs take where nothing is said"
-    assert found.unknown == ("glu_activation",)
+    assert (s.activation, s.ffn, found.unknown) == ("geglu", 4 * 14336, ())
     assert found.differs == (
         "init_method_std=0.0048: a plan has 0.02",
         "data_path=missing: the plan has stdlib",
@@ -207,6 +258,44 @@ BAD = [
         lambda: megatron_args(plan(DEEPSPEED, {"tp": 2, "zero": 1, "sequence_parallel": True}), DEEPSPEED),
         "sequence_parallel=True: Megatron-DeepSpeed has none",
     ),
+    (
+        lambda: megatron_args(plan(LM, {}, shape=replace(LLAMA, activation="geglu"))),
+        "activation=geglu: Megatron-LM has gelu, squared-relu, swiglu",
+    ),
+    (
+        lambda: megatron_args(plan(LM, {}, shape=replace(SHAPE, positions="alibi"))),
+        "positions=alibi: Megatron-LM has learned, rotary, none",
+    ),
+    (
+        lambda: megatron_args(plan(DEEPSPEED, {"zero": 1}, shape=replace(SHAPE, num_key_value_heads=2)), DEEPSPEED),
+        "num_key_value_heads=2: Megatron-DeepSpeed has one for each head",
+    ),
+    (
+        lambda: megatron_args(plan(DEEPSPEED, {"zero": 1, "cp": 2}), DEEPSPEED),
+        "cp=2: Megatron-DeepSpeed has no context parallelism",
+    ),
+    *[
+        (lambda more=more: parse_plan(read_arguments(f"{GOOD} {more}"), cluster=MACHINE, gpus=4), message)
+        for more, message in (
+            ("--num-experts 8", "--num-experts=8: a plan has one MLP a layer, no experts"),
+            ("--num-experts [8]", "--num-experts=8: a plan has one MLP a layer, no experts"),
+            (
+                "--multi-latent-attention",
+                "--multi-latent-attention=yes: a plan has heads of queries, keys and values, no latent attention",
+            ),
+            ("--window-size 1024,0", "--window-size=1024,0: a plan attends to the whole sequence"),
+            ("--kv-channels 64", "--kv-channels=64: a plan has hidden-size / heads = 32"),
+            (
+                "--group-query-attention --num-query-groups 3",
+                "num_key_value_heads=3: must divide num_attention_heads=8",
+            ),
+            ("--ffn-hidden-size 128", "ffn_hidden_size=128: must be at least hidden_size=256"),
+            ("--fp8-format hybrid --bf16", "precision=fp8: A100-80GB has no fp8 matrix units"),
+            ("--fp8-format hybrid --fp16", "--fp8-format=hybrid: a plan has it with --bf16 alone"),
+            ("--context-parallel-size 3", "gpus=4: must be a multiple of tp x cp x pp = 2 x 3 x 2"),
+            ("--glu-activation liglu", "--glu-activation=liglu: a plan has swiglu, geglu"),
+        )
+    ],
     (lambda: megatron_args(plan(LM, {}), LM, ["a", "b"]), "prefixes=2: the plan has 1 sources"),
 ]
 

@@ -6,9 +6,12 @@ Names and meanings: Megatron-LM core_v0.16.1 (megatron/training/arguments.py) an
 
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trilane.config.engines import unsupported_reason
+from trilane.config.model import GATED, ModelShape
 from trilane.config.plan import Plan
+from trilane.interop.shell_args import Given
 from trilane.utils.validation import require, require_known
 
 LM, DEEPSPEED = "megatron-lm", "megatron-deepspeed"
@@ -20,6 +23,22 @@ RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     "selective": {"recompute-granularity": "selective", "recompute-modules": "core_attn"},
     "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+}
+
+PROGRAM = {LM: "Megatron-LM", DEEPSPEED: "Megatron-DeepSpeed"}
+# What each program has of a shape's fields, and its words for it.
+ACTIVATION: dict[str, dict[str, list[str]]] = {
+    LM: {"gelu": [], "squared-relu": ["squared-relu"], "swiglu": ["swiglu"]},
+    DEEPSPEED: {"gelu": [], "swiglu": ["glu-activation", "swiglu"], "geglu": ["glu-activation", "geglu"]},
+}
+NORM = {LM: {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, DEEPSPEED: {"layernorm": "LayerNorm"}}
+POSITION = {
+    LM: {"learned": "learned_absolute", "rotary": "rope", "none": "none"},
+    DEEPSPEED: {"learned": "absolute", "rotary": "rotary", "alibi": "alibi"},
+}
+BIAS: dict[str, dict[str, list[str]]] = {
+    LM: {"all": [], "qkv": ["disable-bias-linear", "add-qkv-bias"], "none": ["disable-bias-linear"]},
+    DEEPSPEED: {"all": []},
 }
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
@@ -35,9 +54,11 @@ def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -
     if reason := unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology):
         raise ValueError(reason)
     own = _megatron_lm(plan) if flavour == LM else _megatron_deepspeed(plan)
-    switches = ["fp16"] * (plan.topology.precision == "fp16") + ["bf16"] * (plan.topology.precision == "bf16")
+    # in fp8 weights, gradients and all but the matmuls stay in bf16
+    switches = {"fp16": ["fp16"], "bf16": ["bf16"], "fp8": ["bf16"]}.get(plan.topology.precision, [])
     switches += ["no-bias-gelu-fusion"]
-    return {**_shape(plan), **_batch(plan), **_optimizer(plan), **_data(plan, prefixes), **own, **_switches(switches)}
+    shape = {**_shape(plan), **_kind(plan.shape, flavour)}
+    return {**shape, **_batch(plan), **_optimizer(plan), **_data(plan, prefixes), **own, **_switches(switches)}
 
 
 def megatron_text(arguments: Arguments) -> str:
@@ -50,6 +71,55 @@ def _shape(plan: Plan) -> Arguments:
     values = {"num-layers": s.num_layers, "hidden-size": s.hidden_size, "num-attention-heads": s.num_attention_heads}
     values |= {"seq-length": s.seq_length, "max-position-embeddings": s.seq_length}
     return _options({**values, "tensor-model-parallel-size": t.tp, "pipeline-model-parallel-size": t.pp})
+
+
+def _kind(s: ModelShape, flavour: str) -> Arguments:
+    """What is not as in GPT-2; ValueError for what the program has no argument for."""
+    tables = {"activation": ACTIVATION, "normalization": NORM, "positions": POSITION, "biases": BIAS}
+    for field, table in tables.items():
+        value, known = getattr(s, field), table[flavour]
+        require(value in known, field, value, f"{PROGRAM[flavour]} has {', '.join(known)}")
+    shared, normed = s.num_key_value_heads is not None, s.embedding_layernorm
+    require(flavour == LM or not shared, "num_key_value_heads", s.kv_heads, "Megatron-DeepSpeed has one for each head")
+    require(flavour != LM or not normed, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
+    found: Arguments = _switches(BIAS[flavour][s.biases])
+    if word := ACTIVATION[flavour][s.activation]:
+        found[word[0]] = word[1:]
+    values: dict[str, object] = {"ffn-hidden-size": s.ffn} if s.ffn != 4 * s.hidden_size else {}
+    values |= {"normalization": NORM[flavour][s.normalization]} if s.normalization != "layernorm" else {}
+    values |= {"position-embedding-type": POSITION[flavour][s.positions]} if s.positions != "learned" else {}
+    values |= {"num-query-groups": s.kv_heads} if shared else {}
+    return {**found, **_switches(["group-query-attention"] * shared), **_options(values)}
+
+
+def read_kind(given: Given) -> dict[str, Any]:
+    """The fields of a ModelShape that may be unlike GPT-2's. ValueError for a word that a shape does not have.
+
+    Both programs' names are read, and those of Microsoft's fork of Megatron-DeepSpeed (its Llama scripts). With
+    --swiglu an MLP without --ffn-hidden-size has 8/3 h, with --glu-activation it has 4 h (their arguments.py).
+    """
+    norms = {word.lower(): word for word in NORM[LM]}
+    positions = {word: field for table in POSITION.values() for field, word in table.items()}
+    norm = given.get("normalization", str, "LayerNorm")
+    position = given.get("position_embedding_type", str, "learned_absolute")
+    gate = given.get("glu_activation", str, "gelu")
+    require_known("--normalization", norm.lower(), norms)
+    require_known("--position-embedding-type", position, positions)
+    require(gate in ("gelu", *GATED), "--glu-activation", gate, f"a plan has {', '.join(GATED)}")
+    activation = next((kind for kind in ("swiglu", "squared-relu") if given.has(kind.replace("-", "_"))), gate)
+    no_bias, qkv = given.has("disable_bias_linear"), given.has("add_qkv_bias")
+    usual = 0 if activation != gate else 4 * given.get("hidden_size", int)
+    groups = given.get("num_query_groups", int, 1) if given.has("group_query_attention") else 0
+    return {
+        "activation": activation,
+        "normalization": norm.lower(),
+        "positions": "rotary" if given.has("use_rotary_position_embeddings") else positions[position],
+        "biases": "all" if not no_bias else "qkv" if qkv else "none",
+        "ffn_hidden_size": given.get("ffn_hidden_size", int, usual) or None,
+        "num_key_value_heads": (groups or given.get("num_key_value_heads", int, 0)) or None,
+        "tied_embeddings": not given.has("untie_embeddings_and_output_weights"),
+        "embedding_layernorm": given.has("embed_layernorm"),
+    }
 
 
 def _batch(plan: Plan) -> Arguments:
@@ -85,7 +155,6 @@ def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
 def _megatron_lm(plan: Plan) -> Arguments:
     """Gradients are accumulated in fp32, as in our engine; with bf16 this is Megatron-LM's default."""
     s, t = plan.shape, plan.topology
-    require(not s.embedding_layernorm, "embedding_layernorm", True, "Megatron-LM has no LayerNorm of the embedding")
     switches = ["sequence-parallel"] * t.sequence_parallel + ["use-distributed-optimizer"] * (t.zero == 1)
     switches += ["overlap-grad-reduce"] * t.overlap_grad_reduce + ["overlap-param-gather"] * t.overlap_param_gather
     switches += ["untie-embeddings-and-output-weights"] * (not s.tied_embeddings)
@@ -96,6 +165,8 @@ def _megatron_lm(plan: Plan) -> Arguments:
     values |= {"num-virtual-stages-per-pipeline-rank": t.interleaving} if t.interleaving > 1 else {}
     values |= {"decoder-first-pipeline-num-layers": t.first_stage_layers} if t.first_stage_layers else {}
     values |= {"decoder-last-pipeline-num-layers": t.last_stage_layers} if t.last_stage_layers else {}
+    values |= {"context-parallel-size": t.cp} if t.cp > 1 else {}
+    values |= {"fp8-format": "hybrid"} if t.precision == "fp8" else {}
     values |= {"timing-log-level": 2} if plan.run.timers else {}
     values |= {"tensorboard-dir": "tensorboard"} if plan.run.tensorboard else {}
     coder: dict[str, object] = {"tokenizer-type": "HuggingFaceTokenizer", "tokenizer-model": plan.data.tokenizer}
@@ -108,6 +179,8 @@ def _megatron_deepspeed(plan: Plan) -> Arguments:
     """Batch, ZeRO stage and precision are repeated in ds_config.json, made by deepspeed_config."""
     s, t, coder = plan.shape, plan.topology, plan.data.tokenizer
     require(not t.sequence_parallel, "sequence_parallel", True, "Megatron-DeepSpeed has none")
+    require(t.cp == 1, "cp", t.cp, "Megatron-DeepSpeed has no context parallelism")
+    require(t.precision != "fp8", "precision", "fp8", "Megatron-DeepSpeed has fp16 and bf16")
     require(s.tied_embeddings, "tied_embeddings", False, "Megatron-DeepSpeed always ties them")
     rule = "Megatron-DeepSpeed has no byte tokenizer; name a folder with a Hugging Face tokenizer"
     require(coder != "bytes", "data.tokenizer", coder, rule)

@@ -1,19 +1,18 @@
 """The plan that arguments of Megatron-LM or Megatron-DeepSpeed describe, and those that a plan cannot represent."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
+from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import BLEND, Data, Dropout, Optimizer, Part, Plan, Run
-from trilane.interop.megatron_args import BYTES, DEEPSPEED, ENGINE_OF, LM
-from trilane.utils.validation import DATA, read_json, require
-
-T = TypeVar("T")
+from trilane.interop.megatron_args import BYTES, DEEPSPEED, ENGINE_OF, LM, read_kind
+from trilane.interop.shell_args import Given
+from trilane.utils.validation import DATA, read_json, require, require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +33,6 @@ class ParsedPlan:
         return lines + ([f"not part of a plan: {', '.join(self.ignored)}"] if self.ignored else [])
 
 
-class _Given:
-    """Arguments that record which of them were read."""
-
-    def __init__(self, values: Mapping[str, list[str]]) -> None:
-        self._values, self.read = values, set[str]()
-
-    def has(self, name: str) -> bool:
-        self.read.add(name)
-        return name in self._values
-
-    def all(self, name: str) -> list[str]:
-        return self._values[name] if self.has(name) else []
-
-    def get(self, name: str, kind: Callable[[str], T], default: T | None = None) -> T:
-        """The value of `name`. Raises ValueError if it is missing without a `default`, or not of that kind."""
-        values = self.all(name)
-        if not values and default is not None:
-            return default
-        require(len(values) == 1, f"--{name.replace('_', '-')}", " ".join(values) or "missing", "needs one value")
-        try:
-            return kind(values[0])
-        except ValueError:
-            raise ValueError(f"--{name.replace('_', '-')}={values[0]}: must be a number") from None
-
-
 def parse_plan(
     values: Mapping[str, list[str]], *, cluster: Cluster, gpus: int = 0, vocab_size: int = 0, label: str = "read"
 ) -> ParsedPlan:
@@ -67,7 +41,8 @@ def parse_plan(
     `gpus` 0 takes the launcher's --nproc_per_node and --nnodes among them. `vocab_size` (padded) is needed if they name
     only a tokenizer.
     """
-    given = _Given(values)
+    given = Given(values)
+    _require_dense(given)
     flavour = DEEPSPEED if given.has("deepspeed") else LM
     topology = _topology(given, flavour, gpus or _gpus(given))
     optimizer, run = _optimizer_and_run(given, topology.gbs)
@@ -88,32 +63,58 @@ def parse_plan(
     return ParsedPlan(plan=plan, ignored=ignored, unknown=unknown, differs=differing(values, plan))
 
 
-def _gpus(given: _Given) -> int:
+def _gpus(given: Given) -> int:
     require(given.has("nproc_per_node"), "gpus", "missing", "is not among the arguments; pass it")
     return given.get("nproc_per_node", int) * given.get("nnodes", int, 1)
 
 
-def _shape(given: _Given, vocab_size: int) -> ModelShape:
-    padded = [given.get(name, int) for name in ("padded_vocab_size", "pad_vocab_size_to") if given.has(name)]
-    found = (padded or [vocab_size])[0]
-    require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
-    return ModelShape(
+def _require_dense(given: Given) -> None:
+    """Raise ValueError for the arguments of a model that is not a dense decoder of equal layers, by name."""
+    for name, rule in known_arguments()["refused"].items():
+        text = " ".join(given.all(name)).strip("[]") if given.has(name) else "0"
+        require(text in ("0", "0.0", "None"), f"--{name.replace('_', '-')}", text or "yes", rule)
+
+
+def _shape(given: Given, vocab_size: int) -> ModelShape:
+    kind, heads = read_kind(given), given.get("num_attention_heads", int)
+    shape = ModelShape(
         num_layers=given.get("num_layers", int),
         hidden_size=given.get("hidden_size", int),
-        num_attention_heads=given.get("num_attention_heads", int),
+        num_attention_heads=heads,
         seq_length=given.get("seq_length", int),
-        vocab_size=found,
-        tied_embeddings=not given.has("untie_embeddings_and_output_weights"),
-        embedding_layernorm=given.has("embed_layernorm"),
+        vocab_size=_rows(given, vocab_size),
+        **kind,
     )
+    wide = given.get("kv_channels", int, shape.head_dim)
+    require(wide == shape.head_dim, "--kv-channels", wide, f"a plan has hidden-size / heads = {shape.head_dim}")
+    return shape
 
 
-def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
+def _rows(given: Given, vocab_size: int) -> int:
+    """Rows of the embedding: the padded size among the arguments, else the one given, else their vocabulary padded.
+
+    NullTokenizer adds an end-of-document token to its --vocab-size.
+    """
+    padded = [given.get(name, int) for name in ("padded_vocab_size", "pad_vocab_size_to") if given.has(name)]
+    tokens = given.get("vocab_size", int, 0) + (given.all("tokenizer_type") == ["NullTokenizer"])
+    if padded or vocab_size or tokens < 2:
+        found = (padded or [vocab_size])[0]
+        require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
+        return found
+    tp, step = (
+        given.get(n, int, d) for n, d in (("tensor_model_parallel_size", 1), ("make_vocab_size_divisible_by", 128))
+    )
+    return padded_vocab_size(tokens, tp, step)
+
+
+def _topology(given: Given, flavour: str, gpus: int) -> Topology:
     tp, pp = given.get("tensor_model_parallel_size", int, 1), given.get("pipeline_model_parallel_size", int, 1)
-    require(gpus % (tp * pp) == 0, "gpus", gpus, f"must be a multiple of tp x pp = {tp} x {pp}")
-    mbs, dp = given.get("micro_batch_size", int), gpus // (tp * pp)
-    precision = next((name for name in ("fp16", "bf16") if given.has(name)), "fp32")
-    sums = given.has("accumulate_allreduce_grads_in_fp32") or precision == "bf16"
+    cp = given.get("context_parallel_size", int, 1)
+    product = f"tp x pp = {tp} x {pp}" if cp == 1 else f"tp x cp x pp = {tp} x {cp} x {pp}"
+    require(min(tp, pp, cp) > 0 and gpus % (tp * pp * cp) == 0, "gpus", gpus, f"must be a multiple of {product}")
+    mbs, dp = given.get("micro_batch_size", int), gpus // (tp * pp * cp)
+    precision = _precision(given)
+    sums = given.has("accumulate_allreduce_grads_in_fp32") or precision in ("bf16", "fp8")
     embedding, loss = (given.has(f"account_for_{what}_in_pipeline_split") for what in ("embedding", "loss"))
     require(embedding == loss, "account-for-embedding-in-pipeline-split", embedding, "a plan has both or neither")
     method = given.get("pp_partition_method", str, "type:transformer")
@@ -122,6 +123,7 @@ def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
         zero = 1  # its pipeline then uses BF16_Optimizer, which shards its states over the replicas
     return Topology(
         tp=tp,
+        cp=cp,
         pp=pp,
         dp=dp,
         mbs=mbs,
@@ -141,13 +143,22 @@ def _topology(given: _Given, flavour: str, gpus: int) -> Topology:
     )
 
 
-def _recompute(given: _Given) -> str:
+def _precision(given: Given) -> str:
+    """ "fp8" with either of Transformer Engine's formats: e4m3 for all, or hybrid, e5m2 for gradients."""
+    if given.has("fp8_format"):
+        require_known("--fp8-format", given.get("fp8_format", str), ("hybrid", "e4m3"))
+        require(given.has("bf16"), "--fp8-format", given.get("fp8_format", str), "a plan has it with --bf16 alone")
+        return "fp8"
+    return next((name for name in ("fp16", "bf16") if given.has(name)), "fp32")
+
+
+def _recompute(given: Given) -> str:
     if given.has("checkpoint_activations"):
         return "full"
     return "selective" if given.has("recompute_activations") else given.get("recompute_granularity", str, "none")
 
 
-def _interleaving(given: _Given, pp: int) -> int:
+def _interleaving(given: Given, pp: int) -> int:
     """Model chunks per stage, from either of two arguments."""
     chunks = given.get("num_virtual_stages_per_pipeline_rank", int, 1)
     if not given.has("num_layers_per_virtual_pipeline_stage"):
@@ -158,7 +169,7 @@ def _interleaving(given: _Given, pp: int) -> int:
     return layers // (each * pp)
 
 
-def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
+def _optimizer_and_run(given: Given, gbs: int) -> tuple[Optimizer, Run]:
     """Both programs count in samples or iterations; a plan has warm-up and decay in samples, its length in iterations.
 
     Decay over the whole run, their default, is 0 in a plan.
@@ -191,7 +202,7 @@ def _optimizer_and_run(given: _Given, gbs: int) -> tuple[Optimizer, Run]:
     return optimizer, run
 
 
-def _data(given: _Given) -> Data:
+def _data(given: Given) -> Data:
     """Datasets by their prefixes; the tokenizer if it is a folder or NullTokenizer, else "bytes"."""
     coder = next((given.get(n, str) for n in ("tokenizer_model", "tokenizer_name_or_path") if given.has(n)), "bytes")
     given.read |= {"tokenizer_type", "vocab_size"}
@@ -211,7 +222,7 @@ USUAL = {"min_lr": 0.0, "weight_decay": 0.01, "clip_grad": 1.0}
 USUAL |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
 ASSUMED = {"lr_decay_style": "linear"}  # the default of the programs
 
-DERIVED = {"ffn_hidden_size", "kv_channels", "max_position_embeddings"}  # from the shape of a plan
+DERIVED = {"max_position_embeddings"}  # from the shape of a plan
 TOKENIZERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # those in a folder
 
 
@@ -225,7 +236,9 @@ def known_arguments() -> dict[str, Any]:
 
 def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     """The values that the plan read from them has otherwise, as `name=value: a plan has ...`."""
-    wanted: dict[str, Any] = known_arguments()["one_way"] | _derived(plan)
+    wanted: dict[str, Any] = known_arguments()["one_way"]
+    if plan.shape.positions == "learned":  # a table of so many rows
+        wanted = wanted | {"max_position_embeddings": plan.shape.seq_length}
     given = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
     found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
     coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
@@ -241,11 +254,6 @@ def unread(names: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Of the names that were not read: those irrelevant to a plan, and those unknown."""
     rest, ignored = names - set(known_arguments()["one_way"]) - DERIVED, set(known_arguments()["ignored"])
     return tuple(sorted(rest & ignored)), tuple(sorted(rest - ignored))
-
-
-def _derived(plan: Plan) -> dict[str, int]:
-    h = plan.shape.hidden_size
-    return dict(zip(sorted(DERIVED), (4 * h, plan.shape.head_dim, plan.shape.seq_length), strict=True))
 
 
 def _same(text: str, value: Any) -> bool:
