@@ -75,6 +75,7 @@ def _shape(plan: Plan) -> Arguments:
 
 def _kind(s: ModelShape, flavour: str) -> Arguments:
     """What is not as in GPT-2; ValueError for what the program has no argument for."""
+    tables: dict[str, Mapping[str, Mapping[str, object]]]
     tables = {"activation": ACTIVATION, "normalization": NORM, "positions": POSITION, "biases": BIAS}
     for field, table in tables.items():
         value, known = getattr(s, field), table[flavour]
