@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import slurm_cluster
+from support import known_machine
 
 if TYPE_CHECKING:
     from trilane.experiments.parity import WorkerPool
@@ -41,7 +42,7 @@ def _turn(item: pytest.Item) -> tuple[int, bool, str]:
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An outputs folder of this test's own."""
-    folder = tmp_path / "outputs"
+    folder = known_machine(tmp_path / "outputs")
     monkeypatch.setenv("TRILANE_OUTPUTS", str(folder))
     return folder
 

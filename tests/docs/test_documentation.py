@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 import pytest
-from support import REPOSITORY
+from support import REPOSITORY, known_machine
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
@@ -43,7 +43,7 @@ def shell(folder: Path) -> dict[str, str]:
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m trilane "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
-    outputs = str(folder / "outputs")
+    outputs = str(known_machine(folder / "outputs"))
     return {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY / "lib"), "TRILANE_OUTPUTS": outputs}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dumps import pyspy_text, topology, write_all
-from support import BROWSER, small_cluster
+from support import BROWSER, known_machine, small_cluster
 
 from trilane.costmodel.measured_rows import shipped_rows
 from trilane.report import notebook
@@ -97,7 +97,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Study]:
     """A study in which every notebook ran over files of a colleague."""
     base = tmp_path_factory.mktemp("hostile")
     before = os.environ.get("TRILANE_OUTPUTS")
-    os.environ["TRILANE_OUTPUTS"] = str(base / "outputs")
+    os.environ["TRILANE_OUTPUTS"] = str(known_machine(base / "outputs"))
     try:
         made = Study.create("s")
         machine = str(hostile_cluster(base))
