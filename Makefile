@@ -59,7 +59,7 @@ test: venv-dev lint
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; export COVERAGE_FILE=$$folder/data; \
 	  $(BIN)/python -m coverage run -m pytest -n 3 --dist loadgroup --no-loadscope-reorder; code=$$?; \
 	  $(BIN)/coverage combine --quiet; $(BIN)/coverage report --sort=cover --fail-under=90 >$$folder/report || code=$$((code + 2)); \
-	  sed -n '1,12p;$$p' $$folder/report; exit $$code
+	  sed -n '1,12p;/^TOTAL/p;/^Coverage/p' $$folder/report; exit $$code
 
 check: venv-dev lint
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --no-loadscope-reorder
