@@ -23,9 +23,9 @@ from support import ended, heed_ctrl_c
 
 from trilane.cli.app import main
 from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.launch.follow import progress
 from trilane.launch.local import environment, train_local
 from trilane.launch.local import run_folder as launched_in
-from trilane.utils.progress import progress
 from trilane.workspace.status import RunStatus, culprit, judge, read_status, write_status
 
 ITERATION = re.compile(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration +\d+/ +\d+ \| .* nan iterations:   0 \|")

@@ -42,7 +42,8 @@ class PlanReport:
         parts = ", ".join(f"{k.replace('_', ' ')} {v:.2f} ({v / total:.0%})" for k, v in asdict(p.time).items() if v)
         lines = [
             f"{plan.label}  id {plan.id}  engine {plan.engine}",
-            f"model     {s.num_layers} x {s.hidden_size}, {s.parameters / 1e9:.4g} B parameters",
+            f"model     {s.num_layers} x {s.hidden_size}, {s.parameters / 1e9:.4g} B parameters"
+            + (f"; {s.kind}" if s.kind else ""),
             f"machine   {plan.topology.gpus} GPUs ({plan.cluster.gpu.name}) of {plan.cluster.name}, "
             f"{plan.topology.gbs} sequences an iteration",
             f"seconds   {p.sec_per_it:.3f} an iteration ({p.sec_lo:.3f} to {p.sec_hi:.3f})",

@@ -11,28 +11,35 @@ from trilane.cli.options import COUNT, FILE, JSON, PLAN, Choice, Group, command,
 from trilane.config import cluster as hardware
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_topology, label_of
-from trilane.config.model import read_shape
+from trilane.config.model import ModelShape
 from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
 from trilane.config.plan import Plan, read_plan
+from trilane.config.shapes import read_shape
+from trilane.utils.tables import one_line
 from trilane.utils.validation import require
 
 CHOICES = (
-    *("tp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
+    *("tp", "cp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
     *("precision", "attention", "fp32_gradients"),
 )
 MOST_GBS = 1 << 14  # every size up to it is evaluated: 9 s on two cores
 MOST_SEQUENCES = 1 << 20  # of one iteration; published runs have at most 16,384
-SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file with a shape"
+SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file: a shape, or Hugging Face's config.json"
 CLUSTER = "a cluster's name or JSON file"
 SCORES = "scores: no flash kernel"
 YES_NO = Choice(("yes", "no"))
 CALIBRATION = option("--calibration", metavar="JSON", help="constants fitted to your own runs")
 ENGINE = option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
 PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
+SEQUENCE = option(
+    "--seq", type=whole(), help="tokens of a sequence; default: the shape's, in a config.json its longest"
+)
 SPACE = together(  # a model on a cluster, and the topologies of one number of GPUs
+    SEQUENCE,
     option("--gbs", type=whole(1, MOST_SEQUENCES), help="sequences an iteration"),
     ENGINE,
     option("--tp", type=whole(), help="tensor-parallel size"),
+    option("--cp", type=whole(), help="context-parallel size: GPUs that share each sequence"),
     option("--pp", type=whole(), help="pipeline stages"),
     option("--dp", type=whole(), help="data-parallel size: replicas"),
     option("--mbs", type=whole(), help="sequences of a microbatch, per replica"),
@@ -102,6 +109,14 @@ def size_request(options: dict[str, Any]) -> Any:
     )
 
 
+def shape_of(text: str, options: dict[str, Any]) -> ModelShape:
+    """The shape that is named, with the vocabulary padded; what was decided for it goes to stderr."""
+    given = read_shape(text, seq_length=options["seq"] or 0, tp=options["tp"] or 1)
+    for note in given.notes:
+        print("trilane:", one_line(note), file=sys.stderr)
+    return given.shape
+
+
 def choices_of(options: dict[str, Any]) -> dict[str, Any]:
     """What the options pin, by Topology's names and as search() takes it."""
     given = {name: options[name] for name in CHOICES if options[name] is not None}
@@ -128,7 +143,7 @@ def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json:
     from trilane.planning.search import search as search_plans
 
     require((gbs is None) != (gbs_max is None), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
-    cluster, what = hardware.cluster(options["cluster"]), read_shape(shape)
+    cluster, what = hardware.cluster(options["cluster"]), shape_of(shape, options)
     require(gpus <= cluster.max_gpus, "gpus", gpus, f"{cluster.name} has {cluster.max_gpus}")
     given = {"calibration": calibration_of(options["calibration"], cluster), **choices_of(options)}
     given |= {name: options[name] for name in ("engine", "objective", "top")}
@@ -156,7 +171,7 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
     from trilane.analysis.plan_report import plan_report
 
     if plan is not None:
-        pinned = {name: options[name] for name in ("shape", "cluster", "gpus", "gbs", *CHOICES)}
+        pinned = {name: options[name] for name in ("shape", "cluster", "gpus", "gbs", "seq", *CHOICES)}
         given = click.get_current_context().get_parameter_source("engine")
         pinned["engine"] = options["engine"] if given is ParameterSource.COMMANDLINE else None
         name = next((name for name, value in pinned.items() if value is not None), "")
@@ -171,12 +186,14 @@ def plan_of(options: dict[str, Any]) -> Plan:
     require(options["shape"] is not None, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
     for name in ("cluster", "gbs"):
         require(options[name] is not None, name, "missing", "needed where no plan is named")
-    cluster, shape, engine = hardware.cluster(options["cluster"]), read_shape(options["shape"]), options["engine"]
+    shape = shape_of(options["shape"], options)
+    cluster, engine = hardware.cluster(options["cluster"]), options["engine"]
     given, gpus = choices_of(options), options["gpus"]
     if gpus is not None:
-        replica = given.get("tp", 1) * given.get("pp", 1)
+        replica = given.get("tp", 1) * given.get("cp", 1) * given.get("pp", 1)
         given.setdefault("dp", max(1, gpus // replica))
-        require(given["dp"] * replica == gpus, "tp x pp x dp", given["dp"] * replica, f"contradicts gpus={gpus}")
+        what = "tp x cp x pp x dp" if "cp" in given else "tp x pp x dp"
+        require(given["dp"] * replica == gpus, what, given["dp"] * replica, f"contradicts gpus={gpus}")
     topology = default_topology(shape, cluster, engine, gbs=options["gbs"], **given)
     label = label_of(shape, cluster, topology, engine)
     return Plan(label=label, shape=shape, cluster=cluster, topology=topology, engine=engine)

@@ -36,9 +36,9 @@ def default_attention(shape: ModelShape, cluster: Cluster, precision: str) -> st
 def default_fp32_gradients(precision: str, offload: str = "none") -> bool:
     """bf16 sums its gradients in fp32: its 8 bits of mantissa lose what many microbatches add. Offload has no such sum.
 
-    DeepSpeed's BF16_Optimizer and Megatron-LM's --bf16 do so by default.
+    DeepSpeed's BF16_Optimizer and Megatron-LM's --bf16 do so by default. With fp8 gradients are those of bf16.
     """
-    return precision == "bf16" and offload == "none"
+    return precision in ("bf16", "fp8") and offload == "none"
 
 
 def sums_in_fp32(engine: str, topology: Topology) -> bool:

@@ -1,9 +1,8 @@
 """ModelShape: the sizes of a dense decoder (GPT, BLOOM, Llama, ...), its parameters and its FLOPs per iteration."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from trilane.utils.validation import from_mapping, is_count, read_json, require, require_integer, require_known
+from trilane.utils.validation import is_count, require, require_integer, require_known
 
 # Beyond these a file has a size wrong: a hundred times what has been trained.
 LARGEST = {"num_layers": 1 << 16, "hidden_size": 1 << 18, "num_attention_heads": 1 << 18}
@@ -84,10 +83,18 @@ class ModelShape:
         return self.activation in GATED
 
     @property
-    def is_gpt2(self) -> bool:
-        """Whether it is GPT-2's architecture in all but sizes, output matrix and norm of the embedding."""
-        rest = (self.num_key_value_heads, self.ffn_hidden_size, self.activation, self.normalization)
-        return (*rest, self.positions, self.biases) == (None, None, "gelu", "layernorm", "learned", "all")
+    def kind(self) -> str:
+        """What is not as in GPT-2, in words: "8 key-value heads, swiglu 14336, rmsnorm, rotary, untied"."""
+        words = {
+            f"{self.kv_heads} key-value heads": self.num_key_value_heads,
+            f"{self.activation} {self.ffn}": self.activation != "gelu" or self.ffn_hidden_size,
+            self.normalization: self.normalization != "layernorm",
+            "no positions" if self.positions == "none" else self.positions: self.positions != "learned",
+            f"biases {self.biases}": self.biases != "all",
+            "untied": not self.tied_embeddings,
+            "embedding norm": self.embedding_layernorm,
+        }
+        return ", ".join(word for word, shown in words.items() if shown)
 
     @property
     def ffn(self) -> int:
@@ -163,14 +170,6 @@ def padded_vocab_size(tokens: int, tp: int = 1, multiple: int = 128) -> int:
     require_integer("tokens", tokens, 1)
     step = multiple * tp
     return -(-tokens // step) * step
-
-
-def read_shape(text: str) -> ModelShape:
-    """The shape of five numbers (see parse_shape), of a JSON file with a shape's fields, or of a plan's file."""
-    if not text.endswith(".json") and not Path(text).is_file():
-        return parse_shape(text)
-    values = read_json(text, "shape")
-    return from_mapping(ModelShape, values.get("shape", values) if isinstance(values, dict) else values, "shape")
 
 
 def parse_shape(text: str) -> ModelShape:

@@ -12,7 +12,7 @@ import numpy as np
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE, Topology
+from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE, Topology, invalid_reason
 from trilane.costmodel.columns import Columns, columns_of
 from trilane.utils.validation import parse_integers, require, require_integer, require_known
 
@@ -56,6 +56,8 @@ class Space:
     def __post_init__(self) -> None:
         for name in ("gpus", "gbs", "zero", "recompute", "partition", "sequence_parallel", "offload"):
             require(len(getattr(self, name)) > 0, name, "()", "needs at least one value")
+        require_integer("cp", self.cp, 1)
+        require(any(n % self.cp == 0 for n in self.gpus), "cp", self.cp, f"must divide gpus={self.gpus[0]}")
         for name in ("gpus", "gbs", "tp", "pp", "dp", "mbs", "interleaving"):
             for value in getattr(self, name):
                 require_integer(name, value, 1)
@@ -143,16 +145,18 @@ def space_for(
     """The space of a model on a cluster: what `choices` pins, the cluster's and engine's defaults, the rest free.
 
     A choice is one value or several; None, "" and () leave it free, or at its default where the space holds it fixed
-    (precision, attention, fp32_gradients). Raises ValueError for what no search can look at.
+    (precision, attention, fp32_gradients, cp). Raises ValueError for what no search can look at.
     """
     given = {name: value for name, value in choices.items() if value is not None and value not in ("", ())}
     for name in given:
         require_known("choice", name, sorted({f.name for f in dataclasses.fields(Space)} - {"gpus", "gbs", "engine"}))
     precision = given.pop("precision", default_precision(cluster))
     cluster.gpu.flops_per_s(precision)
-    fixed: dict[str, Any] = {"attention": default_attention(shape, cluster, precision)}
+    fixed: dict[str, Any] = {"attention": default_attention(shape, cluster, precision), "cp": 1}
     fixed["fp32_gradients"] = default_fp32_gradients(precision, _tuple(given.get("offload", "none"))[0])
     fixed |= {name: given.pop(name) for name in tuple(fixed) if name in given}
+    if reason := invalid_reason(shape, Topology(cp=fixed["cp"])):
+        raise ValueError(reason)
     free: dict[str, Any] = {name: _tuple(value) for name, value in given.items()}
     return Space(gpus=_tuple(gpus), gbs=_tuple(gbs), engine=engine, precision=precision, **fixed, **free)
 
@@ -177,7 +181,9 @@ def read_choices(**texts: str) -> dict[str, Any]:
             require(text in ("yes", "no"), name, text, "must be yes or no")
             choices[name] = text == "yes"
         elif name == "cp":
-            choices[name] = parse_integers(name, text)[0]
+            values = parse_integers(name, text)
+            require(len(values) == 1, name, text, "is the same for all: one number")
+            choices[name] = values[0]
         elif name in ("precision", "attention"):
             require_known(name, text, PRECISIONS if name == "precision" else ATTENTIONS)
             choices[name] = text

@@ -17,8 +17,9 @@ from typing import Any
 import trilane
 from trilane.config import cluster
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape, read_shape
+from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
+from trilane.config.shapes import GivenShape, read_shape
 from trilane.utils.tables import Text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.run_folder import is_completed, is_started, write_text
@@ -76,6 +77,7 @@ class ModelChoice:
     cluster_name: str
     gpus: tuple[int, ...]
     gbs: int
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As sizing.json and plans.json have it."""
@@ -88,7 +90,7 @@ class ModelChoice:
             "{} layers × {}, {} heads, {} parameters, on {} processes of {}, {} sequences of {} tokens an iteration.",
             *(s.num_layers, s.hidden_size, s.num_attention_heads, size, counts, self.cluster.name),
             *(self.gbs, s.seq_length),
-        )
+        ) + "".join(Text.of("\n\n{}", note) for note in self.notes)
 
 
 class Study:
@@ -143,16 +145,25 @@ class Study:
         """The plans that 02_topology wrote, best first, each with its id, whole: what 03 and 07 go on from."""
         return [plan_from_json(values) for values in self.load("plans.json", "02_topology", plans=list)["plans"]]
 
-    def model(self, shape: str = "", cluster: str = "", gpus: str = "", gbs: int = 0) -> ModelChoice:
+    def model(
+        self, shape: str = "", cluster: str = "", gpus: str = "", gbs: int = 0, seq_length: int = 0
+    ) -> ModelChoice:
         """The model that a search is for: what is given, and what 01_sizing chose for the rest ("" or 0).
 
-        `shape` as in config.model.read_shape, `cluster` as in load_cluster, `gpus` one or several counts ("1,2,4").
+        `shape` and `seq_length` as in config.shapes.read_shape, `cluster` as in load_cluster, `gpus` one or several
+        counts ("1,2,4").
         """
         chosen = (
             {} if shape and cluster and gpus and gbs else self.load("sizing.json", "01_sizing", shape=dict, cluster=str)
         )
+        if shape:
+            given = read_shape(shape, seq_length=seq_length)
+        else:
+            require(not seq_length, "seq_length", seq_length, "needs a shape; that of 01_sizing has its own")
+            given = GivenShape(shape=from_mapping(ModelShape, chosen["shape"], "sizing.shape"))
         return ModelChoice(
-            shape=read_shape(shape) if shape else from_mapping(ModelShape, chosen["shape"], "sizing.shape"),
+            shape=given.shape,
+            notes=given.notes,
             cluster=load_cluster(cluster or chosen["cluster"]),
             cluster_name=cluster or chosen["cluster"],
             gpus=tuple(parse_integers("gpus", gpus or str(chosen.get("gpus")))),

@@ -1,0 +1,230 @@
+"""A shape from outside: five numbers, a file of trilane, or a config.json of Hugging Face's transformers."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
+from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known
+
+# A size's names in transformers' configurations, the common one first.
+NAMES = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "ffn_hidden_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "seq_length": ("max_position_embeddings", "n_positions", "seq_length"),
+    "vocab_size": ("vocab_size",),
+}
+# Keys of models that are no dense decoders, whatever their type; 0, 1 and null mean that there is none.
+EXPERTS = "a shape has one MLP a layer, no experts"
+LATENT = "a shape has heads of queries, keys and values, no latent attention"
+NOT_DENSE = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
+NOT_DENSE |= {"kv_lora_rank": LATENT, "q_lora_rank": LATENT}
+ACTIVATIONS = dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python"), "gelu")
+ACTIVATIONS |= {"relu": "relu", "relu2": "squared-relu"}
+GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(("gelu", "gelu_new", "gelu_pytorch_tanh"), "geglu")
+SERIAL = "a shape has the MLP after attention, not beside it"
+BEFORE = "a shape has its norms before attention and MLP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What all models of one type share, and their configuration's defaults; names as in ModelShape.
+
+    act           the activation where the configuration names none
+    tied          whether output and embedding are one matrix where it does not tell
+    bias_keys     keys that turn all biases on or off; `biases` is what holds without them
+    needs         key, its default, the only value that a shape can have, and the rule
+    window        of sliding attention, in tokens, where the configuration does not tell
+    slides        whether windows are in use without `use_sliding_window`
+    note          what a shape does not count
+    """
+
+    act: str
+    normalization: str = "rmsnorm"
+    positions: str = "rotary"
+    biases: str = "none"
+    gated: bool = True
+    tied: bool = False
+    bias_keys: tuple[str, ...] = ()
+    embedding_layernorm: bool = False
+    needs: tuple[tuple[str, object, object, str], ...] = ()
+    window: int | None = None
+    slides: bool = True
+    note: str = ""
+
+
+PLAIN: dict[str, Any] = {"normalization": "layernorm", "biases": "all", "gated": False}  # LayerNorm, biases, no gate
+BIASES = ("attention_bias", "mlp_bias")
+POST_NORM = ("apply_residual_connection_post_layernorm", False, False, BEFORE)
+HEAD_NORMS = "the norms of queries and keys (2 head_dim a layer) are not counted"
+OPT_ROWS = "the two further rows of its table of positions are not counted"
+
+# transformers 5.23, models/*/configuration_*.py and modeling_*.py
+FAMILIES = {
+    "gpt2": Family(**PLAIN, act="gelu_new", positions="learned", tied=True),
+    "gpt_neox": Family(
+        **PLAIN,
+        act="gelu",
+        needs=(
+            ("use_parallel_residual", True, False, SERIAL),
+            ("attention_bias", True, True, "a shape has biases everywhere, or for queries, keys and values, or none"),
+        ),
+    ),
+    "bloom": Family(**PLAIN, act="gelu", positions="alibi", tied=True, embedding_layernorm=True, needs=(POST_NORM,)),
+    "opt": Family(
+        **PLAIN,
+        act="relu",
+        positions="learned",
+        tied=True,
+        bias_keys=("enable_bias",),
+        needs=(
+            ("do_layer_norm_before", True, True, BEFORE),
+            ("layer_norm_elementwise_affine", True, True, "a shape's norms have parameters"),
+            ("_remove_final_layer_norm", False, False, "a shape has a norm after the last layer"),
+        ),
+        note=OPT_ROWS,
+    ),
+    "falcon": Family(
+        **{**PLAIN, "biases": "none"},
+        act="gelu",
+        tied=True,
+        bias_keys=("bias",),
+        needs=(
+            ("new_decoder_architecture", False, False, SERIAL),
+            ("parallel_attn", True, False, SERIAL),
+            POST_NORM,
+        ),
+    ),
+    "nemotron": Family(**{**PLAIN, "biases": "none"}, act="relu2", bias_keys=BIASES),
+    "starcoder2": Family(**PLAIN, act="gelu_pytorch_tanh", tied=True, bias_keys=("use_bias",)),
+    "llama": Family(act="silu", bias_keys=BIASES),
+    "mistral": Family(act="silu", window=4096),
+    "qwen2": Family(act="silu", biases="qkv", window=4096, slides=False),
+    "qwen3": Family(act="silu", bias_keys=BIASES, window=4096, slides=False, note=HEAD_NORMS),
+    "gemma": Family(act="gelu_pytorch_tanh", tied=True, bias_keys=BIASES),
+    "phi3": Family(act="silu"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenShape:
+    """A shape, and what was decided where it was read: a line each."""
+
+    shape: ModelShape
+    notes: tuple[str, ...] = ()
+
+
+def read_shape(text: str, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
+    """The shape of five numbers (see parse_shape), or of a JSON file: a shape's fields, a plan, or a config.json.
+
+    `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and of a config.json is
+    padded to a multiple of 128, as Megatron does, and of 128 x `tp` where that is needed; a file of trilane has rows
+    that are padded already. Raises ValueError for what is no shape of a dense decoder.
+    """
+    notes: tuple[str, ...] = ()
+    values = read_json(text, "shape") if text.endswith(".json") or Path(text).is_file() else None
+    if values is None:
+        shape = parse_shape(text)
+    elif isinstance(values, dict) and "model_type" in values:
+        found = shape_of_config(values, seq_length)
+        shape, notes = found.shape, found.notes
+    else:
+        own = values.get("shape", values) if isinstance(values, dict) else values
+        return GivenShape(shape=_with_sequence(from_mapping(ModelShape, own, "shape"), seq_length))
+    shape, rows = _with_sequence(shape, seq_length), padded_vocab_size(shape.vocab_size)
+    rows = rows if rows % tp == 0 else padded_vocab_size(shape.vocab_size, tp)
+    if rows != shape.vocab_size:
+        what = "128" if rows == padded_vocab_size(shape.vocab_size) else f"128 x tp = 128 x {tp}"
+        notes += (f"vocab_size={shape.vocab_size}: padded to {rows}, a multiple of {what}",)
+    return GivenShape(shape=dataclasses.replace(shape, vocab_size=rows), notes=notes)
+
+
+def _with_sequence(shape: ModelShape, seq_length: int) -> ModelShape:
+    return dataclasses.replace(shape, seq_length=seq_length) if seq_length else shape
+
+
+def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShape:
+    """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes the longest it has.
+
+    Raises ValueError with the name of the key for a type that is not in FAMILIES, for experts, latent attention,
+    attention beside the MLP, heads that do not make up the hidden size, and windows shorter than the sequence.
+    """
+    for key, rule in NOT_DENSE.items():
+        require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
+    require_known("model_type", str(values["model_type"]), FAMILIES)
+    family = FAMILIES[str(values["model_type"])]
+    for key, usual, needed, rule in family.needs:
+        require(values.get(key, usual) == needed, key, values.get(key, usual), rule)
+    sizes: dict[str, Any] = {name: _size(values, keys) for name, keys in NAMES.items()}
+    sizes["seq_length"] = seq_length or sizes["seq_length"]
+    if values["model_type"] == "falcon" and values.get("multi_query", True):
+        sizes["num_key_value_heads"] = 1
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        require(sizes[name] is not None, NAMES[name][0], "missing", "is not in the configuration")
+    require(sizes["seq_length"] is not None, "seq", "missing", "is not in the configuration; give it")
+    has_usual = values["model_type"] in ("gpt2", "bloom", "falcon")  # theirs is 4 h, as a shape's
+    require(
+        has_usual or sizes["ffn_hidden_size"] is not None, "intermediate_size", "missing", "is not in the configuration"
+    )
+    shape = ModelShape(
+        **sizes,
+        activation=_activation(values, family),
+        normalization=family.normalization,
+        positions="alibi" if values.get("alibi") is True else family.positions,
+        biases=_biases(values, family),
+        tied_embeddings=values.get("tie_word_embeddings", family.tied) is not False,
+        embedding_layernorm=family.embedding_layernorm,
+    )
+    _require_plain_attention(values, family, shape)
+    longest = _size(values, NAMES["seq_length"])
+    notes = [] if seq_length else [f"seq={longest}: the longest of the configuration, as no other is given"]
+    return GivenShape(
+        shape=shape, notes=(*notes, *[f"model_type={values['model_type']}: {family.note}"] * bool(family.note))
+    )
+
+
+def _size(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of the keys that has a value; None where none has."""
+    for key in keys:
+        if values.get(key) is not None:
+            require_integer(key, values[key], 1)
+            return int(values[key])
+    return None
+
+
+def _activation(values: Mapping[str, Any], family: Family) -> str:
+    names = ("hidden_act", "activation_function", "hidden_activation", "activation")
+    key = next((name for name in names if isinstance(values.get(name), str)), names[0])
+    known = GATED if family.gated else ACTIVATIONS
+    word = values.get(key, family.act)
+    require_known(key, str(word), known)
+    return known[str(word)]
+
+
+def _biases(values: Mapping[str, Any], family: Family) -> str:
+    if not family.bias_keys:
+        return family.biases
+    given = {key: values.get(key, family.biases == "all") for key in family.bias_keys}
+    words = ", ".join(f"{key}={str(value).lower()}" for key, value in given.items())
+    require(len(set(map(str, given.values()))) == 1, "biases", words, "a shape has all or none of them")
+    return "all" if next(iter(given.values())) is True else "none"
+
+
+def _require_plain_attention(values: Mapping[str, Any], family: Family, shape: ModelShape) -> None:
+    """Raise ValueError for heads of another size, a projected embedding, and windows shorter than the sequence."""
+    for key, usual, rule in (
+        ("head_dim", shape.head_dim, "a shape has hidden_size / num_attention_heads"),
+        ("word_embed_proj_dim", shape.hidden_size, "a shape has an embedding of hidden_size"),
+    ):
+        value = values.get(key)
+        require(value in (None, usual), key, value, f"{rule} = {usual}")
+    window = values.get("sliding_window", family.window)
+    slides = values.get("use_sliding_window", family.slides) is True
+    ok = window is None or not slides or (isinstance(window, int) and window >= shape.seq_length)
+    rule = f"a shape attends to the whole sequence, seq = {shape.seq_length}; give a shorter one"
+    require(ok, "sliding_window", window, rule)

@@ -1,0 +1,204 @@
+"""Shapes of files and of five numbers; the parameters of a config.json are those that transformers makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trilane.cli.app import main
+from trilane.config.shapes import FAMILIES, read_shape, shape_of_config
+
+# Sizes of config.json as published on huggingface.co, and the parameters that the pages of the models count.
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+LLAMA |= {"num_hidden_layers": 32, "vocab_size": 32000, "hidden_act": "silu", "max_position_embeddings": 4096}
+LLAMA |= {"tie_word_embeddings": False, "num_key_value_heads": 32}
+LLAMA3 = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+LLAMA3_70B = LLAMA3 | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+MISTRAL = LLAMA3 | {"model_type": "mistral", "vocab_size": 32000, "sliding_window": 4096}
+QWEN2 = LLAMA | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+QWEN2 |= {"num_hidden_layers": 28, "num_key_value_heads": 4, "vocab_size": 152064, "use_sliding_window": False}
+BLOOM = {"model_type": "bloom", "n_embed": 4096, "n_head": 32, "n_layer": 30, "vocab_size": 250880, "seq_length": 2048}
+GEMMA = LLAMA | {"model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8}
+GEMMA |= {"num_hidden_layers": 18, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256000}
+GEMMA |= {"hidden_act": "gelu", "tie_word_embeddings": True}
+PHI3 = LLAMA | {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+FALCON = {"model_type": "falcon", "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24}
+FALCON |= {"vocab_size": 50304, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}
+FALCON |= {"max_position_embeddings": 2048}
+PUBLISHED = {
+    "llama-2-7b": (LLAMA, 6_738_415_616),
+    "llama-3-8b": (LLAMA3, 8_030_261_248),
+    "llama-3-70b": (LLAMA3_70B, 70_553_706_496),
+    "mistral-7b": (MISTRAL, 7_241_732_096),
+    "qwen2-7b": (QWEN2, 7_615_616_512),
+    "bloom-7b1": (BLOOM, 7_069_016_064),
+    "gemma-2b": (GEMMA, 2_506_172_416),
+    "phi-3-mini": (PHI3, 3_821_079_552),
+    "gpt2": (GPT2, 124_439_808),
+    "falcon-rw-1b": (FALCON, 1_311_625_216),
+}
+
+
+@pytest.mark.parametrize(("values", "parameters"), PUBLISHED.values(), ids=PUBLISHED)
+def test_a_published_model_has_its_published_parameters(values: dict, parameters: int) -> None:
+    assert shape_of_config(values).shape.parameters == parameters
+
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
+SMALL |= {"max_position_embeddings": 128}
+MADE = [
+    ("gpt2", {"n_inner": 192}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("bloom", {"seq_length": 128}),
+    ("opt", {"ffn_dim": 192, "word_embed_proj_dim": 64}),
+    ("opt", {"ffn_dim": 192, "word_embed_proj_dim": 64, "enable_bias": False}),
+    ("falcon", {"parallel_attn": False, "alibi": True, "bias": True, "multi_query": False}),
+    ("falcon", {"parallel_attn": False, "tie_word_embeddings": False, "ffn_hidden_size": 128}),
+    ("nemotron", {"num_key_value_heads": 2, "head_dim": 16}),
+    ("starcoder2", {"num_key_value_heads": 2}),
+    ("llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"num_key_value_heads": 2, "head_dim": 16}),
+    ("qwen2", {"num_key_value_heads": 2}),
+    ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    ("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
+    ("phi3", {"num_key_value_heads": 2, "pad_token_id": 0}),
+]
+NOT_COUNTED = {"opt": 2 * 64, "qwen3": 2 * 2 * 16}  # what the notes tell: two positions; norms of queries and keys
+
+
+@pytest.mark.parametrize(("kind", "values"), MADE, ids=str)
+def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str, values: dict) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    width = {} if kind in ("gpt2", "bloom", "opt", "falcon") else {"intermediate_size": 192}
+    config = transformers.CONFIG_MAPPING[kind](**SMALL, **tokens, **width, **values)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = shape_of_config(json.loads(config.to_json_string()), 128)
+    counted = sum(p.numel() for p in model.parameters())
+    assert counted - found.shape.parameters == NOT_COUNTED.get(kind, 0)
+    assert bool(found.notes) == (kind in NOT_COUNTED)
+
+
+def test_every_family_is_compared_with_transformers() -> None:
+    assert {kind for kind, _ in MADE} == set(FAMILIES)
+
+
+def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
+    """What save_pretrained does not write: tied is the default of gpt2 and not of llama; mistral slides over 4096."""
+    without = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
+    assert not shape_of_config(without).shape.tied_embeddings
+    assert shape_of_config(GPT2).shape.tied_embeddings
+    bare = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    assert shape_of_config(bare, 4096).shape.seq_length == 4096
+    with pytest.raises(ValueError, match="sliding_window=4096"):
+        shape_of_config(bare, 8192)
+    assert shape_of_config(bare | {"sliding_window": None}, 8192).shape.seq_length == 8192
+
+
+def _file(folder: Path, values: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def test_a_vocabulary_is_padded_where_nobody_padded_it(tmp_path: Path) -> None:
+    """Five numbers and a config.json count tokens; a shape's or a plan's own file has rows."""
+    assert read_shape("12,768,12,1024,50257").shape.vocab_size == 50304
+    assert read_shape("12,768,12,1024,50257", tp=3).shape.vocab_size == 50304, "16768 rows for each of 3"
+    assert read_shape("12,768,12,1024,50257", tp=5).shape.vocab_size == 50560, "a multiple of 5 x 128"
+    assert read_shape("12,768,12,1024,50304").notes == ()
+    given = read_shape(_file(tmp_path, GPT2), seq_length=512)
+    assert (given.shape.vocab_size, given.shape.seq_length) == (50304, 512)
+    assert given.notes == ("vocab_size=50257: padded to 50304, a multiple of 128",)
+    own = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 257}
+    assert read_shape(_file(tmp_path, own)).shape.vocab_size == 257
+
+
+BAD = [
+    ({"model_type": "mixtral", "num_local_experts": 8}, "num_local_experts=8: a shape has one MLP a layer, no experts"),
+    ({"num_experts": 64}, "num_experts=64: a shape has one MLP a layer, no experts"),
+    ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "n_routed_experts=256: a shape has one MLP a layer, no"),
+    ({"kv_lora_rank": 512}, "kv_lora_rank=512: a shape has heads of queries, keys and values, no latent attention"),
+    ({"model_type": "mamba2"}, "model_type=mamba2: known: bloom, falcon,"),
+    ({"model_type": ["a"]}, "model_type=['a']: known: bloom"),
+    ({"head_dim": 64}, "head_dim=64: a shape has hidden_size / num_attention_heads = 128"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3: must divide num_attention_heads=32"),
+    ({"intermediate_size": 2048}, "ffn_hidden_size=2048: must be at least hidden_size=4096"),
+    ({"intermediate_size": None}, "intermediate_size=missing: is not in the configuration"),
+    ({"num_hidden_layers": None}, "num_hidden_layers=missing: is not in the configuration"),
+    ({"max_position_embeddings": None}, "seq=missing: is not in the configuration; give it"),
+    ({"num_hidden_layers": "32"}, "num_hidden_layers=32: must be a whole number of at least 1"),
+    ({"hidden_act": "tanh\n"}, "hidden_act=tanh"),
+    ({"attention_bias": True}, "biases=attention_bias=true, mlp_bias=false: a shape has all or none of them"),
+    (
+        MISTRAL | {"max_position_embeddings": 32768},
+        "sliding_window=4096: a shape attends to the whole sequence, seq = 32",
+    ),
+    (QWEN2 | {"use_sliding_window": True, "sliding_window": 1024}, "sliding_window=1024: a shape attends to the"),
+    (FALCON | {"parallel_attn": True}, "parallel_attn=True: a shape has the MLP after attention, not beside it"),
+    ({"model_type": "gpt_neox"}, "use_parallel_residual=True: a shape has the MLP after attention, not beside it"),
+    ({"model_type": "opt", "do_layer_norm_before": False}, "do_layer_norm_before=False: a shape has its norms before"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD])
+def test_what_is_no_dense_decoder_is_one_line(
+    changes: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = _file(tmp_path, LLAMA | changes)
+    assert main(["plan", "show", "--shape", path, "--cluster", "dgx-h100", "--gpus", "8", "--gbs", "8"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"trilane: {message}"), err
+
+
+def test_a_configuration_is_a_shape_for_plan_show_and_plan_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Both predict the same plan, of the same id; each tells what was decided for the shape."""
+    machine = ["--shape", _file(tmp_path, LLAMA3), "--cluster", "dgx-h100", "--gpus", "8", "--gbs", "64", "--json"]
+    assert main(["plan", "search", *machine, "--seq", "2048", "--top", "1"]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    t = best["topology"]
+    given = [w for n in ("tp", "pp", "mbs", "zero", "recompute", "partition") for w in (f"--{n}", str(t[n]))]
+    given += [
+        "--interleaving",
+        str(t["interleaving"]),
+        "--sequence-parallel",
+        "yes" if t["sequence_parallel"] else "no",
+    ]
+    assert main(["plan", "show", *machine, "--seq", "2048", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == best["id"]
+    assert main(["plan", "show", *machine]) == 0
+    assert capsys.readouterr().err == "trilane: seq=4096: the longest of the configuration, as no other is given\n"
+
+
+SHAPE = "12,768,12,1024,50304"
+REFUSED = [
+    (
+        ["show", "--shape", "12,768,12,1000,50304", "--cp", "8"],
+        "cp=8: must divide seq_length into two halves a rank: 2 x",
+    ),
+    (["search", "--shape", "12,768,12,1000,50304", "--cp", "8"], "cp=8: must divide seq_length into two halves a rank"),
+    (["search", "--shape", SHAPE, "--cp", "32"], "cp=32: must divide gpus=16"),
+    (["show", "--shape", SHAPE, "--cp", "3"], "tp x cp x pp x dp=15: contradicts gpus=16"),
+    (["show", "--shape", SHAPE, "--precision", "fp8"], "precision=fp8: A100-80GB has no fp8 matrix units"),
+    (["search", "--shape", SHAPE, "--precision", "fp8"], "precision=fp8: A100-80GB has no fp8 matrix units"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_what_a_cluster_or_a_sequence_does_not_allow_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["plan", *words, "--cluster", "jz-a100-80g", "--gpus", "16", "--gbs", "16"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"trilane: {message}") and err.count("\n") == 1
