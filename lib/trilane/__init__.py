@@ -29,6 +29,7 @@ _MODULES = {
     "diagnose.study": ("study_hang", "study_restart"),
     "documents.lint.lint": ("lint",),
     "documents.runs": ("read_runs",),
+    "forecasting.deadline": ("sizes_within",),
     "forecasting.decision": ("calendar_record", "decide", "study_plan"),
     "forecasting.forecast": ("forecast",),
     "forecasting.request": ("ForecastRequest", "forecast_request"),

@@ -66,7 +66,8 @@ def calibration_of(path: str | None, cluster: Cluster) -> Any:
 
 @command(
     plan,
-    option("--params", required=True, type=COUNT, help="parameters of the model: 200B, 1.3e9, 350M"),
+    option("--params", type=COUNT, help="parameters of the model: 200B, 1.3e9, 350M"),
+    option("--days", type=number(), help="instead of --params: the largest that end within so many days"),
     option("--vocab", required=True, type=whole(), help="tokens of the vocabulary; padded to a multiple of 128"),
     option("--gpus", required=True, type=whole(), help="GPUs of the run"),
     option("--cluster", required=True, help=CLUSTER),
@@ -80,33 +81,36 @@ def calibration_of(path: str | None, cluster: Cluster) -> Any:
     *(ENGINE, PRECISION, option("--fp32-gradients", is_flag=True, help="accumulate 16-bit gradients in fp32")),
     *(CALIBRATION, option("--top", type=whole(), default=10, help="shapes to list"), JSON),
 )
-def size(top: int, as_json: bool, **options: Any) -> int:
+def size(top: int, as_json: bool, params: float | None, days: float | None, **options: Any) -> int:
     """List shapes of a target size, layers x hidden, each with its best topology, days and GPU-hours.
 
-    Exit code 1 where none can run.
+    With --days instead of --params: the largest shapes that end in time with 90 % probability, failures and
+    checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none ends in time.
     """
-    from trilane.planning.sizing import survey, survey_json, survey_text, why_none
+    from trilane.planning.sizing import SizeRequest, survey, survey_json, survey_text, why_none
 
-    request = size_request(options)
+    given = f"{params:g}" if params else "missing"
+    require((params is None) != (days is None), "params", given, "give either --params or --days")
+    if days is not None:
+        from trilane.forecasting.deadline import sizes_within
+
+        dated = sizes_within(days, **sizing_fields(options))
+        return emit(as_json, dated.to_json(top), dated.as_text(top), failed=not dated.rows)
+    request = SizeRequest(parameters=params or 0.0, **sizing_fields(options))
     found, refused = survey(request)
     values = {**survey_json(request, found[:top], len(found)), "refused": dict(refused)}
     why = [] if found else [why_none(request, refused)]
     return emit(as_json, values, "\n".join([survey_text(request, found[:top]), *why]), failed=not found)
 
 
-def size_request(options: dict[str, Any]) -> Any:
-    """What the options of `size` ask for."""
-    from trilane.planning.sizing import SizeRequest
-
+def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """SizeRequest's fields from the options of `size`, all but the size."""
     names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
     cluster = hardware.cluster(options["cluster"])
-    return SizeRequest(
-        **{name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine")},
-        **{"parameters": options["params"], "vocabulary": options["vocab"], "seq_length": options["seq"]},
-        cluster=cluster,
-        calibration=calibration_of(options["calibration"], cluster),
-        choices={name: options[name] for name in names if options[name]},
-    )
+    fields = {name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine")}
+    fields |= {"vocabulary": options["vocab"], "seq_length": options["seq"], "cluster": cluster}
+    fields |= {"calibration": calibration_of(options["calibration"], cluster)}
+    return fields | {"choices": {name: options[name] for name in names if options[name]}}
 
 
 def shape_of(text: str, options: dict[str, Any]) -> ModelShape:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,13 +172,13 @@ def propose(request: SizeRequest) -> list[Proposal]:
     return found
 
 
-def survey(request: SizeRequest) -> tuple[list[Proposal], Counter[str]]:
-    """The proposals, none where nothing can run, and how many topologies each rule refuses."""
+def survey(request: SizeRequest, shapes: Sequence[ModelShape] | None = None) -> tuple[list[Proposal], Counter[str]]:
+    """The proposals of the request's shapes (or of `shapes`), and how many topologies each rule refuses."""
     refused: Counter[str] = Counter()
     found = []
     r = request
     given = {"gpus": r.gpus, "gbs": r.gbs, "engine": r.engine, "calibration": r.calibration, **r.choices}
-    for shape in r.shapes():
+    for shape in r.shapes() if shapes is None else shapes:
         result = search(shape, r.cluster, top=1, **given)
         refused.update(result.refused_by_rule)
         found += [_proposal(c.plan, r) for c in result.candidates or result.risky]
@@ -358,22 +358,22 @@ def survey_json(request: SizeRequest, proposals: list[Proposal], runnable: int) 
     }
 
 
-def _size_words(parameters: float) -> str:
-    """Such as 176.2B, or 20.3M where that is below a billion."""
+def size_words(parameters: float) -> str:
+    """A number of parameters or tokens, such as 176.2B, or 20.3M where that is below a billion."""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
 
 def survey_text(request: SizeRequest, proposals: list[Proposal]) -> str:
     """The proposals, a line each and one for each note."""
     lines = [
-        f"{_size_words(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of",
+        f"{size_words(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of",
         f"{request.cluster.name}, {request.tokens / 1e9:g} B tokens; days with nothing going wrong:",
     ]
     for p in proposals:
         s, (middle, low, high) = p.shape, p.tflops
         relative = p.days_at_target / proposals[0].days_at_target - 1
         lines.append(
-            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{_size_words(s.parameters):>8} "
+            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{size_words(s.parameters):>8} "
             f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
             f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
             f"{relative:+6.1%}  {p.plan.label}"
