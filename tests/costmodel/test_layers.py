@@ -44,6 +44,22 @@ def test_an_all_reduce_waits_once_for_each_step_of_the_ring() -> None:
     assert skewed - float(all_reduce_seconds(columns(tp=8), IDEAL, NO_WAITS)) == pytest.approx(5e-3)
 
 
+@pytest.mark.parametrize(("tp", "share"), [(16, 1), (32, 1), (12, 0.5)])
+def test_a_tensor_parallel_group_that_fills_nodes_has_their_whole_network(tp: int, share: float) -> None:
+    """DLPerf's rows of TP 16 and 32 on nodes with one 100 Gb/s card reach 60 % of it; a group of 12 shares a node."""
+    wide, x = replace(IDEAL, network_bytes_per_s=50e9), replace(columns(), tp=tp)
+    moved = 2 * (tp - 1) / tp * 2048 * 2048 * 2
+    assert float(all_reduce_seconds(x, wide, NO_WAITS)) == pytest.approx(moved / (share * 50e9))
+
+
+@pytest.mark.parametrize(("host_s", "waits"), [(0.0, False), (1e-9, False), (1.0, True)])
+def test_a_layer_costs_the_larger_of_gpu_and_host_time(host_s: float, waits: bool) -> None:
+    still = replace(NO_WAITS, launch_s=0.0)
+    time = layer_time(columns(), A100, replace(still, host_s=host_s))
+    alone = layer_time(columns(), A100, replace(still, host_s=0.0)).total
+    assert float(time.total) == pytest.approx(0.75 * host_s if waits else float(alone))
+
+
 def test_a_layer_has_four_all_reduces_and_six_where_it_is_recomputed() -> None:
     """Narayanan et al. 2021, arXiv:2104.04473, section 3.2: two forward, two backward, and the forward once more."""
     one = float(all_reduce_seconds(columns(tp=8), A100, NO_WAITS))
@@ -72,7 +88,7 @@ def test_a_flash_kernel_does_half_of_the_products_and_two_and_a_half_times_as_mu
     assert (
         float(forward)
         == pytest.approx(2 * 2048**2 * 128 * 16 / (0.5 * 312e12))
-        == float(flash_seconds(columns(), A100))
+        == float(flash_seconds(columns(), A100, NO_WAITS))
     )
     assert float(backward) == pytest.approx(2.5 * float(forward))
 

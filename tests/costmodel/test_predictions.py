@@ -1,5 +1,8 @@
 """Sizing and one prediction: published numbers, and laws that any planner must obey."""
 
+import dataclasses
+import math
+
 import pytest
 from support import small_cluster
 
@@ -7,8 +10,10 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration
+from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import predict
+from trilane.costmodel.uncertainty import FAR, NEAR, support
 from trilane.planning.published import planned_models
 from trilane.planning.sizing import survey_shapes, training_seconds
 
@@ -63,3 +68,37 @@ def test_offload_moves_the_optimizer_to_the_host_and_says_how_much_it_takes():
     )
     assert plain.host_memory_bytes == 0 and plain.stages[0].optimizer > 0
     assert offloaded.host_memory_bytes == plain.stages[0].optimizer and offloaded.stages[0].optimizer == 0
+
+
+def measured(**change):
+    """The winner of the chronicles: 72 x 14336 on 384 A100s, TP 8, PP 12, DP 4, MBS 2."""
+    sizes = dict(tp=8, pp=12, dp=4, mbs=2, gbs=2048, attention="scores", **BF16)
+    return Configuration(shape=SHAPE, topology=Topology(**{**sizes, **change}), cluster=A100)
+
+
+def test_a_measured_run_supports_itself():
+    row = every_row()[30]
+    found = support(row.case)
+    assert found.distance == 0 and row.row_id in [name for name, distance in found.nearest if distance == 0]
+    assert found.words.startswith("rests on measured runs such as") and found.widening == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "differs"),
+    [
+        (dataclasses.replace(measured(), cluster=cluster("h200")), "card"),
+        (measured(attention="fused", recompute="none"), "attention kernel"),
+        (dataclasses.replace(measured(), shape=parse_shape("72,512,8,65536,50304")), "sequence length"),
+    ],
+)
+def test_a_plan_like_no_measured_run_is_named_and_its_interval_widens(case, differs):
+    near, far = (predict(c).support for c in (measured(), case))
+    assert near.distance < NEAR < FAR < far.distance and far.widening > 0
+    assert far.words.startswith("no measured run like this") and differs in far.differs
+    assert math.log(predict(case).sec_hi / predict(case).sec_lo) > math.log(
+        predict(measured()).sec_hi / predict(measured()).sec_lo
+    )
+
+
+def test_without_rows_nothing_supports_a_plan():
+    assert support(measured(), rows=()).words == "no measured run like this: there are no rows"

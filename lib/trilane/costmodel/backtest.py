@@ -12,7 +12,7 @@ from trilane.costmodel.calibration import Calibration, default, shipped_regimes
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
-from trilane.costmodel.measured_rows import MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
+from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
 from trilane.costmodel.metrics import ANOMALIES, Pair, RowPrediction, figures, group_name
 from trilane.costmodel.uncertainty import posterior
@@ -26,7 +26,7 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
 }
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
-SHIPPED = ("scored", "measured", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
+SHIPPED = (*FILES, "measured")
 MIN_MEMORY_ROWS = 20  # with fewer, the shipped constants are better
 DETAILED = "jz-a100-80g"  # the cluster with most rows, whose anomalies are known and on which public planners were run
 # Key of a figure -> column of a table, where % multiplies by 100.

@@ -1,14 +1,16 @@
 """Calibration: the constants of one cluster and engine, what they were fitted to, and how far predictions scatter."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster
+from trilane.config.cluster import cluster as catalogued
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.constants import BOUNDS, Bound, Constants
+from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
 from trilane.utils.validation import DATA, from_mapping, read_json, require, require_positive, to_mapping
 from trilane.workspace.study import Study
 
@@ -17,6 +19,23 @@ from trilane.workspace.study import Study
 BLOCKED_LAUNCH_S = 2e-3
 ASYNCHRONOUS = "asynchronous launches"  # how the name of the regime without it begins
 FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
+
+
+# Which constants two fits share: of the card's kernels, of the cluster's networks, of the software.
+KERNELS = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
+NETWORKS = ("node", "network", "p2p")
+SOFTWARE = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
+BLOCKED = ("launch_s", "skew_s")  # which CUDA_LAUNCH_BLOCKING=1 makes longer
+# What a stack does: Megatron-LM sent whole activations between stages before its scatter-gather of 2021 (Narayanan et
+# al. 2021, section 4.1), as OneFlow did; Megatron-Core's distributed optimizer and PyTorch's FSDP scatter gradients and
+# hide most of it under computation (their guides); DeepSpeed's ZeRO prefetches.
+HABITS: dict[str, dict[str, float]] = {
+    "megatron-lm": {"whole_p2p": 1.0},
+    "oneflow": {"whole_p2p": 1.0},
+    "megatron-core": {"reduce_scatter": 1.0, "overlap": 0.6, "exposed": 0.3},
+    "fsdp": {"reduce_scatter": 1.0, "exposed": 0.4},
+    "deepspeed-zero": {"exposed": 0.9},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +88,8 @@ class Calibration(Constants):
             rule = f"must lie between {bound.low} and {bound.high}"
             require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
         require_positive("calibration.half_width", self.half_width)
-        require(0 <= self.overlap < 1, "calibration.overlap", self.overlap, "must lie between 0 and 1")
+        for name in GIVEN:
+            require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 
     def on(self, day: str, gpus: int) -> "Calibration":
         """The calibration of one day: the factors of its regimes applied."""
@@ -79,6 +99,11 @@ class Calibration(Constants):
                 for name in regime.constants:
                     values[name] = max(values[name] * regime.factor, BOUNDS[name].low)
         return replace(self, **values)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether it was fitted to runs with CUDA_LAUNCH_BLOCKING=1."""
+        return any(r.name.startswith(ASYNCHRONOUS) for r in self.regimes)
 
     def with_launch_blocking(self, blocking: bool) -> "Calibration":
         """The constants with CUDA_LAUNCH_BLOCKING=1, or without it.
@@ -105,19 +130,57 @@ class Calibration(Constants):
 def default(cluster: Cluster, stack: str = "") -> Calibration:
     """What is assumed before the first measured row of one's own.
 
-    The shipped fit of that cluster and software stack, or of the cluster; elsewhere what A100 and V100 rows agree on,
-    with waiting times of a well-kept system.
+    The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what fits of the
+    card, the cluster and the stack have in common (see combined). Without any: what A100 and V100 rows agree on, with
+    waiting times of a well-kept system.
     """
     shipped = _shipped("calibrations")
-    for name in (f"{cluster.name}/{stack}", cluster.name):
-        if name in shipped:
-            return from_json(shipped[name])
+    if (name := f"{cluster.name}/{stack}" if stack else cluster.name) in shipped:
+        return from_json(shipped[name])
     if cluster.gpu.kind == "cpu":
         # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
         launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
         return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
-    generation = "hopper" if cluster.gpu.compute_capability[0] == 9 else "transferable"
-    return from_json(shipped[generation])
+    fits = []
+    for name in (name for name in shipped if "/" in name):
+        fitted, _, other = name.partition("/")
+        fits.append(Fit(cluster=catalogued(fitted), stack=other, calibration=from_json(shipped[name])))
+    return combined(cluster, stack, fits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A calibration of one cluster and software stack."""
+
+    cluster: Cluster
+    stack: str
+    calibration: Calibration
+
+
+def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
+    """The constants of a cluster and stack without rows: the part of each fit that is shared with them.
+
+    Kernels' constants come from fits of the same generation of cards, those of the networks from fits of the same
+    cluster, those of the software from fits of the same stack: geometric means, weighted by 1 / half_width^2. What no
+    fit shares is that of a well-kept system, and what a stack is known to do is in HABITS. `rows` is 0: nothing was
+    fitted there, so a refit may move the constants as far as their priors allow.
+    """
+    hopper = cluster.gpu.compute_capability[0] == 9
+    base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
+    values: dict[str, Any] = {}
+    for names, is_shared in (
+        (KERNELS, lambda fit: fit.cluster.gpu.compute_capability == cluster.gpu.compute_capability),
+        (NETWORKS, lambda fit: stack and fit.cluster.name == cluster.name),
+        (SOFTWARE, lambda fit: fit.stack == stack),
+    ):
+        for name in names:
+            shared = [f.calibration for f in fits if is_shared(f) and not (name in BLOCKED and f.calibration.blocks)]
+            if shared:
+                weights = [k.half_width**-2 for k in shared]
+                logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
+                values[name] = math.exp(sum(logs) / sum(weights))
+    given = dict.fromkeys(GIVEN, 0.0) | HABITS[stack] if stack in HABITS else {}
+    return replace(base, **{**given, **values, "regimes": shipped_regimes(cluster.name)})
 
 
 def shipped_regimes(cluster: str) -> tuple[Regime, ...]:

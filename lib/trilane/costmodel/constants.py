@@ -16,6 +16,8 @@ class Bound(NamedTuple):
 # An efficiency cannot pass its peak; a waiting time cannot be negative. Priors: cuBLAS reaches 0.75-0.85 of the peak on
 # large matmuls (NVIDIA, 'Matrix multiplication background', A100 figures), STREAM 0.85 of the memory's rate,
 # nccl-tests 0.75 of NVLink's, and half to three quarters of the network's. Waits: tens of microseconds a kernel.
+# Flash attention: Dao 2023, arXiv:2307.08691, figures 5 to 7, 50-73 % of an A100's peak forward, less backward.
+# Host: some 120 operations of about 12 microseconds each for a layer, forward and backward.
 BOUNDS = {
     "matmul": Bound(0.79, 0.06, 0.10, 0.98),
     "prologue": Bound(125, 0.3, 1, 2000),
@@ -30,6 +32,10 @@ BOUNDS = {
     "skew_s": Bound(1e-4, 1.2, 1e-6, 1e-2),
     "handoff_s": Bound(1e-3, 1.2, 1e-6, 1e-1),
     "pressure": Bound(0.05, 0.7, 1e-4, 0.2),
+    "flash": Bound(0.50, 0.2, 0.1, 0.9),
+    "exposed": Bound(1.0, 0.5, 0.02, 1.0),
+    "passes": Bound(1.0, 0.25, 0.5, 5.0),
+    "host_s": Bound(1.5e-3, 0.5, 1e-5, 2e-2),
 }
 
 
@@ -50,7 +56,13 @@ class Constants:
     skew_s        seconds per all-reduce over 8 GPUs waiting for the last of them
     handoff_s     seconds per microbatch and stage boundary for meeting the neighbour
     pressure      relative slowdown when the caching allocator has no memory left to cache in
-    overlap       share of communication that hides under computation; given, not fitted: 0 in stacks of 2022
+    flash         share of the peak that a flash attention kernel reaches
+    exposed       share of gradient and parameter traffic that does not hide under computation
+    passes        bytes that element-wise kernels move, over those of fused ones
+    host_s        seconds in which the host launches one layer's kernels, forward and backward
+    overlap       share of tensor-parallel and pipeline traffic that hides; given, not fitted: 0 in stacks of 2022
+    whole_p2p     given: 1 where each tensor-parallel rank sends the whole activation to the next stage
+    reduce_scatter  given: 1 where ZeRO scatters gradients, 0 where it all-reduces them (DeepSpeed's pipeline of 2022)
     """
 
     matmul: float = BOUNDS["matmul"].prior
@@ -66,7 +78,17 @@ class Constants:
     skew_s: float = BOUNDS["skew_s"].prior
     handoff_s: float = BOUNDS["handoff_s"].prior
     pressure: float = BOUNDS["pressure"].prior
+    flash: float = BOUNDS["flash"].prior
+    exposed: float = BOUNDS["exposed"].prior
+    passes: float = BOUNDS["passes"].prior
+    host_s: float = BOUNDS["host_s"].prior
     overlap: float = 0.0
+    whole_p2p: float = 0.0
+    reduce_scatter: float = 0.0
+
+
+# What a stack does, and no fit finds.
+GIVEN = ("overlap", "whole_p2p", "reduce_scatter")
 
 
 PRIOR = Constants()

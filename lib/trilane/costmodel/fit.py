@@ -9,7 +9,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.costmodel.calibration import FACTOR, Calibration, Configuration, Regime
 from trilane.costmodel.columns import Columns, columns_of, stack
-from trilane.costmodel.constants import BOUNDS, Constants
+from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.utils.validation import require, require_positive
@@ -63,12 +63,24 @@ def robust_minimum(
     return least_squares(residuals, inside, bounds=bounds, x_scale=deviation, xtol=1e-5, ftol=1e-6).x
 
 
+def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
+    """Prior deviations of the constants' logarithms for fits to these cases, in the order of BOUNDS.
+
+    A machine with other work on its cores is known less well. Where no traffic hides, `exposed` is 1 and no unknown.
+    """
+    deviation = np.array([bound.deviation for bound in BOUNDS.values()])
+    if any(c.cluster.gpu.kind == "cpu" for c in cases):
+        deviation = np.maximum(deviation, CPU_DEVIATION)
+    return np.where((np.array(list(BOUNDS)) == "exposed") & (prior.exposed == 1), 1e-3, deviation)
+
+
 def time_errors(
-    cases: Sequence[Configuration], measured: np.ndarray, regimes: Sequence[Regime], overlap: float
+    cases: Sequence[Configuration], measured: np.ndarray, regimes: Sequence[Regime], prior: Constants
 ) -> Callable[[np.ndarray], np.ndarray]:
     """ln(predicted / measured) as a function of the logarithms of the constants, then of the regimes' factors."""
     applies = [np.array([r.applies(c.day, c.topology.gpus) for c in cases]) for r in regimes]
     groups = by_cluster(cases)
+    given = {name: getattr(prior, name) for name in GIVEN}
 
     def errors(logs: np.ndarray) -> np.ndarray:
         predicted = np.empty_like(measured)
@@ -78,7 +90,7 @@ def time_errors(
                 values[name] = values[name] * np.where(days, np.exp(log), 1.0)
         for cluster, index, columns in groups:
             here = {n: v[index] if np.ndim(v) else v for n, v in values.items()}
-            predicted[index] = iteration_columns(columns, cluster, Constants(**here, overlap=overlap)).total
+            predicted[index] = iteration_columns(columns, cluster, Constants(**here, **given)).total
         return np.log(predicted / measured)
 
     return errors
@@ -95,14 +107,12 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
     for seconds in measured:
         require_positive("measured", seconds)
     regimes = [r for r in prior.regimes if any(r.applies(c.day, c.topology.gpus) for c in cases)]
-    errors = time_errors(cases, np.asarray(measured, float), regimes, prior.overlap)
+    errors = time_errors(cases, np.asarray(measured, float), regimes, prior)
     limits = [*BOUNDS.values(), *[FACTOR] * len(regimes)]
     bounds = (np.log([b.low for b in limits]), np.log([b.high for b in limits]))
     start = np.log([*(getattr(prior, n) for n in BOUNDS), *(r.factor for r in regimes)])
     noise = max(NOISE[c.cluster.gpu.kind] for c in cases)
-    deviation = np.array([b.deviation for b in limits])
-    if any(c.cluster.gpu.kind == "cpu" for c in cases):
-        deviation = np.maximum(deviation, CPU_DEVIATION)
+    deviation = np.append(deviations(cases, prior), [FACTOR.deviation] * len(regimes))
     deviation = deviation / (1 + prior.rows / PRIOR_ROWS) ** 0.5
     best = robust_minimum(errors, start, deviation, bounds, noise)
     found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))

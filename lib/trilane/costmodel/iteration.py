@@ -42,33 +42,44 @@ class IterationTime(Parts):
     optimizer: float
 
 
-def data_parallel_bytes_per_s(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
-    """Rate per GPU of a data-parallel ring: the node bus, or the node's network shared by its rings.
+def data_parallel_seconds_per_byte(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Seconds per byte of every rank to gather (or scatter) it: on the node bus or the network, whichever is slower.
 
-    Ranks run tp fastest, then dp, then pp. A ring whose members are tp apart leaves the node when tp dp passes the
-    node's GPUs; min(tp, GPUs of a node) such rings share its network.
+        max((d-1)/d / bus, (n-1)/n / network)        d ranks on n nodes
+
+    Ranks run tp fastest, then cp, dp, pp. NCCL sends between nodes only what a node lacks. A group whose members are tp
+    apart leaves the node when tp d passes the node's GPUs; min(tp, GPUs of a node) such groups share its network.
     """
     x, node = columns, cluster.gpus_per_node
     ring = cluster.ring_bytes_per_s or cluster.network_bytes_per_s
     outside = np.minimum(cluster.network_bytes_per_s / np.minimum(x.tp, node), ring) * constants.network
     inside = cluster.node_bytes_per_s * constants.node
-    return np.where(x.tp * x.replicas > node, np.minimum(outside, inside), inside) / slowdown(x, cluster)
+    outside = np.minimum(outside, inside)
+    nodes = np.ceil(x.replicas * np.minimum(x.tp, node) / node)
+    bus = np.minimum(x.replicas, np.maximum(node // x.tp, 1))
+    between = np.where(x.tp * x.replicas > node, np.maximum(nodes - 1, 0) / np.maximum(nodes, 1) / outside, 0)
+    return np.maximum(between, (bus - 1) / bus / inside) * slowdown(x, cluster)
 
 
-def data_parallel_seconds(parameters: Number, columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+def data_parallel_seconds(
+    parameters: Number, columns: Columns, cluster: Cluster, constants: Constants, compute: Number = 0.0
+) -> Number:
     """Reducing gradients and, with ZeRO, gathering weights: 2 (d-1)/d and (d-1)/d of their bytes, per iteration.
 
     ZeRO-3 gathers the weights in every forward and backward of every microbatch and scatters gradients: Rajbhandari et
-    al. 2020, arXiv:1910.02054, section 7. Half of that hides under computation (prefetch). Left out: overlap of the
-    reduction with the last backward (DeepSpeed's pipeline engine of 2022 has none).
+    al. 2020, arXiv:1910.02054, section 7. Half of that hides under computation (prefetch). With `reduce_scatter` ZeRO
+    reduces each gradient only where it is needed: half of the first traffic. All but the share `exposed` hides under
+    `compute`, the seconds of a microbatch; ZeRO-3's under that of every microbatch.
     """
-    x = columns
+    x, c = columns, constants
     width = np.maximum(x.value_bytes, 4 * x.fp32_gradients)
-    share = (x.replicas - 1) / x.replicas * parameters / data_parallel_bytes_per_s(x, cluster, constants)
-    once = share * (2 * width + np.greater(x.zero, 0) * x.value_bytes)
+    share = parameters * data_parallel_seconds_per_byte(x, cluster, constants)
+    once = share * ((2 - c.reduce_scatter * np.greater(x.zero, 0)) * width + np.greater(x.zero, 0) * x.value_bytes)
     gathers = 2 + np.equal(x.recompute, 2)
     each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
-    return np.where(np.equal(x.zero, 3), each_microbatch, once) * (1 - constants.overlap)
+    every = np.where(np.equal(x.zero, 3), each_microbatch, once)
+    room = np.where(np.equal(x.zero, 3), x.microbatches * compute, compute)
+    return every - np.minimum((1 - c.exposed) * every, room)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
@@ -76,14 +87,16 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
 
     Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned activations, Megatron's
     scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp
-    dp of them at most, share its network. Interleaving sends v times.
+    dp of them at most, share its network. Of two stages each sends one way only while it receives the other, so half
+    counts. Without scatter-gather (`whole_p2p`) every rank sends everything. Interleaving sends v times.
     """
     x, c, node = columns, constants, cluster.gpus_per_node
-    sent = 2 * x.tokens * x.hidden * x.value_bytes
+    sent = 2 * x.tokens * x.hidden * x.value_bytes * np.where(np.greater(x.pp, 2), 1, 0.5)
     network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
-    each = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus + c.handoff_s + 2 * cluster.latency_s
+    parts = sent / x.tp / rate + sent * (x.tp - 1) / x.tp / bus
+    each = (1 - c.whole_p2p) * parts + c.whole_p2p * sent / rate + c.handoff_s + 2 * cluster.latency_s
     return np.where(x.pp > 1, x.interleaving * each, 0.0) * slowdown(x, cluster) * (1 - c.overlap)
 
 
@@ -152,7 +165,7 @@ def assemble(
         tensor_parallel=share * layer.tensor_parallel,
         pipeline_p2p=m * p2p * factor,
         bubble=((whole - slowest) / x.interleaving + (x.pp - 1) * p2p / x.interleaving) * factor,
-        data_parallel=data_parallel_seconds(parameters, x, cluster, c) * factor,
+        data_parallel=data_parallel_seconds(parameters, x, cluster, c, slowest) * factor,
         optimizer=(optimizer_seconds(parameters, x, cluster, c) + offload_seconds(parameters, x, cluster, c)) * factor,
     )
 

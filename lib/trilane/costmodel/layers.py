@@ -14,7 +14,6 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9))
 
 # The SIMT kernels that take unaligned operands work on 64-wide tiles.
 SIMT_TILE = 64
-FLASH_SHARE = 0.5
 CROWD_OF_HEADS = 32  # heads in flight at which `misaligned` is quoted
 
 
@@ -88,7 +87,7 @@ def attention_seconds(columns: Columns, cluster: Cluster, constants: Constants) 
         crowd = (batch / CROWD_OF_HEADS) ** c.crowding
         slow = 2 * mine * s * (d + wide) * batch * crowd / (gpu.fp32_flops_per_s * c.misaligned)
         product = np.where(np.mod(d, 8) == 0, product, slow)
-        fused = flash_seconds(x, cluster)
+        fused = flash_seconds(x, cluster, c)
     one_pass = x.value_bytes * mine * s * batch * slowdown(x, cluster) / (gpu.memory_bytes_per_s * c.memory)
     stored = np.equal(x.stores_scores, 1)
     forward = np.where(stored, product + 6.5 * one_pass, fused)
@@ -110,15 +109,15 @@ def ring_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Nu
     return sent / np.where(x.tp * x.cp > node, outside, inside)
 
 
-def flash_seconds(columns: Columns, cluster: Cluster) -> Number:
-    """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at half of the peak.
+def flash_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
+    """Forward seconds of a flash kernel: half of 4 s^2 d FLOPs a head, the causal half, at `flash` of the peak.
 
     Dao 2023, arXiv:2307.08691, figures 5 to 7: 50-73 % of an A100's peak forward; backward counts 2.5 times the FLOPs.
     Left out: that H100 kernels of 2023 reach less, and short sequences.
     """
     x = columns
     flops = 0.5 * 4 * x.seq**2 / x.cp * np.ceil(x.head_dim / 8) * 8 * x.mbs * x.heads / x.tp
-    return flops / (FLASH_SHARE * matmul_flops_per_s(x, cluster))
+    return flops / (constants.flash * matmul_flops_per_s(x, cluster))
 
 
 def elementwise_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> tuple[Number, Number]:
@@ -131,7 +130,9 @@ def elementwise_seconds(columns: Columns, cluster: Cluster, constants: Constants
     x, c = columns, constants
     cut = (4 + 2 * x.gated) * x.ffn / x.hidden + 4 * (1 + 2 * x.kv_hidden / x.hidden)
     moved = (np.where(np.equal(x.sequence_parallel, 1), 22 / x.tp, 22) + cut / x.tp) * x.value_bytes / 2
-    forward = moved * x.tokens * x.hidden * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+    forward = (
+        c.passes * moved * x.tokens * x.hidden * slowdown(x, cluster) / (cluster.gpu.memory_bytes_per_s * c.memory)
+    )
     return forward, 1.5 * forward
 
 
@@ -144,14 +145,14 @@ def accumulation_seconds(parameters: Number, columns: Columns, cluster: Cluster,
 def all_reduce_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
     """One tensor-parallel all-reduce of s b h values: 2 (t-1)/t of the bytes over the bus, and the wait for the last.
 
-    The wait grows with the ring's steps, t - 1. A group that does not fit into the node, or of which a run over several
-    nodes must lay one across two, goes over the network's share of a GPU.
+    The wait grows with the ring's steps, t - 1. A group that fills nodes has their whole network (NCCL enters and
+    leaves each node once); where a run over several nodes must lay a group across two, two share a node's network.
     Left out: overlap with computation (Megatron of 2022 has none in forward).
     """
     x, c, t, node = columns, constants, columns.tp, cluster.gpus_per_node
     pair = np.where(np.equal(t, 2), cluster.pair_bytes_per_s or cluster.node_bytes_per_s, cluster.node_bytes_per_s)
     inside = pair * c.node
-    outside = np.minimum(inside, cluster.network_bytes_per_s / node * c.network)
+    outside = np.minimum(inside, cluster.network_bytes_per_s / np.where(np.equal(np.mod(t, node), 0), 1, 2) * c.network)
     leaves = np.not_equal(np.mod(node, t), 0) & np.greater(x.gpus, node)
     rate = np.where(leaves, outside, inside) / slowdown(x, cluster)
     wait = (t - 1) / 7 * c.skew_s + (t - 1) * cluster.latency_s
@@ -162,7 +163,8 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
     """One layer: forward, backward, and the recomputed forward where the topology recomputes (full, or attention only).
 
     Tensor parallelism costs two all-reduces forward, two backward and two more with full recomputation: Narayanan et
-    al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves the same bytes (Korthikanti et al. 2022).
+    al. 2021, arXiv:2104.04473, section 3.2. Sequence parallelism moves the same bytes (Korthikanti et al. 2022). While
+    the GPU works the host launches ahead; where a layer needs the host longer than the GPU, the GPU waits for the rest.
     """
     x, c = columns, constants
     full, core = np.equal(x.recompute, 2), np.greater(x.recompute, 0)
@@ -170,13 +172,14 @@ def layer_time(columns: Columns, cluster: Cluster, constants: Constants) -> Laye
     attention, attention_back = attention_seconds(x, cluster, c)
     elements, elements_back = elementwise_seconds(x, cluster, c)
     gradients = accumulation_seconds(x.layer_parameters, x, cluster, c)
-    return LayerTime(
-        matmul=linear * (1 + full) + linear_back,
-        attention=attention * (1 + core) + attention_back,
-        elementwise=elements * (1 + full) + elements_back + gradients,
-        tensor_parallel=all_reduce_seconds(x, cluster, c) * (4 + 2 * full) * (1 - c.overlap),
-        overhead=c.launch_s * (3 + full) / 4 * slowdown(x, cluster),
-    )
+    parts = {
+        "matmul": linear * (1 + full) + linear_back,
+        "attention": attention * (1 + core) + attention_back,
+        "elementwise": elements * (1 + full) + elements_back + gradients,
+        "tensor_parallel": all_reduce_seconds(x, cluster, c) * (4 + 2 * full) * (1 - c.overlap),
+    }
+    host = 0.0 if cluster.gpu.kind == "cpu" else np.maximum(c.host_s * (3 + full) / 4 - sum(parts.values()), 0)
+    return LayerTime(**parts, overhead=c.launch_s * (3 + full) / 4 * slowdown(x, cluster) + host)
 
 
 def head_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:

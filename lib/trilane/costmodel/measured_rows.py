@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs",
 # '250k' in the chronicles' tables means 250,880: the printed TFLOPs of two rows fit no other number (docs/planner.md)
 VOCABULARY = {250_000: 250_880}
 
+# Files of rows in data/ that were cleaned, each of its own sites and time.
+FILES = ("scored", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
 # Software stacks, each with its own constants, and the engines (or sets of rows) that belong to them.
 STACKS = {
     "megatron-deepspeed": ("megatron-deepspeed", "megatron-deepspeed-bf16", "A100", "V100-1B3", "deepspeed-3d"),
@@ -82,7 +85,7 @@ def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[Measur
     columns, cells = _read(path)
     missing = [name for name in NEEDED if name not in columns]
     require(not missing, "rows", path, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
-    known = hardware.cluster(cluster) if cluster else None
+    known = hardware.cluster(cluster) if cluster else {name: hardware.cluster(name) for name in hardware.catalogue()}
     rows: list[MeasuredRow] = []
     skipped: list[Skipped] = []
     for number, row in enumerate(cells, 2):
@@ -122,6 +125,12 @@ def _read(path: Path | str) -> tuple[Sequence[str], list[dict[str, str]]]:
         raise ValueError(f"rows={path}: is not a CSV file ({error})") from None
 
 
+@functools.cache
+def every_row() -> tuple[MeasuredRow, ...]:
+    """The measured rows of all files that ship and that were cleaned."""
+    return tuple(row for name in FILES for row in read_rows(shipped_rows().with_name(f"{name}.csv"))[0])
+
+
 def shipped_rows() -> Path:
     """The CSV of measured rows that ships with trilane."""
     return DATA / "measured.csv"
@@ -145,8 +154,8 @@ def cells_of(name: str, case: Configuration, seconds: float, memory_bytes: float
     }
 
 
-def _row(cells: Mapping[str, str], name: str, cluster: Cluster | None) -> MeasuredRow:
-    machine = cluster or _cluster(cells)
+def _row(cells: Mapping[str, str], name: str, cluster: Cluster | Mapping[str, Cluster]) -> MeasuredRow:
+    machine = cluster if isinstance(cluster, Cluster) else _cluster(cells, cluster)
     topology = _topology(cells, machine)
     shape = _shape(cells, topology.tp)
     rule = f"must divide num_attention_heads={shape.num_attention_heads}"
@@ -174,8 +183,7 @@ def stack_of(engine: str, attention: str) -> str:
     return LATER.get(stack, stack) if attention == "fused" else stack
 
 
-def _cluster(cells: Mapping[str, str]) -> Cluster:
-    known = {name: hardware.cluster(name) for name in hardware.catalogue()}
+def _cluster(cells: Mapping[str, str], known: Mapping[str, Cluster]) -> Cluster:
     card = card_words(cells.get("gpu", ""))
     names = {c.gpu.name for c in known.values()}
     if not any(card <= card_words(name) for name in names):
@@ -230,14 +238,15 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
     usual = cells.get("activation_checkpointing") or ("none" if attention == "fused" else "full")
     embedding = "embed" in (cells.get("partition") or cells.get("pp_partition") or "")
     accumulates = _flag(cells, "bf16acc") or cells.get("engine") == "megatron-deepspeed-bf16"
+    later = attention == "fused" and cells.get("engine") == "megatron-deepspeed"
     return Topology(
         tp=tp,
         pp=pp,
         dp=dp,
         mbs=_integer(cells, "mbs"),
         gbs=_integer(cells, "gbs"),
-        # the BF16 optimizer with fp32 accumulation shards its states over dp, though not named ZeRO
-        zero=max(zero, int(accumulates)),
+        # DeepSpeed's BF16 optimizer shards its states over dp, though not named ZeRO
+        zero=max(zero, int(accumulates or (later and precision == "bf16"))),
         recompute=_word(cells, "recompute", usual, RECOMPUTE),
         interleaving=_integer(cells, "vp" if cells.get("vp") else "interleaving", 1),
         cp=cp,

@@ -1,33 +1,20 @@
 """predict(): the one answer to what a plan is expected to take, seconds and bytes, each with its uncertainty."""
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration, Configuration, default
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
+from trilane.costmodel.uncertainty import Case, Support, support
 from trilane.utils.validation import to_mapping
 
 RISKY = 0.1  # probability of running out of memory from which a plan is listed apart and never ranked first
 IMPOSSIBLE = 0.5  # from here on a search refuses it
-
-
-class Predictable(Protocol):
-    """What can be predicted: a Plan, or a Configuration."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def engine(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +26,7 @@ class Prediction:
     host_memory_bytes   what the offload of one GPU takes of its host, 0 without offload
     time                the seconds by part; stages: the memory of each pipeline stage by part, first to last
     stage_seconds       seconds of one microbatch, forward and backward, on each pipeline stage
+    support             the measured runs nearest to the plan; the interval widens with their distance
     """
 
     sec_per_it: float
@@ -50,6 +38,7 @@ class Prediction:
     time: IterationTime
     stages: tuple[StageMemory, ...]
     stage_seconds: tuple[float, ...] = ()
+    support: Support = field(default_factory=Support)
 
     @property
     def is_risky(self) -> bool:
@@ -61,7 +50,7 @@ class Prediction:
         return to_mapping(self)
 
 
-def predict(plan: Predictable, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
+def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
     """Seconds and bytes of a plan that its model and engine can run (see invalid_reason and unsupported_reason).
 
     Without a `calibration`: the shipped constants of the plan's cluster. Every command, notebook and report shows what
@@ -73,7 +62,10 @@ def predict(plan: Predictable, calibration: Calibration | None = None, memory: M
     columns = columns_of(shape, t, engine)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
-    low, high = known.interval(time.total)
+    found = support(plan)
+    measured_here = known.rows > 0 and known != default(cluster)  # rows of one's own, which the shipped do not know
+    half_width = known.half_width if measured_here else math.hypot(known.half_width, found.widening)
+    low, high = replace(known, half_width=half_width).interval(time.total)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=low,
@@ -84,9 +76,10 @@ def predict(plan: Predictable, calibration: Calibration | None = None, memory: M
         time=time,
         stages=tuple(stages),
         stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
+        support=found,
     )
 
 
-def predict_on(plan: Predictable, cluster: Cluster) -> Prediction:
+def predict_on(plan: Case, cluster: Cluster) -> Prediction:
     """The prediction of a plan on other nodes than its own: those that a SLURM site gives it."""
     return predict(Configuration(shape=plan.shape, topology=plan.topology, cluster=cluster, engine=plan.engine))

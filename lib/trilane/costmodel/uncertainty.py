@@ -1,14 +1,21 @@
-"""Posterior: the uncertainty of predictions given measured rows, as a covariance over plans."""
+"""Support: the measured rows that a prediction rests on; Posterior: its uncertainty, as a covariance over plans."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from trilane.config.cluster import Cluster
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration, Configuration
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import CPU_DEVIATION, NOISE, time_errors
+from trilane.costmodel.fit import NOISE, deviations, time_errors
+from trilane.costmodel.measured_rows import MeasuredRow, every_row
 
 STEP = 1e-3  # of a constant's logarithm, for slopes
 
@@ -18,6 +25,111 @@ STEP = 1e-3  # of a constant's logarithm, for slopes
 MISFIT, MISFIT_ROWS = 0.05, 6
 NOISE_ROWS = 2  # repeats that the prior noise counts for
 MAX_ERROR = 0.15  # larger errors count as this
+
+
+class Case(Protocol):
+    """What can be predicted: a Plan, or a Configuration."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def engine(self) -> str: ...
+
+
+# How far two runs are apart: for each size, the factor that counts as 1 (a quite different run), and what else counts.
+SPANS = {"hidden": 4, "layers": 8, "seq": 4, "tokens": 8, "gpus": 16, "tp": 8, "pp": 16, "microbatches": 16}
+KINDS = {"card": 1.5, "cluster": 0.7, "attention kernel": 1.0, "precision": 1.0, "recomputation": 0.5, "offload": 1.0}
+KINDS |= {"MLP": 0.4, "key-value heads": 0.3, "ZeRO": 0.5, "context parallelism": 1.0, "groups over nodes": 1.0}
+NAMES = {"hidden": "hidden size", "layers": "number of layers", "seq": "sequence length", "gpus": "number of GPUs"}
+NAMES |= {"tokens": "microbatch", "microbatches": "number of microbatches"}  # where a word is not its own name
+NEAR, FAR = 0.5, 1.0  # up to NEAR the fitted interval holds; from FAR on no measured run supports a prediction
+WIDENING = 0.10  # of ln(seconds), for each unit of distance beyond NEAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """Which measured runs a prediction rests on: the nearest with their distances, and what sets the first one apart.
+
+    A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a kind by KINDS.
+    """
+
+    nearest: tuple[tuple[str, float], ...] = ()
+    differs: tuple[str, ...] = ()
+
+    @property
+    def distance(self) -> float:
+        """To the nearest measured run; infinite where there is none."""
+        return self.nearest[0][1] if self.nearest else math.inf
+
+    @property
+    def words(self) -> str:
+        """One sentence for commands, notebooks and reports."""
+        if not self.nearest:
+            return "no measured run like this: there are no rows"
+        row, distance = self.nearest[0]
+        if distance > FAR:
+            other = f": another {', '.join(self.differs)}" if self.differs else ""
+            return f"no measured run like this; the nearest is {row}, at a distance of {distance:.1f}{other}"
+        return f"rests on measured runs such as {row}, at a distance of {distance:.1f}"
+
+    @property
+    def widening(self) -> float:
+        """What the distance adds to the half-width of the interval of ln(seconds), as the root of the squares."""
+        return WIDENING * min(max(self.distance - NEAR, 0.0), 5.0)
+
+
+def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3) -> Support:
+    """The measured rows nearest to a case (a Plan or a Configuration); `rows` are by default all that ship."""
+    known = every_row() if rows is None else tuple(rows)
+    if not known:
+        return Support()
+    sizes, kinds = _features(known) if rows is not None else _shipped_features()
+    (own,), (kind,) = _features((case,))
+    apart = np.abs(sizes - own)
+    other = (kinds != kind) * np.array(list(KINDS.values()))
+    distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
+    order = np.argsort(distances, kind="stable")[:count]
+    first = order[0]
+    parts = dict(zip([*KINDS, *SPANS], [*other[first], *apart[first]], strict=True))
+    return Support(
+        nearest=tuple((known[i].row_id, float(distances[i])) for i in order),
+        differs=tuple(
+            NAMES.get(name, name) for name, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4
+        ),
+    )
+
+
+@functools.cache
+def _shipped_features() -> tuple[np.ndarray, np.ndarray]:
+    return _features(every_row())
+
+
+def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes (N, SPANS) in their units, and kinds (N, KINDS), of measured rows or of cases."""
+    cases = [getattr(row, "case", row) for row in rows]
+    columns = [columns_of(c.shape, c.topology, c.engine) for c in cases]
+    sizes = np.array([[getattr(x, name) for name in SPANS] for x in columns], float)
+    kinds = [
+        (
+            c.cluster.gpu.name.partition("-")[0],
+            c.cluster.name.replace("16g", "32g"),
+            "fused" if not x.stores_scores else "aligned" if x.head_dim % 8 == 0 else "unaligned",
+            x.fp8,
+            c.topology.recompute,
+            c.topology.offload,
+            x.gated,
+            x.kv_heads < x.heads,
+            x.zero > 1,
+            x.cp > 1,
+            x.tp > c.cluster.gpus_per_node,
+        )
+        for c, x in zip(cases, columns, strict=True)
+    ]
+    return np.log(sizes) / np.log(list(SPANS.values())), np.array(kinds, object)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +169,7 @@ class Posterior:
 
     def expected(self, cases: Sequence[Configuration]) -> np.ndarray:
         """ln(seconds) of the cases, (N,): the calibration's, or mostly the measured ones if a case was measured."""
-        predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration.overlap)(_logs(self.calibration))
+        predicted = time_errors(cases, np.ones(len(cases)), (), self.calibration)(_logs(self.calibration))
         for i, case in enumerate(cases):
             left = [e for e, other in zip(self.errors, self.cases, strict=True) if _same(case, other)]
             weight = len(left) * self.misfit**2 / (len(left) * self.misfit**2 + self.noise**2)
@@ -83,18 +195,15 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
 
     The misfit is estimated from the errors and MISFIT_ROWS further rows with an error of MISFIT.
     """
-    deviation = np.array([bound.deviation for bound in BOUNDS.values()])
     kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
-    if "cpu" in kinds:
-        deviation = np.maximum(deviation, CPU_DEVIATION)
     rows = [(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in zip(cases, measured, strict=True)]
-    errors = np.array([float(time_errors([c], np.array([s]), (), on.overlap)(_logs(on))[0]) for c, s, on in rows])
+    errors = np.array([float(time_errors([c], np.array([s]), (), on)(_logs(on))[0]) for c, s, on in rows])
     squares = float((np.minimum(np.abs(errors), MAX_ERROR) ** 2).sum())
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
         errors=errors,
-        deviation=deviation,
+        deviation=deviations(cases, calibration),
         misfit=math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
         noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),
     )
@@ -115,7 +224,7 @@ def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> n
     """Derivatives of ln(seconds) by ln(constant), (N, C) in the order of BOUNDS, by central differences."""
     if not cases:
         return np.empty((0, len(BOUNDS)))
-    errors, at = time_errors(cases, np.ones(len(cases)), (), calibration.overlap), _logs(calibration)
+    errors, at = time_errors(cases, np.ones(len(cases)), (), calibration), _logs(calibration)
     return np.array([(errors(at + step) - errors(at - step)) / (2 * STEP) for step in STEP * np.eye(len(at))]).T
 
 
