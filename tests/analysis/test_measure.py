@@ -137,18 +137,62 @@ def test_utilization_is_against_the_card_of_the_log_and_recomputation_counts_onl
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"swiglu": True, "ffn_hidden_size": 5440}, "swiglu=True, ffn_hidden_size=5440"),
         ({"num_experts": "[64]"}, "num_experts=[64]"),
-        ({"group_query_attention": True, "num_query_groups": 4}, "num_query_groups=4"),
+        ({"num_experts": 8, "multi_latent_attention": True}, "num_experts=8, multi_latent_attention=True"),
+        ({"window_size": "(4096, 0)"}, "window_size=(4096, 0)"),
+        ({"kv_channels": 256}, "kv_channels=256"),
         ({"swiglu": False, "num_experts": None, "group_query_attention": False, "num_query_groups": 1}, ""),
-        ({"num_experts": "[1]", "num_query_groups": 16, "ffn_hidden_size": 8192}, ""),
+        ({"num_experts": "[1]", "num_query_groups": 16, "ffn_hidden_size": 8192, "kv_channels": 128}, ""),
     ],
 )
-def test_a_model_that_is_no_plain_gpt_has_no_tflops_by_shape_but_those_it_prints(given, named):
+def test_a_model_that_is_no_dense_decoder_has_no_tflops_by_shape_but_those_it_prints(given, named):
     m = measure_log(log(arguments={**ARGUMENTS, **given}, flops_per_s_per_gpu=2e14))
     assert m.flops_per_s["printed"] == 2e14 and m.tokens_per_s == 16 * 2048 / 2
     assert (len(m.flops_per_s), m.config.shape is None) == ((1, True) if named else (5, False))
-    assert m.config.note == (f"no TFLOPs by shape: {named} is no plain GPT" if named else "")
+    assert m.config.note == (f"no TFLOPs by shape: {named} is no dense decoder's" if named else "")
+
+
+LLAMA = {"group_query_attention": True, "num_query_groups": 4, "swiglu": True, "ffn_hidden_size": 5632}
+LLAMA |= {"normalization": "RMSNorm", "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True}
+KINDS = [
+    ({**LLAMA, "add_bias_linear": False}, "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases none, untied"),
+    (
+        {**LLAMA, "disable_bias_linear": True, "add_qkv_bias": True},
+        "4 key-value heads, swiglu 5632, rmsnorm, rotary, biases qkv, untied",
+    ),
+    ({"squared_relu": True, "use_rotary_position_embeddings": True}, "squared-relu 8192, rotary"),
+    ({"ffn_hidden_size": 6144}, "gelu 6144"),
+    (
+        {"position_embedding_type": "PositionEmbeddingType.alibi", "embed_layernorm": True, "glu_activation": "geglu"},
+        "geglu 8192, alibi, embedding norm",
+    ),
+    ({"norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True}, "rmsnorm, rotary, untied"),
+    ({}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "kind"), KINDS)
+def test_a_log_that_prints_its_kind_of_decoder_has_that_shape(given, kind):
+    """Megatron's dump and trace, BigScience's fork, GPT-NeoX; what is not printed is as in GPT-2."""
+    m = measure_log(log(arguments={**ARGUMENTS, **given}))
+    assert m.config.shape.kind == kind and m.config.note == ""
+
+
+def test_context_parallel_ranks_are_no_replicas_and_fp8_has_its_own_peak():
+    devices = (Device(index=0, name="NVIDIA H100 80GB HBM3", used_bytes=0, total_bytes=81559 * 2**20),)
+    this = log(arguments={**ARGUMENTS, "context_parallel_size": 2, "bf16": True, "fp8": "hybrid"})
+    setup = run_config(RunLog(**{**vars(this), "devices": devices}))
+    assert (setup.dp, setup.precision, setup.card) == (1, "fp8", "H100-80GB")
+    assert setup.peak_flops_per_s == pytest.approx(1979e12, rel=1e-3)
+
+
+def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
+    """core_v0.16.1, training.py, num_floating_point_operations: 6 B s per weight of a layer, half of the scores."""
+    config = measure_log(log(arguments={**ARGUMENTS, **LLAMA, "add_bias_linear": False})).config
+    B, s, L, h, V = 16, 2048, 24, 2048, 50304
+    weights = h * h * (1 + 2 * 4 / 16) + h * h + 3 * h * 5632
+    expected = 6 * B * s * (L * (weights + h * s) + h * V)
+    assert flops.rates(config, 1.0)["megatron_causal"] * config.gpus == pytest.approx(expected)
 
 
 def test_what_the_log_does_not_tell_is_no_number():

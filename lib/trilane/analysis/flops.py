@@ -34,20 +34,21 @@ def size_factor(shape: ModelShape, config: RunConfig, batch: float) -> float:
 def replicated(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """The definition of 2021, which grows with tensor parallelism: 8 s B N with N = L (12 h^2 + 13 h + 6 h (t - 1)).
 
-    Megatron-DeepSpeed until February 2022 summed its ranks' parameters, so norms and row-parallel biases count t times
-    and embeddings not at all; exact on the chronicles' 46 rows of 17 and 20 February. The factor was 4 whether or not
-    anything was recomputed. Left out: attention core, logits.
+    Megatron-DeepSpeed until February 2022 summed its ranks' parameters, so norms and row-parallel biases (6 h in GPT-2)
+    count t times and embeddings not at all; exact on the chronicles' 46 rows of 17 and 20 February. The factor was 4
+    whether or not anything was recomputed. Left out: attention core, logits.
     """
-    h = shape.hidden_size
-    return 8 * batch * shape.seq_length * shape.num_layers * (12 * h * h + 13 * h + 6 * h * (config.tp - 1))
+    again = 2 * shape.norm_parameters + 2 * shape.hidden_size * (shape.biases == "all")
+    each = shape.layer_parameters + again * (config.tp - 1)
+    return 8 * batch * shape.seq_length * shape.num_layers * each
 
 
 def megatron_causal(shape: ModelShape, config: RunConfig, batch: float) -> float:
     """Megatron-LM of 2025 (core 0.16): 72 B s L h^2 (1 + s/(12h) + V/(12 L h)): model FLOPs, attention halved.
 
     `num_floating_point_operations` of its training.py: half of the scores are masked, and recomputation never counts,
-    so with full recomputation the rate is a quarter below Narayanan's. Left out here: grouped queries, gated MLPs,
-    experts.
+    so with full recomputation the rate is a quarter below Narayanan's. Shared keys and values and a gate count as in
+    ModelShape.layer_weights.
     """
     return shape.flops_per_iteration(batch) - 6.0 * batch * shape.seq_length**2 * shape.num_layers * shape.hidden_size
 

@@ -2,17 +2,24 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from trilane.config import cluster
 from trilane.config.cluster import Gpu, card_words
-from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.logs.run import RunLog
 
 # full recomputation, as Megatron before 2022, DeepSpeed and the Trainer call it
 FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing", "gradient_checkpointing")
-ON = ("swiglu", "multi_latent_attention")  # True where the model is no plain GPT
-NO_EXPERTS = ("None", "False", "0", "1")  # Megatron-DeepSpeed prints [1]
+# Set where the model is no dense decoder with attention over the whole sequence
+OTHER = ("num_experts", "multi_latent_attention", "window_size", "mtp_num_layers", "hybrid_override_pattern")
+OTHER += ("heterogeneous_layers_config_path", "experimental_attention_variant", "linear_attention_freq", "quick_geglu")
+OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
+# A word of a log for each way of a shape: Megatron's, its forks' (PositionEmbeddingType.alibi) and GPT-NeoX's.
+POSITIONS = {"absolute": "learned", "learned_absolute": "learned", "learned": "learned", "rope": "rotary"}
+POSITIONS |= {"rotary": "rotary", "alibi": "alibi", "none": "none"}
+NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
 
 # Names of one argument, the most reliable first: Megatron, Megatron of 2020, DeepSpeed, the Trainer, a typed table.
 TP = ("tensor_model_parallel_size", "model_parallel_size", "tp")
@@ -33,7 +40,7 @@ class RunConfig:
     recompute          "none", "selective" or "full"
     card_bytes         the card's memory; 0 unknown
     peak_flops_per_s   the card's matmul rate in the run's precision, of data sheets (data/clusters); 0 unknown
-    note               why there is no shape, where the log shows a model that is not a plain GPT
+    note               why there is no shape, where the log shows a model that is no dense decoder
     """
 
     shape: ModelShape | None = None
@@ -88,16 +95,19 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
     tp, pp = _whole(log, *TP) or 1, _whole(log, *PP) or 1
     # DeepSpeed's own dump counts replicas, which are the GPUs only where there is no other parallelism
     gpus = _whole(log, "world_size", "gpus") or (_whole(log, "deepspeed.world_size") if tp * pp == 1 else 0)
-    dp = _whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * pp))
+    cp = _whole(log, "context_parallel_size") or 1
+    dp = _whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp))
     per_stage, layers = _whole(log, "num_layers_per_virtual_pipeline_stage"), _whole(log, "num_layers")
     precision = next((name for name in ("bf16", "fp16") if log.arguments.get(name) is True), "")
+    if {log.arguments.get("fp8"), log.arguments.get("fp8_format")} & {"hybrid", "e4m3"}:
+        precision = "fp8"
     peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0
-    other = _no_plain_gpt(log)
+    other = _not_dense(log)
     shape = None if other else _shape(log)
     return RunConfig(
         shape=shape,
         parameters=shape.parameters if shape else 0 if other else _parameters(log),
-        note=f"no TFLOPs by shape: {other} is no plain GPT" if other else "",
+        note=f"no TFLOPs by shape: {other} is no dense decoder's" if other else "",
         gpus=gpus,
         tp=tp,
         pp=pp,
@@ -133,27 +143,48 @@ def _shape(log: RunLog) -> ModelShape | None:
         vocab = padded_vocab_size(tokens, _whole(log, *TP) or 1, _whole(log, "make_vocab_size_divisible_by") or 128)
     if not vocab or not all(sizes.values()):
         return None
-    L, h, a, s = sizes.values()
     try:
-        return ModelShape(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=vocab)
+        return ModelShape(vocab_size=vocab, **sizes, **_kind(log))
     except ValueError:
         return None
 
 
-def _no_plain_gpt(log: RunLog) -> str:
-    """The arguments, name=value, of a model whose FLOPs our formula does not count; "" where there are none.
+def _kind(log: RunLog) -> dict[str, Any]:
+    """The fields of a ModelShape that may be unlike GPT-2's; GPT-2's where the log has no such argument.
 
-    Gated MLPs, experts, grouped queries (Megatron prints 1 group where it uses none), an MLP that is not 4 h wide.
+    A dump has the names of arguments as the program holds them (add_bias_linear), a trace as they are given
+    (disable_bias_linear). Megatron prints one query group where it uses none.
     """
     given = log.arguments
-    found = [name for name in ON if given.get(name) is True]
-    if str(given.get("num_experts")).strip("[]") not in NO_EXPERTS:
-        found.append("num_experts")
-    groups, heads = _whole(log, "num_query_groups"), _whole(log, "num_attention_heads")
-    if given.get("group_query_attention") is not False and groups and heads and groups != heads:
-        found.append("num_query_groups")
-    if _whole(log, "ffn_hidden_size") not in (0, 4 * _whole(log, "hidden_size")):
-        found.append("ffn_hidden_size")
+    no_bias = given.get("add_bias_linear") is False or given.get("disable_bias_linear") is True
+    rotary = given.get("use_rotary_position_embeddings") is True
+    position = str(given.get("position_embedding_type") or given.get("pos_emb") or "learned").rpartition(".")[2]
+    gate = given.get("glu_activation")
+    activation = gate if gate in GATED else "squared-relu" if given.get("squared_relu") is True else "gelu"
+    groups = given.get("group_query_attention")
+    return {
+        "activation": "swiglu" if given.get("swiglu") is True else activation,
+        "ffn_hidden_size": _whole(log, "ffn_hidden_size") or (4 * _whole(log, "hidden_size") if gate else None),
+        "num_key_value_heads": (_whole(log, "num_query_groups") if groups is True else 0)
+        or _whole(log, "num_key_value_heads", "num_kv_heads")
+        or None,
+        "normalization": NORMS.get(str(given.get("normalization") or given.get("norm")), "layernorm"),
+        "positions": "rotary" if rotary else POSITIONS.get(position, "learned"),
+        "biases": "all" if not no_bias else "qkv" if given.get("add_qkv_bias") is True else "none",
+        "tied_embeddings": not any(
+            given.get(n) is True for n in ("untie_embeddings_and_output_weights", "no_weight_tying")
+        ),
+        "embedding_layernorm": given.get("embed_layernorm") is True,
+    }
+
+
+def _not_dense(log: RunLog) -> str:
+    """The arguments, name=value, of a model that a shape cannot describe; "" where there are none."""
+    given = log.arguments
+    found = [name for name in OTHER if str(given.get(name)).strip("[]()") not in OFF]
+    wide, heads = _whole(log, "kv_channels"), _whole(log, "num_attention_heads")
+    if wide and heads and wide * heads != _whole(log, "hidden_size"):
+        found.append("kv_channels")
     return ", ".join(f"{name}={given[name]}" for name in found)
 
 
