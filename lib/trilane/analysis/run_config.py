@@ -13,8 +13,10 @@ from trilane.logs.run import RunLog
 # full recomputation, as Megatron before 2022, DeepSpeed and the Trainer call it
 FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing", "gradient_checkpointing")
 # Set where the model is no dense decoder with attention over the whole sequence
-OTHER = ("num_experts", "multi_latent_attention", "window_size", "mtp_num_layers", "hybrid_override_pattern")
-OTHER += ("heterogeneous_layers_config_path", "experimental_attention_variant", "linear_attention_freq", "quick_geglu")
+OTHER = (
+    *("num_experts", "multi_latent_attention", "window_size", "mtp_num_layers", "hybrid_override_pattern"),
+    *("heterogeneous_layers_config_path", "experimental_attention_variant", "linear_attention_freq", "quick_geglu"),
+)
 OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
 # A word of a log for each way of a shape: Megatron's, its forks' (PositionEmbeddingType.alibi) and GPT-NeoX's.
 POSITIONS = {"absolute": "learned", "learned_absolute": "learned", "learned": "learned", "rope": "rotary"}
@@ -137,7 +139,7 @@ def card(log: RunLog) -> Gpu | None:
 def _shape(log: RunLog) -> ModelShape | None:
     """The model's shape, None where an argument is missing or they do not fit together."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    sizes = {name: _whole(log, name) for name in names}
+    sizes: dict[str, Any] = {name: _whole(log, name) for name in names}
     vocab = _whole(log, "padded_vocab_size")
     if not vocab and (tokens := _whole(log, "vocab_size")):
         vocab = padded_vocab_size(tokens, _whole(log, *TP) or 1, _whole(log, "make_vocab_size_divisible_by") or 128)
