@@ -1,12 +1,13 @@
 """Sizing: every size and memory line that the documents print, and the way back from a size to shapes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
-from trilane.config.model import padded_vocab_size, parse_shape
+from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration
 from trilane.planning.published import planned_models, published_models, size_line, state_lines
@@ -106,6 +107,44 @@ def test_shapes_of_a_target_lie_within_the_tolerance_and_the_published_ratios():
         assert shape.hidden_size % 128 == 0 and shape.head_dim % 8 == 0
 
 
+def _shapes(size: float, **asked):
+    H100 = cluster("dgx-h100")
+    return SizeRequest(parameters=size, vocabulary=128_256, gpus=64, cluster=H100, seq_length=4096, **asked).shapes()
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "hidden", "heads", "ffn"), [(8.03e9, 32, 4096, 32, 14336), (70.55e9, 80, 8192, 64, 28672)]
+)
+def test_llama_3_is_among_the_shapes_like_llama_of_its_size(size, layers, hidden, heads, ffn, tmp_path):
+    """arXiv:2407.21783, table 3; and the kind of a config.json is the same kind."""
+    llama = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "vocab_size": 128_256}
+    llama |= {"seq_length": 4096, "num_key_value_heads": 8, "ffn_hidden_size": ffn, "tied_embeddings": False}
+    llama |= {"activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary", "biases": "none"}
+    found = _shapes(size, like="llama")
+    assert ModelShape(**llama) in found
+    (tmp_path / "shape.json").write_text(json.dumps(llama))
+    assert _shapes(size, like=str(tmp_path / "shape.json")) == found
+    assert all(abs(shape.parameters / size - 1) <= 0.03 and shape.ffn % 128 == 0 for shape in found)
+
+
+def test_few_heads_are_not_shared_and_bloom_has_its_positions_and_norm():
+    """Eight heads have keys and values of their own, and then an MLP of 8/3 h: 1024 wide, 2816 (11 x 256)."""
+    small = next(s for s in _shapes(0.5e9, like="llama", tolerance=0.2) if s.hidden_size == 1024)
+    assert (small.num_attention_heads, small.num_key_value_heads, small.ffn) == (8, None, 2816)
+    assert {s.kind for s in _shapes(8e9, like="bloom")} == {"alibi, embedding norm"}
+    assert {s.kind for s in _shapes(8e9)} == {""}
+
+
+def test_an_mlp_off_the_tiles_and_copied_key_value_heads_are_named():
+    shape = replace(parse_shape("32,4096,32,4096,128256"), activation="swiglu", num_key_value_heads=4)
+    t = Topology(tp=8, gbs=8, precision="bf16", zero=1)
+    notes = broken_rules(replace(shape, ffn_hidden_size=11008), t, A100)
+    assert "ffn_hidden_size=11008: 11008 / tp 8 should be a multiple of the 128-wide tile" in notes
+    assert "num_key_value_heads=4: should be a multiple of tp 8: GPUs hold copies of them" in notes
+    even = broken_rules(replace(shape, ffn_hidden_size=14336, num_key_value_heads=8), t, A100)
+    assert not [note for note in even if note.startswith(("ffn", "num_key"))]
+
+
 def test_proposals_can_run_and_are_ranked_by_days_at_the_target_size():
     request = SizeRequest(
         parameters=20e9, vocabulary=50_257, gpus=32, cluster=A100, calibration=K, gbs=512, tokens=20e9, tolerance=0.02
@@ -187,6 +226,8 @@ def test_a_small_model_is_counted_in_millions(capsys):
         ("--cluster nowhere", "cluster=nowhere: known: a100-800gbps"),
         ("--tokens 100", "tokens=100.0: one iteration takes gbs x seq_length = 4194304"),
         ("--tolerance 0.9", "tolerance=0.9: must be below 0.5"),
+        ("--like lama", "like=lama: did you mean llama? known: bloom, gpt2, llama"),
+        ("--like none.json", "shape=none.json: no such file"),
         ("--top 0", "top=0: must be a whole number of at least 1"),
     ],
 )

@@ -74,6 +74,9 @@ def calibration_of(path: str | None, cluster: Cluster) -> Any:
     option("--tokens", type=COUNT, default="300B", help="tokens to train on"),
     option("--gbs", type=whole(1, MOST_SEQUENCES), default=2048, help="sequences an iteration"),
     option("--seq", type=whole(), default=2048, help="tokens of a sequence"),
+    option(
+        "--like", default="gpt2", metavar="KIND", help="gpt2, bloom, llama, or a JSON file with a model: config.json"
+    ),
     option("--tolerance", type=number(), default=0.03, help="allowed distance from the target, as a share of it"),
     option("--recompute", type=Choice(RECOMPUTE), help="default: whatever is fastest"),
     option("--partition", type=Choice(PARTITIONS)),
@@ -107,7 +110,7 @@ def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:
     """SizeRequest's fields from the options of `size`, all but the size."""
     names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
     cluster = hardware.cluster(options["cluster"])
-    fields = {name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine")}
+    fields = {name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine", "like")}
     fields |= {"vocabulary": options["vocab"], "seq_length": options["seq"], "cluster": cluster}
     fields |= {"calibration": calibration_of(options["calibration"], cluster)}
     return fields | {"choices": {name: options[name] for name in names if options[name]}}

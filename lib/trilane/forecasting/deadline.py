@@ -15,6 +15,7 @@ from trilane.planning.sizing import (
     Proposal,
     Proposals,
     SizeRequest,
+    heads_words,
     size_words,
     survey,
     survey_json,
@@ -159,7 +160,7 @@ class DatedShapes(Table):
         for d in self.rows[:top]:
             p, s = d.proposal, d.proposal.shape
             lines.append(
-                f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{size_words(d.parameters):>8} "
+                f"{s.num_layers:4} x {s.hidden_size:5} a{heads_words(s):<4}{size_words(d.parameters):>8} "
                 f"{d.days[0]:6.1f} d (90 %: {d.days[1]:.1f}) "
                 f"{d.gpu_hours[0]:10,.0f} GPU-h (90 %: {d.gpu_hours[1]:,.0f}) "
                 f"{p.prediction.memory_bytes / 2**30:5.1f} GiB  {p.plan.label}"
@@ -169,7 +170,7 @@ class DatedShapes(Table):
                 f"{'':10}{d.tokens_per_parameter:.3g} tokens a parameter: {d.verdict} (Hoffmann et al. 2022: "
                 f"{TOKENS_PER_PARAMETER:g}; this compute: {optimum})"
             )
-            lines += [f"{'':10}{note}" for note in p.notes]
+            lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
         return "\n".join([*lines, self.reason])
 
 

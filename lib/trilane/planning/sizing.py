@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import RISKY, Prediction, predict
 from trilane.planning.published import published_models, state_lines
 from trilane.planning.search import MEMORY_RULE, search
-from trilane.planning.shape_rules import TILE, broken_rules, usable_heads
+from trilane.planning.shape_rules import TILE, Kind, broken_rules, kind_of, usable_heads
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, require_integer, require_known, require_positive, to_mapping
 
@@ -32,7 +33,8 @@ MOST = 1e14  # parameters: a hundred times what has been trained
 class SizeRequest:
     """What is asked: a number of parameters, the machine, and how much is to be trained with what.
 
-    `choices` pins what each shape's search would vary, or sets what it holds fixed (see planning.search.search).
+    `like` is a kind of shape (shape_rules.KINDS), or the JSON file of a model whose kind is wanted. `choices` pins what
+    each shape's search would vary, or sets what it holds fixed (see planning.search.search).
     """
 
     parameters: float
@@ -45,6 +47,7 @@ class SizeRequest:
     gbs: int = 2048
     seq_length: int = 2048
     tolerance: float = 0.03
+    like: str = "gpt2"
     choices: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,18 +69,32 @@ class SizeRequest:
         """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to 128 divides."""
         return padded_vocab_size(self.vocabulary)
 
+    @cached_property
+    def kind(self) -> Kind:
+        """What all shapes have in common."""
+        return kind_of(self.like, self.seq_length)
+
+    def layer(self, hidden: int) -> ModelShape | None:
+        """One layer of that width, its heads nearest to a head size of 128; None where no number of heads fits."""
+        heads = usable_heads(hidden, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(hidden, 1)
+        sizes = {"vocab_size": self.vocab_size, "seq_length": self.seq_length}
+        return self.kind.shape(hidden, heads[0], **sizes) if heads else None
+
     def widths(self) -> list[int]:
         """Hidden sizes between the published ratios, at most MOST_WIDTHS: multiples of 64, 128, 256, 512, ..."""
         low, high = RATIOS if self.parameters >= LARGE else SMALL_RATIOS
-        highest = (self.parameters * high / 12) ** (1 / 3)  # all parameters in layers of that ratio
+        highest = (self.parameters * high / 12) ** (1 / 3)  # all parameters in layers of that ratio, of 12 h^2
         step = TILE if highest > 8 * TILE else TILE // 2
-        every = np.arange(step, highest + 1, step)
-        layers = (self.parameters - self.vocab_size * every) / (12 * every**2)
-        found = every[(layers >= 1) & (every / layers >= low) & (every / layers <= high)].astype(int)
+        found = []
+        for h in range(step, int(highest) + 1, step):
+            if one := self.layer(h):
+                embeddings = one.embedding_parameters * (1 if one.tied_embeddings else 2)
+                layers = (self.parameters - embeddings) / one.layer_weights
+                found += [h] if layers >= 1 and low <= h / layers <= high else []
         while len(found) > MOST_WIDTHS:
             step *= 2
-            found = found[found % step == 0]
-        return [int(h) for h in found if usable_heads(int(h), 1)]
+            found = [h for h in found if h % step == 0]
+        return found
 
     def shapes(self) -> list[ModelShape]:
         """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
@@ -86,9 +103,8 @@ class SizeRequest:
         """
         found = []
         for h in self.widths():
-            heads = usable_heads(h, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(h, 1)
-            sizes: dict[str, Any] = {"hidden_size": h, "num_attention_heads": heads[0], "vocab_size": self.vocab_size}
-            one = ModelShape(num_layers=1, seq_length=self.seq_length, **sizes)
+            one = self.layer(h)
+            assert one is not None
             exact = (self.parameters - one.parameters) / one.layer_parameters + 1
             margin = self.tolerance * self.parameters / one.layer_parameters
             depths = range(max(1, int(np.ceil(exact - margin))), int(np.floor(exact + margin)) + 1)
@@ -146,6 +162,7 @@ class Proposal:
         p, s = self.prediction, self.shape
         middle, low, high = self.tflops
         values: dict[str, Any] = {"layers": s.num_layers, "hidden": s.hidden_size, "heads": s.num_attention_heads}
+        values |= {"kv_heads": s.kv_heads, "ffn": s.ffn, "kind": s.kind}
         values |= {"head_dim": s.head_dim, "params": s.parameters, "ratio": round(self.ratio, 1)}
         values |= {"shape": to_mapping(s), "topology": to_mapping(self.topology)}
         values |= {"id": self.plan.id, "label": self.plan.label, "sec_per_it": p.sec_per_it}
@@ -194,9 +211,13 @@ def why_none(request: SizeRequest, refused: Counter[str]) -> str:
 
 
 def _proposal(plan: Plan, request: SizeRequest) -> Proposal:
-    """The plan with the heads that break the fewest rules, then the fastest: a rule may see what the model does not."""
+    """The plan with the heads that break the fewest rules, then the fastest: a rule may see what the model does not.
+
+    Where heads share keys and values, another number of them would be another size of model.
+    """
     r, t = request, plan.topology
-    plans = [_with_heads(plan, heads) for heads in usable_heads(plan.shape.hidden_size, t.tp)] or [plan]
+    counts = usable_heads(plan.shape.hidden_size, t.tp) if plan.shape.num_key_value_heads is None else []
+    plans = [_with_heads(plan, heads) for heads in counts] or [plan]
     tried = [(predict(p, r.calibration), p) for p in plans]
     usual = predict(plan, r.calibration)
     able = [(p, it) for p, it in tried if p.oom_probability <= max(RISKY, usual.oom_probability)] or [(usual, plan)]
@@ -312,7 +333,8 @@ class Proposals(Table):
         top = self.rows[:12]
         columns: dict[str, Any] = {
             "layers × hidden": [f"{p.shape.num_layers} × {p.shape.hidden_size}" for p in top],
-            "heads": [p.shape.num_attention_heads for p in top],
+            "heads": [heads_words(p.shape) for p in top],
+            **({"MLP": [p.shape.ffn for p in top]} if any(p.shape.ffn_hidden_size for p in top) else {}),
             "B": [round(p.shape.parameters / 1e9, 1) for p in top],
             "hidden / layers": [round(p.ratio) for p in top],
             "plan": [p.plan.label for p in top],
@@ -358,6 +380,11 @@ def survey_json(request: SizeRequest, proposals: list[Proposal], runnable: int) 
     }
 
 
+def heads_words(shape: ModelShape) -> str:
+    """Heads, and where they share keys and values how many of these there are: "32", "32/8"."""
+    return f"{shape.num_attention_heads}" + (f"/{shape.kv_heads}" if shape.num_key_value_heads else "")
+
+
 def size_words(parameters: float) -> str:
     """A number of parameters or tokens, such as 176.2B, or 20.3M where that is below a billion."""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
@@ -373,12 +400,12 @@ def survey_text(request: SizeRequest, proposals: list[Proposal]) -> str:
         s, (middle, low, high) = p.shape, p.tflops
         relative = p.days_at_target / proposals[0].days_at_target - 1
         lines.append(
-            f"{s.num_layers:4} x {s.hidden_size:5} a{s.num_attention_heads:<4}{size_words(s.parameters):>8} "
+            f"{s.num_layers:4} x {s.hidden_size:5} a{heads_words(s):<4}{size_words(s.parameters):>8} "
             f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
             f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
             f"{relative:+6.1%}  {p.plan.label}"
         )
-        lines += [f"{'':10}{note}" for note in p.notes]
+        lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
     return "\n".join(lines)
 
 
