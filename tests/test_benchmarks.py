@@ -48,7 +48,7 @@ CARDS = [
         "jz-v100-32g",
         "Tesla V100-SXM2-16GB",
         16.9e9,
-        "has V100-32GB, this card is Tesla V100-SXM2-16GB; name one of jz-",
+        "has V100-32GB, this card is Tesla V100-SXM2-16GB; name one of dlperf-v100-16g",
     ),
     ("dgx-h100", "NVIDIA H100 PCIe", 85.0e9, "has H100-80GB, this card is NVIDIA H100 PCIe; name a JSON file"),
     ("h200", "", 0.0, "this machine has no GPU"),

@@ -145,7 +145,12 @@ def test_every_number_of_a_cluster_has_its_source(
 
     card = SimpleNamespace(name="V100", major=7, minor=0, multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    rates = ("memory_bytes", "context_bytes", "memory_bytes_per_s", *(f"{p}_flops_per_s" for p in PRECISIONS))
+    rates = (
+        "memory_bytes",
+        "context_bytes",
+        "memory_bytes_per_s",
+        *(f"{p}_flops_per_s" for p in PRECISIONS if p != "fp8"),
+    )
     others = ("pcie_bytes_per_s", "host_memory_bytes", "launch_overhead_s")
     link = Link(ranks=nodes * per_node, bytes_per_s=1e11, hop_s=1e-6, pair_bytes_per_s=1e11, pair_s=1e-5)
     found = Findings(

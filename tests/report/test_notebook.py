@@ -66,7 +66,7 @@ def test_a_misspelt_or_ill_typed_parameter_is_refused_before_anything_runs(story
     with pytest.raises(ValueError) as caught:
         notebook.run_all(Study("s"), given, [story])
     assert str(caught.value) == message
-    assert not outputs.exists()
+    assert [path.name for path in outputs.iterdir()] == ["local.json"]
 
 
 def test_text_becomes_the_declared_type(story):

@@ -70,16 +70,19 @@ def _gpu(measured: MachineMeasurement) -> Gpu:
     return Gpu(name=card.name, kind="cuda", compute_capability=capability, num_sms=sms, **numbers)
 
 
+CARD_LACKS = {"gpu.fp8_flops_per_s": "not measured: 0, so that no plan may choose it"}
 # Fields that a core does not have.
 CORE_LACKS = {
     "gpu.fp16_flops_per_s": "a core has no such units",
     "gpu.bf16_flops_per_s": "a core has no such units",
+    "gpu.fp8_flops_per_s": "a core has no such units",
     "pcie_bytes_per_s": "no PCIe between a core and its memory: as gpu.memory_bytes_per_s",
 }
 
 
 def _sources(measured: MachineMeasurement) -> dict[str, str]:
-    how, lacks = (_how_on_cuda(), {}) if measured.device.type == "cuda" else (_how_on_cpu(), CORE_LACKS)
+    is_card = measured.device.type == "cuda"
+    how, lacks = (_how_on_cuda(), CARD_LACKS) if is_card else (_how_on_cpu(), CORE_LACKS)
     origin = f"measured on {measured.host} at {date.today().isoformat()}"
     ranks = measured.nodes * measured.per_node
     many = f", median of {ranks} ranks measuring at once" if ranks > 1 else ""
