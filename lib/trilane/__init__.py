@@ -40,7 +40,7 @@ _MODULES = {
     "planning.search": ("search",),
     "planning.sizing": ("hand_on", "propose_shapes", "survey_shapes"),
     "planning.space": ("read_choices",),
-    "planning.what_if": ("what_if",),
+    "planning.what_if": ("explain", "what_if"),
     "report": ("plots",),
     "report.widgets": ("explore",),
     "slurm.jobs": ("job_status", "submit"),

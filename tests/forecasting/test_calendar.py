@@ -477,3 +477,12 @@ def test_a_capacity_that_never_holds_a_replica_is_refused():
         ValueError, match=r"^capacity.gpus=40: one replica of tp4-pp12-dp8-mbs2-zero1-full-\S+ takes 48"
     ):
         request(capacity=constant(40, START))
+
+
+def test_a_plan_far_from_all_measured_runs_has_a_wider_forecast():
+    """The prediction's interval widens with the distance from measured rows (costmodel/uncertainty.py)."""
+    near = request()
+    shape = dataclasses.replace(near.plan.shape, num_layers=4, hidden_size=512, num_attention_heads=4, seq_length=128)
+    topology = dataclasses.replace(near.plan.topology, tp=1, pp=1, mbs=1, partition="uniform")
+    far = dataclasses.replace(near, plan=dataclasses.replace(near.plan, shape=shape, topology=topology))
+    assert far.uncertainty.common > 1.5 * near.uncertainty.common

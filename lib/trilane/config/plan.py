@@ -27,7 +27,7 @@ from trilane.utils.validation import (
 
 BLEND = "blend"
 # What results write next to the fields of a plan: derived from it, so never read back.
-DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured")
+DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
 
 
 @dataclass(frozen=True, kw_only=True)

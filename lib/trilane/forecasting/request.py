@@ -9,6 +9,7 @@ from typing import Any
 from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, default, load
+from trilane.costmodel.predict import predict
 from trilane.forecasting.capacity import Capacity, CapacityWindow, capacity_of, constant, parse_day
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
 from trilane.forecasting.schedule import SOONEST, phases_of, require_divisible
@@ -135,8 +136,9 @@ class ForecastRequest:
 
     @property
     def uncertainty(self) -> Uncertainty:
-        """The calibration's interval, split into a part common to all batch sizes and one independent for each."""
-        deviation, common = self.calibration.half_width / Z90, self.risks.common
+        """The interval of the plan's prediction, split into a part common to all batch sizes and one for each."""
+        prediction, common = predict(self.plan, self.calibration), self.risks.common
+        deviation = math.log(prediction.sec_hi / prediction.sec_per_it) / Z90
         both = math.hypot(deviation * math.sqrt(common), self.risks.slowdown_spread)
         return Uncertainty(common=both, independent=deviation * math.sqrt(1 - common), slowdown=self.risks.slowdown)
 

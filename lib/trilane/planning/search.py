@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, label_of, unsupported_rule
+from trilane.config.engines import ENGINES, label_of, unsupported_rule, untrainable_reason
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
 from trilane.config.plan import Plan
@@ -207,6 +207,11 @@ class SearchResult(Table):
         """The candidates, best first."""
         return Candidates(rows=self.candidates).to_frame()
 
+    @property
+    def predicted_only(self) -> str | None:
+        """Why no engine here can train these plans, by the best of them; None where one can."""
+        return next((untrainable_reason(c.plan.shape, c.topology) for c in (*self.candidates, *self.risky)), None)
+
     def risks(self) -> Candidates | Text:
         """The best plans that may well run out of memory; a word where there is none."""
         return Candidates(rows=self.risky[:12]) if self.risky else Text("None.")
@@ -219,15 +224,17 @@ class SearchResult(Table):
     def summary(self) -> Text:
         """How many topologies there are, how many can run, and what was held fixed."""
         refused = self.evaluated - self.runnable
+        only = Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
         return Text.of(
-            "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.",
-            *(self.evaluated, self.runnable, refused, self.space.held_fixed),
+            "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.{}",
+            *(self.evaluated, self.runnable, refused, self.space.held_fixed, only),
         )
 
     def as_text(self) -> str:
         """How many topologies can run, why the others cannot, what was not varied, and a line for each candidate."""
         lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
         lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
+        lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
         lines += [f"held fixed: {self.space.held_fixed}", *map(Candidate.as_text, self.candidates)]
         if self.risky:
             lines += ["apart, because these may run out of memory (P above 10 %):", *map(Candidate.as_text, self.risky)]
@@ -237,7 +244,7 @@ class SearchResult(Table):
         """All plans as JSON, those that may run out of memory apart."""
         plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
         counts = {"evaluated": self.evaluated, "refused": self.refused_by_rule, "held_fixed": self.space.held_fixed}
-        return {**counts, "plans": plans, "risky": risky}
+        return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
 
     def to_json(self, keep: int) -> dict[str, Any]:
         """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""

@@ -12,7 +12,8 @@ from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
 from trilane.planning.search import Candidate
 from trilane.planning.sizing import Proposal, ShapeSurvey
-from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, figure, legend, plain, stacked_bars, title
+from trilane.planning.what_if import Explanation
+from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, bars, figure, legend, plain, stacked_bars, title
 
 NAMED = 5  # proposals that are named, the best first
 
@@ -84,6 +85,25 @@ def memory_by_part(candidates: Sequence[Candidate]) -> Figure:
     parts = [{name: getattr(stage, name) / GIB for name in names} for stage in fullest]
     labels = [c.label for c in candidates]
     return stacked_bars(labels, parts, "GiB per process", "Predicted memory of the fullest stage", limit_bytes / GIB)
+
+
+def why(explained: Explanation) -> Figure:
+    """The seconds of an iteration by part and the memory of the fullest stage, as planned and after the best change."""
+    shown = explained.candidates
+    with plt.rc_context(STYLE):
+        made, (above, below) = plt.subplots(2, 1, figsize=(8.0, 2.2 + 0.7 * len(shown)), layout="constrained")
+    plt.close(made)
+    fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in shown]
+    labels = ["as planned", "changed"][: len(shown)]
+    bars(above, labels, [vars(c.prediction.time) for c in shown])
+    bars(below, labels, [{name: size / GIB for name, size in vars(stage).items()} for stage in fullest])
+    below.axvline(explained.plan.cluster.gpu.memory_bytes / GIB, color=LIMIT, lw=1.5, label="limit")
+    above.set(xlabel="seconds per iteration")
+    below.set(xlabel="GiB of the fullest stage")
+    for axes in (above, below):
+        legend(axes, fontsize=8)
+    title(above, "Where the time goes, and what fills the memory")
+    return made
 
 
 def shapes_on_the_plane(survey: ShapeSurvey) -> Figure:

@@ -57,16 +57,21 @@ def stacked_bars(
 ) -> Figure:
     """A horizontal bar per label, of stacked parts; `limit` is drawn where it is below three times the longest bar."""
     made, axes = figure(8.0, 1.1 + 0.42 * len(labels))
+    bars(axes, labels, parts)
+    longest = max(sum(p.values()) for p in parts)
+    if limit is not None and limit < 3 * longest:
+        axes.axvline(limit, color=LIMIT, lw=1.5)
+        axes.annotate("limit", (limit, -0.5), color=LIMIT, fontsize=8, ha="right")
+    return finished(made, heading, xlabel=xlabel)
+
+
+def bars(axes: Axes, labels: Sequence[str], parts: Sequence[dict[str, float]]) -> None:
+    """A horizontal bar per label, the first on top, of stacked parts."""
     for i, name in enumerate(parts[0]):  # a part keeps its colour where others are zero
         if any(p[name] > 0 for p in parts):
             left = [sum(list(p.values())[:i]) for p in parts]
             color, label = COLORS[i % len(COLORS)], name.replace("_", " ")
             axes.barh(range(len(labels)), [p[name] for p in parts], left=left, color=color, label=label, height=0.62)
     axes.set_yticks(range(len(labels)), [plain(label) for label in labels])
-    longest = max(sum(p.values()) for p in parts)
-    if limit is not None and limit < 3 * longest:
-        axes.axvline(limit, color=LIMIT, lw=1.5)
-        axes.annotate("limit", (limit, -0.5), color=LIMIT, fontsize=8, ha="right")
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    return finished(made, heading, xlabel=xlabel)
