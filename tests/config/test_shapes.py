@@ -115,7 +115,8 @@ def test_a_vocabulary_is_padded_where_nobody_padded_it(tmp_path: Path) -> None:
     assert read_shape("12,768,12,1024,50257", tp=3).shape.vocab_size == 50304, "16768 rows for each of 3"
     assert read_shape("12,768,12,1024,50257", tp=5).shape.vocab_size == 50560, "a multiple of 5 x 128"
     assert read_shape("12,768,12,1024,50304").notes == ()
-    given = read_shape(_file(tmp_path, GPT2), seq_length=512)
+    _file(tmp_path, GPT2)
+    given = read_shape(str(tmp_path), seq_length=512)
     assert (given.shape.vocab_size, given.shape.seq_length) == (50304, 512)
     assert given.notes == ("vocab_size=50257: padded to 50304, a multiple of 128",)
     own = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 257}

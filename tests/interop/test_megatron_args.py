@@ -207,6 +207,33 @@ python other.py --clip-grad 1.0 | tee log
     }
 
 
+def test_arguments_in_lists_of_bash_are_read_also_where_a_word_has_two_of_them() -> None:
+    """As in Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh."""
+    script = """
+TP_SIZE=1
+MODEL_ARGS=(
+    --swiglu   # a gate
+    --normalization RMSNorm
+)
+if [[ "$DTYPE" == "fp8" ]]; then
+    DTYPE_ARGS+=(
+        "--fp8-format hybrid"
+        "--split '99,1,0'"
+    )
+fi
+"""
+    found = read_arguments(script)
+    assert found == {"swiglu": [], "normalization": ["RMSNorm"], "fp8_format": ["hybrid"], "split": ["99,1,0"]}
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_none() -> None:
+    """Megatron-LM's arguments.py sets it to False."""
+    found = parse_plan(
+        read_arguments(megatron_text(megatron_args(plan(LM, {}))) + " --sequence-parallel"), cluster=MACHINE, gpus=1
+    )
+    assert not found.plan.topology.sequence_parallel
+
+
 def test_iterations_become_samples() -> None:
     said = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
     said = said.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(

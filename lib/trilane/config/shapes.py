@@ -120,14 +120,16 @@ class GivenShape:
 
 
 def read_shape(text: str, *, seq_length: int = 0, tp: int = 1) -> GivenShape:
-    """The shape of five numbers (see parse_shape), or of a JSON file: a shape's fields, a plan, or a config.json.
+    """The shape of five numbers (see parse_shape), of a JSON file (a shape's fields, a plan, a config.json), or of a
+    folder with a config.json.
 
     `seq_length` above 0 takes the place of the one that it has. The vocabulary of five numbers and of a config.json is
     padded to a multiple of 128, as Megatron does, and of 128 x `tp` where that is needed; a file of trilane has rows
     that are padded already. Raises ValueError for what is no shape of a dense decoder.
     """
     notes: tuple[str, ...] = ()
-    values = read_json(text, "shape") if text.endswith(".json") or Path(text).is_file() else None
+    path = Path(text) / "config.json" if (Path(text) / "config.json").is_file() else Path(text)
+    values = read_json(path, "shape") if text.endswith(".json") or path.is_file() else None
     if values is None:
         shape = parse_shape(text)
     elif isinstance(values, dict) and "model_type" in values:

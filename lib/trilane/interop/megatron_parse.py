@@ -132,7 +132,7 @@ def _topology(given: Given, flavour: str, gpus: int) -> Topology:
         recompute=_recompute(given),
         interleaving=_interleaving(given, pp),
         partition="type:transformer|embedding" if embedding else "uniform" if method == "type:transformer" else method,
-        sequence_parallel=given.has("sequence_parallel"),
+        sequence_parallel=given.has("sequence_parallel") and tp > 1,  # Megatron-LM drops it without tp, too
         offload="optimizer" if given.has("cpu_optimizer") else "none",
         precision=precision,
         first_stage_layers=given.get("decoder_first_pipeline_num_layers", int, 0),

@@ -19,6 +19,7 @@ COMMENT = re.compile(r"^[ \t]*#.*\n?", re.M)  # also one that ends with a backsl
 HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 TRACED = re.compile(r"^\++ ", re.M)  # prefix of a command in `bash -x`
 OPERATOR = re.compile(r"\|\|?|&&?|;|\d?>.*")  # what comes after it is another command's, or a file's name
+GIVEN = re.compile(r"([^\s=]*)(\s|=|)(.*)", re.S)  # the name of an argument and what follows it in the same word
 NUMBER = re.compile(r"-[\d.]")
 PRODUCT = re.compile(r"\$\(\(\s*(\d{1,18}(?:\s*\*\s*\d{1,18}){0,20})\s*\)\)")  # $((16*4*2))
 MAX_DEPTH = 10  # of variables within variables
@@ -48,9 +49,11 @@ def read_arguments(text: str) -> dict[str, list[str]]:
     name = ""
     for word in _split_commands(words):
         if word.startswith("--") and len(word) > 2:
-            name, _, value = word[2:].partition("=")
+            name, sign, value = GIVEN.fullmatch(word[2:]).groups()  # type: ignore[union-attr]
             name = name.replace("-", "_")
-            given[name] = [value] if value else []
+            # "--fp8-format hybrid" in a list is one word, which bash cuts where it is used
+            cut = [part.strip("'\"") for part in value.split()]
+            given[name] = cut if sign.isspace() else [value] if value else []
         elif word == END or OPERATOR.fullmatch(word):
             name = ""
         elif name and (not word.startswith("-") or NUMBER.match(word)):
