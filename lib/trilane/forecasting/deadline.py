@@ -114,18 +114,19 @@ class DatedShapes(Table):
         return Proposals(request=self.request, rows=(self.best.proposal, *others))
 
     def to_frame(self) -> DataFrame:
-        """A row a shape: size, topology, days and GPU-hours of half and of nine of ten runs, tokens a parameter."""
+        """A row a shape: size, topology, days of half and of nine of ten runs, GPU-hours of half, tokens a parameter.
+
+        The last column has the parameters and tokens that are compute-optimal for as much compute.
+        """
         top = self.rows[:12]
         columns: dict[str, Any] = {
             "layers × hidden": [f"{d.proposal.shape.num_layers} × {d.proposal.shape.hidden_size}" for d in top],
             "B": [round(d.parameters / 1e9, 2) for d in top],
             "plan": [d.proposal.plan.label for d in top],
-            "days (median)": [round(d.days[0], 1) for d in top],
-            "days (90 %)": [round(d.days[1], 1) for d in top],
+            "days (90 %)": ["{:.1f} ({:.1f})".format(*d.days) for d in top],
             "GPU-hours": [f"{d.gpu_hours[0]:,.0f}" for d in top],
-            "tokens / parameter": [round(d.tokens_per_parameter, 1) for d in top],
-            "": [d.verdict for d in top],
-            "optimum of that compute": ["{} on {} tokens".format(*map(size_words, d.optimum)) for d in top],
+            "tokens a parameter": [f"{d.tokens_per_parameter:.3g}, {d.verdict}" for d in top],
+            "optimum": ["{} on {}".format(*map(size_words, d.optimum)) for d in top],
         }
         return Columns(columns).to_frame()
 
@@ -136,9 +137,9 @@ class DatedShapes(Table):
         best, r = self.best, self.request
         return Text.of(
             "Within {:g} days, {:.4g} billion tokens on {} GPUs of {}: at most **{} parameters** ({} × {}), "
-            "{:.1f} days at the median and {:.1f} for nine runs of ten; {}. {}",
+            "{:.1f} days at the median and {:.1f} for nine runs of ten; {}. " + COUNTED,
             *(self.days, r.tokens / 1e9, r.gpus, r.cluster.name, size_words(best.parameters)),
-            *(best.proposal.shape.num_layers, best.proposal.shape.hidden_size, *best.days, self.reason, COUNTED),
+            *(best.proposal.shape.num_layers, best.proposal.shape.hidden_size, *best.days, self.reason),
         )
 
     def to_json(self, top: int = 12) -> dict[str, Any]:

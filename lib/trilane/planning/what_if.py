@@ -214,7 +214,7 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     """Why a plan takes what it takes, with the best of its neighbours: plans that differ in one choice."""
     prediction = predict(plan, calibration)
     changed = _predicted(plan, neighbours(plan), calibration)
-    double = [{"dp": 2 * plan.topology.dp}] if 2 * plan.topology.gpus <= plan.cluster.max_gpus else []
+    double = [{"dp": 2 * plan.topology.dp}]
     return Explanation(
         plan=plan,
         prediction=prediction,
