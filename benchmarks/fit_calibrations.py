@@ -5,9 +5,9 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from trilane.costmodel.backtest import calibrate_memory, calibrate_time
-from trilane.costmodel.calibration import HABITS, Calibration, shipped_regimes, to_json
+from trilane.costmodel.calibration import prior_of, to_json
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
+from trilane.costmodel.metrics import calibrate_memory, calibrate_time
 
 DATA = Path(str(resources.files("trilane").joinpath("data")))
 # The stack of a cluster's rows that a plan for it rests on, if it names none.
@@ -34,8 +34,7 @@ def main() -> None:
     fitted = {}
     for name, rows in groups.items():
         cluster, _, stack = name.partition("/")
-        prior = replace(Calibration(), regimes=shipped_regimes(cluster), **HABITS.get(stack, {}))  # type: ignore[arg-type]
-        fitted[name] = calibrate_time(rows, prior)
+        fitted[name] = calibrate_time(rows, prior_of(cluster, stack))
     fitted |= {name.replace("32g", "16g"): k for name, k in fitted.items() if name.startswith("jz-v100-32g")}
     a100 = fitted["jz-a100-80g/megatron-deepspeed"]
     travels = replace(a100, **WAITS, regimes=(), half_width=0.15, rows=0)

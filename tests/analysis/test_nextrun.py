@@ -15,7 +15,7 @@ from test_parse import DUMP
 
 from trilane.analysis import collect, next_run, recalibrate
 from trilane.analysis.measure import measure_log
-from trilane.costmodel import backtest
+from trilane.costmodel import metrics
 from trilane.costmodel.calibration import Calibration, default, shipped_regimes
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
@@ -46,11 +46,11 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
     inside = []
     for table in TABLES:
         on, others, blank = eight_of_a_table(table)
-        fitted = backtest.calibrate_time(on, blank)
+        fitted = metrics.calibrate_time(on, blank)
         belief = posterior([r.case for r in on], [r.seconds for r in on], fitted)
         widths = belief.half_widths([r.case for r in others])
         before, after = (
-            np.array([abs(math.log(backtest.predict_row(r, c).sec_pred / r.seconds)) for r in others])
+            np.array([abs(math.log(metrics.predict_row(r, c).sec_pred / r.seconds)) for r in others])
             for c in (blank, fitted)
         )
         assert np.median(after) < 0.7 * np.median(before), table
@@ -61,8 +61,8 @@ def test_eight_rows_of_a_table_lower_the_error_on_the_campaigns_others_and_the_i
 def test_eight_rows_do_not_spoil_what_many_rows_had_taught():
     """The A100 constants that ship know all tables to 1.1 %; eight rows of one table may cost a little elsewhere."""
     on, others, _ = eight_of_a_table("s003-t27")
-    fitted = backtest.calibrate_time(on, default(A100, "megatron-deepspeed"))
-    errors = [abs(math.log(backtest.predict_row(r, fitted).sec_pred / r.seconds)) for r in others]
+    fitted = metrics.calibrate_time(on, default(A100, "megatron-deepspeed"))
+    errors = [abs(math.log(metrics.predict_row(r, fitted).sec_pred / r.seconds)) for r in others]
     assert np.median(errors) < 0.02
 
 

@@ -148,7 +148,7 @@ LLAMA = "x,jz-a100-80g,A100-80GB,8,32,4096,32,2048,32000,8,1,1,3,192,1,bf16,11.5
         ("gated,untied,ffn", "1,1,11008", dict(ffn=11008, activation="swiglu", positions="rotary", biases="none")),
         ("kv_heads,model", "8,nemotron4-15b", dict(kv_heads=8, activation="squared-relu", normalization="layernorm")),
         ("gated,model,biases", "1,qwen2,qkv", dict(biases="qkv", normalization="rmsnorm", ffn=10880)),
-        ("untied", "0", dict(tied_embeddings=True, is_gpt2=True)),
+        ("untied", "0", dict(tied_embeddings=True, positions="learned", ffn=16384)),
     ],
 )
 def test_the_shape_of_a_row_is_that_of_its_columns_and_its_family(tmp_path, columns, cells, expected):

@@ -245,14 +245,18 @@ def calendar(plan: Path, as_json: bool, **options: Any) -> None:
     plan,
     click.argument("rows", metavar="ROWS.csv"),
     option("--cluster", help=f"{CLUSTER}, instead of the column"),
-    option("--cv", type=Choice(("date", "hidden", "table")), help="refit without each table, hidden size or date"),
+    option(
+        "--cv",
+        type=Choice(("date", "file", "file-ten", "hidden", "table")),
+        help="refit without each table, hidden size, date or file",
+    ),
     option("--calibrate-on", metavar="CSV", help="refit to these rows first"),
     JSON,
 )
 def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str | None, as_json: bool) -> int:
     """Compare measured rows (columns of lib/trilane/data/measured.csv) with their predictions.
 
-    ROWS.csv may be a set that ships: scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024.
+    ROWS.csv may be a set that ships: all, scored, measured, dlperf_v100, dgxc_nemotron_h100 or lucie_jz_a100_2024.
 
     Exit code 1 where no row can be predicted.
     """

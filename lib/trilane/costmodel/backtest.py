@@ -2,32 +2,30 @@
 
 import csv
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.calibration import Calibration, default, shipped_regimes
-from trilane.costmodel.columns import columns_of
-from trilane.costmodel.fit import fit_memory, fit_time
-from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
-from trilane.costmodel.metrics import ANOMALIES, Pair, RowPrediction, figures, group_name
-from trilane.costmodel.uncertainty import posterior
+from trilane.costmodel.metrics import (
+    ANOMALIES,
+    Pair,
+    RowPrediction,
+    figures,
+    group_name,
+    leave_one_out,
+    predict_calibrated,
+    predict_default,
+    predict_unseen,
+)
 from trilane.utils.tables import Columns, DataFrame, Table, Text
-from trilane.utils.validation import require, require_known
-
-LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
-    "table": lambda row: row.table,
-    "hidden": lambda row: row.case.shape.hidden_size,
-    "date": lambda row: row.case.day,
-}
+from trilane.utils.validation import require
 
 # Sets of rows in data/: of the BigScience documents, cleaned and as printed; and of other cards, stacks and shapes.
 SHIPPED = (*FILES, "measured")
-MIN_MEMORY_ROWS = 20  # with fewer, the shipped constants are better
 DETAILED = "jz-a100-80g"  # the cluster with most rows, whose anomalies are known and on which public planners were run
 # Key of a figure -> column of a table, where % multiplies by 100.
 HEADERS = {
@@ -129,107 +127,21 @@ def _number(text: str) -> float | str:
     return text if "/" in text else float(text)
 
 
-def predict_row(
-    row: MeasuredRow, calibration: Calibration, memory: MemoryConstants = DEFAULT, half_width: float | None = None
-) -> RowPrediction:
-    """Predict one row on its day; `half_width` of the interval of ln(seconds), by default the calibration's."""
-    case = row.case
-    on_day = calibration.on(case.day, case.topology.gpus)
-    seconds = iteration_time(case.shape, case.topology, case.cluster, on_day, case.engine).total
-    low, high = (replace(calibration, half_width=half_width) if half_width else calibration).interval(seconds)
-    columns = columns_of(case.shape, case.topology, case.engine)
-    need = float(memory_bytes(columns, case.cluster, memory))
-    return RowPrediction(
-        row_id=row.row_id,
-        sec_pred=seconds,
-        sec_lo=low,
-        sec_hi=high,
-        mem_gib_pred=float(first_stage_bytes(columns, case.cluster, memory)) / 2**30,
-        oom_probability=float(oom_probability(need, case.cluster, memory.spread)),
-    )
-
-
-def predict_default(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Predict every row by the default calibration of its cluster and stack, without a fit."""
-    machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
-    known = {key: default(cluster, key[1]) for key, cluster in machines.items()}
-    return [predict_row(row, known[row.case.cluster.name, row.stack]) for row in rows]
-
-
-def predict_calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Predict every row by the default calibration of the first of the rows `on`, refitted to these.
-
-    The intervals are those of the posterior: the further a row is from the fitted rows, the wider.
-    """
-    first = on[0]
-    calibration = calibrate_time(on, default(first.case.cluster, first.stack))
-    memory, timed = calibrate_memory(on), _usable(on)
-    fitted = posterior([r.case for r in timed], [r.seconds for r in timed], calibration)
-    widths = fitted.half_widths([row.case for row in rows]).tolist()
-    return [predict_row(row, calibration, memory, width) for row, width in zip(rows, widths, strict=True)]
-
-
-def calibrate_time(rows: Sequence[MeasuredRow], prior: Calibration) -> Calibration:
-    """The prior refitted to the times of the rows, without duplicates and excluded rows."""
-    timed = _usable(rows)
-    return fit_time([r.case for r in timed], [r.seconds for r in timed], prior) if timed else prior
-
-
-def _usable(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    return [r for r in rows if np.isfinite(r.seconds) and not r.excluded and not r.duplicate_of]
-
-
-def calibrate_memory(rows: Sequence[MeasuredRow]) -> MemoryConstants:
-    """Memory constants fitted to the rows, or the shipped ones if fewer than MIN_MEMORY_ROWS have memory."""
-    measured = [r for r in rows if np.isfinite(r.memory_bytes) and not r.duplicate_of]
-    if len(measured) < MIN_MEMORY_ROWS:
-        return DEFAULT
-    return fit_memory([r.case for r in measured], [r.memory_bytes for r in measured])
-
-
-def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
-    """Cross-validation: predict every row by constants fitted without its table, hidden size or date (`by`).
-
-    The fits start from the priors of constants.py. Rows of one GPU and software stack share the constants of time, rows
-    of one stack those of memory. A row and its repeats are left out together. Raises ValueError for another `by`.
-    """
-    require_known("cv", by, LEAVE_OUT)
-    key = LEAVE_OUT[by]
-    found: dict[str, RowPrediction] = {}
-    for group, left_out in dict.fromkeys((group_name(r), key(r)) for r in rows):
-        test = [r for r in rows if (group_name(r), key(r)) == (group, left_out)]
-        rest = [r for r in rows if key(r) != left_out]
-        found |= {p.row_id: p for p in predict_unseen(test, rest)}
-    return [found[r.row_id] for r in rows]
-
-
-def predict_unseen(test: Sequence[MeasuredRow], rest: Sequence[MeasuredRow]) -> list[RowPrediction]:
-    """Predict rows of one GPU and stack by constants fitted to `rest`, without repeats of the test rows.
-
-    The fit starts from the priors of constants.py, not from the shipped constants, which were fitted to every row.
-    """
-    first = test[0]
-    prior = replace(Calibration(), regimes=shipped_regimes(first.case.cluster.name))
-    gone = {r.row_id for r in test} | {r.duplicate_of for r in test}
-    kept = [r for r in rest if r.row_id not in gone]
-    calibration = calibrate_time([r for r in kept if group_name(r) == group_name(first)], prior)
-    memory = calibrate_memory([r for r in kept if r.stack == first.stack])
-    return [predict_row(row, calibration, memory) for row in test]
-
-
 def backtest(
     rows_csv: str, cluster: str | None = None, cv: str | None = None, calibrate_on: str | None = None
 ) -> Backtest:
     """Read a CSV of measured rows and predict each.
 
-    `rows_csv` is a path, or one of SHIPPED for a set that ships with trilane; `cluster` replaces its column.
-    With `cv` (table, hidden or date; "" or "none" for none), each row is predicted by constants fitted without its
-    kind; with `calibrate_on`, by constants refitted to the rows of that CSV; else by the shipped constants. Raises
-    ValueError for a file that cannot be read.
+    `rows_csv` is a path, "all" for every cleaned set that ships, or one of SHIPPED; `cluster` replaces its column. With
+    `cv` (table, hidden, date, file or file-ten; "" or "none" for none), each row is predicted by constants fitted
+    without its kind (see leave_one_out); with `calibrate_on`, by constants refitted to the rows of that CSV; else by
+    the shipped constants. Raises ValueError for a file that cannot be read.
     """
-    path = shipped_rows().with_name(f"{rows_csv}.csv") if rows_csv in SHIPPED else rows_csv
-    rows, skipped = read_rows(path, cluster or None)
-    ignored = tuple(ignored_words(path))
+    names = FILES if rows_csv == "all" else (rows_csv,)
+    paths = [shipped_rows().with_name(f"{name}.csv") if name in SHIPPED else Path(name) for name in names]
+    read = [read_rows(path, cluster or None) for path in paths]
+    rows, skipped = [r for found, _ in read for r in found], [s for _, left in read for s in left]
+    ignored = tuple(line for path in paths for line in ignored_words(path))
     cv = "" if cv == "none" else cv or ""
     if cv:
         predictions = leave_one_out(rows, cv)

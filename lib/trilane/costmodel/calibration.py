@@ -25,7 +25,7 @@ FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 KERNELS = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
 NETWORKS = ("node", "network", "p2p")
 SOFTWARE = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
-BLOCKED = ("launch_s", "skew_s")  # which CUDA_LAUNCH_BLOCKING=1 makes longer
+EARLIER = {"megatron-deepspeed-2024": "megatron-deepspeed"}  # a stack that grew out of another one starts from it
 # What a stack does: Megatron-LM sent whole activations between stages before its scatter-gather of 2021 (Narayanan et
 # al. 2021, section 4.1), as OneFlow did; Megatron-Core's distributed optimizer and PyTorch's FSDP scatter gradients and
 # hide most of it under computation (their guides); DeepSpeed's ZeRO prefetches.
@@ -100,11 +100,6 @@ class Calibration(Constants):
                     values[name] = max(values[name] * regime.factor, BOUNDS[name].low)
         return replace(self, **values)
 
-    @property
-    def blocks(self) -> bool:
-        """Whether it was fitted to runs with CUDA_LAUNCH_BLOCKING=1."""
-        return any(r.name.startswith(ASYNCHRONOUS) for r in self.regimes)
-
     def with_launch_blocking(self, blocking: bool) -> "Calibration":
         """The constants with CUDA_LAUNCH_BLOCKING=1, or without it.
 
@@ -161,26 +156,36 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     """The constants of a cluster and stack without rows: the part of each fit that is shared with them.
 
     Kernels' constants come from fits of the same generation of cards, those of the networks from fits of the same
-    cluster, those of the software from fits of the same stack: geometric means, weighted by 1 / half_width^2. What no
-    fit shares is that of a well-kept system, and what a stack is known to do is in HABITS. `rows` is 0: nothing was
-    fitted there, so a refit may move the constants as far as their priors allow.
+    cluster, those of the software (launches not blocked) from fits of the same stack or an EARLIER one: geometric
+    means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system, and what a stack is known to
+    do is in HABITS. `rows` is 0: nothing was fitted there, so a refit may move the constants as far as their priors
+    allow.
     """
     hopper = cluster.gpu.compute_capability[0] == 9
     base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
+    if not stack and not hopper:
+        return base
     values: dict[str, Any] = {}
+    like = stack if stack in (fit.stack for fit in fits) else EARLIER.get(stack, stack)
     for names, is_shared in (
         (KERNELS, lambda fit: fit.cluster.gpu.compute_capability == cluster.gpu.compute_capability),
         (NETWORKS, lambda fit: stack and fit.cluster.name == cluster.name),
-        (SOFTWARE, lambda fit: fit.stack == stack),
+        (SOFTWARE, lambda fit: fit.stack == like),
     ):
         for name in names:
-            shared = [f.calibration for f in fits if is_shared(f) and not (name in BLOCKED and f.calibration.blocks)]
+            shared = [f.calibration.with_launch_blocking(False) for f in fits if is_shared(f)]
             if shared:
                 weights = [k.half_width**-2 for k in shared]
                 logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
                 values[name] = math.exp(sum(logs) / sum(weights))
     given = dict.fromkeys(GIVEN, 0.0) | HABITS[stack] if stack in HABITS else {}
     return replace(base, **{**given, **values, "regimes": shipped_regimes(cluster.name)})
+
+
+def prior_of(cluster: str, stack: str) -> Calibration:
+    """The priors of constants.py for rows of that cluster and stack: its days' regimes, and what the stack does."""
+    values: dict[str, Any] = {**HABITS.get(stack, {}), "regimes": shipped_regimes(cluster)}
+    return Calibration(**values)
 
 
 def shipped_regimes(cluster: str) -> tuple[Regime, ...]:

@@ -15,6 +15,8 @@ from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes
 from trilane.utils.validation import require, require_positive
 
 NOISE = {"cuda": 0.02, "cpu": 0.05}  # of ln(seconds): repeats differ by 0.15-2 % (docs/planner.md)
+STEP = 1e-3  # of a constant's logarithm, for slopes
+MODEL_ERROR = 0.033  # of ln(seconds): what the model misses of A100 rows left out by table (docs/planner.md)
 CPU_DEVIATION = 0.5  # other work may take half of the machine; GPU efficiencies are known better
 
 # A prior that was itself fitted to rows is narrower: this many rows halve the variance of its constants. Otherwise 8
@@ -96,11 +98,28 @@ def time_errors(
     return errors
 
 
+def slopes(errors: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
+    """Derivatives of the errors (R,) by the logarithms `at` (C,), as (R, C), by central differences."""
+    return np.array([(errors(at + step) - errors(at - step)) / (2 * STEP) for step in STEP * np.eye(len(at))]).T
+
+
+def left_out(errors: np.ndarray, effects: np.ndarray, noise: float) -> np.ndarray:
+    """The errors that the rows would have had if each had been left out of the fit, (R,).
+
+    `effects` (R, C) are slopes times the prior deviations. For a linear model with normal errors it is exact: an error
+    over one minus the row's own leverage, the diagonal of K (K + noise^2 I)^-1 with K = effects effects'.
+    """
+    k = effects @ effects.T
+    leverage = np.diag(np.linalg.solve(k + noise**2 * np.eye(len(errors)), k))
+    return errors / np.maximum(1 - leverage, 0.1)
+
+
 def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: Calibration) -> Calibration:
     """The calibration fitted to `measured` seconds: its constants, and the factors of regimes that a case was in.
 
-    A constant that no row depends on keeps its prior. The half-width of the interval is the 90 % quantile of the
-    errors, with the prior's half-width as one more row, times 1 + 1 / sqrt(rows) because the errors are those of a fit.
+    A constant that no row depends on keeps its prior. The half-width of the interval is the 90 % quantile of the errors
+    that the rows would have if left out, with the prior's half-width as one more row, times 1 + 1 / (2 sqrt(rows)) for
+    the scatter of that quantile.
     Raises ValueError without rows, or for a time that is not positive.
     """
     require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), "needs one measured time for each row")
@@ -116,7 +135,8 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
     deviation = deviation / (1 + prior.rows / PRIOR_ROWS) ** 0.5
     best = robust_minimum(errors, start, deviation, bounds, noise)
     found = dict(zip([*BOUNDS, *(r.name for r in regimes)], np.exp(best).tolist(), strict=True))
-    width = float(np.quantile(np.append(np.abs(errors(best)), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5)
+    unseen = left_out(errors(best), slopes(errors, best) * deviation, max(noise, MODEL_ERROR))
+    width = float(np.quantile(np.append(np.abs(unseen), prior.half_width), 0.9)) * (1 + len(cases) ** -0.5 / 2)
     return replace(
         prior,
         **{name: found[name] for name in BOUNDS},

@@ -48,11 +48,13 @@ def data_parallel_seconds_per_byte(columns: Columns, cluster: Cluster, constants
         max((d-1)/d / bus, (n-1)/n / network)        d ranks on n nodes
 
     Ranks run tp fastest, then cp, dp, pp. NCCL sends between nodes only what a node lacks. A group whose members are tp
-    apart leaves the node when tp d passes the node's GPUs; min(tp, GPUs of a node) such groups share its network.
+    apart leaves the node when tp d passes the node's GPUs; min(tp, GPUs of a node) such groups share its network, each
+    behind a link of its own where the cluster has a rate for one (`ring_bytes_per_s`): the harmonic mean of both.
     """
     x, node = columns, cluster.gpus_per_node
-    ring = cluster.ring_bytes_per_s or cluster.network_bytes_per_s
-    outside = np.minimum(cluster.network_bytes_per_s / np.minimum(x.tp, node), ring) * constants.network
+    share = cluster.network_bytes_per_s / np.minimum(x.tp, node)
+    link = cluster.ring_bytes_per_s or share
+    outside = 2 / (1 / share + 1 / link) * constants.network
     inside = cluster.node_bytes_per_s * constants.node
     outside = np.minimum(outside, inside)
     nodes = np.ceil(x.replicas * np.minimum(x.tp, node) / node)

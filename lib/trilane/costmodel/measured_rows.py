@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class MeasuredRow:
     ran_out: bool
     excluded: bool
     duplicate_of: str
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[Measur
     for number, row in enumerate(cells, 2):
         name = row["row_id"] or f"line {number}"
         try:
-            rows.append(_row(row, name, known))
+            rows.append(replace(_row(row, name, known), file=Path(path).stem))
         except ValueError as error:
             skipped.append(Skipped(row_id=name, reason=str(error)))
     return rows, skipped

@@ -1,6 +1,5 @@
 """predict(): the one answer to what a plan is expected to take, seconds and bytes, each with its uncertainty."""
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import IterationTime, iteration_time, seconds_per_stage
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
-from trilane.costmodel.uncertainty import Case, Support, support
+from trilane.costmodel.uncertainty import Case, Support, support, unmeasured_half_width
 from trilane.utils.validation import to_mapping
 
 RISKY = 0.1  # probability of running out of memory from which a plan is listed apart and never ranked first
@@ -62,9 +61,9 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     columns = columns_of(shape, t, engine)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
-    found = support(plan)
+    case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
     measured_here = known.rows > 0 and known != default(cluster)  # rows of one's own, which the shipped do not know
-    half_width = known.half_width if measured_here else math.hypot(known.half_width, found.widening)
+    half_width = known.half_width if measured_here else unmeasured_half_width(case, known)
     low, high = replace(known, half_width=half_width).interval(time.total)
     return Prediction(
         sec_per_it=time.total,
@@ -76,7 +75,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
         time=time,
         stages=tuple(stages),
         stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
-        support=found,
+        support=support(case),
     )
 
 

@@ -13,16 +13,17 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.columns import columns_of
-from trilane.costmodel.constants import BOUNDS
-from trilane.costmodel.fit import NOISE, deviations, time_errors
+from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
+from trilane.costmodel.fit import NOISE, STEP, deviations, left_out, slopes, time_errors
+from trilane.costmodel.iteration import iteration_columns
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
-
-STEP = 1e-3  # of a constant's logarithm, for slopes
 
 # Error of the model with known constants, as a deviation of ln(seconds), and the rows that this prior counts for. In
 # cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md), a deviation of 3.3 %; half as much is
 # added because that was one cluster in 12 days.
 MISFIT, MISFIT_ROWS = 0.05, 6
+FOREIGN = 0.12  # the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
+T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
 NOISE_ROWS = 2  # repeats that the prior noise counts for
 MAX_ERROR = 0.15  # larger errors count as this
 
@@ -193,20 +194,37 @@ class Posterior:
 def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibration: Calibration) -> Posterior:
     """The posterior at `calibration`, which was fitted to the cases; the prior uncertainty if there are none.
 
-    The misfit is estimated from the errors and MISFIT_ROWS further rows with an error of MISFIT.
+    The misfit is estimated from the errors that the rows would have if left out of the fit, and MISFIT_ROWS further
+    rows with an error of MISFIT; without rows it is that of another site and stack.
     """
     kinds = {c.cluster.gpu.kind for c in cases} or {"cuda"}
     rows = [(c, s, calibration.on(c.day, c.topology.gpus)) for c, s in zip(cases, measured, strict=True)]
     errors = np.array([float(time_errors([c], np.array([s]), (), on)(_logs(on))[0]) for c, s, on in rows])
-    squares = float((np.minimum(np.abs(errors), MAX_ERROR) ** 2).sum())
+    deviation = deviations(cases, calibration)
+    effects = sensitivities(cases, calibration) * deviation
+    unseen = left_out(errors, effects, MISFIT) if len(errors) else errors
+    squares = float((np.minimum(np.abs(unseen), MAX_ERROR) ** 2).sum())
     return Posterior(
         calibration=calibration,
         cases=tuple(cases),
         errors=errors,
-        deviation=deviations(cases, calibration),
-        misfit=math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
+        deviation=deviation,
+        misfit=FOREIGN if not cases else math.sqrt((MISFIT_ROWS * MISFIT**2 + squares) / (MISFIT_ROWS + len(errors))),
         noise=_noise(max(NOISE[kind] for kind in kinds), cases, errors),
     )
+
+
+def unmeasured_half_width(case: Configuration, calibration: Calibration) -> float:
+    """Half-width of the interval of ln(seconds) by a calibration that ships.
+
+    That of its own rows; without any, that of the priors, by how much the time of this case depends on each constant.
+    Either widens with the distance from measured rows.
+    """
+    own = calibration.half_width
+    if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
+        effects = _slopes_of(case, calibration) * deviations((case,), calibration)
+        own = T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2)
+    return math.hypot(own, support(case).widening)
 
 
 def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
@@ -225,7 +243,17 @@ def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> n
     if not cases:
         return np.empty((0, len(BOUNDS)))
     errors, at = time_errors(cases, np.ones(len(cases)), (), calibration), _logs(calibration)
-    return np.array([(errors(at + step) - errors(at - step)) / (2 * STEP) for step in STEP * np.eye(len(at))]).T
+    return slopes(errors, at)
+
+
+def _slopes_of(case: Configuration, calibration: Calibration) -> np.ndarray:
+    """Derivatives of ln(seconds) of one case by ln(constant), (C,): all constants in one evaluation."""
+    steps = np.exp(np.vstack([np.eye(len(BOUNDS)), -np.eye(len(BOUNDS))]) * STEP)  # (2 C, C)
+    values: dict[str, Any] = {name: getattr(calibration, name) * steps[:, i] for i, name in enumerate(BOUNDS)}
+    values |= {name: getattr(calibration, name) for name in GIVEN}
+    columns = columns_of(case.shape, case.topology, case.engine)
+    up, down = np.split(np.log(iteration_columns(columns, case.cluster, Constants(**values)).total), 2)
+    return (up - down) / (2 * STEP)
 
 
 def _logs(calibration: Calibration) -> np.ndarray:
