@@ -193,6 +193,10 @@ def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
     weights = h * h * (1 + 2 * 4 / 16) + h * h + 3 * h * 5632
     expected = 6 * B * s * (L * (weights + h * s) + h * V)
     assert flops.rates(config, 1.0)["megatron_causal"] * config.gpus == pytest.approx(expected)
+    whole = flops.replicated(config.shape, config, B)  # on TP 2 the two RMSNorms of a layer count once more
+    assert whole == 8 * B * s * L * (config.shape.layer_parameters + 2 * h)
+    plain = measure_log(log(arguments=ARGUMENTS)).config  # GPT-2: two LayerNorms and the biases after a reduction
+    assert flops.replicated(plain.shape, plain, B) == 8 * B * s * L * (12 * h * h + 13 * h + 6 * h)
 
 
 def test_what_the_log_does_not_tell_is_no_number():

@@ -101,6 +101,8 @@ def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
     with pytest.raises(ValueError, match="sliding_window=4096"):
         shape_of_config(bare, 8192)
     assert shape_of_config(bare | {"sliding_window": None}, 8192).shape.seq_length == 8192
+    for kind in ("qwen2", "qwen3"):  # windows are off by default
+        assert shape_of_config(bare | {"model_type": kind}, 8192).shape.seq_length == 8192
 
 
 def _file(folder: Path, values: object) -> str:

@@ -118,6 +118,16 @@ def test_an_mlp_whose_width_is_not_given_is_that_of_the_program() -> None:
         assert found.plan.shape.ffn == ffn, given
 
 
+def test_what_the_program_takes_where_nothing_is_given() -> None:
+    """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document of NullTokenizer."""
+    plain = megatron_text(megatron_args(plan(LM, {"precision": "fp8", "fp32_gradients": True})))
+    plain = plain.replace("--accumulate-allreduce-grads-in-fp32", "--group-query-attention")
+    plain = plain.replace("--padded-vocab-size 50304", "--tokenizer-type NullTokenizer --vocab-size 50304")
+    plain = plain.replace("--tokenizer-type HuggingFaceTokenizer", "")
+    found = parse_plan(read_arguments(plain), cluster=FP8, gpus=1).plan
+    assert (found.topology.fp32_gradients, found.shape.kv_heads, found.shape.vocab_size) == (True, 1, 50432)
+
+
 def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None:
     """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
     said = megatron_text(megatron_args(plan(LM, {"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")

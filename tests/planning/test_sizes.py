@@ -12,7 +12,7 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration
 from trilane.planning.published import planned_models, published_models, size_line, state_lines
 from trilane.planning.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
-from trilane.planning.sizing import SizeRequest, propose
+from trilane.planning.sizing import SizeRequest, propose, survey
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)
@@ -133,6 +133,21 @@ def test_few_heads_are_not_shared_and_bloom_has_its_positions_and_norm():
     assert (small.num_attention_heads, small.num_key_value_heads, small.ffn) == (8, None, 2816)
     assert {s.kind for s in _shapes(8e9, like="bloom")} == {"alibi, embedding norm"}
     assert {s.kind for s in _shapes(8e9)} == {""}
+
+
+def test_a_wide_mlp_is_whole_tiles_for_eight_gpus():
+    """3.5 x 5120 = 17920 is 140 tiles, of which 8 GPUs do not get whole ones: 18432."""
+    assert {s.ffn for s in _shapes(14e9, like="llama") if s.hidden_size == 5120} == {18432}
+
+
+def test_a_proposal_has_as_many_shared_heads_as_its_shape():
+    """More heads of fewer channels would have smaller keys and values: another size of model."""
+    H100 = cluster("dgx-h100")
+    request = SizeRequest(
+        parameters=1.5e9, vocabulary=32_000, gpus=1, cluster=H100, gbs=64, like="llama", choices={"mbs": 1}
+    )
+    shapes = [s for s in request.shapes() if s.num_key_value_heads][:2]
+    assert shapes and {p.shape for p in survey(request, shapes)[0]} == set(shapes)
 
 
 def test_an_mlp_off_the_tiles_and_copied_key_value_heads_are_named():
