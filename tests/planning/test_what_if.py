@@ -12,7 +12,9 @@ from trilane.config.engines import default_topology
 from trilane.config.model import parse_shape
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict
+from trilane.forecasting.deadline import sizes_within
 from trilane.planning.search import search
+from trilane.planning.sizing import SizeRequest, propose, survey_text
 from trilane.planning.what_if import explain, neighbours
 from trilane.utils.tables import Text
 
@@ -98,6 +100,20 @@ def test_what_no_engine_trains_is_said_before_the_launch(shape, only):
     said = [*why.as_lines(), found.as_text(), found.summary()]
     assert [("redicted only: activation=swiglu" in text) for text in said].count(True) == 3 * only
     assert bool(why.to_json()["predicted_only"]) is bool(found.listing()["predicted_only"]) is only
+
+
+@pytest.mark.parametrize("like", ["llama", "gpt2"])
+def test_sizes_of_what_no_engine_trains_say_so(like):
+    few = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none", "mbs": 1, "pp": 1}
+    asked = SizeRequest(
+        parameters=1e9, vocabulary=32_000, gpus=8, cluster=A100, gbs=64, like=like, choices=few, tokens=2e9
+    )
+    assert ("predicted only: " in survey_text(asked, propose(asked))) is (like == "llama")
+    assert ("predicted only: " in sizes_within(1.0, **_without_size(asked)).as_text()) is (like == "llama")
+
+
+def _without_size(asked):
+    return {f.name: getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "parameters"}
 
 
 def test_the_explanation_is_json_and_its_plan_is_read_back(tmp_path, capsys):

@@ -16,6 +16,7 @@ from trilane.planning.sizing import (
     Proposals,
     SizeRequest,
     heads_words,
+    predicted_only,
     size_words,
     survey,
     survey_json,
@@ -172,7 +173,7 @@ class DatedShapes(Table):
                 f"{TOKENS_PER_PARAMETER:g}; this compute: {optimum})"
             )
             lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
-        return "\n".join([*lines, self.reason])
+        return "\n".join([*lines, *predicted_only([d.proposal for d in self.rows]), self.reason])
 
 
 def sizes_within(days: float, **asked: Any) -> DatedShapes:

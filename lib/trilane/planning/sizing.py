@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, default_topology, label_of
+from trilane.config.engines import ENGINES, default_topology, label_of, untrainable_reason
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -406,7 +406,13 @@ def survey_text(request: SizeRequest, proposals: list[Proposal]) -> str:
             f"{relative:+6.1%}  {p.plan.label}"
         )
         lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
-    return "\n".join(lines)
+    return "\n".join([*lines, *predicted_only(proposals)])
+
+
+def predicted_only(proposals: Sequence[Proposal]) -> list[str]:
+    """A line that says why no engine here can train such shapes, where that is so."""
+    reasons = [reason for p in proposals[:1] if (reason := untrainable_reason(p.shape, p.topology))]
+    return [f"predicted only: {reason}" for reason in reasons]
 
 
 def hand_on(
