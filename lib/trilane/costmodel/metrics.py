@@ -11,7 +11,14 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
-from trilane.costmodel.memory import DEFAULT, MemoryConstants, first_stage_bytes, memory_bytes, oom_probability
+from trilane.costmodel.memory import (
+    DEFAULT,
+    MemoryConstants,
+    first_stage_bytes,
+    memory_bytes,
+    memory_of,
+    oom_probability,
+)
 from trilane.costmodel.uncertainty import posterior, unmeasured_half_width
 from trilane.utils.validation import require_known
 
@@ -145,7 +152,7 @@ def predict_default(rows: Sequence[MeasuredRow]) -> list[RowPrediction]:
     machines = {(row.case.cluster.name, row.stack): row.case.cluster for row in rows}
     known = {key: default(cluster, key[1]) for key, cluster in machines.items()}
     pairs = [(row, known[row.case.cluster.name, row.stack]) for row in rows]
-    return [predict_row(row, k, half_width=unmeasured_half_width(row.case, k)) for row, k in pairs]
+    return [predict_row(row, k, memory_of(row.stack), unmeasured_half_width(row.case, k)) for row, k in pairs]
 
 
 def predict_calibrated(rows: Sequence[MeasuredRow], on: Sequence[MeasuredRow]) -> list[RowPrediction]:
