@@ -118,6 +118,12 @@ def test_an_mlp_whose_width_is_not_given_is_that_of_the_program() -> None:
         assert found.plan.shape.ffn == ffn, given
 
 
+def test_a_step_of_zero_for_the_padding_is_one_line() -> None:
+    said = GOOD.replace("--padded-vocab-size 50304", "--vocab-size 500 --make-vocab-size-divisible-by 0")
+    with pytest.raises(ValueError, match="--make-vocab-size-divisible-by=0: must be a whole number above zero"):
+        parse_plan(read_arguments(said), cluster=MACHINE, gpus=4)
+
+
 def test_what_the_program_takes_where_nothing_is_given() -> None:
     """One query group where heads are shared; fp32 sums in bf16 and so in fp8; an end of document of NullTokenizer."""
     plain = megatron_text(megatron_args(plan(LM, {"precision": "fp8", "fp32_gradients": True})))
@@ -132,6 +138,9 @@ def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None
     """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
     said = megatron_text(megatron_args(plan(LM, {"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
     assert parse_plan(read_arguments(said), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
+    bare = read_arguments(said.replace("--vocab-size 50257", ""))
+    for given, rows in ((50257, 50688), (50304, 50304)):
+        assert parse_plan(bare, cluster=MACHINE, gpus=4, vocab_size=given).plan.shape.vocab_size == rows
 
 
 SCRIPT = """
@@ -329,6 +338,11 @@ BAD = [
             ("--ffn-hidden-size 128", "ffn_hidden_size=128: must be at least hidden_size=256"),
             ("--fp8-format hybrid --bf16", "precision=fp8: A100-80GB has no fp8 matrix units"),
             ("--fp8-format hybrid --fp16", "--fp8-format=hybrid: a plan has it with --bf16 alone"),
+            (
+                "--num-layers-per-virtual-pipeline-stage 0",
+                "num-layers-per-virtual-pipeline-stage=0: x pp=2 must divide num-layers=8",
+            ),
+            ("--tensor-model-parallel-size 0", "gpus=4: must be a multiple of tp x pp = 0 x 2"),
             ("--context-parallel-size 3", "gpus=4: must be a multiple of tp x cp x pp = 2 x 3 x 2"),
             ("--glu-activation liglu", "--glu-activation=liglu: a plan has swiglu, geglu"),
         )

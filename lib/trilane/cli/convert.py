@@ -57,7 +57,7 @@ def deepspeed(file: Path, plan: Path | None, tp: int, pp: int, dp: int, as_json:
     option("--read", type=FILE, metavar="FILE", help="a command line or part of a script; prints a plan"),
     option("--cluster", default="", help="for --read: the cluster's name or JSON file"),
     option("--gpus", type=whole(), help="for --read, where the text starts no torchrun"),
-    option("--vocab-size", type=whole(), help="for --read, padded, where the text names none"),
+    option("--vocab-size", type=whole(), help="for --read, where the text names none; padded if tp asks for it"),
     JSON,
 )
 def megatron(

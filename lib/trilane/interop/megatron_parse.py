@@ -91,20 +91,22 @@ def _shape(given: Given, vocab_size: int) -> ModelShape:
 
 
 def _rows(given: Given, vocab_size: int) -> int:
-    """Rows of the embedding: the padded size among the arguments, else the one given, else their vocabulary padded.
+    """Rows of the embedding: the padded size among the arguments, else the one given, else their vocabulary.
 
-    NullTokenizer adds an end-of-document token to its --vocab-size.
+    The latter two are padded as the programs do where they are not. NullTokenizer adds an end-of-document token.
     """
-    padded = [given.get(name, int) for name in ("padded_vocab_size", "pad_vocab_size_to") if given.has(name)]
-    tokens = given.get("vocab_size", int, 0) + (given.all("tokenizer_type") == ["NullTokenizer"])
-    if padded or vocab_size or tokens < 2:
-        found = (padded or [vocab_size])[0]
-        require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
-        return found
-    tp, step = (
-        given.get(n, int, d) for n, d in (("tensor_model_parallel_size", 1), ("make_vocab_size_divisible_by", 128))
-    )
-    return padded_vocab_size(tokens, tp, step)
+    for name in ("padded_vocab_size", "pad_vocab_size_to"):
+        if given.has(name):
+            return given.get(name, int)
+    tokens = given.get("vocab_size", int, 0)
+    tokens += tokens > 0 and given.all("tokenizer_type") == ["NullTokenizer"]
+    tp, step = given.get("tensor_model_parallel_size", int, 1), given.get("make_vocab_size_divisible_by", int, 128)
+    if vocab_size and vocab_size % tp == 0:
+        return vocab_size
+    found = vocab_size or tokens
+    require(found > 0, "vocab_size", "missing", "is not among the arguments; pass the padded size")
+    require(step > 0, "--make-vocab-size-divisible-by", step, "must be a whole number above zero")
+    return padded_vocab_size(found, tp, step)
 
 
 def _topology(given: Given, flavour: str, gpus: int) -> Topology:
@@ -165,7 +167,7 @@ def _interleaving(given: Given, pp: int) -> int:
         return chunks
     layers, each = given.get("num_layers", int), given.get("num_layers_per_virtual_pipeline_stage", int)
     rule = f"x pp={pp} must divide num-layers={layers}"
-    require(layers % (each * pp) == 0, "num-layers-per-virtual-pipeline-stage", each, rule)
+    require(each > 0 and layers % (each * pp) == 0, "num-layers-per-virtual-pipeline-stage", each, rule)
     return layers // (each * pp)
 
 
