@@ -36,6 +36,15 @@ def test_a_rule_refuses_what_breaks_it_and_nothing_next_to_it(choices: dict, rea
     assert (invalid_reason(SHAPE, Topology(**choices), A100) or "") == reason
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "allowed"), [("dgx-h100", 16, True), ("dgx-h100", 12, False), ("jz-h100", 8, False)]
+)
+def test_a_tensor_parallel_group_may_fill_nodes_where_the_network_is_half_as_fast_as_the_bus(name, tp, allowed):
+    """dgx-h100: 400 GB/s a node against 450 a GPU; jz-h100, nodes of 4: 200 against 450."""
+    shape = parse_shape("24,3072,48,2048,61440")
+    assert (invalid_reason(shape, Topology(tp=tp, dp=4, gbs=4), cluster(name)) is None) is allowed
+
+
 def test_three_groups_of_a_node_of_8_lie_across_two_nodes() -> None:
     """Heads and vocabulary that 3 divides: the third group of 3 has one GPU on the next node; on one node all fit."""
     shape = parse_shape("24,1536,12,2048,50304")
