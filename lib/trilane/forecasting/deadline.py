@@ -35,7 +35,7 @@ OPTIMAL = 1.25  # called compute-optimal: at most this factor from Hoffmann's to
 MOST_DAYS = 36500.0
 COUNTED = (
     "Days are those of `plan calendar` without a ramp and without a queue: the prediction's error, a run slower than "
-    "its benchmark, evaluation, checkpoints, ends of jobs, failures with their lost work."
+    "its benchmark, evaluation, checkpoints, ends of jobs, failures and lost work, 4 spare nodes where there are."
 )
 
 
