@@ -342,6 +342,8 @@ BAD = [
                 "--num-layers-per-virtual-pipeline-stage 0",
                 "num-layers-per-virtual-pipeline-stage=0: x pp=2 must divide num-layers=8",
             ),
+            ("--rampup-batch-size 16 x", "--rampup-batch-size=16 x: must be START INCREMENT SAMPLES"),
+            ("--hidden-dropout 1e999", "--hidden-dropout=1e999: must be a number"),
             ("--tensor-model-parallel-size 0", "gpus=4: must be a multiple of tp x pp = 0 x 2"),
             ("--context-parallel-size 3", "gpus=4: must be a multiple of tp x cp x pp = 2 x 3 x 2"),
             ("--glu-activation liglu", "--glu-activation=liglu: a plan has swiglu, geglu"),

@@ -178,7 +178,10 @@ def _optimizer_and_run(given: Given, gbs: int) -> tuple[Optimizer, Run]:
     """
     ramp = Ramp()
     if given.has("rampup_batch_size"):
-        start, increment, ramped = (int(word) for word in given.all("rampup_batch_size"))
+        words = given.all("rampup_batch_size")
+        ok = len(words) == 3 and all(word.replace("_", "").isdecimal() and len(word) < 19 for word in words)
+        require(ok, "--rampup-batch-size", " ".join(words) or "missing", "must be START INCREMENT SAMPLES")
+        start, increment, ramped = (int(word) for word in words)
         ramp = Ramp(start=start, increment=increment, samples=ramped)
     by_samples = given.has("train_samples")
     iterations = ramp.iterations(given.get("train_samples", int), gbs) if by_samples else given.get("train_iters", int)

@@ -128,6 +128,10 @@ class Given:
             return default
         require(len(values) == 1, f"--{name.replace('_', '-')}", " ".join(values) or "missing", "needs one value")
         try:
-            return kind(values[0])
+            value = kind(values[0])
         except ValueError:
-            raise ValueError(f"--{name.replace('_', '-')}={values[0]}: must be a number") from None
+            value = None
+        finite = value is not None and (not isinstance(value, float) or math.isfinite(value))
+        require(finite, f"--{name.replace('_', '-')}", values[0], "must be a number")
+        assert value is not None
+        return value
