@@ -23,6 +23,7 @@ _MODULES = {
     "costmodel.backtest": ("backtest", "predicted_table"),
     "costmodel.calibration": ("Calibration", "calibration_for"),
     "costmodel.predict": ("Prediction", "predict"),
+    "costmodel.uncertainty": ("Support", "support"),
     "diagnose.hang.verdict": ("diagnose_hang",),
     "diagnose.restart.compare": ("compare_restart",),
     "diagnose.stragglers": ("find_stragglers",),

@@ -151,6 +151,7 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
         (",1,fp16", ",7,fp16", "zero=7: ZeRO stages are 0, 1, 2 and 3"),
         (",1,fp16", ",3,fp16", "zero=3: ZeRO 2 and 3 cannot run with a pipeline"),
         (",fp16", ",fp12", "precision=fp12"),
+        (",fp16", ",fp8", "precision=fp8: A100-80GB has no fp8 matrix units"),
         (",114.1", ",fast", "sec_per_it=fast: must be a number"),
         (",114.1", ",-3", "sec_per_it=-3: must be a number above zero"),
         (",114.1", ",inf", "sec_per_it=inf: must be a number above zero"),
@@ -203,6 +204,14 @@ def test_a_shape_that_contradicts_itself_is_skipped_and_named(tmp_path, columns,
     path.write_text(f"{HEADER},{columns}\n{LLAMA},{cells}\n")
     rows, skipped = read_rows(path)
     assert not rows and [s.reason[: len(reason)] for s in skipped] == [reason]
+
+
+@pytest.mark.parametrize(("engine", "stack", "zero"), [("fsdp", "fsdp", 3), ("nemo", "megatron-core", 0)])
+def test_what_a_row_leaves_open_is_what_its_stack_does(tmp_path, engine, stack, zero):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{HEADER},engine,attention\n{LLAMA.replace(',1,bf16', ',,bf16')},{engine},flash\n")
+    (row,), _ = read_rows(path)
+    assert (row.stack, row.case.topology.zero, row.case.topology.buckets) == (stack, zero, "layer")
 
 
 def test_a_column_or_a_stack_that_nobody_knows_is_named(tmp_path, capsys):

@@ -233,13 +233,17 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
     )
     require(gpus in (0, tp * cp * pp * dp), "gpus", gpus, f"unlike {sizes} = {product} = {tp * cp * pp * dp}")
     precision = cells.get("precision") or ("bf16" if cluster.gpu.bf16_flops_per_s else "fp16")
-    zero = _integer(cells, "zero" if cells.get("zero") else "zero_stage", 0)
+    if cluster.gpu.kind == "cuda":
+        cluster.gpu.flops_per_s(precision)  # refuses what the card cannot multiply
     attention = _attention(cells, cluster)
     # with flash attention a large model usually fits without recomputation; without it, never
     usual = cells.get("activation_checkpointing") or ("none" if attention == "fused" else "full")
     embedding = "embed" in (cells.get("partition") or cells.get("pp_partition") or "")
     accumulates = _flag(cells, "bf16acc") or cells.get("engine") == "megatron-deepspeed-bf16"
-    later = attention == "fused" and cells.get("engine") == "megatron-deepspeed"
+    stack = stack_of(cells.get("engine") or cells.get("set") or "", attention)
+    later = stack == "megatron-deepspeed-2024"
+    # FSDP shards everything unless told otherwise (PyTorch, ShardingStrategy.FULL_SHARD)
+    zero = _integer(cells, "zero" if cells.get("zero") else "zero_stage", 3 if stack == "fsdp" and pp == 1 else 0)
     return Topology(
         tp=tp,
         pp=pp,
@@ -257,7 +261,8 @@ def _topology(cells: Mapping[str, str], cluster: Cluster) -> Topology:
         precision=precision,
         fp32_gradients=accumulates,
         attention=attention,
-        buckets=cells.get("buckets") or "library",  # the documents leave them to DeepSpeed
+        # the documents leave them to DeepSpeed; other stacks have none of its size
+        buckets=cells.get("buckets") or ("layer" if stack in ("megatron-core", "fsdp", "oneflow") else "library"),
         adam=cells.get("adam") or "fused",
     )
 
