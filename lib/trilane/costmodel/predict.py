@@ -62,7 +62,8 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
-    measured_here = known.rows > 0 and known != default(cluster)  # rows of one's own, which the shipped do not know
+    # fitted to rows of one's own, which those that ship do not know
+    measured_here = known.rows > 0 and calibration is not None and known != default(cluster)
     half_width = known.half_width if measured_here else unmeasured_half_width(case, known)
     low, high = replace(known, half_width=half_width).interval(time.total)
     return Prediction(
