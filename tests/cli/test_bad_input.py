@@ -79,7 +79,7 @@ BAD = [
     ("plan backtest none.csv", "rows=none.csv: no such file"),
     ("plan backtest folder", "rows=folder: is a folder"),
     ("plan backtest binary", "binary"),
-    ("plan backtest rows.csv --cv month", "cv=month: known: date, hidden, table"),
+    ("plan backtest rows.csv --cv month", "cv=month: known: date, file, file-ten, hidden, table"),
     ("plan backtest rows.csv --cv date --calibrate-on x", "cv=date: contradicts --calibrate-on"),
     ("train folder", "plan=folder: is a folder without plan.json"),
     ("train none.json", "plan=none.json: no such file"),
