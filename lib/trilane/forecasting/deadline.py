@@ -138,9 +138,9 @@ class DatedShapes(Table):
         best, r = self.best, self.request
         return Text.of(
             "Within {:g} days, {:.4g} billion tokens on {} GPUs of {}: at most **{} parameters** ({} × {}), "
-            "{:.1f} days at the median and {:.1f} for nine runs of ten; {}. " + COUNTED,
+            "{:.1f} days at the median and {:.1f} for nine runs of ten; {}. {}",
             *(self.days, r.tokens / 1e9, r.gpus, r.cluster.name, size_words(best.parameters)),
-            *(best.proposal.shape.num_layers, best.proposal.shape.hidden_size, *best.days, self.reason),
+            *(best.proposal.shape.num_layers, best.proposal.shape.hidden_size, *best.days, self.reason, COUNTED),
         )
 
     def to_json(self, top: int = 12) -> dict[str, Any]:
