@@ -80,8 +80,8 @@ def data_parallel_seconds(
     gathers = 2 + np.equal(x.recompute, 2)
     each_microbatch = x.microbatches * share * x.value_bytes * (gathers + 1) * 0.5
     every = np.where(np.equal(x.zero, 3), each_microbatch, once)
-    room = np.where(np.equal(x.zero, 3), x.microbatches * compute, compute)
-    return every - np.minimum((1 - c.exposed) * every, room)
+    covered = np.where(np.equal(x.zero, 3), x.microbatches * compute, compute)
+    return every - np.minimum((1 - c.exposed) * every, covered)
 
 
 def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Number:

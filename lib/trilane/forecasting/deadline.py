@@ -206,7 +206,7 @@ def _reached(dated: DatedShape, days: float) -> float:
 
 
 def _smallest(request: SizeRequest) -> float:
-    """The least parameters, to 1 %, at which the vocabulary leaves room for layers."""
+    """The least parameters, to 1 %, at which the vocabulary leaves any for layers."""
     low, high = 1.0, request.parameters
     while high > 1.01 * low:
         middle = (low * high) ** 0.5

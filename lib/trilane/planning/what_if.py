@@ -123,7 +123,7 @@ class Explanation:
         return [template.format(*values) for template, values in self.sentences()]
 
     def _repr_markdown_(self) -> str:
-        return "\n".join(Text.of("- " + template, *values) for template, values in self.sentences())
+        return "\n".join(f"- {Text.of(template, *values)}" for template, values in self.sentences())
 
     def to_json(self) -> dict[str, Any]:
         """Shares, the fullest stage, the changes with what they bring, and the sentences."""
