@@ -106,3 +106,15 @@ def test_blocked_launches_cost_time_on_every_gpu_cluster():
         assert free.launch_s < blocked.launch_s
     measured = calibration.default(cluster("jz-a100-80g"))
     assert measured.with_launch_blocking(True) == measured, "the A100 rows were measured with it"
+
+
+def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
+    """Those fitted there, those of a JSON file, or what its other clusters share; the cluster's own without a name."""
+    of_rows = calibration.calibration_for(A100)
+    assert of_rows == calibration.default(A100)
+    later, core = (calibration.calibration_for(A100, stack) for stack in ("megatron-deepspeed-2024", "megatron-core"))
+    assert (later.rows, core.rows) == (46, 0) and later != of_rows
+    assert core.overlap > of_rows.overlap and core.half_width > of_rows.half_width
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(calibration.to_json(core)))
+    assert calibration.calibration_for(A100, str(file)) == core

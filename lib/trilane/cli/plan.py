@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from trilane.cli.options import COUNT, FILE, JSON, PLAN, Choice, Group, command, emit, number, option, together, whole
 from trilane.config import cluster as hardware
-from trilane.config.cluster import PRECISIONS, Cluster
+from trilane.config.cluster import PRECISIONS
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
@@ -28,7 +28,13 @@ SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file: a shape, or Hugging Face
 CLUSTER = "a cluster's name or JSON file"
 SCORES = "scores: no flash kernel"
 YES_NO = Choice(("yes", "no"))
-CALIBRATION = option("--calibration", metavar="JSON", help="constants fitted to your own runs")
+CALIBRATION = option(
+    "--calibration",
+    metavar="SOURCE",
+    default="",
+    help="constants: a JSON file or study of your own runs, or a software stack such as megatron-core; default: of the "
+    "cluster's rows",
+)
 ENGINE = option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
 PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
 SEQUENCE = option(
@@ -55,13 +61,6 @@ SPACE = together(  # a model on a cluster, and the topologies of one number of G
     CALIBRATION,
 )
 plan = Group("plan", help="Plan a training: its size, its topology, its dates.")
-
-
-def calibration_of(path: str | None, cluster: Cluster) -> Any:
-    """The calibration in the file, or the cluster's own."""
-    from trilane.costmodel.calibration import default, load
-
-    return load(path) if path else default(cluster)
 
 
 @command(
@@ -108,11 +107,13 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
 
 def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:
     """SizeRequest's fields from the options of `size`, all but the size."""
+    from trilane.costmodel.calibration import calibration_for
+
     names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
     cluster = hardware.cluster(options["cluster"])
     fields = {name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine", "like")}
     fields |= {"vocabulary": options["vocab"], "seq_length": options["seq"], "cluster": cluster}
-    fields |= {"calibration": calibration_of(options["calibration"], cluster)}
+    fields |= {"calibration": calibration_for(cluster, options["calibration"])}
     return fields | {"choices": {name: options[name] for name in names if options[name]}}
 
 
@@ -147,12 +148,13 @@ def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json:
 
     An option that names a choice of the topology pins it.
     """
+    from trilane.costmodel.calibration import calibration_for
     from trilane.planning.search import search as search_plans
 
     require((gbs is None) != (gbs_max is None), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
     cluster, what = hardware.cluster(options["cluster"]), shape_of(shape, options)
     require(gpus <= cluster.max_gpus, "gpus", gpus, f"{cluster.name} has {cluster.max_gpus}")
-    given = {"calibration": calibration_of(options["calibration"], cluster), **choices_of(options)}
+    given = {"calibration": calibration_for(cluster, options["calibration"]), **choices_of(options)}
     given |= {name: options[name] for name in ("engine", "objective", "top")}
     found = search_plans(what, cluster, gpus=gpus, gbs=gbs or range(1, (gbs_max or 0) + 1), **given)
     return emit(as_json, found.listing(), found.as_text(), failed=not found.candidates)
@@ -176,6 +178,7 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
     the defaults of cluster and engine.
     """
     from trilane.analysis.plan_report import plan_report
+    from trilane.costmodel.calibration import calibration_for
 
     if plan is not None:
         pinned = {name: options[name] for name in ("shape", "cluster", "gpus", "gbs", "seq", *CHOICES)}
@@ -184,7 +187,7 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
         name = next((name for name, value in pinned.items() if value is not None), "")
         require(not name, name, pinned.get(name), f"contradicts the plan {plan}")
     read = read_plan(plan) if plan else plan_of(options)
-    report = plan_report(read, calibration_of(options["calibration"], read.cluster), tokens, seconds)
+    report = plan_report(read, calibration_for(read.cluster, options["calibration"]), tokens, seconds)
     emit(as_json, report.to_json(), report.as_text())
 
 

@@ -213,6 +213,18 @@ def load(path: Path | str) -> Calibration:
     return from_json(read_json(path, "calibration"))
 
 
-def calibration_for(cluster: Cluster, study: str = "") -> Calibration:
-    """The constants that 04_analyze fitted in a study, or those that ship for the cluster ("")."""
-    return from_json(Study(study).values("calibration.json", "04_analyze")) if study else default(cluster)
+def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
+    """The constants to predict by: those that ship for the cluster (""), or for a software stack on it (of stacks()),
+    those in a JSON file, or those that 04_analyze fitted in a study.
+    """
+    if not source or source in stacks():
+        return default(cluster, source)
+    if source.endswith(".json"):
+        return load(source)
+    return from_json(Study(source).values("calibration.json", "04_analyze"))
+
+
+def stacks() -> list[str]:
+    """The software stacks of which something is known: fitted to rows, or a habit."""
+    fitted = (name.partition("/")[2] for name in _shipped("calibrations") if "/" in name)
+    return sorted({*fitted, *HABITS})
