@@ -24,7 +24,7 @@ BOUNDS = {
     "quantization": Bound(0.60, 0.25, 0.05, 1.0),
     "memory": Bound(0.81, 0.07, 0.1, 1.0),
     "node": Bound(0.75, 0.15, 0.02, 1.0),
-    "network": Bound(0.50, 0.33, 0.001, 1.0),
+    "network": Bound(0.50, 0.5, 0.001, 1.0),
     "p2p": Bound(0.60, 0.5, 0.001, 1.0),
     "misaligned": Bound(0.60, 0.15, 0.1, 1.0),
     "crowding": Bound(0.10, 0.3, 0.005, 0.2),

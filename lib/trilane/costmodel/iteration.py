@@ -48,13 +48,13 @@ def data_parallel_seconds_per_byte(columns: Columns, cluster: Cluster, constants
         max((d-1)/d / bus, (n-1)/n / network)        d ranks on n nodes
 
     Ranks run tp fastest, then cp, dp, pp. NCCL sends between nodes only what a node lacks. A group whose members are tp
-    apart leaves the node when tp d passes the node's GPUs; min(tp, GPUs of a node) such groups share its network, each
-    behind a link of its own where the cluster has a rate for one (`ring_bytes_per_s`): the harmonic mean of both.
+    apart leaves the node when tp d passes the node's GPUs; min(tp, GPUs of a node) such groups share its network, and
+    none draws more than a link of its own where the cluster has a rate for one (`ring_bytes_per_s`).
     """
     x, node = columns, cluster.gpus_per_node
     share = cluster.network_bytes_per_s / np.minimum(x.tp, node)
     link = cluster.ring_bytes_per_s or share
-    outside = 2 / (1 / share + 1 / link) * constants.network
+    outside = np.minimum(share, link) * constants.network
     inside = cluster.node_bytes_per_s * constants.node
     outside = np.minimum(outside, inside)
     nodes = np.ceil(x.replicas * np.minimum(x.tp, node) / node)
@@ -89,11 +89,11 @@ def p2p_seconds(columns: Columns, cluster: Cluster, constants: Constants) -> Num
 
     Each of t ranks sends its 1/t, and the node bus gathers the rest (DeepSpeed's partitioned activations, Megatron's
     scatter-gather: Narayanan et al. 2021, section 4.1). The GPUs of a node whose neighbour stage is on another node, tp
-    dp of them at most, share its network. Of two stages each sends one way only while it receives the other, so half
-    counts. Without scatter-gather (`whole_p2p`) every rank sends everything. Interleaving sends v times.
+    dp of them at most, share its network. Without scatter-gather (`whole_p2p`) every rank sends everything.
+    Interleaving sends v times.
     """
     x, c, node = columns, constants, cluster.gpus_per_node
-    sent = 2 * x.tokens * x.hidden * x.value_bytes * np.where(np.greater(x.pp, 2), 1, 0.5)
+    sent = 2 * x.tokens * x.hidden * x.value_bytes
     network = cluster.network_bytes_per_s * c.p2p / np.minimum(x.tp * x.replicas, node)
     bus = cluster.node_bytes_per_s * c.node
     rate = np.where(x.gpus > node, np.minimum(network, bus), bus)
