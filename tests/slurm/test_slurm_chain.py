@@ -91,7 +91,7 @@ def test_a_dead_node_brings_the_job_back_elsewhere_and_it_finishes(
     p = one_process_a_node(plan("long", tmp_path.parent / "data", nodes=2, iters=LONG, gbs=8, dp=2, save_interval=3))
     folder = run_folder(tmp_path, p)
     script = folder / "job.sbatch"
-    script.write_text(script.read_text().replace("--wait=60", "--wait=1"))
+    script.write_text(script.read_text().replace("--wait=60", "--wait=8"))  # processes end seconds apart, too
     pace(monkeypatch)
     allow(folder, 7)
     job = jobs.submit(folder, SITE, REQUEST)
