@@ -219,7 +219,7 @@ def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
     """
     if not source or source in stacks():
         return default(cluster, source)
-    if source.endswith(".json"):
+    if source.endswith(".json") or Path(source).is_file():
         return load(source)
     return from_json(Study(source).values("calibration.json", "04_analyze"))
 
