@@ -14,7 +14,8 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.experiments.parity_table import Row, Task, machine
-from trilane.launch.local import environment, free_port
+from trilane.launch.local import environment
+from trilane.utils.process import held_port
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,10 @@ class WorkerPool:
         `code`.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{processes} {free_port(0)} {folder}\n")
-        self.process.stdin.flush()
-        codes = self.process.stdout.readline().split()
+        with held_port() as port:
+            self.process.stdin.write(f"{processes} {port} {folder}\n")
+            self.process.stdin.flush()
+            codes = self.process.stdout.readline().split()
         output = "\n".join(log.read_text(errors="replace") for log in sorted(folder.glob("*.log")))
         return "" if codes and set(codes) == {str(code)} else output or f"exit codes {' '.join(codes) or 'none'}"
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
+from trilane.utils.process import held_port
 from trilane.utils.validation import read_json, require
 from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, reserved_status, write_status
@@ -46,11 +46,10 @@ def train_local(
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
-    port = free_port(port)
     begin = time.monotonic()
-    with reserved_status(folder, "launcher"):
+    with held_port(port) as own_port, reserved_status(folder, "launcher"):
         reopen(folder)
-        outcome = _run(folder, plan, port, show_progress, begin, timeout_s)
+        outcome = _run(folder, plan, own_port, show_progress, begin, timeout_s)
         _record(folder, outcome)
     return outcome
 
@@ -87,16 +86,6 @@ def _require_ready(folder: Path, resume: bool) -> None:
     for name in ("run.log", "steps.jsonl", "status.json"):
         rule = f"holds a run already ({name}); resume it, or use a new folder"
         require(not (folder / name).exists(), "run folder", folder, rule)
-
-
-def free_port(port: int) -> int:
-    """`port` if it is free, or any free one where it is 0; ValueError where it is in use."""
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"port={port}: cannot be used here ({error})") from None
-        return int(probe.getsockname()[1])
 
 
 def environment(processes: int) -> dict[str, str]:

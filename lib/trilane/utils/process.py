@@ -1,9 +1,10 @@
-"""Child processes that end with their parent, even when the parent is killed."""
+"""Child processes: they end with their parent, even when it is killed, and keep the port that they are promised."""
 
 import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -45,3 +46,19 @@ def environment_set(values: Mapping[str, str]) -> Iterator[None]:
 def announce(environment: dict[str, str]) -> dict[str, str]:
     """`environment` with this process as the parent of die_with_parent()."""
     return {**environment, PARENT: str(os.getpid())}
+
+
+@contextlib.contextmanager
+def held_port(port: int = 0) -> Iterator[int]:
+    """`port` of the loopback, or a free one where it is 0, for a child that listens there inside the block.
+
+    Until then nobody else is given it: the socket that is bound here does not listen, so a server with SO_REUSEADDR, as
+    torch's store is, may take it, while the kernel hands it to no other process. ValueError where the port is in use.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"port={port}: cannot be used here ({error})") from None
+        yield int(held.getsockname()[1])

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from trilane.config.cluster import Cluster, Gpu
 from trilane.engine.bench import device_rates
 from trilane.engine.bench.collectives import LARGE_CALLS, SMALL_CALLS, large_bytes, median_s
-from trilane.engine.distributed.world import cores, single_process
+from trilane.engine.distributed.world import cores
 from trilane.engine.monitor.report import resident_bytes
+from trilane.utils.process import held_port
 
 PROCESSES = 8  # allowed at once here; they share the cores
 REDUCE_BYTES = large_bytes(device_rates.CPU)
@@ -79,12 +80,11 @@ def _sources(flops: dict[int, float]) -> dict[str, str]:
 
 def _reduce() -> tuple[float, float]:
     """Bytes per second, and seconds of the smallest, of a gloo all_reduce between two processes."""
-    env: dict[str, str] = {}
-    single_process(env)
-    port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": env["MASTER_PORT"], "GLOO_SOCKET_IFNAME": "lo"}
-    pair = [_start("reduce", {**port, "RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
-    large, small = _result(pair[0])
-    _result(pair[1])
+    with held_port() as port:
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        pair = [_start("reduce", {**world, "RANK": str(rank)}) for rank in range(2)]
+        large, small = _result(pair[0])
+        _result(pair[1])
     return REDUCE_BYTES / large, small
 
 

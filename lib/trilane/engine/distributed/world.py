@@ -1,7 +1,6 @@
 """World: this process's rank and device, from torchrun's or SLURM's environment, and small collectives."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan
+from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
 
 # Longer than the slowest work of one rank while the others wait: preparing a corpus on a shared disk.
@@ -79,11 +79,9 @@ def single_process(env: MutableMapping[str, str]) -> None:
     """Describe a world of one process on a free port in `env`, unless torchrun or SLURM did."""
     if "RANK" in env:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with held_port() as port:
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def join(plan: Plan) -> World:
