@@ -64,10 +64,10 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("planner", "planning/space.py", "planning/test_space.py"): [
         (" if d * d != n]", "]"),
     ],
-    ("planner", "planning/shape_rules.py", "planning/test_sizes.py"): [
+    ("planner", "planning/shape_rules.py", "planning/test_sizing.py"): [
         ("< s <= SOFTMAX_KEYS[1]", "< s < SOFTMAX_KEYS[1]"),
     ],
-    ("planner", "planning/sizing.py", "planning/test_sizes.py"): [
+    ("planner", "planning/sizing.py", "planning/test_sizing.py"): [
         ("self.topology.gbs\n", "self.topology.mbs\n"),
     ],
     ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [
@@ -100,16 +100,16 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("restarted = self.started & active", "restarted = active"),
         ("worked[:, None] - (ends - rest)", "worked[:, None] - ends"),
     ],
-    ("calendar", "forecasting/timeline.py", "forecasting/test_calendar.py"): [
+    ("calendar", "forecasting/timeline.py", "forecasting/test_forecast.py"): [
         ("queue_share = window.shared * risks", "queue_share = risks"),
         ("for step in steps]) * first", "for step in steps])"),
         ("spares_of(min(free))", "spares_of(max(free))"),
     ],
-    ("calendar", "forecasting/forecast.py", "forecasting/test_calendar.py"): [
+    ("calendar", "forecasting/forecast.py", "forecasting/test_forecast.py"): [
         ("share = (rest - slower)", "share = rest"),
         (".total_seconds() + 86400", ".total_seconds()"),
     ],
-    ("calendar", "forecasting/request.py", "forecasting/test_calendar.py"): [
+    ("calendar", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("deviation * math.sqrt(1 - common)", "deviation * math.sqrt(common)"),
         ("1 / 4 if self.plan", "1 / 3 if self.plan"),
         ("watts * PUE / 1000", "watts / 1000"),
@@ -118,7 +118,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("differs[..., :2]", "differs[..., :1]"),
         ("-(-(samples - consumed) // phase.gbs)", "(samples - consumed) // phase.gbs"),
     ],
-    ("calendar", "forecasting/capacity.py", "forecasting/test_calendar.py"): [
+    ("calendar", "forecasting/capacity.py", "forecasting/test_forecast.py"): [
         ("earlier < later", "earlier <= later"),
     ],
     ("guard", "slurm/preflight/resources.py", "slurm/test_preflight.py"): [
@@ -171,7 +171,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("jobs", "workspace/status.py", "slurm/test_attempt.py"): [
         ("self.has_failed and self is not Status.OOM", "self.has_failed"),
     ],
-    ("logs", "logs/endings.py", "logs/test_log_endings.py"): [
+    ("logs", "logs/endings.py", "logs/test_endings.py"): [
         ("found.rows + 2", "found.rows + 1"),
         ("found.level > 0 and ", ""),
         ('b"G": 2**30', 'b"G": 10**9'),
@@ -219,11 +219,11 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("if least < most else []", "if least <= most else []"),
         ("first = min(f.line", "first = max(f.line"),
     ],
-    ("hang", "diagnose/hang/flight_recorder.py", "diagnose/test_recorder.py"): [
+    ("hang", "diagnose/hang/flight_recorder.py", "diagnose/test_flight_recorder.py"): [
         (' and state != "started"', ""),
         ("max(entered.get(call.group, 0), call.sequence)", "call.sequence"),
     ],
-    ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_recorder.py"): [
+    ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_flight_recorder.py"): [
         ("(call.group, 0) < call.sequence", "(call.group, 0) <= call.sequence"),
         ("sorted(call.ranks)[number]", "number"),
     ],
@@ -317,7 +317,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("counts", "analysis/phase_times.py", "analysis"): [
         ("(m * config.interleaving + p - 1)", "(m * config.interleaving)"),
     ],
-    ("counts", "forecasting/request.py", "forecasting/test_calendar.py"): [
+    ("counts", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("math.ceil(self.tokens /", "int(self.tokens /"),
     ],
     ("counts", "costmodel/columns.py", "costmodel/test_memory.py"): [

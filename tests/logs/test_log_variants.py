@@ -4,7 +4,7 @@ import gzip
 import os
 
 import pytest
-from test_log_endings import FIVE
+from test_endings import FIVE
 
 from trilane.logs.run import read_log
 

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from support import small_plan
 from test_calibration import A100, CASES, SHAPE, seconds
+from test_collect import DUMP
 from test_log_dialects import m2021
 from test_measure import log
-from test_parse import DUMP
 
 from trilane.analysis import collect, next_run, recalibrate
 from trilane.analysis.measure import measure_log

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from support import REPOSITORY, small_plan
+from test_endings import BAD, HARD
 from test_log_dialects import m2021, m2022
-from test_log_endings import BAD, HARD
 
 from trilane.cli.app import main
 from trilane.config.model import ModelShape

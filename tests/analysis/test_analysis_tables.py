@@ -7,9 +7,9 @@ import os
 
 import pytest
 from support import REPOSITORY, small_plan
+from test_collect import DUMP, MEMORY
 from test_log_dialects import m2021
-from test_logs import log_text
-from test_parse import DUMP, MEMORY
+from test_run import log_text
 
 from trilane.analysis.tables import markdown, read_folder, size, to_html
 from trilane.cli.app import main
