@@ -27,7 +27,7 @@ _MODULES = {
     "diagnose.hang.verdict": ("diagnose_hang",),
     "diagnose.restart.compare": ("compare_restart",),
     "diagnose.stragglers": ("find_stragglers",),
-    "diagnose.study": ("study_hang", "study_restart"),
+    "diagnose.study": ("save_diagnosis", "study_hang", "study_restart"),
     "documents.lint.lint": ("lint",),
     "documents.runs": ("read_runs",),
     "forecasting.deadline": ("sizes_within",),

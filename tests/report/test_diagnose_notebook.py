@@ -10,7 +10,7 @@ from dumps import topology, write_all
 from plants import PLANTS, write
 
 from trilane.diagnose.hang.verdict import diagnose_hang
-from trilane.diagnose.study import write_hang_example
+from trilane.diagnose.study import study_hang, study_restart
 from trilane.report import notebook
 from trilane.report.plots.hang import hang_grid
 from trilane.workspace.study import Study
@@ -23,23 +23,24 @@ WORD, NORM = "embedding.word_embeddings.weight", "embedding.layernorm.weight"
 def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folder_of_dumps(
     outputs: Path, tmp_path: Path
 ) -> None:
-    notebook.run("05_diagnose", Study.create("calm"))
-    said = json.loads((outputs / "calm" / "hang.json").read_text())
-    assert said["suspects"] == list(CULPRITS)
-    told = (outputs / "calm" / "05_diagnose.html").read_text()
+    calm = Study.create("calm")
+    notebook.run("05_diagnose", calm)
+    assert {p.name for p in calm.folder.rglob("*")} == {"05_diagnose.ipynb", "05_diagnose.html", "index.html"}
+    told = (calm.folder / "05_diagnose.html").read_text()
     assert "Nothing hangs in this study" in told and "No run of this study was restarted" in told
-    found = json.loads((outputs / "calm" / "restart.json").read_text())["findings"]
-    assert {(f["kind"], f["tensor"]) for f in found} >= {("reset", NORM), ("decay", NORM), ("tied", WORD)}
+    assert WORD in told and "example-node09" in told and "jean-zay" not in told
     scene = PLANTS["a rank in the data loader"](Random(3))
     write(tmp_path / "dumps", scene)
     notebook.run("05_diagnose", Study.create("hung"), dumps=str(tmp_path / "dumps"))
     assert json.loads((outputs / "hung" / "hang.json").read_text())["suspects"] == sorted(scene.guilty)
 
 
-def test_the_example_is_written_once_and_its_grid_frames_the_suspects(tmp_path: Path) -> None:
-    folder = write_hang_example(tmp_path / "example")
-    assert write_hang_example(folder) == folder and len(list(folder.glob("rank_*"))) == 320
-    figure = hang_grid(diagnose_hang(folder))
+def test_the_examples_show_what_document_003_reports_and_the_grid_frames_the_suspects(outputs: Path) -> None:
+    study = Study.create("calm")
+    hang, restart = study_hang(study), study_restart(study)
+    assert hang.suspects == CULPRITS
+    assert {(f.kind, f.tensor) for f in restart.findings} >= {("reset", NORM), ("decay", NORM), ("tied", WORD)}
+    figure = hang_grid(hang)
     frames = [p for p in figure.axes[0].patches if not p.get_fill()]
     assert len(frames) == len(CULPRITS) and len(figure.axes[0].patches) == 322
 

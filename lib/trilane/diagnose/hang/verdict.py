@@ -80,12 +80,18 @@ class Verdict(Table):
 
     def summary(self) -> Text:
         """The paragraph as Markdown: which ranks wait where, the suspects, what to do."""
-        return Text.of("{}", self.paragraph)
+        return Text.of("{}{}", self._example, self.paragraph)
 
     def advice(self) -> Text:
         """The option for the next submission, and the notes on the evidence, as Markdown."""
         lead = f"For the next submission: sbatch {self.exclude} job.sbatch" if self.exclude else ""
-        return Text.of("{}\n{}", lead, Text.joined("\n- ", ["", *(self.notes or ["nothing odd about the dumps"])]))
+        return Text.of(
+            "{}{}\n{}", self._example, lead, Text.joined("\n- ", ["", *(self.notes or ["nothing odd about the dumps"])])
+        )
+
+    @property
+    def _example(self) -> Text:
+        return Text("**Example.** " if self.example else "")
 
     def to_text(self) -> str:
         """The verdict for a terminal: the paragraph, the groups, the notes."""

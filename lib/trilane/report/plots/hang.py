@@ -26,7 +26,7 @@ def hang_grid(verdict: Verdict) -> Figure:
     axes.set_xticks([k * (tp + 0.6) + tp / 2 for k in range(dp)], [f"dp {k}" for k in range(dp)])
     axes.set_yticks([k + 0.5 for k in range(pp)], [str(k) for k in range(pp)])
     axes.set_xlabel(f"replica, and in each its {tp} tensor rank{'s' if tp > 1 else ''}")
-    title(axes, f"The stacks of {len(verdict.grid.ranks)} ranks")
+    title(axes, f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks")
     axes.grid(False)
     made.legend(
         handles=_legend(verdict), loc="outside lower left", frameon=False
