@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHORT := grep --line-buffered -E '^(Collecting|Downloading|Installing|Successfully|ERROR|error)' | cut -c1-110; exit $${PIPESTATUS[0]}
 # torch goes first and without its hash: which build it is, CPU or CUDA, is the choice of the index that pip is set to
 LOCKED := $(PIP) --no-deps --require-hashes --progress-bar on
+# without bytecode each of some hundred processes of the tests compiles torch and sympy anew: 9 s of CPU for 3.5
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test check lab venv venv-dev lint lock help clean
 .DEFAULT_GOAL := help
