@@ -18,8 +18,7 @@ from pool import engine_pool  # noqa: E402
 
 from trilane.diagnose.restart.compare import RestartComparison  # noqa: E402
 from trilane.experiments import rehearse  # noqa: E402
-from trilane.experiments.parity import WorkerPool  # noqa: E402
-from trilane.experiments.parity_table import machine  # noqa: E402
+from trilane.experiments.parity import WorkerPool, machine  # noqa: E402
 
 
 def finalizing() -> Any:

@@ -16,8 +16,7 @@ from trilane.cli.app import main
 from trilane.config.plan import read_plan
 from trilane.diagnose.restart.compare import compare_restart
 from trilane.experiments import rehearse
-from trilane.experiments.parity import WorkerPool
-from trilane.experiments.parity_table import machine, rows
+from trilane.experiments.parity import WorkerPool, machine, rows
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import Part, file_of, mark, must_decay

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from trilane.cli.app import main
-from trilane.diagnose.node_swaps import Search, restarts_at_most
-from trilane.diagnose.stragglers import find_stragglers
+from trilane.diagnose.stragglers import NodeSearch, find_stragglers, restarts_at_most
 from trilane.workspace.rank_grid import regular
 
 GRID = regular(8, 4, 4, 8)  # 128 ranks on 16 nodes
@@ -66,7 +65,7 @@ def test_every_bad_node_is_found_within_the_promised_restarts(nodes: int, spares
     names = [f"n{i}" for i in range(nodes)]
     needed = []
     for bad in names:
-        found = Search(suspects=tuple(names), spares=spares)
+        found = NodeSearch(suspects=tuple(names), spares=spares)
         while not found.done:
             found = found.after_run(bad in found.left_out)
         assert found.suspects == (bad,)
@@ -89,7 +88,7 @@ def test_with_enough_spares_the_search_is_a_bisection() -> None:
 )
 def test_a_search_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Search(**{"suspects": ("a", "b"), "spares": 1, **fields})  # type: ignore[arg-type]
+        NodeSearch(**{"suspects": ("a", "b"), "spares": 1, **fields})  # type: ignore[arg-type]
 
 
 def recorded(folder: Path, ranks: int = 16) -> Path:

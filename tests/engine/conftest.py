@@ -9,7 +9,7 @@ import pytest
 from plans import HERE, changed, run_folder, steps
 
 from trilane.config.plan import Plan
-from trilane.experiments.parity_table import ITERATIONS, Task
+from trilane.experiments.parity import ITERATIONS, Task
 
 Fork = Callable[..., None]
 Truth = Callable[..., list[list[float]]]

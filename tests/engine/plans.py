@@ -9,7 +9,7 @@ from support import small_cluster
 
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Plan, Run
-from trilane.experiments.parity_table import OPTIMIZER, SHAPE
+from trilane.experiments.parity import OPTIMIZER, SHAPE
 
 HERE = small_cluster()
 

@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trilane.experiments.parity import WorkerPool
-from trilane.experiments.parity_table import machine
+from trilane.experiments.parity import WorkerPool, machine
 from trilane.launch.local import environment
 
 

@@ -9,7 +9,7 @@ import pytest
 from plans import HERE, run_folder, small_plan, steps
 
 from trilane.config.plan import Dropout, Plan, Run
-from trilane.experiments.parity_table import PLAIN, SHAPE
+from trilane.experiments.parity import PLAIN, SHAPE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

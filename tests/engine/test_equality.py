@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plans import changed
 
-from trilane.experiments.parity_table import ITERATIONS, Row, machine, rows
+from trilane.experiments.parity import ITERATIONS, Row, machine, rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("equality")]
 

@@ -70,8 +70,7 @@ def capture(folder: Path, job: str, commands: bool, here: Path | None, as_json: 
 @command(debug, FOLDER, GRID, SPARES, RESULTS, JSON)
 def stragglers(folder: Path, spares: int | None, results: str, as_json: bool, **grid: Any) -> None:
     """Print which rank, node or link makes the others wait, from a run folder with phase times (run.timers)."""
-    from trilane.diagnose.node_swaps import resume_search
-    from trilane.diagnose.stragglers import find_stragglers
+    from trilane.diagnose.stragglers import find_stragglers, resume_search
     from trilane.workspace.phase_times import read_phase_times
 
     require(bool(spares) or not results, "results", results, "needs --spares")

@@ -38,8 +38,7 @@ def engines(engines: str, as_json: bool) -> int:
 
     Exit code 1 where a row exceeds its bound or did not train.
     """
-    from trilane.experiments.parity import Result, summary, verify
-    from trilane.experiments.parity_table import rows
+    from trilane.experiments.parity import Result, rows, summary, verify
 
     names = ENGINES if engines == "all" else tuple(name.strip() for name in engines.split(","))
     for name in names:

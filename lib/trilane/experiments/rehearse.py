@@ -15,7 +15,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run
 from trilane.diagnose.restart.compare import RestartComparison, compare_restart
-from trilane.experiments.parity_table import machine
+from trilane.experiments.parity import machine
 from trilane.launch.local import train_local
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, name_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trilane.diagnose.hang import stack_readers
+from trilane.diagnose.hang import stack
 from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording, read_recording
 from trilane.diagnose.hang.stack import Dump
 from trilane.utils.files import natural
@@ -152,15 +152,15 @@ def _read(path: Path) -> tuple[list[Dump], Recording | None, str]:
             return [], None, str(error)
     text = data.decode("utf-8", "replace")
     if head[:1] == b"[" and (b'"frames"' in data or b'"pid"' in data):
-        dump = stack_readers.read_pyspy_json(text)
+        dump = stack.read_pyspy_json(text)
         return ([dump], None, "") if dump.threads else ([], None, "py-spy's JSON is truncated before the first frame")
     if "most recent call first" in text:
-        return [stack_readers.read_faults(text)], None, ""
+        return [stack.read_faults(text)], None, ""
     if "Thread " in text or "Process " in text:
-        dumps = stack_readers.read_pyspy_text(text)
+        dumps = stack.read_pyspy_text(text)
         if dumps and (any(d.threads for d in dumps) or path.suffix != ".log"):
             return dumps, None, ""
-    trace = stack_readers.read_traceback(text)
+    trace = stack.read_traceback(text)
     if trace is not None:
         return [trace], None, ""
     looks = path.suffix in (".txt", ".json", ".out", ".dump") or "rank" in path.name

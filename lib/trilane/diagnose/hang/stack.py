@@ -1,13 +1,19 @@
-"""Stack dump of one process, independent of the tool that wrote it: Frame, Thread, Dump."""
+"""Stack dump of one process, independent of the tool that wrote it: Frame, Thread, Dump, and their readers.
 
-from dataclasses import dataclass, field
+They read `py-spy dump` as text (of any number of processes in one file) or JSON, faulthandler (the fallback where
+py-spy may not attach), and Python tracebacks in a log.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Outermost functions of a thread that Python started: never the training thread.
 THREAD_STARTS = {"_bootstrap", "_bootstrap_inner"}
 
 # Innermost function of a thread that waits for autograd's own (torch/autograd/graph.py; older: autograd/__init__.py).
 AUTOGRAD = {"_engine_run_backward", "run_backward", "backward"}
-
 
 LONGEST = 400  # characters of a name that are kept
 
@@ -93,3 +99,140 @@ def training_thread(threads: tuple[Thread, ...], cut: bool) -> Thread:
 
 def _outermost(thread: Thread) -> str:
     return thread.frames[-1].function if thread.frames else ""
+
+
+PROCESS = re.compile(r"^.{0,80}?Process (\d{1,9}): (.*)$")
+THREAD = re.compile(r'^.{0,80}?Thread (?:0x)?[0-9a-fA-F]+ \(([\w+ ]+)\)(?:: "(.*)")?')
+LEAD = re.compile(r"(?:.{0,60}?:)?\s+(?=\S)")
+LINE = re.compile(r":(\d{1,9})$")
+
+# Frames that --native adds: `pthread_cond_wait (libc.so.6)`, without a line, or with that of a C++ source.
+NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|inl|S|rs)$")
+ERROR = re.compile(r"^.{0,80}?(?:Error|Failed to [\w ]+): ?(.*)$")
+
+# A frame object in truncated JSON.
+PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)"[^{}]{0,2000}?"line":\s*(-?\d{1,9})')
+
+# faulthandler's dumps, and Python's tracebacks
+FAULT_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[[^\[\]]*\])? \(most recent call first\)")
+FAULT_FRAME = re.compile(r'File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
+CALL = re.compile(r'(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d{1,9}), in (.*)$')
+RAISED = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)$")
+
+
+def read_pyspy_text(text: str) -> list[Dump]:
+    """The processes in a text, in order; prefixes of pdsh and srun (`node3: `) are ignored.
+
+    A process whose stacks py-spy could not get has no threads, and an `error`. Lines indented deeper than a thread's
+    first frame are values (--locals) and may have any form.
+    """
+    found: list[Dump] = []
+    head: tuple[int, str] | None = None
+    threads: list[tuple[str, str, list[Frame]]] = []
+    error = lead = ""
+
+    def close() -> None:
+        if head is not None or threads or error:
+            made = tuple(Thread(name=n, owns_gil="gil" in s, frames=_python(f)) for s, n, f in threads)
+            pid, command = head or (0, "")
+            found.append(Dump(threads=made, pid=pid, command=command, error=error))
+
+    lines = text.splitlines()
+    for line in lines:
+        if lead and line.startswith(lead + " "):
+            continue
+        if match := PROCESS.match(line):
+            close()
+            head, threads, error, lead = (int(match[1]), match[2].strip()), [], "", ""
+        elif match := THREAD.match(line):
+            threads.append((match[1], match[2] or "", []))
+            lead = ""
+        elif threads and (found_frame := _frame(line)):
+            lead = lead or found_frame[0]
+            threads[-1][2].append(found_frame[1])
+        elif match := ERROR.match(line):
+            error = error or match[0].strip()
+    close()
+    cut = bool(found) and not text.endswith("\n") and not _frame(lines[-1])  # py-spy's text ends with a whole line
+    return [*found[:-1], replace(found[-1], cut=True)] if cut else found
+
+
+def read_pyspy_json(text: str) -> Dump:
+    """The process in the output of `py-spy dump --json`; of truncated output, the frames that it holds."""
+    try:
+        threads = json.loads(text)
+        return Dump(threads=tuple(map(_thread, threads)), pid=int(threads[0]["pid"]) if threads else 0)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        return _salvaged(text)
+
+
+def _frame(line: str) -> tuple[str, Frame] | None:
+    """What stands before a frame `    forward (model.py:12)`, and the frame; None for other lines."""
+    head, _, place = line.rstrip().rpartition(" (")
+    lead = LEAD.match(head)
+    if lead is None or len(place) < 2 or not place.endswith(")"):
+        return None
+    place = place[:-1]
+    number = LINE.search(place, max(0, len(place) - 10))
+    return lead[0], frame(
+        head[lead.end() :], place[: number.start()] if number else place, int(number[1] if number else 0)
+    )
+
+
+def _python(frames: list[Frame]) -> tuple[Frame, ...]:
+    """The frames without those of C and C++, which are alike for all waits; all frames where none is Python's."""
+    return tuple(f for f in frames if f.line > 0 and not NATIVE.search(f.file)) or tuple(frames)
+
+
+def _thread(values: dict[str, Any]) -> Thread:
+    # The full path where there is one: stack.frame() shortens the paths of all tools alike.
+    frames = [frame(f["name"], f.get("filename") or f["short_filename"], int(f["line"])) for f in values["frames"]]
+    gil = values.get("owns_gil")
+    return Thread(frames=_python(frames), name=values.get("thread_name") or "", owns_gil=gil)
+
+
+def _salvaged(text: str) -> Dump:
+    threads = []
+    for part in re.split(r'(?="pid":)', text):
+        if frames := _python([frame(name, file, int(line)) for name, file, line in PIECE.findall(part)]):
+            name = re.search(r'"thread_name":\s*"([^"]*)"', part)
+            gil = re.search(r'"owns_gil":\s*true', part) is not None
+            threads.append(Thread(frames=frames, name=name[1] if name else "", owns_gil=gil))
+    return Dump(threads=tuple(threads), cut=True)
+
+
+def read_faults(text: str) -> Dump:
+    """The last dump in the text: faulthandler appends to its file at every signal, or each time a timer ends.
+
+    One dump holds each thread once; that of a timer begins with a line of its own, and has no current thread.
+    """
+    threads: dict[str, tuple[bool, list[Frame]]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if match := FAULT_THREAD.search(line):
+            threads = {} if match[2] in threads else threads
+            frames = []
+            threads[match[2]] = match[1] == "Current thread", frames
+        elif line.startswith("Timeout ("):
+            threads = {}
+        elif match := FAULT_FRAME.match(line.strip()):
+            frames.append(frame(match[3], match[1], int(match[2]) if match[2].isdigit() else 0))
+    last = tuple(Thread(frames=tuple(frames), current=current) for current, frames in threads.values())
+    return Dump(threads=last, cut=not text.endswith("\n"))
+
+
+def read_traceback(text: str) -> Dump | None:
+    """The first traceback of a log as a stack, with the exception as its `error`; None where there is none."""
+    frames: list[Frame] = []
+    inside = False
+    for line in text.splitlines():
+        if TRACEBACK.search(line):
+            # Of chained tracebacks the first holds the cause.
+            inside = True
+        elif inside and (match := CALL.match(line.strip())):
+            frames.append(frame(match[3], match[1], int(match[2])))
+        elif inside and frames and (match := RAISED.match(line.strip())):
+            thread = Thread(frames=tuple(reversed(frames)), name="MainThread")
+            return Dump(threads=(thread,), error=match[1].strip())
+    return None

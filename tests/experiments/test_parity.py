@@ -6,8 +6,8 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.config.engines import ENGINES
-from trilane.experiments import parity_table
-from trilane.experiments.parity_table import BOUNDS, Row, machine, rows
+from trilane.experiments import parity
+from trilane.experiments.parity import BOUNDS, Row, machine, rows
 
 
 class Strict(Row):
@@ -23,8 +23,8 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
         Strict(engine="deepspeed-3d", topology="PP2", settings={"pp": 2, "zero": 1}),
         Row(engine="megatron", topology="TP4 PP4", settings={"tp": 4, "pp": 4}),
     ]
-    monkeypatch.setattr(parity_table, "rows", lambda engines: table)
-    monkeypatch.setattr(parity_table, "ITERATIONS", 3)
+    monkeypatch.setattr(parity, "rows", lambda engines: table)
+    monkeypatch.setattr(parity, "ITERATIONS", 3)
     assert main(["measure", "engines", "--json"]) == 1
     out, err = capsys.readouterr()
     said = json.loads(out)
