@@ -67,7 +67,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("planner", "planning/shape_rules.py", "planning/test_sizing.py"): [
         ("< s <= SOFTMAX_KEYS[1]", "< s < SOFTMAX_KEYS[1]"),
     ],
-    ("planner", "planning/sizing.py", "planning/test_sizing.py"): [
+    ("planner", "planning/proposals.py", "planning/test_sizing.py"): [
         ("self.topology.gbs\n", "self.topology.mbs\n"),
     ],
     ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [

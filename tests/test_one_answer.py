@@ -170,7 +170,8 @@ def test_plans_that_differ_in_a_choice_differ_in_id_and_label():
 
 
 def test_search_and_size_find_the_same_best_plan():
-    from trilane.planning.sizing import SizeRequest, propose
+    from trilane.planning.size_request import SizeRequest
+    from trilane.planning.sizing import propose
 
     for proposal in propose(SizeRequest(parameters=1.3e9, vocabulary=50257, gpus=8, cluster=A100, gbs=64, tokens=1e9))[
         :3

@@ -14,8 +14,9 @@ from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import predict
 from trilane.costmodel.uncertainty import FAR, NEAR, support
+from trilane.planning.proposals import training_seconds
 from trilane.planning.published import planned_models
-from trilane.planning.sizing import survey_shapes, training_seconds
+from trilane.planning.sizing import survey_shapes
 
 A100 = cluster("jz-a100-80g")
 SHAPE = parse_shape("72,14336,64,2048,250880")

@@ -11,7 +11,8 @@ from trilane.forecasting import deadline
 from trilane.forecasting.deadline import DatedShape, sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import forecast_request
-from trilane.planning.sizing import SizeRequest, propose
+from trilane.planning.size_request import SizeRequest
+from trilane.planning.sizing import propose
 
 A100 = cluster("jz-a100-80g")
 FEW = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none"}  # a search in milliseconds

@@ -25,7 +25,8 @@ from trilane.forecasting.decision import (
 from trilane.forecasting.failures import FailureModel
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest, forecast_request
-from trilane.planning.sizing import SizeRequest, propose
+from trilane.planning.size_request import SizeRequest
+from trilane.planning.sizing import propose
 from trilane.report import notebook
 from trilane.report.plots import forecast as calendar_plots
 from trilane.report.plots import planning

@@ -12,7 +12,8 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel import calibration
 from trilane.planning.published import planned_models, published_models, size_line, state_lines
 from trilane.planning.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
-from trilane.planning.sizing import SizeRequest, propose, survey
+from trilane.planning.size_request import SizeRequest
+from trilane.planning.sizing import propose, survey
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)

@@ -9,7 +9,7 @@ from trilane.analysis.run_config import config_of
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import Prediction
-from trilane.planning.what_if import Explanation, explain
+from trilane.planning.explain import Explanation, explain
 
 BAR = 40  # characters of a whole iteration
 

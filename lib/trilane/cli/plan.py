@@ -89,7 +89,9 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
     With --days instead of --params: the largest shapes that end in time with 90 % probability, failures and
     checkpoints counted as by `plan calendar`. Exit code 1 where none can run, or none ends in time.
     """
-    from trilane.planning.sizing import SizeRequest, survey, survey_json, survey_text, why_none
+    from trilane.planning.proposals import proposals_json, proposals_text
+    from trilane.planning.size_request import SizeRequest
+    from trilane.planning.sizing import survey, why_none
 
     given = f"{params:g}" if params else "missing"
     require((params is None) != (days is None), "params", given, "give either --params or --days")
@@ -100,9 +102,9 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
         return emit(as_json, dated.to_json(top), dated.as_text(top), failed=not dated.rows)
     request = SizeRequest(parameters=params or 0.0, **sizing_fields(options))
     found, refused = survey(request)
-    values = {**survey_json(request, found[:top], len(found)), "refused": dict(refused)}
+    values = {**proposals_json(request, found[:top], len(found)), "refused": dict(refused)}
     why = [] if found else [why_none(request, refused)]
-    return emit(as_json, values, "\n".join([survey_text(request, found[:top]), *why]), failed=not found)
+    return emit(as_json, values, "\n".join([proposals_text(request, found[:top]), *why]), failed=not found)
 
 
 def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:

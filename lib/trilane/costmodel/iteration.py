@@ -1,6 +1,6 @@
 """Seconds per iteration and its parts, for one plan or for arrays of them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -197,3 +197,30 @@ def seconds_per_stage(
     seconds[0] += float(embedding_seconds(columns, cluster, constants))
     seconds[-1] += float(head_seconds(columns, cluster, constants))
     return seconds
+
+
+class Microbatches:
+    """Seconds of a layer, the head and the embedding for every microbatch size, computed once for many blocks."""
+
+    def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
+        self.cluster, self.constants, self.sizes = cluster, constants, sizes
+        self.known: dict[tuple[float, ...], tuple[np.ndarray, ...]] = {}
+
+    def seconds(self, columns: Columns) -> np.ndarray:
+        """Seconds per iteration of a block's rows."""
+        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+        # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
+        key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
+        if key not in self.known:
+            self.known[key] = self._compute(columns)
+        rows = np.searchsorted(self.sizes, columns.mbs)
+        *layer, head, embedding = (part[rows] for part in self.known[key])
+        time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
+        return np.asarray(time.total)
+
+    def _compute(self, columns: Columns) -> tuple[np.ndarray, ...]:
+        few = replace(columns, mbs=self.sizes, gbs=self.sizes * columns.dp)
+        layer = layer_time(few, self.cluster, self.constants)
+        parts = [getattr(layer, f.name) for f in fields(layer)]
+        parts += [head_seconds(few, self.cluster, self.constants), embedding_seconds(few, self.cluster, self.constants)]
+        return tuple(np.broadcast_to(p, self.sizes.shape) for p in parts)

@@ -8,7 +8,8 @@ from trilane.config.plan import Run
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
-from trilane.planning.search import Candidate, search
+from trilane.planning.search import search
+from trilane.planning.search_result import Candidate
 from trilane.utils.tables import Table, short
 
 if TYPE_CHECKING:

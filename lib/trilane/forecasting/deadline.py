@@ -10,18 +10,9 @@ from trilane.config.engines import default_precision
 from trilane.config.model import ModelShape
 from trilane.forecasting.forecast import Forecast, forecast
 from trilane.forecasting.request import TOKENS_PER_PARAMETER, forecast_request
-from trilane.planning.sizing import (
-    MOST,
-    Proposal,
-    Proposals,
-    SizeRequest,
-    heads_words,
-    predicted_only,
-    size_words,
-    survey,
-    survey_json,
-    why_none,
-)
+from trilane.planning.proposals import Proposal, Proposals, heads_words, predicted_only, proposals_json, size_words
+from trilane.planning.size_request import MOST, SizeRequest
+from trilane.planning.sizing import survey, why_none
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require, require_positive
 
@@ -146,7 +137,7 @@ class DatedShapes(Table):
     def to_json(self, top: int = 12) -> dict[str, Any]:
         """The request, the shapes, what their days count, and why none is larger."""
         proposals = [d.proposal for d in self.rows[:top]]
-        values = survey_json(self.request, proposals, len(self.rows))
+        values = proposals_json(self.request, proposals, len(self.rows))
         del values["request"]["parameters"]
         values["candidates"] = [d.to_json(proposals[0]) for d in self.rows[:top]]
         return {**values, "days": self.days, "probability": PROBABILITY, "counted": COUNTED, "reason": self.reason}

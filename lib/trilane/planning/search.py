@@ -1,6 +1,5 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,23 +9,18 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, label_of, unsupported_rule, untrainable_reason
+from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, default
-from trilane.costmodel.columns import Columns
-from trilane.costmodel.constants import Constants
-from trilane.costmodel.iteration import assemble
-from trilane.costmodel.layers import LayerTime, embedding_seconds, head_seconds, layer_time
+from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
-from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
-from trilane.planning.space import SearchPoint, Space, block_columns, space_for, topology_of
-from trilane.utils import tables
-from trilane.utils.tables import DataFrame, Table, Text
-from trilane.utils.validation import require, require_known
+from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
+from trilane.planning.search_result import Candidate, SearchResult
+from trilane.planning.space import ParallelSizes, SearchPoint, Space, block_columns, space_for, topology_of
+from trilane.utils.validation import require_known
 
-ParallelSizes = tuple[int, int, int]
 MEMORY_RULE = "memory must fit the card"
 EXAMPLES_PER_RULE = 50
 # Seconds per sequence (of an iteration where gbs is the same), also the order of the days of a fixed number of tokens;
@@ -52,33 +46,6 @@ class Found:
     def take(self, index: np.ndarray) -> "Found":
         rows = (getattr(self, n)[index] for n in ("mbs", "gbs", "objective", "seconds", "memory"))
         return Found(self.sizes, self.point, *rows)
-
-
-class Microbatches:
-    """Seconds of a layer, the head and the embedding for every microbatch size, computed once for many blocks."""
-
-    def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
-        self.cluster, self.constants, self.sizes = cluster, constants, sizes
-        self.known: dict[tuple[float, ...], tuple[np.ndarray, ...]] = {}
-
-    def seconds(self, columns: Columns) -> np.ndarray:
-        """Seconds per iteration of a block's rows."""
-        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
-        # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
-        key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
-        if key not in self.known:
-            self.known[key] = self._compute(columns)
-        rows = np.searchsorted(self.sizes, columns.mbs)
-        *layer, head, embedding = (part[rows] for part in self.known[key])
-        time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
-        return np.asarray(time.total)
-
-    def _compute(self, columns: Columns) -> tuple[np.ndarray, ...]:
-        few = dataclasses.replace(columns, mbs=self.sizes, gbs=self.sizes * columns.dp)
-        layer = layer_time(few, self.cluster, self.constants)
-        parts = [getattr(layer, f.name) for f in dataclasses.fields(layer)]
-        parts += [head_seconds(few, self.cluster, self.constants), embedding_seconds(few, self.cluster, self.constants)]
-        return tuple(np.broadcast_to(p, self.sizes.shape) for p in parts)
 
 
 def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
@@ -112,148 +79,22 @@ def merged_front(blocks: Sequence[Found]) -> list[Found]:
     return _rows(blocks, order)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan of a search and its prediction."""
+class _Best:
+    """The best `top` rows of the blocks seen so far."""
 
-    plan: Plan
-    prediction: Prediction
+    def __init__(self, top: int) -> None:
+        self._top, self._blocks, self._worst = top, list[Found](), np.inf
 
-    @property
-    def topology(self) -> Topology:
-        return self.plan.topology
+    def add(self, found: Found) -> None:
+        better = np.flatnonzero(found.objective <= self._worst)
+        if len(better):
+            order = np.argsort(found.objective[better], kind="stable")[: self._top]
+            self._blocks.append(found.take(better[order]))
+        if sum(map(len, self._blocks)) > 20 * self._top:
+            self._blocks, self._worst = merged(self._blocks, self._top)
 
-    @property
-    def label(self) -> str:
-        return self.plan.label
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as plan.json has it, with its id and its prediction."""
-        return {"id": self.plan.id, **self.plan.to_json(), "prediction": self.prediction.to_json()}
-
-    def as_text(self) -> str:
-        """Seconds with their interval, memory, P(OOM), batch, id and label in one line."""
-        p = self.prediction
-        seconds = f"{p.sec_per_it:9.3f} s ({p.sec_lo:.3f}-{p.sec_hi:.3f})"
-        memory = f"{p.memory_bytes / 2**30:6.1f} GiB  P(OOM) {p.oom_probability:.2f}"
-        return f"{seconds} {memory}  gbs {self.topology.gbs:5} {self.plan.id} {self.label}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidates(Table):
-    """Plans of a search in their order, as a table."""
-
-    rows: tuple[Candidate, ...]
-
-    def __getitem__(self, some: slice) -> tuple[Candidate, ...]:
-        return self.rows[some]
-
-    def to_frame(self) -> DataFrame:
-        """Rank, label, id, seconds with their 90 % interval, memory and P(OOM), a row a plan."""
-        p = [c.prediction for c in self.rows]
-        columns: dict[str, Any] = {
-            "rank": range(1, len(p) + 1),
-            "plan": [c.label for c in self.rows],
-            "id": [c.plan.id for c in self.rows],
-            "GPUs": [c.topology.gpus for c in self.rows],
-            "microbatches": [c.topology.microbatches for c in self.rows],
-            "s/it": [round(x.sec_per_it, 3) for x in p],
-            "90 % from": [round(x.sec_lo, 3) for x in p],
-            "to": [round(x.sec_hi, 3) for x in p],
-            "memory (GiB)": [round(x.memory_bytes / 2**30, 2) for x in p],
-            "P(out of memory)": [f"{x.oom_probability:.1%}" for x in p],
-        }
-        return tables.Columns(columns).to_frame()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchResult(Table):
-    """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason.
-
-    candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
-    pareto       what no other beats in both seconds and memory, the risky left out
-    """
-
-    space: Space
-    candidates: tuple[Candidate, ...]
-    risky: tuple[Candidate, ...]
-    runnable: int
-    refused_by_rule: dict[str, int]
-    refused: tuple[tuple[Topology, str], ...]
-    pareto: tuple[Candidate, ...]
-
-    @property
-    def evaluated(self) -> int:
-        """Topologies that were looked at."""
-        return self.runnable + sum(self.refused_by_rule.values())
-
-    def best_per_sizes(self, count: int) -> Candidates:
-        """The `count` best candidates that differ in tp, pp or dp."""
-        best: dict[ParallelSizes, Candidate] = {}
-        for candidate in self.candidates:
-            t = candidate.topology
-            best.setdefault((t.tp, t.pp, t.dp), candidate)
-        return Candidates(rows=tuple(best.values())[:count])
-
-    def best(self, count: int) -> Candidates:
-        """As best_per_sizes(); ValueError where no plan is safe to start."""
-        gpus, rules = ",".join(map(str, self.space.gpus)), list(self.refused_by_rule)[:1]
-        why = f"no topology can run; {'; '.join(rules) or 'no dp and microbatch divide the batch'}"
-        risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
-        require(bool(self.candidates), "gpus", gpus, why + risk)
-        return self.best_per_sizes(count)
-
-    def to_frame(self) -> DataFrame:
-        """The candidates, best first."""
-        return Candidates(rows=self.candidates).to_frame()
-
-    @property
-    def predicted_only(self) -> str | None:
-        """Why no engine here can train these plans, by the best of them; None where one can."""
-        return next((untrainable_reason(c.plan.shape, c.topology) for c in (*self.candidates, *self.risky)), None)
-
-    def risks(self) -> Candidates | Text:
-        """The best plans that may well run out of memory; a word where there is none."""
-        return Candidates(rows=self.risky[:12]) if self.risky else Text("None.")
-
-    def refusals(self) -> tables.Columns:
-        """How many topologies each rule refuses."""
-        rules = self.refused_by_rule
-        return tables.Columns({"topologies refused": list(rules.values()), "rule": list(rules)})
-
-    def summary(self) -> Text:
-        """How many topologies there are, how many can run, and what was held fixed."""
-        refused = self.evaluated - self.runnable
-        only = Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
-        return Text.of(
-            "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.{}",
-            *(self.evaluated, self.runnable, refused, self.space.held_fixed, only),
-        )
-
-    def as_text(self) -> str:
-        """How many topologies can run, why the others cannot, what was not varied, and a line for each candidate."""
-        lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
-        lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
-        lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
-        lines += [f"held fixed: {self.space.held_fixed}", *map(Candidate.as_text, self.candidates)]
-        if self.risky:
-            lines += ["apart, because these may run out of memory (P above 10 %):", *map(Candidate.as_text, self.risky)]
-        return "\n".join(lines)
-
-    def listing(self) -> dict[str, Any]:
-        """All plans as JSON, those that may run out of memory apart."""
-        plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
-        counts = {"evaluated": self.evaluated, "refused": self.refused_by_rule, "held_fixed": self.space.held_fixed}
-        return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
-
-    def to_json(self, keep: int) -> dict[str, Any]:
-        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""
-        return {
-            "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
-            "risky": [c.to_json() for c in self.risky[:12]],
-            "refused": [{"topology": vars(t), "reason": reason} for t, reason in self.refused],
-            "held_fixed": self.space.held_fixed,
-        }
+    def rows(self) -> list[Found]:
+        return merged(self._blocks, self._top)[0]
 
 
 class _Search:
@@ -372,24 +213,6 @@ class _Search:
                 plan = Plan(label=label, topology=t, **made)
                 result.append(Candidate(plan=plan, prediction=predict(plan, self.calibration)))
         return result
-
-
-class _Best:
-    """The best `top` rows of the blocks seen so far."""
-
-    def __init__(self, top: int) -> None:
-        self._top, self._blocks, self._worst = top, list[Found](), np.inf
-
-    def add(self, found: Found) -> None:
-        better = np.flatnonzero(found.objective <= self._worst)
-        if len(better):
-            order = np.argsort(found.objective[better], kind="stable")[: self._top]
-            self._blocks.append(found.take(better[order]))
-        if sum(map(len, self._blocks)) > 20 * self._top:
-            self._blocks, self._worst = merged(self._blocks, self._top)
-
-    def rows(self) -> list[Found]:
-        return merged(self._blocks, self._top)[0]
 
 
 def search_space(

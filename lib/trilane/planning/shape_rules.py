@@ -1,17 +1,12 @@
-"""The kinds of shapes that are proposed, and what a good one obeys on a card and a topology, with what that costs."""
-
-from dataclasses import dataclass, field
-from typing import Any
+"""What a good shape obeys on a card and a topology, and what breaking a rule costs."""
 
 import numpy as np
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.config.shapes import read_shape
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.layers import TILES
-from trilane.utils.validation import require_known
 
 TILE = 128  # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 WAVE_LIMIT = 0.08  # share of SM time that incomplete waves may idle before a note says so: our choice
@@ -19,52 +14,6 @@ BALANCE = 0.5  # from this share of a layer on, an embedding wants a place of it
 
 # megatron/core/fusions/fused_softmax.py, is_kernel_available; CUDA's batch per block for more than 128 keys is 4
 SOFTMAX_KEYS, SOFTMAX_BATCH = (16, 4096), 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What proposed shapes have in common: fields of a ModelShape, shared heads, and the width of the MLP.
-
-    kv_heads     heads of keys and values, where they can be shared by groups of equal size; 0: one for each head
-    ffn          channels of the MLP over the hidden size, rounded up to whole tiles; 0: ModelShape's own rule
-    ffn_alone    the same where no heads can be shared
-    """
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    kv_heads: int = 0
-    ffn: float = 0.0
-    ffn_alone: float = 0.0
-
-    def shape(self, hidden: int, heads: int, **sizes: int) -> ModelShape:
-        """One layer of this kind; `sizes` are seq_length and vocab_size."""
-        shared = self.kv_heads if heads > self.kv_heads and self.kv_heads and heads % self.kv_heads == 0 else None
-        wide = (self.ffn if shared or not self.kv_heads else self.ffn_alone) * hidden
-        step = TILE * (8 if wide >= 64 * TILE else 2)  # large ones are cut by up to 8 GPUs
-        ffn = max(int(np.ceil(wide / step)) * step, hidden) if wide else None
-        rest: dict[str, Any] = {"num_key_value_heads": shared, "ffn_hidden_size": ffn, **self.fields, **sizes}
-        return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **rest)
-
-
-# Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its predecessors without shared
-# heads had 8/3 h (arXiv:2302.13971, section 2.2).
-LLAMA: dict[str, Any] = {"activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary", "biases": "none"}
-KINDS = {
-    "gpt2": Kind(),
-    "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
-    "llama": Kind(fields={**LLAMA, "tied_embeddings": False}, kv_heads=8, ffn=3.5, ffn_alone=8 / 3),
-}
-
-
-def kind_of(like: str, seq_length: int) -> Kind:
-    """The kind of that name, or that of the model in a JSON file (a shape, or a config.json), its ratios kept."""
-    if not like.endswith(".json"):
-        require_known("like", like, KINDS)
-        return KINDS[like]
-    shape = read_shape(like, seq_length=seq_length).shape
-    names = ("activation", "normalization", "positions", "biases", "tied_embeddings", "embedding_layernorm")
-    ratio = shape.ffn / shape.hidden_size if shape.ffn_hidden_size or shape.is_gated else 0.0
-    fields = {name: getattr(shape, name) for name in names}
-    return Kind(fields=fields, kv_heads=shape.num_key_value_heads or 0, ffn=ratio, ffn_alone=ratio)
 
 
 def broken_rules(shape: ModelShape, topology: Topology, cluster: Cluster) -> list[str]:
@@ -113,7 +62,7 @@ def softmax_note(shape: ModelShape, topology: Topology) -> str:
 def wave_loss(shape: ModelShape, topology: Topology, cluster: Cluster) -> float:
     """Share of the SMs' time that the forward weight matmuls leave idle in their last, incomplete wave of tiles.
 
-    Of the tile shapes of layertime.TILES the least loss of each product, weighted by its FLOPs. NVIDIA, 'Matrix
+    Of the tile shapes of costmodel.layers.TILES the least loss of each product, weighted by its FLOPs. NVIDIA, 'Matrix
     multiplication background', wave quantization. Left out: two tiles on one SM; what a kernel with split K does.
     """
     x, sms = columns_of(shape, topology), cluster.gpu.num_sms

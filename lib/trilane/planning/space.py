@@ -18,6 +18,8 @@ from trilane.utils.validation import parse_integers, require, require_integer, r
 
 LARGEST_GBS = 1 << 20  # sequences: 64 times what anybody has trained with, and every divisor of it is tried
 
+ParallelSizes = tuple[int, int, int]  # tp, pp, dp
+
 VARIED = ("zero", "recompute", "interleaving", "partition", "sequence_parallel", "offload")
 
 
@@ -93,7 +95,7 @@ class Space:
         words += [f"cp {self.cp}"] * (self.cp > 1)
         return ", ".join(words)
 
-    def sizes(self) -> Iterator[tuple[int, int, int]]:
+    def sizes(self) -> Iterator[ParallelSizes]:
         """Every (tp, pp, dp) of one of the GPU counts that the pins allow."""
         for gpus in (n // self.cp for n in self.gpus if n % self.cp == 0):
             for tp in divisors(gpus):
@@ -217,7 +219,7 @@ class SearchPoint:
     offload: str
 
 
-def block_columns(shape: ModelShape, space: Space, sizes: tuple[int, int, int], point: SearchPoint) -> Columns:
+def block_columns(shape: ModelShape, space: Space, sizes: ParallelSizes, point: SearchPoint) -> Columns:
     """All batch sizes of one tp x pp x dp and point as Columns; only mbs and gbs are arrays."""
     tp, pp, dp = sizes
     mbs, gbs = space.batches(dp)
@@ -233,7 +235,7 @@ def block_columns(shape: ModelShape, space: Space, sizes: tuple[int, int, int], 
     )
 
 
-def topology_of(space: Space, sizes: tuple[int, int, int], point: SearchPoint, mbs: float, gbs: float) -> Topology:
+def topology_of(space: Space, sizes: ParallelSizes, point: SearchPoint, mbs: float, gbs: float) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
     tp, pp, dp = sizes
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": int(mbs), "gbs": int(gbs)}

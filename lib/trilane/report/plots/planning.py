@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 
 from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
-from trilane.planning.search import Candidate
-from trilane.planning.sizing import Proposal, ShapeSurvey
-from trilane.planning.what_if import Explanation
+from trilane.planning.explain import Explanation
+from trilane.planning.proposals import Proposal
+from trilane.planning.search_result import Candidate
+from trilane.planning.sizing import ShapeSurvey
 from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, bars, figure, legend, plain, stacked_bars, title
 
 NAMED = 5  # proposals that are named, the best first

@@ -13,9 +13,11 @@ from trilane.config.model import parse_shape
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict
 from trilane.forecasting.deadline import sizes_within
+from trilane.planning.explain import explain, neighbours
+from trilane.planning.proposals import proposals_text
 from trilane.planning.search import search
-from trilane.planning.sizing import SizeRequest, propose, survey_text
-from trilane.planning.what_if import explain, neighbours
+from trilane.planning.size_request import SizeRequest
+from trilane.planning.sizing import propose
 from trilane.utils.tables import Text
 
 A100, DGX = cluster("jz-a100-80g"), cluster("dgx-a100-80g")
@@ -108,7 +110,7 @@ def test_sizes_of_what_no_engine_trains_say_so(like):
     asked = SizeRequest(
         parameters=1e9, vocabulary=32_000, gpus=8, cluster=A100, gbs=64, like=like, choices=few, tokens=2e9
     )
-    assert ("predicted only: " in survey_text(asked, propose(asked))) is (like == "llama")
+    assert ("predicted only: " in proposals_text(asked, propose(asked))) is (like == "llama")
     assert ("predicted only: " in sizes_within(1.0, **_without_size(asked)).as_text()) is (like == "llama")
 
 

@@ -1,0 +1,157 @@
+"""What a search found: plans with their predictions, ranked, and how many topologies each rule refused."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trilane.config.engines import untrainable_reason
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan
+from trilane.costmodel.predict import Prediction
+from trilane.planning.space import ParallelSizes, Space
+from trilane.utils import tables
+from trilane.utils.tables import DataFrame, Table, Text
+from trilane.utils.validation import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan of a search and its prediction."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def topology(self) -> Topology:
+        return self.plan.topology
+
+    @property
+    def label(self) -> str:
+        return self.plan.label
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plan.json has it, with its id and its prediction."""
+        return {"id": self.plan.id, **self.plan.to_json(), "prediction": self.prediction.to_json()}
+
+    def as_text(self) -> str:
+        """Seconds with their interval, memory, P(OOM), batch, id and label in one line."""
+        p = self.prediction
+        seconds = f"{p.sec_per_it:9.3f} s ({p.sec_lo:.3f}-{p.sec_hi:.3f})"
+        memory = f"{p.memory_bytes / 2**30:6.1f} GiB  P(OOM) {p.oom_probability:.2f}"
+        return f"{seconds} {memory}  gbs {self.topology.gbs:5} {self.plan.id} {self.label}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates(Table):
+    """Plans of a search in their order, as a table."""
+
+    rows: tuple[Candidate, ...]
+
+    def __getitem__(self, some: slice) -> tuple[Candidate, ...]:
+        return self.rows[some]
+
+    def to_frame(self) -> DataFrame:
+        """Rank, label, id, seconds with their 90 % interval, memory and P(OOM), a row a plan."""
+        p = [c.prediction for c in self.rows]
+        columns: dict[str, Any] = {
+            "rank": range(1, len(p) + 1),
+            "plan": [c.label for c in self.rows],
+            "id": [c.plan.id for c in self.rows],
+            "GPUs": [c.topology.gpus for c in self.rows],
+            "microbatches": [c.topology.microbatches for c in self.rows],
+            "s/it": [round(x.sec_per_it, 3) for x in p],
+            "90 % from": [round(x.sec_lo, 3) for x in p],
+            "to": [round(x.sec_hi, 3) for x in p],
+            "memory (GiB)": [round(x.memory_bytes / 2**30, 2) for x in p],
+            "P(out of memory)": [f"{x.oom_probability:.1%}" for x in p],
+        }
+        return tables.Columns(columns).to_frame()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult(Table):
+    """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason.
+
+    candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
+    pareto       what no other beats in both seconds and memory, the risky left out
+    """
+
+    space: Space
+    candidates: tuple[Candidate, ...]
+    risky: tuple[Candidate, ...]
+    runnable: int
+    refused_by_rule: dict[str, int]
+    refused: tuple[tuple[Topology, str], ...]
+    pareto: tuple[Candidate, ...]
+
+    @property
+    def evaluated(self) -> int:
+        """Topologies that were looked at."""
+        return self.runnable + sum(self.refused_by_rule.values())
+
+    def best_per_sizes(self, count: int) -> Candidates:
+        """The `count` best candidates that differ in tp, pp or dp."""
+        best: dict[ParallelSizes, Candidate] = {}
+        for candidate in self.candidates:
+            t = candidate.topology
+            best.setdefault((t.tp, t.pp, t.dp), candidate)
+        return Candidates(rows=tuple(best.values())[:count])
+
+    def best(self, count: int) -> Candidates:
+        """As best_per_sizes(); ValueError where no plan is safe to start."""
+        gpus, rules = ",".join(map(str, self.space.gpus)), list(self.refused_by_rule)[:1]
+        why = f"no topology can run; {'; '.join(rules) or 'no dp and microbatch divide the batch'}"
+        risk = f"; {len(self.risky)} may run out of memory" if self.risky else ""
+        require(bool(self.candidates), "gpus", gpus, why + risk)
+        return self.best_per_sizes(count)
+
+    def to_frame(self) -> DataFrame:
+        """The candidates, best first."""
+        return Candidates(rows=self.candidates).to_frame()
+
+    @property
+    def predicted_only(self) -> str | None:
+        """Why no engine here can train these plans, by the best of them; None where one can."""
+        return next((untrainable_reason(c.plan.shape, c.topology) for c in (*self.candidates, *self.risky)), None)
+
+    def risks(self) -> Candidates | Text:
+        """The best plans that may well run out of memory; a word where there is none."""
+        return Candidates(rows=self.risky[:12]) if self.risky else Text("None.")
+
+    def refusals(self) -> tables.Columns:
+        """How many topologies each rule refuses."""
+        rules = self.refused_by_rule
+        return tables.Columns({"topologies refused": list(rules.values()), "rule": list(rules)})
+
+    def summary(self) -> Text:
+        """How many topologies there are, how many can run, and what was held fixed."""
+        refused = self.evaluated - self.runnable
+        only = Text.of(" Predicted only: {}.", self.predicted_only) if self.predicted_only else Text()
+        return Text.of(
+            "**{:,}** topologies: **{:,}** can run, **{:,}** are refused. Held fixed: {}.{}",
+            *(self.evaluated, self.runnable, refused, self.space.held_fixed, only),
+        )
+
+    def as_text(self) -> str:
+        """How many topologies can run, why the others cannot, what was not varied, and a line for each candidate."""
+        lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
+        lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
+        lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
+        lines += [f"held fixed: {self.space.held_fixed}", *map(Candidate.as_text, self.candidates)]
+        if self.risky:
+            lines += ["apart, because these may run out of memory (P above 10 %):", *map(Candidate.as_text, self.risky)]
+        return "\n".join(lines)
+
+    def listing(self) -> dict[str, Any]:
+        """All plans as JSON, those that may run out of memory apart."""
+        plans, risky = ([c.to_json() for c in rows] for rows in (self.candidates, self.risky))
+        counts = {"evaluated": self.evaluated, "refused": self.refused_by_rule, "held_fixed": self.space.held_fixed}
+        return {**counts, "predicted_only": self.predicted_only, "plans": plans, "risky": risky}
+
+    def to_json(self, keep: int) -> dict[str, Any]:
+        """What 02_topology hands on: the best plans that differ in tp, pp or dp, the risky, the refused, the fixed."""
+        return {
+            "plans": [c.to_json() for c in self.best_per_sizes(keep).rows],
+            "risky": [c.to_json() for c in self.risky[:12]],
+            "refused": [{"topology": vars(t), "reason": reason} for t, reason in self.refused],
+            "held_fixed": self.space.held_fixed,
+        }

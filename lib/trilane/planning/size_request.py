@@ -1,0 +1,152 @@
+"""What a sizing asks for: parameters, the machine, the kind of shape; and the candidate shapes that follow from it."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from trilane.config.cluster import Cluster
+from trilane.config.engines import ENGINES
+from trilane.config.model import ModelShape, padded_vocab_size
+from trilane.config.shapes import read_shape
+from trilane.costmodel.calibration import Calibration
+from trilane.planning.shape_rules import TILE, usable_heads
+from trilane.utils.validation import require, require_integer, require_known, require_positive
+
+# hidden / layers: the prequel's table has 109 (its 'narrow' idea) to 195 (530B) above 100B, and 204 in what it trained;
+# below 20B they are narrower: 64 (GPT-2, 12 x 768) to 128 (GPT-3 13B, 40 x 5140; arXiv:2005.14165, table 2.1).
+LARGE, RATIOS, SMALL_RATIOS = 20e9, (100.0, 250.0), (48.0, 160.0)
+MOST_WIDTHS = 10
+MOST = 1e14  # parameters: a hundred times what has been trained
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What proposed shapes have in common: fields of a ModelShape, shared heads, and the width of the MLP.
+
+    kv_heads     heads of keys and values, where they can be shared by groups of equal size; 0: one for each head
+    ffn          channels of the MLP over the hidden size, rounded up to whole tiles; 0: ModelShape's own rule
+    ffn_alone    the same where no heads can be shared
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    kv_heads: int = 0
+    ffn: float = 0.0
+    ffn_alone: float = 0.0
+
+    def shape(self, hidden: int, heads: int, **sizes: int) -> ModelShape:
+        """One layer of this kind; `sizes` are seq_length and vocab_size."""
+        shared = self.kv_heads if heads > self.kv_heads and self.kv_heads and heads % self.kv_heads == 0 else None
+        wide = (self.ffn if shared or not self.kv_heads else self.ffn_alone) * hidden
+        step = TILE * (8 if wide >= 64 * TILE else 2)  # large ones are cut by up to 8 GPUs
+        ffn = max(int(np.ceil(wide / step)) * step, hidden) if wide else None
+        rest: dict[str, Any] = {"num_key_value_heads": shared, "ffn_hidden_size": ffn, **self.fields, **sizes}
+        return ModelShape(num_layers=1, hidden_size=hidden, num_attention_heads=heads, **rest)
+
+
+# Llama 3 (arXiv:2407.21783, table 3): 8 key-value heads, an MLP of 3.5 h at 8B and 70B; its predecessors without shared
+# heads had 8/3 h (arXiv:2302.13971, section 2.2).
+LLAMA: dict[str, Any] = {"activation": "swiglu", "normalization": "rmsnorm", "positions": "rotary", "biases": "none"}
+KINDS = {
+    "gpt2": Kind(),
+    "bloom": Kind(fields={"positions": "alibi", "embedding_layernorm": True}),
+    "llama": Kind(fields={**LLAMA, "tied_embeddings": False}, kv_heads=8, ffn=3.5, ffn_alone=8 / 3),
+}
+
+
+def kind_of(like: str, seq_length: int) -> Kind:
+    """The kind of that name, or that of the model in a JSON file (a shape, or a config.json), its ratios kept."""
+    if not like.endswith(".json"):
+        require_known("like", like, KINDS)
+        return KINDS[like]
+    shape = read_shape(like, seq_length=seq_length).shape
+    names = ("activation", "normalization", "positions", "biases", "tied_embeddings", "embedding_layernorm")
+    ratio = shape.ffn / shape.hidden_size if shape.ffn_hidden_size or shape.is_gated else 0.0
+    fields = {name: getattr(shape, name) for name in names}
+    return Kind(fields=fields, kv_heads=shape.num_key_value_heads or 0, ffn=ratio, ffn_alone=ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeRequest:
+    """What is asked: a number of parameters, the machine, and how much is to be trained with what.
+
+    `like` is a kind of shape of KINDS, or the JSON file of a model whose kind is wanted. `choices` pins what
+    each shape's search would vary, or sets what it holds fixed (see planning.search.search).
+    """
+
+    parameters: float
+    vocabulary: int
+    gpus: int
+    cluster: Cluster
+    calibration: Calibration | None = None
+    engine: str = ENGINES[0]
+    tokens: float = 300e9
+    gbs: int = 2048
+    seq_length: int = 2048
+    tolerance: float = 0.03
+    like: str = "gpt2"
+    choices: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "tokens", "tolerance"):
+            require_positive({"parameters": "params"}.get(name, name), getattr(self, name))
+        require(self.parameters <= MOST, "params", f"{self.parameters:g}", f"must be at most {MOST:g}")
+        for name in ("vocabulary", "gpus", "gbs", "seq_length"):
+            require_integer({"vocabulary": "vocab"}.get(name, name), getattr(self, name), 1)
+        require(self.tolerance < 0.5, "tolerance", self.tolerance, "must be below 0.5")
+        rule = f"{self.cluster.name} has {self.cluster.max_gpus}"
+        require(self.gpus <= self.cluster.max_gpus, "gpus", self.gpus, rule)
+        iteration = self.gbs * self.seq_length
+        require(self.tokens >= iteration, "tokens", self.tokens, f"one iteration takes gbs x seq_length = {iteration}")
+        rule = f"at every usual width an embedding of {self.vocabulary} tokens nearly reaches that size; ask for more"
+        require(bool(self.widths()), "params", f"{self.parameters:g}", rule)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: the vocabulary padded to a multiple of 128, which every tp up to 128 divides."""
+        return padded_vocab_size(self.vocabulary)
+
+    @cached_property
+    def kind(self) -> Kind:
+        """What all shapes have in common."""
+        return kind_of(self.like, self.seq_length)
+
+    def layer(self, hidden: int) -> ModelShape | None:
+        """One layer of that width, its heads nearest to a head size of 128; None where no number of heads fits."""
+        heads = usable_heads(hidden, min(self.cluster.gpus_per_node, self.gpus)) or usable_heads(hidden, 1)
+        sizes = {"vocab_size": self.vocab_size, "seq_length": self.seq_length}
+        return self.kind.shape(hidden, heads[0], **sizes) if heads else None
+
+    def widths(self) -> list[int]:
+        """Hidden sizes between the published ratios, at most MOST_WIDTHS: multiples of 64, 128, 256, 512, ..."""
+        low, high = RATIOS if self.parameters >= LARGE else SMALL_RATIOS
+        highest = (self.parameters * high / 12) ** (1 / 3)  # all parameters in layers of that ratio, of 12 h^2
+        step = TILE if highest > 8 * TILE else TILE // 2
+        found = []
+        for h in range(step, int(highest) + 1, step):
+            if one := self.layer(h):
+                embeddings = one.embedding_parameters * (1 if one.tied_embeddings else 2)
+                layers = (self.parameters - embeddings) / one.layer_weights
+                found += [h] if layers >= 1 and low <= h / layers <= high else []
+        while len(found) > MOST_WIDTHS:
+            step *= 2
+            found = [h for h in found if h % step == 0]
+        return found
+
+    def shapes(self) -> list[ModelShape]:
+        """Every depth of every width within the tolerance, its heads nearest to a head size of 128.
+
+        Where no depth comes so near (few layers), the nearest one.
+        """
+        found = []
+        for h in self.widths():
+            one = self.layer(h)
+            assert one is not None
+            exact = (self.parameters - one.parameters) / one.layer_parameters + 1
+            margin = self.tolerance * self.parameters / one.layer_parameters
+            depths = range(max(1, int(np.ceil(exact - margin))), int(np.floor(exact + margin)) + 1)
+            for depth in depths or [max(1, round(exact))]:
+                found.append(dataclasses.replace(one, num_layers=depth))
+        return found
