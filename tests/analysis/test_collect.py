@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from support import REPOSITORY, small_plan
 from test_endings import BAD, HARD
 from test_log_dialects import m2021, m2022
+from test_measure import log as numbers
 
+from trilane.analysis.collect import MeasuredRuns
+from trilane.analysis.measure import measure_log
 from trilane.cli.app import main
 from trilane.config.model import ModelShape
 
@@ -172,3 +176,12 @@ def test_the_command_reads_a_document_of_tables(tmp_path, capsys):
     code, (run,), _ = parsed(capsys, str(tmp_path / "a.md"))
     assert (code, run["dialect"], run["sec_per_it"], run["tflops"]["printed"]) == (0, "table", 1.5, pytest.approx(27.0))
     assert "line 3: 16 | 4 | 4" in run["evidence"] and run["arguments"]["tp"] == 4
+
+
+def test_a_loss_that_rose_is_not_called_calm_and_a_short_training_is_not_called_checked():
+    for lines in (15, 30):
+        text = MeasuredRuns(runs=(measure_log(numbers(lines, lm_loss=np.linspace(12.5, 40.8, lines))),)).spikes()
+        assert "40.8" in text and ("12.5" in text or "divergence from" in text) and "no divergence" not in text.lower()
+    short = MeasuredRuns(runs=(measure_log(numbers(12)),)).spikes()
+    assert "no divergence" not in short and "Too short to be checked for a divergence: a" in short
+    assert "no divergence" in MeasuredRuns(runs=(measure_log(numbers(30)),)).spikes()

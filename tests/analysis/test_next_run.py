@@ -21,6 +21,7 @@ from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
 from trilane.costmodel.uncertainty import posterior
 from trilane.report import notebook
+from trilane.report.plots import runs as plots
 from trilane.workspace.study import Study
 
 # Tables of at least eight rows, and the rows of the same campaign (card and software) outside them.
@@ -162,6 +163,47 @@ def test_a_lesson_brings_predictions_nearer_and_says_how_sure_they_are(tmp_path,
         "without plans.json: the rivals of the first run"
     )
     assert not recalibrate.recalibrate([measure_log(log())])
+
+
+def test_the_index_shows_one_models_fastest_run_and_the_prediction_before_and_after_these_very_runs():
+    plans = [small_plan("slow"), small_plan("fast", dp=2), small_plan("other", gbs=8)]
+    runs = [
+        measure_log(log(sec_per_it=s, lm_loss=np.linspace(5, loss, 20)), p, name=p.label)
+        for s, loss, p in zip((3.0, 2.0, 1.0), (4.0, 3.0, 2.0), plans, strict=True)
+    ]
+    recalibration = recalibrate.recalibrate(runs)
+    shown = {card["label"]: card["value"] for card in recalibration.headline(runs)["cards"]}
+    assert (
+        shown["an iteration of its fastest run, fast"] == "2 s" and shown["its loss (nats per token)"] == "5.00 → 3.00"
+    )
+    assert "parameters (one of 2 models or batch sizes here)" in shown
+    inside = sum(p.sec_lo <= s <= p.sec_hi for p, s in zip(recalibration.before, (3.0, 2.0, 1.0), strict=True))
+    assert shown["runs inside the 90 % interval predicted before them"] == f"{inside} of 3" and inside < 3
+    times = ("before these runs", "after recalibration by them")
+    before, after = (float(shown[f"predicted / measured seconds, {when}"].split(" to ")[0]) for when in times)
+    assert abs(math.log(before)) > abs(math.log(after))
+    assert recalibrate.recalibrate([]).headline([])["cards"] == [{"value": "none", "label": "timed runs"}]
+
+
+@pytest.mark.parametrize(("share", "said"), [(1.0, ""), (0.81, ""), (0.3, "in 1 of 1 runs"), (4.0, "in 1 of 1 runs")])
+def test_a_predicted_memory_that_is_far_off_is_commented_on(share, said):
+    p = small_plan("a")
+    predicted = recalibrate.predictions([recalibrate.case_of(measure_log(log(), p))], Calibration())[0].memory_bytes
+    m = dataclasses.replace(measure_log(log(), p), memory_bytes=share * predicted)
+    text = recalibrate.recalibrate([m]).memory_summary()
+    assert said in text and bool(text) == bool(said)
+    assert not said or f"at worst {1 / share:.2g} times" in text
+
+
+def test_the_table_of_short_runs_has_the_interval_of_its_figure():
+    """± of a time is what its logarithm's half-width makes of it: 7.2 % of ln(seconds) are 7.5 % of the seconds."""
+    belief = posterior([], [], Calibration())
+    runs, decision = next_run.short_runs(CASES[:2], belief), next_run.decide(CASES[:2], belief)
+    choice = next_run.NextRuns(plans=tuple(CASES[:2]), decision=decision, runs=tuple(runs))
+    table, drawn = choice.to_frame(), plots.next_runs(choice)
+    (now,) = {float(line.get_ydata()[0]) for line in drawn.axes[0].lines}
+    assert table["winner's time, now"][0] == f"± {now:.1f}%"
+    assert table["after it"][0] == f"± {drawn.axes[0].collections[0].get_offsets()[0][1]:.1f}%"
 
 
 def test_a_folder_of_anybodys_logs_is_gathered(tmp_path, outputs):

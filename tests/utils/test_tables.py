@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 
 import mistune
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from markup import HOSTILE, Page, words
 from support import REPOSITORY
 
-from trilane.utils.tables import Columns, Html, Text, printable, show
+from trilane.utils.tables import Columns, Html, Text, amount, printable, show
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -52,6 +53,29 @@ def test_a_table_has_decimals_as_needed_blanks_for_nothing_and_short_cells() -> 
     assert cells[:6] == ["xnt", "1.251a", "1,000.502", cells[3]][:3] + cells[3:6]
     assert len(cells[3]) < 1100 and "nan" not in cells[3] and "None" not in cells
     assert "<b>x</b>" in show({"t": [Html("<b>x</b>")]})
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([1022334.7, 998012.2], ["1,022,000", "998,000"]),
+        ([104.53, 92.386], ["104.53", "92.39"]),
+        ([0.26349, 0.4], ["0.263", "0.400"]),
+        ([1500.0, 2.0], ["1,500", "2"]),
+        ([0.0, math.inf, 250.12], ["0.0", "inf", "250.1"]),
+    ],
+)
+def test_numbers_of_a_table_have_four_significant_digits(values: list[float], shown: list[str]) -> None:
+    cells = [cell.split("</td>")[0] for cell in show({"x": values}).split("<td>")[1:]]
+    assert cells == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1118827.4, "1,119,000"), (9999.6, "10,000"), (122.43, "122.4"), (0.031234, "0.03123"), (0, "0")],
+)
+def test_an_amount_is_written_as_a_person_does(value: float, shown: str) -> None:
+    assert amount(value) == shown
 
 
 @pytest.mark.parametrize("value", ["\x1b[31mred\x1b[0m", "a\x00b", "\u202eevil", "\ud800", "\x1b]8;;http://x\x07y"])

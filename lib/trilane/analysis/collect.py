@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trilane.analysis.compare import compare, sides
 from trilane.analysis.loss_curve import Curve, join, trainings
@@ -107,10 +106,20 @@ class MeasuredRuns(Table):
 
     def spikes(self) -> Text:
         """Spikes, restart jumps and divergences of all trainings."""
-        found = [f"{name}: {event.sentence}" for name, c in self.curves().items() for event in find_spikes(c)]
+        found, short_ones = list[str](), list[str]()
+        for name, curve in self.curves().items():
+            events, losses = find_spikes(curve), curve.table["lm_loss"].dropna()
+            found += [f"{name}: {event.sentence}" for event in events]
+            if not events and len(losses) and losses.iloc[-1] > losses.iloc[0]:
+                found.append(
+                    f"{name}: the loss rose, from {losses.iloc[0]:.4g} at first to {losses.iloc[-1]:.4g} at last"
+                )
+            short_ones += [name] if len(losses) < 2 * LEAST else []
         end = Text.of("The first {} lines of a training are not checked for spikes.", LEAST)
+        if short_ones:
+            end = Text.of("{} Too short to be checked for a divergence: {}.", end, ", ".join(short_ones))
         if not found:
-            return Text.of("No spike, no restart jump, no divergence. {}", end)
+            return Text.of("No spike, no restart jump{}. {}", "" if short_ones else ", no divergence", end)
         return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *found]), end)
 
     def compare(self, a: str = "", b: str = "") -> Text:
@@ -124,18 +133,6 @@ class MeasuredRuns(Table):
             "A is {}, B is {}. **{}.** Spread between runs {:.1%}: {}. {}",
             *(*names, found.sentence, found.deviation, found.source, "; ".join(found.notes)),
         )
-
-    def headline(self, worst_ratio: float = math.nan) -> dict[str, Any]:
-        """The cards of the study's index page; `worst_ratio` is predicted / measured after calibration."""
-        sizes = [m.config.parameters for m in self.timed if m.config.shape]
-        losses = [f"{m.first_loss:.2f} → {m.last_loss:.2f}" for m in self.timed]
-        cards = {
-            "parameters of the model": f"{sizes[0] / 1e6:,.2f} M" if sizes else "?",
-            "loss (nats per token)": losses[0] if losses else "?",
-            "fastest iteration time measured": f"{min((m.sec_per_it for m in self.timed), default=0.0):.3f} s",
-            "worst predicted / measured now": f"{worst_ratio:.2f}" if worst_ratio == worst_ratio else "?",
-        }
-        return {"cards": [{"value": value, "label": label} for label, value in cards.items()]}
 
 
 def measure_runs(study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: Cluster | None = None) -> MeasuredRuns:

@@ -76,14 +76,15 @@ class NextRuns(Table):
         return Text.of(
             "Of {} plans {:code} is believed to be the fastest (chance {:.0%}), {:.3g} s an iteration ± {:.1%}. "
             "Choosing it now costs {:.2%} of the time, on average.",
-            *(len(self.plans), label(self.plans[d.winner]), d.chances[d.winner], d.seconds, d.half_width, d.regret),
+            *(len(self.plans), label(self.plans[d.winner]), d.chances[d.winner]),
+            *(d.seconds, np.expm1(d.half_width), d.regret),
         )
 
     def to_frame(self) -> DataFrame:
         """The SHOWN best runs: cost, expected saving, and the interval of the winner's time now and after."""
         import pandas as pd
 
-        best, now = self.runs[:SHOWN], f"± {self.decision.half_width:.1%}" if self.decision else ""
+        best, now = self.runs[:SHOWN], f"± {np.expm1(self.decision.half_width):.1%}" if self.decision else ""
         return pd.DataFrame(
             {
                 f"short run ({ITERATIONS} iterations)": [run.label for run in best],
@@ -91,7 +92,7 @@ class NextRuns(Table):
                 "GPU-hours": [run.gpu_hours for run in best],
                 "expected saving of time": [f"{run.regret_saved:.3%}" for run in best],
                 "winner's time, now": [now] * len(best),
-                "after it": [f"± {run.half_width_after:.1%}" for run in best],
+                "after it": [f"± {np.expm1(run.half_width_after):.1%}" for run in best],
             }
         )
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +20,10 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, amount, grouped
 from trilane.workspace.study import Study
 
+FAR = math.log(1.25)  # of ln(predicted / measured): memory beyond that is commented on
 NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `cluster` is not given.")
 
 
@@ -74,10 +76,39 @@ class Recalibration(Table):
         return Columns({"constant": names, **values}) if self else NOTHING
 
     @property
-    def worst_ratio(self) -> float:
-        """Of recalibrated / measured the one furthest from 1; NaN without a run."""
-        ratios = [p.sec_per_it / m.sec_per_it for p, m in zip(self.after, self.runs, strict=True)]
-        return max(ratios, key=lambda ratio: abs(ratio - 1), default=math.nan)
+    def inside(self) -> int:
+        """Runs whose seconds lay within the 90 % interval of the prediction before any of them."""
+        return sum(p.sec_lo <= m.sec_per_it <= p.sec_hi for p, m in zip(self.before, self.runs, strict=True))
+
+    def memory_summary(self) -> Text:
+        """How far the predicted memory is off, where that is more than FAR."""
+        ratios = [
+            p.memory_bytes / m.memory_bytes for m, p in zip(self.runs, self.before, strict=True) if m.memory_bytes > 0
+        ]
+        far = [ratio for ratio in ratios if abs(math.log(ratio)) > FAR]
+        if not far:
+            return Text()
+        worst = max(far, key=lambda ratio: abs(math.log(ratio)))
+        return Text.of(
+            "**The predicted memory is wrong by more than a quarter in {} of {} runs**, at worst {:.2g} times what was "
+            "measured. Is the log that of the fullest rank (with a pipeline often the first or the last), and is what "
+            "it prints the peak that was reserved? Recalibration corrects seconds, not memory.",
+            *(len(far), len(ratios), worst),
+        )
+
+    def headline(self, timed: Sequence[Measurement]) -> dict[str, Any]:
+        """The cards of the study's index: the model with most of the timed runs, its fastest run, and the prediction.
+
+        Predicted / measured is given before any run, and after recalibration with these very runs.
+        """
+        cards = _of_model(timed)
+        if self:
+            measured = [m.sec_per_it for m in self.runs]
+            for found, label in ((self.before, "before these runs"), (self.after, "after recalibration by them")):
+                ratios = [p.sec_per_it / s for p, s in zip(found, measured, strict=True)]
+                cards.append((f"{min(ratios):.3g} to {max(ratios):.3g}", f"predicted / measured seconds, {label}"))
+            cards.append((f"{self.inside} of {len(measured)}", "runs inside the 90 % interval predicted before them"))
+        return {"cards": [{"value": value, "label": label} for value, label in cards]}
 
     def measured_rows(self) -> DataFrame:
         """The measured runs in the columns that measured_rows.read_rows takes: `trilane plan backtest` fits to them."""
@@ -95,6 +126,25 @@ class Recalibration(Table):
             study.save_table("predicted.csv", self.to_frame()),
             study.save_table("measured.csv", self.measured_rows()),
         ]
+
+
+def _of_model(timed: Sequence[Measurement]) -> list[tuple[str, str]]:
+    """Value and label of the cards on the model that most runs have (the first of several): its fastest run."""
+    models = list(grouped(timed, lambda m: (m.config.shape, m.config.gbs)).values())
+    runs = max(models, key=len, default=[])
+    if not runs:
+        return [("none", "timed runs")]
+    fastest, size = min(runs, key=lambda m: m.sec_per_it), runs[0].config.parameters
+    others = f" (one of {len(models)} models or batch sizes here)" if len(models) > 1 else ""
+    cards = (
+        [(f"{amount(size / 1e9)} B" if size >= 1e9 else f"{amount(size / 1e6)} M", f"parameters{others}")]
+        if size
+        else []
+    )
+    cards += [(f"{amount(fastest.sec_per_it)} s", f"an iteration of its fastest run, {fastest.name}")]
+    if fastest.first_loss == fastest.first_loss:
+        cards += [(f"{fastest.first_loss:.2f} → {fastest.last_loss:.2f}", "its loss (nats per token)")]
+    return cards
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:

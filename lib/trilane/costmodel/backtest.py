@@ -86,10 +86,18 @@ class Backtest(Table):
         return _finite({"rows": rows, "skipped": skipped, "summary": self.summary()})
 
     def heading(self) -> Text:
-        """How many rows were predicted and skipped, as a sentence."""
+        """How many rows were predicted and skipped, and how many of them count below, as sentences."""
         how = f"fitted without each row's {self.left_out}" if self.left_out else "that ship or were calibrated"
-        template = "**{}** rows predicted by constants {}, **{}** skipped."
-        return Text.of(template, len(self.rows), how, len(self.skipped))
+        timed = [row for row in self.rows if np.isfinite(row.seconds)]
+        counted = [row for row in timed if not row.excluded and not row.duplicate_of]
+        excluded = sum(row.excluded for row in timed)
+        memory = sum(np.isfinite(row.memory_bytes) and not row.duplicate_of for row in self.rows)
+        return Text.of(
+            "**{}** rows predicted by constants {}, **{}** skipped. {} of them have seconds: without {} that repeat "
+            "another row and {} marked as excluded, **{}** count below. {} distinct rows have memory, {} ran out.",
+            *(len(self.rows), how, len(self.skipped), len(timed), len(timed) - len(counted) - excluded, excluded),
+            *(len(counted), memory, sum(row.ran_out and not row.duplicate_of for row in self.rows)),
+        )
 
     def skipped_reasons(self) -> Columns:
         """Why rows could not be read, and how many for each reason; then what was ignored of those that could."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trilane.forecasting.request import ForecastRequest
-from trilane.utils.tables import Columns, Table, Text
+from trilane.utils.tables import Columns, Table, Text, amount
 from trilane.utils.validation import shipped_json
 
 if TYPE_CHECKING:
@@ -17,6 +17,22 @@ MEANING = {
     "p_overrun_allocation": "probability of OVERRUNNING the allocation of GPU-hours; null without --allocation",
     "intervals": "5 % and 95 % of the simulated runs",
     "ramp.days": "the ramp's iterations at the predicted seconds of each batch size alone; the interval has all",
+}
+RATES = {"per_node_year": "node and year", "per_year": "year"}
+WORDS = {  # an assumption's field: what it is, the unit of its value as a person writes it, and that unit's size
+    "startup_s": ("start of a job, to its first iteration", "minutes", 60.0),
+    "reshape_s": ("restart with another TP or PP", "minutes", 60.0),
+    "queue_s": ("wait in the queue", "hours", 3600.0),
+    "repair_hours": ("repair of a node", "hours", 1.0),
+    "spare_nodes": ("spare nodes", "", 1.0),
+    "job_hours": ("longest job", "hours", 1.0),
+    "evaluation_every": ("iterations from one evaluation to the next", "", 1.0),
+    "evaluation_iters": ("iterations of an evaluation", "", 1.0),
+    "checkpoint_s": ("time between checkpoints", "minutes", 60.0),
+    "write_bytes_per_s": ("writing a checkpoint, per node", "GB/s", 1e9),
+    "slowdown": ("a long run's seconds per iteration over a benchmark's", "", 1.0),
+    "slowdown_spread": ("its standard deviation", "", 1.0),
+    "common": ("correlation of the predictions' errors at two batch sizes", "", 1.0),
 }
 HEADS = ("median", "5 % below", "95 % below")
 MOST_LINES = 12  # changes of topology that are printed
@@ -53,6 +69,14 @@ def _with_intervals(rows: Mapping[str, Sequence[Any]], digits: int = 3) -> Colum
     return Columns({"": list(rows), **{h: [row[i] for row in rows.values()] for i, h in enumerate(HEADS)}}, digits)
 
 
+def _in_words(name: str, value: float) -> str:
+    """The value of an assumption with its unit; an interval of 0 between checkpoints is Daly's optimum."""
+    if name == "checkpoint_s" and not value:
+        return "optimum"
+    _, unit, size = WORDS.get(name, (name, "", 1.0))
+    return f"{amount(value / size)} {unit}".rstrip()
+
+
 class Described(Table):
     """The sentences and tables of a forecast, all of them from `record`: its JSON, with plan and `dangers`."""
 
@@ -63,7 +87,7 @@ class Described(Table):
         r = self.record
         rows = {"finish": [r["finish"][name][:10] for name in ("p50", "p05", "p95")]}
         for name, key in (("days", "days"), ("GPU-hours", "gpu_hours")):
-            rows[name] = [f"{n:,.4g}" if n < 1e4 else f"{n:,.0f}" for n in (r[key], *r[f"{key}_interval"])]
+            rows[name] = [amount(n) for n in (r[key], *r[f"{key}_interval"])]
         return _with_intervals(rows).to_frame()
 
     def summary(self) -> Text:
@@ -72,18 +96,19 @@ class Described(Table):
         finish, gpus = {name: day[:10] for name, day in r["finish"].items()}, t["tp"] * t["pp"] * t["dp"]
         overrun = missed = Text()
         if (p := r["p_overrun_allocation"]) is not None:
-            template = " of {:,.0f}: overrun with probability **{}**"
-            overrun = Text.of(template, r["allocation"], probability_text(p))
+            template = " of {}: overrun with probability **{}**"
+            overrun = Text.of(template, amount(r["allocation"]), probability_text(p))
         if (p := r["p_miss_deadline"]) is not None:
             template = "; the deadline {} is missed with probability **{}**"
             missed = Text.of(template, r["deadline"], probability_text(p))
         return Text.of(
             "**{} layers × {}** ({:.4g} B parameters, {} heads) as {:code}: TP {} × PP {} × DP {}, microbatch {}, {} "
             "of {:code}. {:,.4g} billion tokens are trained by **{}** ({} to {} in nine of ten runs), after "
-            "**{:,.4g} days** and **{:,.0f} GPU-hours**{}{}.",
+            "**{} days** and **{} GPU-hours**{}{}.",
             *(s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"], r["plan"]),
             *(t["tp"], t["pp"], t["dp"], t["mbs"], f"{gpus} GPU{'s' * (gpus > 1)}", r["cluster"], r["tokens"] / 1e9),
-            *(finish["p50"], finish["p05"], finish["p95"], r["days"], r["gpu_hours"], overrun, missed),
+            *(finish["p50"], finish["p05"], finish["p95"], amount(r["days"]), amount(r["gpu_hours"])),
+            *(overrun, missed),
         )
 
     def ramp_summary(self) -> Text:
@@ -126,16 +151,13 @@ class Described(Table):
     def assumptions(self) -> Columns:
         """Every assumption with its source."""
         rows = self.record["assumptions"]
-        per = {"value": "", "per_node_year": "node and year", "per_year": "year"}
-        kinds = [next((name for name in per if a.get(name)), "value") for a in rows]
-        return Columns(
-            {
-                "what": [a["what"] for a in rows],
-                "value": [str(a.get(kind, 0.0)) for kind, a in zip(kinds, rows, strict=True)],
-                "per": [per[kind] for kind in kinds],
-                "source": [a["source"] for a in rows],
-            }
-        )
+        values = [
+            " and ".join(f"{amount(a[name])} a {unit}" for name, unit in RATES.items() if a.get(name))
+            or _in_words(a["what"], a.get("value", 0.0))
+            for a in rows
+        ]
+        names = [WORDS[a["what"]][0] if a["what"] in WORDS else a["what"] for a in rows]
+        return Columns({"what": names, "value": values, "source": [a["source"] for a in rows]})
 
     def as_text(self) -> str:
         """The forecast as `trilane plan calendar` prints it."""
@@ -146,7 +168,8 @@ class Described(Table):
             f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}",
             f"ramp      {ramp['iterations']} iterations, {batches}, {ramp['days']:.2f} days of work",
             f"days      {r['days']:.1f} ({days[0]:.1f} to {days[1]:.1f}); {ideal['days']:.1f} without interruptions",
-            f"GPU-hours {r['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f}); {ideal['gpu_hours']:,.0f} of work",
+            f"GPU-hours {amount(r['gpu_hours'])} ({' to '.join(map(amount, hours))}); "
+            f"{amount(ideal['gpu_hours'])} of work",
             f"finish    {finish['p50']} ({finish['p05']} to {finish['p95']})",
         ]
         if r["p_miss_deadline"] is not None:

@@ -16,7 +16,7 @@ from trilane.slurm import chain, job_status, jobs, monitor, script, sites
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, short
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study, outputs_root
 
@@ -80,10 +80,14 @@ class StudyRuns(Table):
         return [(r.folder.name, f) for r in new for f in check_job(r.plan, self.site, self.request, r.folder)]
 
     def check(self) -> Columns:
-        """The findings as a table."""
-        rows = [(name, f.level, f.rule, f.message, f.remedy) for name, f in self.findings]
-        names = ("plan", "level", "rule", "finding", "remedy")
-        return Columns.of_rows(names, rows or [("all", "fine", "", "nothing found", "")])
+        """The findings as a table: a row for each, with the plans that it is about."""
+        checked, rows = sum(not run.is_completed for run in self.rows), []
+        for finding, found in grouped(self.findings, lambda pair: pair[1]).items():
+            names = [name for name, _ in found]
+            about = "all" if len(names) == checked > 1 else ", ".join(names)
+            rows.append((about, finding.level, finding.rule, finding.message, finding.remedy))
+        heads = ("plans", "level", "rule", "finding", "remedy")
+        return Columns.of_rows(heads, rows or [("all", "fine", "", "nothing found", "")])
 
     def costs(self) -> Columns:
         """GPU-hours, days and jobs (of one time limit each) by the prediction."""

@@ -1,6 +1,7 @@
 """Tables and sentences that a notebook shows: results have `to_frame()`, and show themselves."""
 
 import html
+import math
 import re
 import string
 import urllib.parse
@@ -163,7 +164,8 @@ def one_line(text: str) -> str:
 def show(columns: Any, digits: int = 3) -> Html:
     """Named columns (a mapping or a DataFrame) as a table for a notebook and its HTML.
 
-    Each column of floats gets as many decimals as it needs, at most `digits`. A cell that is Html keeps its markup.
+    Each column of floats gets as many decimals as four significant digits need, at most `digits`; from 10,000 on a
+    number is rounded to four digits. A cell that is Html keeps its markup.
     """
     import pandas as pd
 
@@ -187,7 +189,7 @@ def _texts(column: Any, digits: int) -> list[str]:
     import pandas as pd
 
     decimals = _decimals(column.dropna(), digits) if pd.api.types.is_float_dtype(column) else 6
-    found = (v if isinstance(v, Html) else f"{v:,.{decimals}f}" if isinstance(v, float) else str(v) for v in column)
+    found = (v if isinstance(v, Html) else _text(v, decimals) if isinstance(v, float) else str(v) for v in column)
     is_empty = column.isna()
     return [
         "" if empty else text if isinstance(text, Html) else middle(text, MOST)
@@ -220,5 +222,23 @@ def percent(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}%}" if value == value else ""
 
 
+def amount(value: float) -> str:
+    """A number as a person writes it, with four significant digits: 1,119,000, 122.4, 0.0312."""
+    return f"{_significant(value):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
+
+
+def _significant(value: float) -> float:
+    """The number rounded to four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def _text(value: float, decimals: int) -> str:
+    return f"{_significant(value) if abs(value) >= 1e4 else value:,.{decimals}f}"
+
+
 def _decimals(values: Any, most: int) -> int:
+    """The decimals of a column: as many as it needs, four significant digits of its smallest number, at most `most`."""
+    sizes = values.abs()
+    smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
+    most = min(most, max(0, 3 - math.floor(math.log10(smallest)))) if smallest == smallest else most
     return next((d for d in range(most) if (values.round(d) == values.round(most)).all()), most)

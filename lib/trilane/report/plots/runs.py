@@ -14,6 +14,8 @@ from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, figure, finished, plain, stacked_bars, title
 from trilane.utils.tables import Text
 
+UNTIMED = "covered by no timer"
+
 
 def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
     """Loss (nats per token) over samples, one line a training; topologies of one plan coincide.
@@ -68,37 +70,31 @@ def _far_apart(values: Sequence[float]) -> bool:
     return max(values) > 20 * min(values)
 
 
-def predicted_against_measured(recalibration: Recalibration) -> Figure | Text:
-    """Seconds per iteration, predicted (with its 90 % interval) against measured, before and after calibration.
+def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
+    """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and after calibration.
 
-    On the diagonal a prediction is exact.
+    On the dashed line a prediction is exact.
     """
     if not recalibration:
         return NOTHING
-    names, measured = [m.name for m in recalibration.runs], [m.sec_per_it for m in recalibration.runs]
-    before, after = (
-        [(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found] for found in (recalibration.before, recalibration.after)
+    runs = recalibration.runs
+    made, axes = figure(8.0, 1.4 + 0.45 * len(runs))
+    groups = (
+        (recalibration.before, COLORS[4], "o", "before these runs"),
+        (recalibration.after, COLORS[0], "s", "after"),
     )
-    made, axes = figure(7.0, 4.2)
-    groups = ((before, COLORS[4], "o", "before calibration"), (after, COLORS[0], "s", "after"))
-    for predictions, color, marker, name in groups:
-        middle = [p[0] for p in predictions]
-        arms = [[p[0] - p[1] for p in predictions], [p[2] - p[0] for p in predictions]]
-        axes.errorbar(measured, middle, yerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
-    highest = 1.3 * max([*measured, *(p[0] for p in (*before, *after))])
-    lowest = 0.5 * min([*measured, *(p[1] for p in (*before, *after))]) if _far_apart(measured) else 0.0
-    axes.plot([lowest, highest], [lowest, highest], color=INK, lw=0.8, ls="--", label="predicted = measured")
-    for number, (label, x) in enumerate(sorted(zip(names, measured, strict=True), key=lambda pair: pair[1])):
-        # from the axis upwards: labels of runs of one speed would overlap
-        spot = (x, 0.02 + 0.06 * number)
-        side = "right" if x > 0.7 * max(measured) else "left"
-        axes.annotate(plain(label), spot, xycoords=("data", "axes fraction"), fontsize=8, ha=side)
-        axes.axvline(x, color="#c4ced6", lw=0.6, zorder=0)
-    if lowest:
-        axes.set(xscale="log", yscale="log")
-    axes.set(xlim=(lowest, 1.25 * max(measured)), ylim=(lowest, highest))
-    labels = {"xlabel": "measured (s/iteration)", "ylabel": "predicted (s/iteration)"}
-    return finished(made, "Prediction against measurement", **labels)
+    for number, (found, color, marker, name) in enumerate(groups):
+        ratios = np.array([(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found]) / [[m.sec_per_it] for m in runs]
+        middle, low, high = ratios.T
+        rows = np.arange(len(runs)) + 0.24 * number - 0.12
+        arms = [middle - low, high - middle]
+        axes.errorbar(middle, rows, xerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
+    axes.axvline(1.0, color=INK, lw=0.8, ls="--")
+    axes.set_yticks(range(len(runs)), [f"{plain(m.name)}, {m.sec_per_it:.3g} s" for m in runs])
+    axes.set_ylim(len(runs) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    return finished(made, "Predicted over measured seconds", xlabel="predicted / measured (bars: 90 % interval)")
 
 
 def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -150,7 +146,7 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
 
 
 def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
-    """Where an iteration goes by the log's own timers, in percent, one bar a run; `other` is what no timer covers."""
+    """Where an iteration goes by the log's own timers, in percent, one bar a run; the rest is covered by no timer."""
     timed = {m.name: (found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))}
     if not timed:
         return Text("No log has timers of an iteration, so only the prediction splits it (below).")
@@ -158,7 +154,7 @@ def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
     parts = []
     for found, whole in timed.values():
         part = {name: found.get(name, 0.0) for name in names}
-        parts.append({**part, "other": max(whole - sum(part.values()), 0.0)})
+        parts.append({**part, UNTIMED: max(whole - sum(part.values()), 0.0)})
     return _shares(list(timed), parts, "Measured time by part (the printing rank)")
 
 
