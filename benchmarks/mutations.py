@@ -199,7 +199,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("BITS = 1e9 / 8", "BITS = 1e9"),
         ("seconds / 1e6", "seconds / 1e3"),
     ],
-    ("logs", "logs/stream.py", "logs"): [
+    ("logs", "logs/reader.py", "logs"): [
         ('data.rfind(b"\\n") + 1', 'data.rfind(b"\\n")'),
     ],
     ("logs", "analysis/steady_state.py", "analysis/test_measure.py"): [

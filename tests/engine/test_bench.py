@@ -140,8 +140,8 @@ def test_every_number_of_a_cluster_has_its_source(
     import torch
 
     from trilane.engine.bench.collectives import Link
-    from trilane.engine.bench.report import MachineMeasurement as Findings
-    from trilane.engine.bench.report import as_cluster
+    from trilane.engine.bench.multi_rank import MachineMeasurement as Findings
+    from trilane.engine.bench.multi_rank import as_cluster
 
     card = SimpleNamespace(name="V100", major=7, minor=0, multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)

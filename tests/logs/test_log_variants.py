@@ -145,7 +145,7 @@ def test_ends_are_told_by_what_others_print(tmp_path, status, text):
 
 def test_a_form_that_said_nothing_is_heard_when_other_digits_make_it_speak(tmp_path, monkeypatch):
     """Forms of lines that hold nothing are remembered from block to block; `0 oom_kill events` and `step=0` say nothing, others do."""
-    monkeypatch.setattr("trilane.logs.stream.BLOCK", 500)
+    monkeypatch.setattr("trilane.logs.reader.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
     (tmp_path / "a.log").write_text(killed.format(0) * 30 + FIVE + killed.format(0) * 30 + killed.format(1))
     assert read_log(tmp_path / "a.log").status == "OOM"
@@ -154,7 +154,7 @@ def test_a_form_that_said_nothing_is_heard_when_other_digits_make_it_speak(tmp_p
 
 
 def test_a_dump_that_every_rank_prints_is_read_anew_in_the_next_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("trilane.logs.stream.BLOCK", 500)
+    monkeypatch.setattr("trilane.logs.reader.BLOCK", 500)
     start = "using world size: 8, data-parallel-size: 8\n"
     dump = "---------------- arguments ----------------\n  hidden_size ......... 64\n  a_name_that_is_long  7\n---------------- end of arguments ----------------\n"
     (tmp_path / "a.log").write_text((start + dump * 20 + FIVE) * 2)

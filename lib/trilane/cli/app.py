@@ -28,13 +28,13 @@ EPILOG = f"""Shell completion: eval "$({COMPLETE}=bash_source trilane)" in ~/.ba
 
 
 class Root(Group):
-    """The groups of GROUPS, each in the module of its name; `train` is next to `run`."""
+    """The groups of GROUPS, each in the module of its name; `train` and `measure` are next to `run`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(GROUPS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = "run" if cmd_name == "train" else cmd_name
+        module = "run" if cmd_name in ("train", "measure") else cmd_name
         return getattr(import_module(f"trilane.cli.{module}"), cmd_name) if cmd_name in GROUPS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -13,8 +13,7 @@ from trilane.logs import endings, units
 from trilane.logs.arguments import Value
 from trilane.logs.hardware import Device
 from trilane.logs.partial_run import PartialRun
-from trilane.logs.reader import Reader
-from trilane.logs.stream import blocks
+from trilane.logs.reader import Reader, blocks
 from trilane.logs.table import NAN, Column, NumericTable
 from trilane.utils.tables import Table, show
 from trilane.utils.validation import require

@@ -5,9 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.diagnose.restart.finding import KINDS, RestartFinding
 from trilane.diagnose.restart.over_time import changed
-from trilane.diagnose.restart.rules import differing_replicas, stale_copies, unclipped, wrong_decay
+from trilane.diagnose.restart.rules import (
+    FINDINGS,
+    RestartFinding,
+    differing_replicas,
+    stale_copies,
+    unclipped,
+    wrong_decay,
+)
 from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, RankPrint, Snapshot, read_snapshot, whole_print
 from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import read_json, require, require_folder
@@ -41,7 +47,7 @@ class RestartComparison(Table):
         """A row per finding: its kind, the tensor, the ranks, the difference."""
         import pandas as pd
 
-        rows = [(KINDS[f.kind], f.tensor, f.where, f.what) for f in self.findings]
+        rows = [(FINDINGS[f.kind], f.tensor, f.where, f.what) for f in self.findings]
         return pd.DataFrame(rows, columns=["finding", "tensor", "where", "difference"])
 
     def summary(self) -> Text:
@@ -58,7 +64,7 @@ class RestartComparison(Table):
         lines = [f"compared {line}" for line in self.compared]
         for kind in dict.fromkeys(finding.kind for finding in self.findings):
             same = [finding for finding in self.findings if finding.kind == kind]
-            lines += ["", f"{KINDS[kind]} ({len(same)}):"]
+            lines += ["", f"{FINDINGS[kind]} ({len(same)}):"]
             lines += [f"  {finding.line()}" for finding in sorted(same, key=lambda f: -(f.size or 0))[:SHOWN]]
             lines += [f"  ... and {len(same) - SHOWN} more; --json has them all"] if len(same) > SHOWN else []
         lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from trilane.diagnose.restart.finding import RestartFinding, share
+from trilane.diagnose.restart.rules import RestartFinding, share
 from trilane.diagnose.restart.snapshot import LOADED, RankPrint, Snapshot
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay

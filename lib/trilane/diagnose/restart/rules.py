@@ -1,14 +1,32 @@
-"""Rules for one state: equal replicas, weight-decay groups, gradient clipping, equal weights in model and optimizer."""
+"""Rules for one state, and what they find: where replicas differ, weight-decay groups, gradient clipping, a model
+whose weights are not the optimizer's.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from trilane.diagnose.restart.finding import RestartFinding, share
+from trilane.diagnose.hang.verdict import span
 from trilane.diagnose.restart.snapshot import RankPrint, Snapshot
 from trilane.utils.tables import grouped
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.fingerprints import COPY, Mark, Part, must_decay
+from trilane.workspace.rank_grid import shared
 
+FINDINGS = {
+    "reset": "reset to its defaults",
+    "not-restored": "not what was saved",
+    "missing": "missing",
+    "tied": "the tied embedding differs at the ends of the pipeline",
+    "tensor-replicas": "replicas differ across tensor-parallel ranks",
+    "data-replicas": "replicas differ across data-parallel ranks",
+    "decay": "in the wrong weight-decay group",
+    "clipping": "gradients were not clipped",
+    "copy": "the model computes with another weight than the optimizer holds",
+    "generators": "random number generators not restored",
+    "data": "data order not restored",
+    "optimizer": "optimizer not restored",
+}
 # Allowed difference of replicas, relative to the tensor's norm: sums in another order differ by rounding.
 ROUNDING = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
 AXES = {"pp": "tied", "tp": "tensor-replicas", "dp": "data-replicas"}
@@ -18,6 +36,43 @@ Held = tuple[RankPrint, Part]
 ROUNDED = 2e-2
 # Some engines sum the gradient norm in half precision, and clip to within its rounding.
 SLACK = 1.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartFinding:
+    """A finding, of one of FINDINGS. `tensor` is "" where it concerns none; `size`: the relative difference, if any."""
+
+    kind: str
+    what: str
+    tensor: str = ""
+    ranks: tuple[RankPrint, ...] = ()
+    size: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in FINDINGS, self.kind
+
+    @property
+    def where(self) -> str:
+        """The ranks, and the coordinates that they share."""
+        if not self.ranks:
+            return "all ranks"
+        if len(self.ranks) == 1:
+            return self.ranks[0].place
+        common = ", ".join(shared(self.ranks))
+        return f"ranks {span([r.rank for r in self.ranks])}" + (f" ({common})" if common else "")
+
+    def line(self) -> str:
+        """The finding in one line."""
+        return f"{self.kind}: {self.tensor + ', ' if self.tensor else ''}{self.where}: {self.what}"
+
+    def to_json(self) -> dict[str, Any]:
+        ranks = [{axis: getattr(r, axis) for axis in ("rank", "tp", "pp", "dp")} for r in self.ranks]
+        return {"kind": self.kind, "tensor": self.tensor, "ranks": ranks, "what": self.what, "size": self.size}
+
+
+def share(size: float) -> str:
+    """A relative difference as a percentage."""
+    return f"{100 * size:.2g} %" if size < 0.995 else f"{100 * size:.0f} %"
 
 
 def wrong_decay(snapshot: Snapshot) -> list[RestartFinding]:

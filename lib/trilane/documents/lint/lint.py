@@ -12,7 +12,7 @@ from trilane.documents.document import Document, read_document
 from trilane.documents.lint import comparison_rules, flops_rules, product_rules, size_rules
 from trilane.documents.lint.finding import LintFinding, LintTable, known
 from trilane.documents.markdown import TableRow
-from trilane.logs.stream import blocks
+from trilane.logs.reader import blocks
 from trilane.utils.tables import Table
 from trilane.utils.validation import require
 
