@@ -21,7 +21,8 @@ from typing import Any
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Run
 
 LEFT_OUT = 5
 DRAWS = 2000  # of the bootstrap

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from trilane.config import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Optimizer, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.predict import predict
 from trilane.experiments.benchmark import result

@@ -301,7 +301,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("step = multiple * tp", "step = multiple"),
         ("+ 2 * h * self.embedding_layernorm", "+ h * self.embedding_layernorm"),
     ],
-    ("counts", "config/plan.py", "config"): [
+    ("counts", "config/training.py", "config"): [
         ("math.cos(math.pi * progress)) / 2", "math.cos(math.pi * progress))"),
         ("max(1, decay - warmup)", "max(1, decay)"),
     ],

@@ -14,7 +14,8 @@ import psutil
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Run
 from trilane.utils.validation import to_mapping
 
 REPOSITORY = Path(__file__).parents[1]

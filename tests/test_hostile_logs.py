@@ -19,7 +19,7 @@ from dumps import faulthandler_text, pyspy_json, pyspy_text, recording, topology
 from plans import small_plan
 
 from trilane.cli.app import main
-from trilane.config.plan import Data
+from trilane.config.training import Data
 from trilane.engine.data import corpus
 from trilane.engine.data.text import tokenizer
 from trilane.utils.tables import Text, one_line, printable, short

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trilane.config.plan import Optimizer
+from trilane.config.training import Optimizer
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster, catalogue, cluster
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Dropout, Optimizer, Part, Plan, Run, plan_from_json, read_plan
+from trilane.config.plan import Plan, plan_from_json, read_plan
+from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.utils.validation import from_mapping, parse_integers
 
 SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)

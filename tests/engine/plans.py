@@ -8,7 +8,8 @@ from typing import Any
 from support import small_cluster
 
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Run
 from trilane.experiments.parity import OPTIMIZER, SHAPE
 
 HERE = small_cluster()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from plans import SHAPE, small_plan
 
-from trilane.config.plan import Data, Part
+from trilane.config.training import Data, Part
 from trilane.engine.data import corpus
 from trilane.engine.data.corpus import check_pair, prepare, prepare_all, write_pair
 from trilane.engine.data.text import Tokenizer, documents, tokenizer

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from plans import HERE, run_folder, small_plan, steps
 
-from trilane.config.plan import Dropout, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Dropout, Run
 from trilane.experiments.parity import PLAIN, SHAPE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from plans import SHAPE, changed, small_plan
 
-from trilane.config.plan import Part
+from trilane.config.training import Part
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from plans import small_plan
 
-from trilane.config.plan import Optimizer
+from trilane.config.training import Optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 

@@ -8,9 +8,10 @@ import pytest
 from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.forecasting import deadline
-from trilane.forecasting.deadline import DatedShape, sizes_within
+from trilane.forecasting.deadline import sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import forecast_request
+from trilane.forecasting.shape_forecasts import ShapeForecast
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import propose
 
@@ -53,9 +54,9 @@ def test_days_count_what_a_bare_pace_leaves_out(found):
 def test_the_optimum_has_twenty_tokens_a_parameter_and_the_same_compute(found, per_parameter, verdict):
     proposal = found.best.proposal
     tokens = per_parameter * proposal.shape.parameters
-    dated = DatedShape(proposal=_with_tokens(proposal, tokens), forecast=found.best.forecast)
-    parameters, optimal = dated.optimum
-    assert dated.verdict == verdict and optimal == pytest.approx(20 * parameters)
+    shape = ShapeForecast(proposal=_with_tokens(proposal, tokens), forecast=found.best.forecast)
+    parameters, optimal = shape.optimum
+    assert shape.verdict == verdict and optimal == pytest.approx(20 * parameters)
     assert parameters * optimal == pytest.approx(proposal.shape.parameters * tokens)
 
 

@@ -14,16 +14,10 @@ from trilane.costmodel.calibration import default, to_json
 from trilane.costmodel.predict import predict
 from trilane.forecasting.alternatives import other_schedules, other_topologies
 from trilane.forecasting.capacity import Capacity, CapacityStep, constant
-from trilane.forecasting.decision import (
-    Decision,
-    PlanSource,
-    calendar_record,
-    decide,
-    measured_like,
-    study_plan,
-)
+from trilane.forecasting.decision import Decision, decide
 from trilane.forecasting.failures import FailureModel
 from trilane.forecasting.forecast import forecast
+from trilane.forecasting.plan_source import PlanSource, calendar_record, measured_like, study_plan
 from trilane.forecasting.request import ForecastRequest, forecast_request
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import propose

@@ -12,7 +12,8 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Dropout, Optimizer, Part, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, megatron_args, megatron_text
 from trilane.interop.megatron_parse import parse_plan
 from trilane.interop.shell_args import read_arguments

@@ -13,7 +13,8 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan, Run, read_plan
+from trilane.config.plan import Plan, read_plan
+from trilane.config.training import Run
 from trilane.slurm import attempt, chain, client, jobs, ledger
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import read_status

@@ -14,7 +14,8 @@ from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Run
 from trilane.costmodel.predict import predict
 from trilane.slurm import client
 from trilane.slurm.preflight import check, resources

@@ -11,7 +11,8 @@ from support import wait_until
 from trilane.config.cluster import cluster as nodes_of
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Run
 from trilane.slurm import chain, client, jobs, ledger
 
 JOBS = 200

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trilane.config.model import ModelShape
-from trilane.config.plan import Run
+from trilane.config.training import Run
 from trilane.workspace import checkpoints
 
 

@@ -98,8 +98,8 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
     if days is not None:
         from trilane.forecasting.deadline import sizes_within
 
-        dated = sizes_within(days, **sizing_fields(options))
-        return emit(as_json, dated.to_json(top), dated.as_text(top), failed=not dated.rows)
+        in_time = sizes_within(days, **sizing_fields(options))
+        return emit(as_json, in_time.to_json(top), in_time.as_text(top), failed=not in_time.rows)
     request = SizeRequest(parameters=params or 0.0, **sizing_fields(options))
     found, refused = survey(request)
     values = {**proposals_json(request, found[:top], len(found)), "refused": dict(refused)}

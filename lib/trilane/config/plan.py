@@ -2,182 +2,21 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trilane.config.batch_rampup import Batch, Ramp
+from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, sums_in_fp32, unsupported_reason
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
-from trilane.utils.validation import (
-    from_mapping,
-    read_json,
-    require,
-    require_integer,
-    require_known,
-    require_label,
-    require_path,
-    require_positive,
-    to_mapping,
-)
+from trilane.config.training import Data, Dropout, Optimizer, Run
+from trilane.utils.validation import from_mapping, read_json, require, require_known, require_label, to_mapping
 
-BLEND = "blend"
 # What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One source of a blend and its share of the samples, relative to the other weights."""
-
-    source: str
-    weight: float
-
-    def __post_init__(self) -> None:
-        require(self.source != BLEND, "data.blend", self.source, "a blend cannot hold another")
-        require_path("data.blend", self.source)
-        require_positive(f"data.blend weight of {self.source}", self.weight)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """Where the tokens come from.
-
-    source      "stdlib" (text of Python's standard library), "mock" (made on the fly), a text or JSONL file, a folder
-                of text files, the prefix of an existing Megatron .bin/.idx pair, or "blend"
-    blend       the sources of "blend", mixed sample by sample so that their shares stay close to their weights
-    tokenizer   "bytes" (256 bytes and an end-of-document token), or a local folder with a Hugging Face tokenizer.json
-    folder      where prepared .bin/.idx pairs are kept
-    """
-
-    source: str = "stdlib"
-    tokenizer: str = "bytes"
-    folder: str = "outputs/data"
-    blend: tuple[Part, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("source", "tokenizer", "folder"):
-            require_path(f"data.{name}", getattr(self, name))
-        parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
-        require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
-        require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
-
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup_samples: int = 0
-    decay_samples: int = 0
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_positive("lr", self.lr)
-        require(0 <= self.min_lr <= self.lr, "min_lr", self.min_lr, f"must lie between 0 and lr={self.lr}")
-        require_integer("warmup_samples", self.warmup_samples, 0)
-        require_integer("decay_samples", self.decay_samples, 0)
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
-        require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
-
-    def learning_rate(self, samples: int, total_samples: int) -> float:
-        """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
-
-            s <= w      lr s / w                                                    linear warm-up over w samples
-            s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine to d samples, then min_lr
-
-        d is decay_samples, or the whole run where that is 0. As Megatron-LM's OptimizerParamScheduler, but one step
-        ahead: Megatron counts the samples before the iteration, so its first step under warm-up has rate 0.
-        """
-        warmup, decay = self.warmup_samples, self.decay_samples or total_samples
-        if samples <= warmup:
-            return self.lr * samples / warmup
-        progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
-        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropout:
-    """Shares of values that training sets to 0: `hidden` after the embedding, the attention and the MLP, `attention` in
-    the attention's probabilities. Megatron-LM's --hidden-dropout and --attention-dropout, which are 0.1 there.
-    """
-
-    hidden: float = 0.0
-    attention: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "attention"):
-            share = getattr(self, name)
-            require(0 <= share < 1, f"dropout.{name}", share, "must be at least 0 and below 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """How long the run is and what it leaves behind.
-
-    save_interval           iterations from one checkpoint to the next (0: none, but when asked by signal or file); a
-                            run that saves at all saves its last iteration too
-    keep_last               so many checkpoints are kept (0: all)
-    exit_duration_minutes   save and end after so long, counted from the start of the process (0.0: never)
-    load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
-    start_iteration         so many iterations are done by the plan before, whose checkpoint is `load`
-    exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
-    timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
-    tensorboard             also an event file for TensorBoard
-    hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
-                            off); longer than the longest iteration, checkpoint included
-    trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
-    """
-
-    train_iters: int = 50
-    log_interval: int = 1
-    timers: bool = False
-    tensorboard: bool = False
-    seed: int = 1234
-    ramp: Ramp = field(default_factory=Ramp)
-    save_interval: int = 0
-    keep_last: int = 2
-    exit_duration_minutes: float = 0.0
-    load: str = ""
-    hang_timeout_s: float = 1500.0  # torch itself gives up after 1800 s, without a word about who is to blame
-    trace_packages: str = ""
-    trace_calls: int = 500
-    start_iteration: int = 0
-    exit_iteration: int = 0
-
-    def __post_init__(self) -> None:
-        require_path("load", self.load)
-        for name in ("train_iters", "log_interval", "trace_calls"):
-            require_integer(name, getattr(self, name), 1)
-        for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration"):
-            require_integer(name, getattr(self, name), 0)
-        rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
-        require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
-        require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
-        minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
-        require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
-        require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
-        plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
-        require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
-
-    @property
-    def saves_at_end(self) -> bool:
-        """Whether a checkpoint of the goal belongs to the run: it saves in between, or another plan goes on."""
-        return self.save_interval > 0 or self.exit_iteration > 0
-
-    @property
-    def goal(self) -> int:
-        """The iteration after which this plan has nothing left to do."""
-        return self.exit_iteration or self.train_iters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trilane.config.plan import Run
+from trilane.config.training import Run
 from trilane.engine.distributed.world import World
 from trilane.engine.signals import Signals
 from trilane.workspace.run_folder import SAVE, STOP

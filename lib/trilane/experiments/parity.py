@@ -15,7 +15,8 @@ from trilane.config.cluster import Cluster, Gpu
 from trilane.config.engines import ENGINES
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Optimizer, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Optimizer, Run
 from trilane.launch.local import environment
 from trilane.utils.process import held_port
 from trilane.utils.validation import shipped_json

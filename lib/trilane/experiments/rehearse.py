@@ -13,7 +13,8 @@ from typing import Any
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Data, Dropout, Optimizer, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Dropout, Optimizer, Run
 from trilane.diagnose.restart.compare import RestartComparison, compare_restart
 from trilane.experiments.parity import machine
 from trilane.launch.local import train_local

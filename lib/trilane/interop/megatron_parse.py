@@ -9,7 +9,8 @@ from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
-from trilane.config.plan import BLEND, Data, Dropout, Optimizer, Part, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import BLEND, Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import BYTES, DEEPSPEED, ENGINE_OF, LM, read_kind
 from trilane.interop.shell_args import Given
 from trilane.utils.validation import DATA, read_json, require, require_known

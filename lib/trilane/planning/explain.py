@@ -7,7 +7,8 @@ from typing import Any
 
 from trilane.config.engines import default_attention, label_of, untrainable_reason
 from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology, invalid_reason
-from trilane.config.plan import Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
 from trilane.planning.search_result import Candidate

@@ -9,7 +9,8 @@ from typing import Any
 
 from trilane.config.engines import label_of, unsupported_reason
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.config.plan import Data, Optimizer, Plan, Run
+from trilane.config.plan import Plan
+from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import from_json
 from trilane.costmodel.predict import predict
 from trilane.slurm import chain, job_status, jobs, monitor, script, sites

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from trilane.config.model import ModelShape
-from trilane.config.plan import Data, read_plan
+from trilane.config.plan import read_plan
+from trilane.config.training import Data
 from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.utils.files import lock
 from trilane.utils.folder_lock import FolderLock

@@ -1,0 +1,82 @@
+"""The plan that a forecast is about and the file it comes from; what calendar.json records of both."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trilane.config.model import ModelShape
+from trilane.config.parallelism import Topology
+from trilane.config.plan import Plan, plan_from_json
+from trilane.costmodel.calibration import Calibration, from_json
+from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
+from trilane.forecasting.forecast import Forecast
+from trilane.forecasting.record import Record
+from trilane.utils.validation import read_json, require
+from trilane.workspace.study import Study
+
+NOT_RECORDED = ("adam", "buckets")  # choices that measured rows leave open
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSource:
+    """The file that a plan comes from, what made it (empty: not recorded), and its prediction and calibration."""
+
+    file: str
+    made_by: Record = field(default_factory=dict)
+    prediction: Record = field(default_factory=dict)
+    calibration: Calibration | None = None
+
+
+def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
+    """A plan and its source: a file, or one of the study's plans.json by id or label ("": the best)."""
+    if name.endswith(".json"):
+        values = read_json(name, "plan")
+        plan = plan_from_json(values)
+        return plan, PlanSource(file=name, prediction=values.get("prediction") or {})
+    found = study.load("plans.json", "02_topology")
+    listed = found["plans"] + (found.get("risky", []) if name else [])  # the best plan is a safe one
+    entry = next((p for p in listed if name in ("", p["id"], p["label"])), None)
+    rule = f"no plan of study {study.name} has this id or label; nor is it a .json file"
+    require(entry is not None, "plan", name, rule)
+    assert entry is not None
+    known = from_json(found["calibration"]) if "calibration" in found else None
+    source = PlanSource(file="plans.json", made_by=found["made_by"], prediction=entry["prediction"], calibration=known)
+    return plan_from_json(entry), source
+
+
+def calendar_record(found: Forecast, source: PlanSource) -> Record:
+    """What calendar.json holds: the forecast, its plan with prediction and source, alternatives, causes of delay."""
+    r, p = found.request, found.prediction
+    return {
+        **found.record,
+        "plan_id": r.plan.id,
+        "plan_json": r.plan.to_json(),
+        "prediction": p.to_json(),
+        "source": {"file": source.file, "made_by": source.made_by, "prediction": source.prediction},
+        "sec_per_it": p.sec_per_it,
+        "sec_interval": [p.sec_lo, p.sec_hi],
+        "memory_bytes": p.memory_bytes,
+        "card_bytes": r.plan.cluster.gpu.memory_bytes,
+        "oom_probability": p.oom_probability,
+        "fitted_rows": r.calibration.rows,
+        "half_width": r.calibration.half_width,
+        "measured": [{"row": row.row_id, "seconds": row.seconds} for row in measured_like(r.plan)],
+        "schedules": [vars(other) for other in found.alternatives.schedules],
+        "rivals": [vars(other) for other in found.alternatives.topologies],
+    }
+
+
+def measured_like(plan: Plan) -> list[MeasuredRow]:
+    """The shipped rows of the plan's model and topology on the same GPU, but for what no row records."""
+    if plan.cluster.gpu.kind == "cpu":
+        return []
+    rows, _ = read_rows(Path(shipped_rows()).with_name("scored.csv"))
+    wanted = _identity(plan.shape, plan.topology, plan.cluster.gpu.name)
+    same = (r for r in rows if _identity(r.case.shape, r.case.topology, r.case.cluster.gpu.name) == wanted)
+    return [r for r in same if r.seconds == r.seconds]  # a row without a time has nan
+
+
+def _identity(shape: ModelShape, topology: Topology, gpu: str) -> tuple[Any, ...]:
+    sizes = (shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.seq_length)
+    choices = {name: value for name, value in vars(topology).items() if name not in NOT_RECORDED}
+    return sizes, choices, gpu
