@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from slurm_cluster import REQUEST, SITE, plan, run_folder, started
 from support import wait_until
 
-from trilane.slurm import attempt, client, jobs, ledger
+from trilane.slurm import attempt, client, jobs, ledger, submission
 
 HELD = "#!/bin/bash\n#SBATCH --hold\n#SBATCH --account=xyz@a100\n#SBATCH --time=10\nsleep 300\n"
 PAUSED = 'sleep {0}; out=$("$real" "$@") || exit; sleep {0}; echo "$out"'
@@ -155,7 +155,7 @@ def running_jobs(root: Path, count: int) -> list[str]:
     """Jobs that run, and would sleep for minutes."""
     script = root / "sleep.sbatch"
     script.write_text(HELD.replace("#SBATCH --hold\n", ""))
-    ids = [client.submit(script, "--output=/dev/null") for _ in range(count)]
+    ids = [submission.sbatch(script, "--output=/dev/null") for _ in range(count)]
     wait_until(lambda: all(s.state == "RUNNING" for s in client.states(ids).values()), 60, "the jobs do not start")
     return ids
 

@@ -16,7 +16,7 @@ from trilane.cli.app import main
 from trilane.config.plan import read_plan
 from trilane.engine.data import corpus
 from trilane.report import notebook
-from trilane.slurm import client, job_status, jobs, ledger, monitor, sweep
+from trilane.slurm import client, job_status, jobs, ledger, monitor, submission, sweep
 from trilane.slurm.preflight import check, finding
 from trilane.slurm.script import render
 from trilane.slurm.sites import JobRequest
@@ -94,7 +94,7 @@ def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: 
     commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1'")
     with pytest.raises(ValueError, match=r"has job 77 already"):
         jobs.submit(folder, SITE, REQUEST)
-    assert jobs.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
+    assert submission.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
 
 
 def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed(
@@ -203,12 +203,12 @@ def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Co
     commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
     commands.say("squeue", AWAY)
     with pytest.raises(client.SlurmUnreachable) as found:
-        client.submit(folder / "job.sbatch")
+        submission.sbatch(folder / "job.sbatch")
     token = re.search(r"--comment=(\S+)", commands.calls("sbatch")[0])
     said = "the job may have been accepted: look with: squeue -u $USER -t all -o '%i %k' | grep "
     assert token and str(found.value).endswith(said + token[1]) and "nothing was changed" not in str(found.value)
     commands.say("squeue", """sed -n 's/.*--comment=\\([^ ]*\\).*/78|\\1/p' "${0%/*}/calls" | tail -n 1""")
-    assert client.submit(folder / "job.sbatch") == "78"
+    assert submission.sbatch(folder / "job.sbatch") == "78"
 
 
 def test_a_test_submission_is_tried_again_and_never_a_traceback(
@@ -225,12 +225,12 @@ def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(command
     hours = "Your project xyz has used up its hours, see https://example.org/hours"
     commands.say("sbatch", f"printf 'sbatch: error: {hours}\\nsbatch: error: Unspecified error\\n' >&2; exit 1")
     with pytest.raises(client.SlurmError, match=rf"^slurm=sbatch: {hours}; Unspecified error$"):
-        client.submit(folder / "job.sbatch")
+        submission.sbatch(folder / "job.sbatch")
     commands.say("sbatch", "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'")
-    assert client.submit(folder / "job.sbatch") == "4711"
+    assert submission.sbatch(folder / "job.sbatch") == "4711"
     commands.say("sbatch", "echo Welcome")
     with pytest.raises(client.SlurmError, match=r"^slurm=sbatch: printed 'Welcome', which is not a job id; look with"):
-        client.submit(folder / "job.sbatch")
+        submission.sbatch(folder / "job.sbatch")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -16,7 +16,7 @@ from support import wait_until
 from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
-from trilane.slurm import client, job_status, jobs, ledger, monitor, sweep
+from trilane.slurm import client, job_status, jobs, ledger, monitor, submission, sweep
 from trilane.slurm.preflight import check
 from trilane.slurm.preflight.finding import REFUSAL
 from trilane.utils.validation import to_mapping
@@ -140,7 +140,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(clu
             script = tmp_path / name / where
             text = script.read_text()
             script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
-            wanted[client.submit(script) + end] = script.parent
+            wanted[submission.sbatch(script) + end] = script.parent
         wait_until(
             lambda ids=list(wanted): all(s.has_ended for s in client.states(ids).values()), 120, "end of the jobs"
         )
@@ -152,7 +152,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(clu
 
 def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> None:
     """`srun --jobid=6_1` is "Invalid numeric value"."""
-    array = client.submit(sleeper / "job.sbatch", "--array=1-2")
+    array = submission.sbatch(sleeper / "job.sbatch", "--array=1-2")
     try:
         wait_until(lambda: client.states([f"{array}_1"])[f"{array}_1"].state == "RUNNING", 120, "running")
         assert client.raw_id(f"{array}_1") not in (array, f"{array}_1")
@@ -162,7 +162,7 @@ def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> No
 
 
 def test_a_dead_node_joins_those_that_a_waiting_job_avoids(sleeper: Path) -> None:
-    job = client.submit(sleeper / "job.sbatch", "--begin=now+1hour", "--exclude=jz-a100-[1-2]")
+    job = submission.sbatch(sleeper / "job.sbatch", "--begin=now+1hour", "--exclude=jz-a100-[1-2]")
     client.exclude(job, ["jz-a100-3"])
     found = re.findall(r"ExcNodeList=(\S+)", client.call(["scontrol", "show", "job", job]))
     assert [client.hostnames(nodes) for nodes in found] == [["jz-a100-1", "jz-a100-2", "jz-a100-3"]]
@@ -213,7 +213,7 @@ def test_a_controller_that_is_away_is_waited_for_and_nothing_is_submitted_twice(
     os.kill(pid, 9)
     back = threading.Timer(1, cluster.start)
     back.start()
-    job = client.submit(sleeper / "job.sbatch")
+    job = submission.sbatch(sleeper / "job.sbatch")
     back.join()
     listed = client.call(["squeue", "-h", "-t", "all", "-o", "%i %Z"]).splitlines()
     assert [line for line in listed if line.endswith(f" {sleeper}")] == [f"{job} {sleeper}"]

@@ -13,7 +13,7 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import chain, client, jobs, ledger
+from trilane.slurm import chain, client, jobs, ledger, submission
 
 JOBS = 200
 
@@ -67,8 +67,8 @@ def test_the_status_of_200_jobs_takes_one_call_of_slurm(
         (folder / "plan.json").write_text(json.dumps(bloom(folder.name).to_json()))
     script = tmp_path / "job.sbatch"
     script.write_text(jobs.files(bloom("bloom"), SITE, REQUEST)["job.sbatch"])
-    ids = [client.submit(script, "--hold") for _ in range(20)]
-    array = client.submit(script, "--hold", f"--array=1-{JOBS - len(ids)}")
+    ids = [submission.sbatch(script, "--hold") for _ in range(20)]
+    array = submission.sbatch(script, "--hold", f"--array=1-{JOBS - len(ids)}")
     ids += [f"{array}_{number}" for number in range(1, 1 + JOBS - len(ids))]
     for folder, job in zip(folders, ids, strict=True):
         ledger.note(folder, "submitted", job, site="test", script="")

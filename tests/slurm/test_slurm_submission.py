@@ -8,7 +8,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, Cluster
 from support import REPOSITORY, wait_until
 
-from trilane.slurm import client, jobs, ledger
+from trilane.slurm import client, jobs, ledger, submission
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import submit_races
@@ -27,7 +27,7 @@ import submit_races
 def test_a_killed_submission_leaves_one_job(
     how: str, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "SETTLE_S", 2.0)
+    monkeypatch.setattr(submission, "SETTLE_S", 2.0)
     folder = submit_races.held_run(tmp_path, "run")
     with submit_races.changed_sbatch(tmp_path, how):
         assert submit_races.together([lambda: jobs.submit(folder, SITE, REQUEST)]) == 0
@@ -50,11 +50,11 @@ def test_submissions_and_jobs_at_once(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_job_that_squeue_has_forgotten_is_found_by_the_accounting(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, token = tmp_path / "job.sbatch", client.new_token()
+    script, token = tmp_path / "job.sbatch", submission.new_token()
     script.write_text("#!/bin/bash\n#SBATCH --account=xyz@a100\n#SBATCH --time=10\n")
-    job = client.submit(script, token=token)
-    assert client.comment(job) == token and client.find([token, client.new_token()]) == {token: job}
+    job = submission.sbatch(script, token=token)
+    assert client.comment(job) == token and submission.find([token, submission.new_token()]) == {token: job}
     (tmp_path / "squeue").write_text("#!/bin/true\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    wait_until(lambda: client.find([token]) == {token: job}, 30, "the accounting")
+    wait_until(lambda: submission.find([token]) == {token: job}, 30, "the accounting")

@@ -16,7 +16,7 @@ import pytest
 from slurm_cluster import REQUEST, SITE, one, plan, run_folder
 
 from trilane.cli.app import main
-from trilane.slurm import attempt, chain, client, jobs, ledger, sweep
+from trilane.slurm import attempt, chain, client, jobs, ledger, submission, sweep
 from trilane.utils.folder_lock import LOCK, FolderLock
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
@@ -65,7 +65,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(client, "DELAYS_S", (0.01,))
     monkeypatch.setattr(client.getpass, "getuser", lambda: "me")
-    monkeypatch.setattr(jobs, "SETTLE_S", 0.2)
+    monkeypatch.setattr(submission, "SETTLE_S", 0.2)
     return Slurm(tmp_path / "bin")
 
 
@@ -124,7 +124,7 @@ def test_a_submission_killed_around_sbatch_leaves_neither_a_second_job_nor_a_los
     assert forked(lambda: submit(folder)) == [""] and ledger.events(folder, "submitting")
     slurm.does(f"{ACCEPT}; echo $$")
     (said,) = forked(lambda: submit(folder))
-    assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == jobs.active_jobs(folder)
+    assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == submission.active_jobs(folder)
     assert bool(re.search(rf"^ActiveJob: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
     assert not ledger.open_submissions(folder) and LOCK not in left(folder)
 
@@ -133,7 +133,7 @@ def test_a_job_whose_submission_was_killed_is_shown_and_cancelled(slurm: Slurm, 
     slurm.does(f"{ACCEPT}; kill -9 $PPID")
     forked(lambda: submit(folder))
     (job,) = slurm.queue
-    assert (one(folder).id, one(folder).status) == (job, "waiting") and jobs.active_jobs(folder) == [job]
+    assert (one(folder).id, one(folder).status) == (job, "waiting") and submission.active_jobs(folder) == [job]
     assert jobs.cancel([folder]) == [job]
 
 
@@ -256,7 +256,7 @@ def test_a_sweep_and_a_chain_are_submitted_once(slurm: Slurm, tmp_path: Path) ->
 def test_a_run_that_trains_here_is_not_started_twice(
     slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(submission, "PATIENCE_S", 0.05)
     begun, release = threading.Event(), threading.Event()
 
     def train(*_: object, **__: object) -> None:

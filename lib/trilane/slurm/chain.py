@@ -12,7 +12,7 @@ from typing import Any
 
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.predict import predict
-from trilane.slurm import jobs
+from trilane.slurm import jobs, submission
 from trilane.slurm.script import SCRIPT
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import (
@@ -140,12 +140,12 @@ def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     require_integer("times", times, 1)
     ids: list[str] = []
     stages = stages_of(folder.resolve())
-    with jobs.exclusive(stages) as lock:
+    with submission.exclusive(stages) as lock:
         left = [stage for stage in stages if not is_completed(stage)]
         for stage in [stage for stage in left for _ in range(times)]:
             # a job that depends on one that SLURM has forgotten would wait forever
             after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-            ids.append(jobs.submit_script(stage / SCRIPT, {stage: ""}, site.name, after, lock))
+            ids.append(submission.submit_script(stage / SCRIPT, {stage: ""}, site.name, after, lock))
     return ids
 
 

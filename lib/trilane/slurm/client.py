@@ -1,13 +1,11 @@
 """SLURM's commands (sbatch, squeue, sacct, scontrol, scancel, sinfo) and their output as values."""
 
-import contextlib
 import getpass
 import re
 import shutil
 import subprocess
 import textwrap
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +36,6 @@ class SlurmError(ValueError):
 
 class SlurmUnreachable(SlurmError):
     """The controller cannot be reached."""
-
-
-class UnknownSubmission(SlurmUnreachable):
-    """Whether SLURM accepted a submission is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,80 +89,10 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
-def new_token() -> str:
-    """A comment by which the job of one submission is found again."""
-    return f"trilane-{uuid.uuid4().hex[:12]}"
-
-
-def look_command(*tokens: str) -> str:
-    """The command with which a person finds the jobs of tokens."""
-    return f"squeue -u $USER -t all -o '%i %k' | grep {tokens[0] if len(tokens) == 1 else 'trilane-'}"
-
-
-def submit(script: Path, *options: str, token: str = "") -> str:
-    """Submit `script` from its folder, marked with the token; the job's id.
-
-    A controller that failed during the call may have accepted the job: before another try it is looked for by its
-    token, so that nothing is submitted twice. Where even that fails, UnknownSubmission names the command that looks.
-    """
-    token = token or new_token()
-    command = ["sbatch", "--parsable", f"--comment={token}", *options, "--", script.name]
-    for delay in (*DELAYS_S, None):
-        try:
-            return _job_of(call(command, cwd=script.parent, again=False), token)
-        except UnknownSubmission:
-            raise
-        except SlurmUnreachable as error:
-            reason = str(error).removesuffix("; nothing was changed")
-            try:
-                time.sleep(delay or 0.0)
-                found = find([token])
-            except SlurmUnreachable:
-                break
-        if found:
-            return found[token]
-    raise UnknownSubmission(f"{reason}; the job may have been accepted: look with: {look_command(token)}")
-
-
-def _job_of(output: str, token: str) -> str:
-    """The id that sbatch --parsable prints as ID[;CLUSTER], in the last line: a site's own sbatch may print others."""
-    job = (output.strip().splitlines() or [""])[-1].split(";")[0].strip()
-    if JOB_ID.fullmatch(job) is None:
-        reason = f"slurm=sbatch: printed {job[:MESSAGE_LENGTH]!r}, which is not a job id"
-        raise UnknownSubmission(f"{reason}; look with: {look_command(token)}")
-    return job
-
-
-def find(tokens: Iterable[str]) -> dict[str, str]:
-    """The job, or array, of each token, where SLURM has one: by squeue, else by the accounting of the last week.
-
-    Raises SlurmUnreachable where squeue does not answer. Left out: a job that has ended, where squeue has forgotten it
-    and the accounting does not answer or keeps neither the comment nor the command line.
-    """
-    wanted = set(tokens)
-    rows = (line.partition("|") for line in call(["squeue", "-h", "-t", "all", "-o", "%F|%k"]).splitlines())
-    found = {token: job for job, _, token in rows if token in wanted}
-    for kept in ("comment,submitline", "comment") if wanted - set(found) else ():  # submitline: since SLURM 20.11
-        with contextlib.suppress(SlurmError):
-            output = call(["sacct", "-XnP", "-S", "now-7days", "-o", f"jobid,{kept}"], again=False)
-            pairs = [(line.split("|")[0].split("_")[0], line) for line in output.splitlines()]
-            return {token: job for job, line in pairs for token in wanted if token in line} | found
-    return found
-
-
 def comment(job: str) -> str:
     """The comment of a job that squeue knows: the token of its submission."""
     _checked([job])
     return call(["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"]).strip().partition("\n")[0]
-
-
-def is_submitting(token: str) -> bool:
-    """Whether an sbatch with that token runs on this host: it outlives the process that started it."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if f"--comment={token}\0".encode() in path.read_bytes():
-                return True
-    return False
 
 
 def test_only(script: Path, *options: str) -> str:

@@ -13,7 +13,7 @@ from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import from_json
 from trilane.costmodel.predict import predict
-from trilane.slurm import chain, job_status, jobs, monitor, script, sites
+from trilane.slurm import chain, job_status, jobs, monitor, script, sites, submission
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.sites import JobRequest, Site
@@ -111,7 +111,7 @@ class StudyRuns(Table):
             return "completed before"
         try:
             return jobs.submit(run.folder, self.site, self.request)
-        except jobs.ActiveJob as error:
+        except submission.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
     def watch(self, seconds: float) -> None:
@@ -191,7 +191,7 @@ def prepare_runs(
         )
         prediction = entries[i]["prediction"] if plan.id == searched.id else predict(plan, known).to_json()
         texts = jobs.files(plan, script_site(where), request, prediction)
-        folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
+        folder, is_completed = study.run_folder(plan, texts, submission.active_jobs)
         reason = "fastest predicted" if i < count else "control: TP and PP at work"
         rows.append(StudyRun(plan=plan, prediction=prediction, reason=reason, folder=folder, is_completed=is_completed))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))

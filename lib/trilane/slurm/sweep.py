@@ -10,7 +10,7 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
-from trilane.slurm import jobs
+from trilane.slurm import jobs, submission
 from trilane.slurm.ledger import INDEX, Member, SweepIndex, read_index
 from trilane.slurm.script import node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
@@ -86,13 +86,13 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
     paths = members(folder)
     wanted = sorted(lines) or range(1, len(paths) + 1)
     arrays = []
-    with jobs.exclusive([folder, *(paths[n - 1] for n in wanted)]) as lock:
+    with submission.exclusive([folder, *(paths[n - 1] for n in wanted)]) as lock:
         for name, group in _by_script([read_plan(p / "plan.json") for p in paths], site).items():
             chosen = [n for n in group if n in wanted]
             if chosen:
                 runs = {folder: ""} | {paths[n - 1]: f"_{n}" for n in chosen}
                 limit = f"--array={','.join(map(str, chosen))}%{parallel}"
-                arrays.append(jobs.submit_script(folder / name, runs, site.name, [limit], lock, lines=chosen))
+                arrays.append(submission.submit_script(folder / name, runs, site.name, [limit], lock, lines=chosen))
     return arrays
 
 
