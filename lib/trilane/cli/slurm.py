@@ -1,87 +1,24 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains."""
 
-import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import wraps
-from itertools import zip_longest
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
-from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Checked, Choice, Group, command, emit, number, option, whole
+from trilane.cli.options import FOLDER, JSON, PLAN, Choice, Group, command, emit, number, option, whole
+from trilane.cli.slurm_options import ALLOW, RUNS, SITE, as_dicts, checked, folders_of, print_status, request_options
+from trilane.cli.slurm_sweep import chain, sweep
 from trilane.config.plan import locate_plan, read_plan
-from trilane.slurm import sites
-from trilane.slurm.sites import CHOICES, JobRequest, Site
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file
 
 TIME_IS_OVER = 75  # EX_TEMPFAIL: try again; monitor.sbatch then submits itself once more
 TEMPLATES = Choice(("train", "sweep", "bench", "interactive", "monitor"))
-RUNS = click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-ALLOW = option("--allow", multiple=True, metavar="RULE", help="only warn of this rule; may be repeated")
-SITE_TYPE = Checked("text", lambda field, name: sites.site(name))
-SITE = option("--site", required=True, type=SITE_TYPE, help=f"{', '.join(sites.catalogue())}, or a JSON file")
-
-
-def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An option for each field of a JobRequest; the function gets them as one, named `request`."""
-
-    @wraps(function)
-    def with_request(**given: Any) -> Any:
-        request = JobRequest(**{f.name: given.pop(f.name) for f in fields(JobRequest)})
-        return function(request=request, **given)
-
-    decorated: Callable[..., Any] = with_request
-    for f in reversed(fields(JobRequest)):
-        name = f.name.replace("_", "-")
-        if isinstance(f.default, bool):
-            decorated = option(f"--{name}/--no-{name}", default=f.default, show_default=True)(decorated)
-        else:
-            kind = Choice(CHOICES[f.name]) if f.name in CHOICES else whole(0) if isinstance(f.default, int) else str
-            decorated = option(f"--{name}", type=kind, default=f.default)(decorated)
-    return decorated
-
 
 slurm = Group("slurm", help="Check, submit and watch runs on SLURM.")
-
-
-def folders_of(runs: Sequence[str]) -> list[Path]:
-    """The run folders that paths, plans' files or studies' names mean; a new one for a plan that has none."""
-    from trilane.launch.local import run_folder
-    from trilane.workspace.study import run_folders
-
-    found = list[Path]()
-    for run in runs:
-        is_plan = not Path(run).is_dir() and locate_plan(run)[0].is_file()
-        found += [run_folder(run, True)] if is_plan else run_folders([run])
-    return found
-
-
-def checked(
-    paths: Sequence[Path], site: Site, request: JobRequest, allow: Collection[str], scripts: Sequence[Path] = ()
-) -> tuple[dict[str, Any], bool]:
-    """The findings about run folders, each with its script if given; and whether one is refused."""
-    from trilane.slurm.preflight import check
-
-    found = dict[str, Any]()
-    for path, script in zip_longest(paths, scripts):
-        found[str(path)] = check.check_job(read_plan(path / "plan.json"), site, request, path, allow, script)
-    return found, any(map(check.refused, found.values()))
-
-
-def findings_text(found: Mapping[str, Any]) -> str:
-    """Two lines for each finding, after the name of its run."""
-    from trilane.slurm.preflight import check
-
-    return "\n".join(f"{Path(path).name}: {check.line(f)}" for path, findings in found.items() for f in findings)
-
-
-def as_dicts(found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Findings by run, as JSON."""
-    return {name: [f.to_json() for f in findings] for name, findings in found.items()}
 
 
 @command(slurm, PLAN, SITE, ALLOW, JSON, request_options, name="check")
@@ -151,22 +88,6 @@ def status(runs: Sequence[str], as_json: bool) -> int:
     return print_status(folders_of(runs), as_json)
 
 
-def print_status(folders: Sequence[Path], as_json: bool) -> int:
-    """The jobs of run folders, a line each; 1 where one failed."""
-    from trilane.slurm import jobs
-
-    found = jobs.job_status(folders)
-    text, failed = "\n".join(map(status_line, found)), any(job.has_failed for job in found)
-    return emit(as_json, {"jobs": [job.to_json() for job in found]}, text, failed=failed)
-
-
-def status_line(job: Any) -> str:
-    """A job in one line for the terminal."""
-    later = f" +{job.waiting}" if job.waiting else ""
-    state = f"{job.run:28.28} {job.id + later:12} {job.state:13} {job.elapsed:>10} {job.reason or job.nodes:22.22}"
-    return f"{state} {job.iteration:>7}/{job.iterations} {job.status:10} {job.evidence[:80]}".rstrip()
-
-
 @command(slurm, click.argument("run"), option("--lines", type=whole(), default=20, help="lines to print"), JSON)
 def tail(run: str, lines: int, as_json: bool) -> None:
     """Print the last lines of a run's log."""
@@ -234,6 +155,8 @@ def attach(job: str, what: str, slots: int, as_json: bool) -> None:
 
 job = Group("job", help="For the job scripts: may this attempt begin, and how did it end.")
 slurm.add_command(job)
+slurm.add_command(sweep)
+slurm.add_command(chain)
 
 
 @command(job, FOLDER, JSON)
@@ -253,113 +176,3 @@ def end(folder: Path, code: int, as_json: bool) -> None:
     outcome = attempt.end(folder, code)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
     emit(as_json, asdict(outcome), text, indent=None)
-
-
-sweep = Group("sweep", help="A table of plans as one job array.")
-slurm.add_command(sweep)
-
-
-def print_values(as_json: bool, name: str, values: list[str]) -> int:
-    """The list, an element a line."""
-    lines = [f"{name}: {value}" for value in values or ["nothing"]]
-    return emit(as_json, {name: values}, "\n".join(lines), indent=None)
-
-
-@command(sweep, click.argument("plans", type=FILE), FOLDER, SITE, JSON, request_options, name="create")
-def create_sweep(plans: Path, folder: Path, site: Site, as_json: bool, request: JobRequest) -> None:
-    """Write the run folders and scripts of an array; PLANS is `plan search --json`, 02's plans.json or a list."""
-    from trilane.slurm import sweep
-
-    made = sweep.create(folder, sweep.read_plans(plans), site, request)
-    print_values(as_json, "created", [str(path) for path in made])
-
-
-@command(sweep, FOLDER, SITE, ALLOW, JSON, request_options, name="submit")
-def submit_sweep(**options: Any) -> int:
-    """Submit all runs, or where the check refuses one, none."""
-    return start_sweep(**options, is_again=False)
-
-
-@command(sweep, FOLDER, SITE, ALLOW, JSON, request_options, name="rerun")
-def rerun_sweep(**options: Any) -> int:
-    """Submit the failed runs again, or where the check refuses one, none."""
-    return start_sweep(**options, is_again=True)
-
-
-def start_sweep(
-    folder: Path, site: Site, allow: Collection[str], as_json: bool, request: JobRequest, *, is_again: bool
-) -> int:
-    """Check the runs, each with its array's script, and submit them; 1 where one is refused."""
-    from trilane.slurm import sweep
-    from trilane.slurm.preflight import check
-
-    scripts, paths = sweep.scripts(folder, site), sweep.members(folder)
-    chosen = sweep.failures(folder) if is_again else range(1, len(paths) + 1)
-    found, is_refused = checked([paths[n - 1] for n in chosen], site, request, allow, [scripts[n] for n in chosen])
-    if is_refused:
-        refused = {path: check.refused(findings) for path, findings in found.items()}
-        return emit(as_json, {"findings": as_dicts(refused)}, findings_text(found), failed=True)
-    submitted = (sweep.rerun if is_again else sweep.submit)(folder, site, request.parallel)
-    return print_values(as_json, "submitted", submitted)
-
-
-@command(sweep, FOLDER, JSON, name="status")
-def status_of_sweep(folder: Path, as_json: bool) -> int:
-    """Print every run; exit code 1 where one failed."""
-    from trilane.slurm import sweep
-
-    return print_status(sweep.members(folder), as_json)
-
-
-@command(sweep, FOLDER, JSON, name="table")
-def table_of_sweep(folder: Path, as_json: bool) -> None:
-    """Print the results, fastest first."""
-    from trilane.slurm import sweep
-
-    found = sweep.table(folder)
-    emit(as_json, json.loads(found.to_json(orient="records")), found.to_string(index=False))
-
-
-chain = Group("chain", help="A long run as dependent jobs.")
-slurm.add_command(chain)
-
-
-STAGES = option(
-    "--stages", default="", metavar="GBS:NODES:MBS,...", help="numbers of nodes that follow the batch ramp-up"
-)
-TIMES = option("--times", type=whole(), default=1, help="jobs a stage, where one time limit is not enough")
-
-
-@command(chain, PLAN, FOLDER, STAGES, SITE, JSON, request_options, name="create")
-def create_chain(plan: Path, folder: Path, stages: str, site: Site, as_json: bool, request: JobRequest) -> None:
-    """Write the run folders of a chain that trains PLAN."""
-    from trilane.slurm import chain
-
-    made = chain.create(folder, read_plan(plan), chain.parse_stages(stages) if stages else [], site, request)
-    rows = [chain.link_record(path, link) for path, link in zip(made, chain.read(folder), strict=True)]
-    text = "{run}: iterations {first}-{last}, {gpus} GPUs, {hours:.2f} h, {gpu_hours:.2f} GPU hours"
-    emit(as_json, {"links": rows}, "\n".join(text.format_map(row) for row in rows))
-
-
-@command(chain, FOLDER, TIMES, SITE, ALLOW, JSON, request_options, name="submit")
-def submit_chain(
-    folder: Path, times: int, site: Site, allow: Collection[str], as_json: bool, request: JobRequest
-) -> int:
-    """Submit the jobs, each after the one before; none where the check refuses one."""
-    from trilane.slurm import chain
-    from trilane.workspace import run_folder
-
-    left = [p for p in chain.stages_of(folder) if not run_folder.is_completed(p)]
-    found, is_refused = checked(left, site, request, allow)
-    ids = [] if is_refused else chain.submit(folder, site, times)
-    text = "\n".join(filter(None, [findings_text(found), f"submitted: {', '.join(ids) or 'nothing'}"]))
-    by_name = {Path(path).name: findings for path, findings in found.items()}
-    return emit(as_json, {"findings": as_dicts(by_name), "submitted": ids}, text, failed=is_refused)
-
-
-@command(chain, FOLDER, JSON, name="status")
-def status_of_chain(folder: Path, as_json: bool) -> int:
-    """Print every stage; exit code 1 where one failed."""
-    from trilane.slurm import chain
-
-    return print_status(chain.stages_of(folder), as_json)

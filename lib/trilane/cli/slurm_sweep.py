@@ -1,0 +1,119 @@
+"""`trilane slurm sweep`: a table of plans as one job array; `trilane slurm chain`: a long run as dependent jobs."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Group, command, emit, option, whole
+from trilane.cli.slurm_options import ALLOW, SITE, as_dicts, checked, findings_text, print_status, request_options
+from trilane.config.plan import read_plan
+from trilane.slurm.sites import JobRequest, Site
+
+sweep = Group("sweep", help="A table of plans as one job array.")
+
+
+def print_values(as_json: bool, name: str, values: list[str]) -> int:
+    """The list, an element a line."""
+    lines = [f"{name}: {value}" for value in values or ["nothing"]]
+    return emit(as_json, {name: values}, "\n".join(lines), indent=None)
+
+
+@command(sweep, click.argument("plans", type=FILE), FOLDER, SITE, JSON, request_options, name="create")
+def create_sweep(plans: Path, folder: Path, site: Site, as_json: bool, request: JobRequest) -> None:
+    """Write the run folders and scripts of an array; PLANS is `plan search --json`, 02's plans.json or a list."""
+    from trilane.slurm import sweep
+
+    made = sweep.create(folder, sweep.read_plans(plans), site, request)
+    print_values(as_json, "created", [str(path) for path in made])
+
+
+@command(sweep, FOLDER, SITE, ALLOW, JSON, request_options, name="submit")
+def submit_sweep(**options: Any) -> int:
+    """Submit all runs, or where the check refuses one, none."""
+    return start_sweep(**options, is_again=False)
+
+
+@command(sweep, FOLDER, SITE, ALLOW, JSON, request_options, name="rerun")
+def rerun_sweep(**options: Any) -> int:
+    """Submit the failed runs again, or where the check refuses one, none."""
+    return start_sweep(**options, is_again=True)
+
+
+def start_sweep(
+    folder: Path, site: Site, allow: Collection[str], as_json: bool, request: JobRequest, *, is_again: bool
+) -> int:
+    """Check the runs, each with its array's script, and submit them; 1 where one is refused."""
+    from trilane.slurm import sweep
+    from trilane.slurm.preflight import check
+
+    scripts, paths = sweep.scripts(folder, site), sweep.members(folder)
+    chosen = sweep.failures(folder) if is_again else range(1, len(paths) + 1)
+    found, is_refused = checked([paths[n - 1] for n in chosen], site, request, allow, [scripts[n] for n in chosen])
+    if is_refused:
+        refused = {path: check.refused(findings) for path, findings in found.items()}
+        return emit(as_json, {"findings": as_dicts(refused)}, findings_text(found), failed=True)
+    submitted = (sweep.rerun if is_again else sweep.submit)(folder, site, request.parallel)
+    return print_values(as_json, "submitted", submitted)
+
+
+@command(sweep, FOLDER, JSON, name="status")
+def status_of_sweep(folder: Path, as_json: bool) -> int:
+    """Print every run; exit code 1 where one failed."""
+    from trilane.slurm import sweep
+
+    return print_status(sweep.members(folder), as_json)
+
+
+@command(sweep, FOLDER, JSON, name="table")
+def table_of_sweep(folder: Path, as_json: bool) -> None:
+    """Print the results, fastest first."""
+    from trilane.slurm import sweep
+
+    found = sweep.table(folder)
+    emit(as_json, json.loads(found.to_json(orient="records")), found.to_string(index=False))
+
+
+chain = Group("chain", help="A long run as dependent jobs.")
+
+STAGES = option(
+    "--stages", default="", metavar="GBS:NODES:MBS,...", help="numbers of nodes that follow the batch ramp-up"
+)
+TIMES = option("--times", type=whole(), default=1, help="jobs a stage, where one time limit is not enough")
+
+
+@command(chain, PLAN, FOLDER, STAGES, SITE, JSON, request_options, name="create")
+def create_chain(plan: Path, folder: Path, stages: str, site: Site, as_json: bool, request: JobRequest) -> None:
+    """Write the run folders of a chain that trains PLAN."""
+    from trilane.slurm import chain
+
+    made = chain.create(folder, read_plan(plan), chain.parse_stages(stages) if stages else [], site, request)
+    rows = [chain.link_record(path, link) for path, link in zip(made, chain.read(folder), strict=True)]
+    text = "{run}: iterations {first}-{last}, {gpus} GPUs, {hours:.2f} h, {gpu_hours:.2f} GPU hours"
+    emit(as_json, {"links": rows}, "\n".join(text.format_map(row) for row in rows))
+
+
+@command(chain, FOLDER, TIMES, SITE, ALLOW, JSON, request_options, name="submit")
+def submit_chain(
+    folder: Path, times: int, site: Site, allow: Collection[str], as_json: bool, request: JobRequest
+) -> int:
+    """Submit the jobs, each after the one before; none where the check refuses one."""
+    from trilane.slurm import chain
+    from trilane.workspace import run_folder
+
+    left = [p for p in chain.stages_of(folder) if not run_folder.is_completed(p)]
+    found, is_refused = checked(left, site, request, allow)
+    ids = [] if is_refused else chain.submit(folder, site, times)
+    text = "\n".join(filter(None, [findings_text(found), f"submitted: {', '.join(ids) or 'nothing'}"]))
+    by_name = {Path(path).name: findings for path, findings in found.items()}
+    return emit(as_json, {"findings": as_dicts(by_name), "submitted": ids}, text, failed=is_refused)
+
+
+@command(chain, FOLDER, JSON, name="status")
+def status_of_chain(folder: Path, as_json: bool) -> int:
+    """Print every stage; exit code 1 where one failed."""
+    from trilane.slurm import chain
+
+    return print_status(chain.stages_of(folder), as_json)
