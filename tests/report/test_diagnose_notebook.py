@@ -12,7 +12,7 @@ from plants import PLANTS, write
 from trilane.diagnose.hang.verdict import diagnose_hang
 from trilane.diagnose.study import study_hang, study_restart
 from trilane.report import notebook
-from trilane.report.plots.hang import hang_grid
+from trilane.report.plots.runs import hang_grid
 from trilane.workspace.study import Study
 
 CULPRITS = (67, 70)  # of the example

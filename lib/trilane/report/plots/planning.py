@@ -1,6 +1,6 @@
-"""Figures of sizing and search: shapes by width and depth, where the time of a plan goes, what fills its memory."""
+"""Figures of planning: shapes by width and depth, where a plan's time goes, what fills its memory; of a backtest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -8,15 +8,32 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from trilane.costmodel.backtest import Backtest
 from trilane.costmodel.iteration import IterationTime
 from trilane.costmodel.memory import StageMemory
+from trilane.costmodel.metrics import group_name
 from trilane.planning.explain import Explanation
 from trilane.planning.proposals import Proposal
 from trilane.planning.search_result import Candidate
 from trilane.planning.sizing import ShapeSurvey
-from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, STYLE, bars, figure, legend, plain, stacked_bars, title
+from trilane.report.plots.style import (
+    COLORS,
+    GIB,
+    INK,
+    LIMIT,
+    STYLE,
+    bars,
+    figure,
+    finished,
+    legend,
+    plain,
+    stacked_bars,
+    title,
+)
 
 NAMED = 5  # proposals that are named, the best first
+OUTLIER = 0.09  # of a backtest: rows with a larger error are labelled
+LABEL_GAP = 4  # rows between two labels, so that they do not overlap
 
 
 def shapes_and_efficiency(proposals: Sequence[Proposal]) -> Figure:
@@ -165,3 +182,55 @@ def time_by_stage(candidates: Sequence[Candidate]) -> Figure:
         faces = [COLORS[1] if t > 0.999 * max(times) else COLORS[0] for t in times]
         axes.bar(range(len(times)), [1e3 * t for t in times], color=faces)
     return made
+
+
+def predicted_over_measured(result: Backtest, what: str = "seconds") -> Figure:
+    """Predicted against measured, a dot per row, a color per GPU and stack, with the diagonal; seconds on log axes.
+
+    `what` is "seconds" (per iteration) or "memory" (GiB of a first-stage GPU).
+    """
+    made, axes = figure(7.5, 5.0)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row, prediction in result.pairs:
+        measured = row.seconds if what == "seconds" else row.memory_bytes / 2**30
+        predicted = prediction.sec_pred if what == "seconds" else prediction.mem_gib_pred
+        if np.isfinite(measured):
+            points.setdefault(group_name(row), []).append((measured, predicted))
+    for color, (name, dots) in zip(COLORS, points.items(), strict=False):
+        x, y = ([dot[i] for dot in dots] for i in (0, 1))
+        axes.scatter(x, y, s=22, color=color, alpha=0.75, linewidths=0, label=plain(f"{name} ({len(dots)})"))
+    ends = [f(v for dots in points.values() for dot in dots for v in dot) for f in (min, max)]
+    axes.plot(ends, ends, color=INK, lw=0.8, ls="--", label="predicted = measured")
+    unit = "seconds per iteration" if what == "seconds" else "GiB"
+    scale = "log" if what == "seconds" else "linear"
+    return finished(made, "", xscale=scale, yscale=scale, xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
+
+
+def _spaced(places: Iterable[int]) -> list[int]:
+    """Those of the ascending places that are LABEL_GAP after the one chosen before."""
+    chosen: list[int] = []
+    for place in places:
+        if not chosen or place - chosen[-1] >= LABEL_GAP:
+            chosen.append(int(place))
+    return chosen
+
+
+def residuals(result: Backtest) -> Figure:
+    """Predicted / measured of every timed row, table by table, with the 90 % interval; outliers are labelled."""
+    timed = [(r, p) for r, p in result.pairs if np.isfinite(r.seconds) and not r.duplicate_of]
+    made, axes = figure(10.0, 4.0)
+    places = np.arange(len(timed))
+    ratio = np.array([p.sec_pred / r.seconds for r, p in timed])
+    low = np.array([p.sec_lo / p.sec_pred for _, p in timed])
+    axes.fill_between(places, low, 1 / low, color=COLORS[4], alpha=0.2, lw=0, step="mid", label="90 % interval")
+    excluded = np.array([r.excluded for r, _ in timed])
+    axes.scatter(places[~excluded], ratio[~excluded], s=14, color=COLORS[0], label="predicted / measured")
+    axes.scatter(places[excluded], ratio[excluded], s=20, facecolors="none", edgecolors=COLORS[7], label="excluded")
+    axes.axhline(1, color=INK, lw=0.8, ls="--")
+    for i in _spaced(np.flatnonzero(abs(ratio - 1) > OUTLIER)):
+        name = timed[i][0].row_id.partition("-")[2]
+        axes.annotate(plain(name), (i, ratio[i]), (3, 3), textcoords="offset points", fontsize=7)
+    tables = [row.table for row, _ in timed]
+    ticks = _spaced([i for i, table in enumerate(tables) if i == 0 or table != tables[i - 1]])
+    axes.set_xticks(ticks, [plain(tables[i]) for i in ticks], rotation=90, fontsize=7)
+    return finished(made, "", ylabel="predicted / measured (seconds)", xlabel="rows, table by table")
