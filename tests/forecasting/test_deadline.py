@@ -11,7 +11,7 @@ from trilane.forecasting import deadline
 from trilane.forecasting.deadline import sizes_within
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import forecast_request
-from trilane.forecasting.shape_forecasts import ShapeForecast
+from trilane.forecasting.shape_forecasts import COUNTED, ShapeForecast
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import propose
 
@@ -88,6 +88,6 @@ def test_the_command_lists_what_the_function_finds(found, capsys, monkeypatch):
     assert len(values["candidates"]) == 1 and first["params"] == found.best.parameters
     assert first["days_90"] == found.best.days[1] and values["days"] == 2
     assert first["compute_optimal"]["tokens"] == pytest.approx(20 * first["compute_optimal"]["params"])
-    assert "parameters" not in values["request"] and values["counted"] == deadline.COUNTED
+    assert "parameters" not in values["request"] and values["counted"] == COUNTED
     text = found.as_text(1)
     assert found.best.proposal.plan.label in text and found.best.verdict in text
