@@ -37,7 +37,7 @@ def main() -> None:
         fitted[name] = calibrate_time(rows, prior_of(cluster, stack))
     fitted |= {name.replace("32g", "16g"): k for name, k in fitted.items() if name.startswith("jz-v100-32g")}
     a100 = fitted["jz-a100-80g/megatron-deepspeed"]
-    travels = replace(a100, **WAITS, regimes=(), half_width=0.15, rows=0)
+    travels = replace(a100, **WAITS, regimes=(), half_width=0.15, rows=0, stack="")
     hopper = replace(travels, matmul=a100.matmul * HOPPER_MATMUL, overlap=HOPPER_OVERLAP, exposed=1 - HOPPER_OVERLAP)
     plain = {cluster: fitted[f"{cluster}/{stack}"] for cluster, stack in USUAL.items()}
     found = {**plain, **fitted, "transferable": travels, "hopper": hopper}

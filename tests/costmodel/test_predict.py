@@ -9,7 +9,7 @@ from support import small_cluster
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Configuration
+from trilane.costmodel.calibration import Configuration, default
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import predict
@@ -103,3 +103,33 @@ def test_a_plan_like_no_measured_run_is_named_and_its_interval_widens(case, diff
 
 def test_without_rows_nothing_supports_a_plan():
     assert support(measured(), rows=()).words == "no measured run like this: there are no rows"
+
+
+def test_rows_of_other_software_do_not_support_the_constants_of_a_stack():
+    """A DP-only Llama-2 7B: Jean Zay ran it in 2024 on a stack that the constants of 2022 miss by a tenth and more."""
+    shape = dataclasses.replace(parse_shape("32,4096,32,4096,32000"), activation="swiglu", ffn_hidden_size=11008)
+    case = Configuration(shape=shape, topology=Topology(dp=64, gbs=1024, precision="bf16", zero=1), cluster=A100)
+    known = [predict(case, default(A100, stack)) for stack in ("megatron-deepspeed", "megatron-deepspeed-2024")]
+    earlier, later = (p.support for p in known)
+    assert earlier.distance > FAR > later.distance and earlier.words.startswith("no measured run like this")
+    assert later.stack == "megatron-deepspeed-2024" and "(megatron-deepspeed-2024)" in later.words
+    assert known[0].sec_hi / known[0].sec_lo > math.exp(2 * default(A100).half_width)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "topology", "tokens_per_s"),
+    [
+        ("32,4096,32,2048,50432", dict(dp=8, mbs=6, gbs=48), 85144),
+        ("32,4096,32,2048,50432", dict(dp=128, mbs=6, gbs=768), 1340830),
+        ("32,2560,20,2048,50432", dict(dp=16, mbs=10, gbs=480), 386285),
+        ("40,5120,40,2048,50432", dict(dp=8, mbs=2, gbs=16), 38336),
+        ("48,7168,56,2048,50432", dict(dp=32, mbs=14, gbs=1344, recompute="full"), 73860),
+        ("80,8192,64,2048,50432", dict(dp=64, mbs=8, gbs=2048, recompute="full"), 66523),
+    ],
+)
+def test_an_h100_of_a_stack_that_nobody_fitted_takes_what_its_interval_allows(sizes, topology, tokens_per_s):
+    """MosaicML's llm-foundry, scripts/train/benchmarking/README.md (Apache-2.0): MPT on FSDP, H100 80GB, bf16."""
+    shape, machine = dataclasses.replace(parse_shape(sizes), biases="none"), cluster("dgx-h100")
+    case = Configuration(shape=shape, topology=Topology(precision="bf16", zero=3, **topology), cluster=machine)
+    found, measured_s = predict(case, default(machine, "fsdp")), case.topology.gbs * 2048 / tokens_per_s
+    assert found.sec_per_it < measured_s < found.sec_hi

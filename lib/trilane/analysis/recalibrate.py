@@ -155,7 +155,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     fitted = fit_time(cases, seconds, prior) if pairs else prior
     if pairs:  # what is written down for later plans: the width for one like those that ran
         width = float(np.median(posterior(cases, seconds, fitted).half_widths(cases)))
-        fitted = replace(fitted, half_width=width)
+        fitted = replace(fitted, half_width=width, stack="")
     belief = posterior(cases, seconds, fitted)
     return Recalibration(
         runs=tuple(m for m, _ in pairs),

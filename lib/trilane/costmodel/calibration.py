@@ -75,12 +75,14 @@ class Configuration:
 class Calibration(Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
+    `stack` is the software whose shipped rows they are; "" for rows of one's own, or none.
     Raises ValueError for a constant outside its physical bound.
     """
 
     half_width: float = 0.15
     rows: int = 0
     regimes: tuple[Regime, ...] = ()
+    stack: str = ""
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -88,6 +90,7 @@ class Calibration(Constants):
             rule = f"must lie between {bound.low} and {bound.high}"
             require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
         require_positive("calibration.half_width", self.half_width)
+        require(self.stack.isprintable(), "calibration.stack", self.stack, "must be one line")
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 
@@ -158,8 +161,8 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     Kernels' constants come from fits of the same generation of cards, those of the networks from fits of the same
     cluster, those of the software (launches not blocked) from fits of the same stack or an EARLIER one: geometric
     means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system, and what a stack is known to
-    do is in HABITS. `rows` is 0: nothing was fitted there, so a refit may move the constants as far as their priors
-    allow.
+    do is in HABITS. Of a stack without fits `passes` on an H100 is that measured there: the 1.0 of a well-kept system
+    comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move constants as far as priors allow.
     """
     hopper = cluster.gpu.compute_capability[0] == 9
     base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
@@ -167,8 +170,9 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
         return base
     values: dict[str, Any] = {}
     like = stack if stack in (fit.stack for fit in fits) else EARLIER.get(stack, stack)
+    kernels = (*KERNELS, "passes") if hopper else KERNELS
     for names, is_shared in (
-        (KERNELS, lambda fit: fit.cluster.gpu.compute_capability == cluster.gpu.compute_capability),
+        (kernels, lambda fit: fit.cluster.gpu.compute_capability == cluster.gpu.compute_capability),
         (NETWORKS, lambda fit: stack and fit.cluster.name == cluster.name),
         (SOFTWARE, lambda fit: fit.stack == like),
     ):
@@ -184,7 +188,7 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
 
 def prior_of(cluster: str, stack: str) -> Calibration:
     """The priors of constants.py for rows of that cluster and stack: its days' regimes, and what the stack does."""
-    values: dict[str, Any] = {**HABITS.get(stack, {}), "regimes": shipped_regimes(cluster)}
+    values: dict[str, Any] = {**HABITS.get(stack, {}), "regimes": shipped_regimes(cluster), "stack": stack}
     return Calibration(**values)
 
 
@@ -198,9 +202,9 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as a JSON object; `regimes` only where it has some."""
+    """The calibration as a JSON object; `regimes` and `stack` only where it has some."""
     values = to_mapping(calibration)
-    return values if calibration.regimes else {k: v for k, v in values.items() if k != "regimes"}
+    return {k: v for k, v in values.items() if v or k not in ("regimes", "stack")}
 
 
 def from_json(values: object) -> Calibration:

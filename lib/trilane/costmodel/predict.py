@@ -45,8 +45,8 @@ class Prediction:
         return self.oom_probability > RISKY
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as a JSON object."""
-        return to_mapping(self)
+        """The prediction as a JSON object, with what it rests on in words."""
+        return {**to_mapping(self), "support": {**to_mapping(self.support), "words": self.support.words}}
 
 
 def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
@@ -62,10 +62,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     stages = memory_per_stage(shape, t, cluster, memory, engine)
     fullest = max(stage.total for stage in stages)
     case = Configuration(shape=shape, topology=t, cluster=cluster, engine=engine)
-    # fitted to rows of one's own, which those that ship do not know
-    measured_here = known.rows > 0 and calibration is not None and known != default(cluster)
-    half_width = known.half_width if measured_here else unmeasured_half_width(case, known)
-    low, high = replace(known, half_width=half_width).interval(time.total)
+    low, high = replace(known, half_width=unmeasured_half_width(case, known)).interval(time.total)
     return Prediction(
         sec_per_it=time.total,
         sec_lo=low,
@@ -76,7 +73,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
         time=time,
         stages=tuple(stages),
         stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
-        support=support(case),
+        support=support(case, stack=known.stack),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.planning.proposals import Proposal, Proposals, heads_words, predicted_only, proposals_json, size_words
+from trilane.planning.proposals import Proposal, Proposals, heads_words, proposals_json, size_words, support_lines
 from trilane.planning.size_request import SizeRequest
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require
@@ -153,4 +153,4 @@ class ShapeForecasts(Table):
                 f"{TOKENS_PER_PARAMETER:g}; this compute: {optimum})"
             )
             lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
-        return "\n".join([*lines, *predicted_only([d.proposal for d in self.rows]), self.reason])
+        return "\n".join([*lines, *support_lines([d.proposal for d in self.rows]), self.reason])

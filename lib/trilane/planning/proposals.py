@@ -184,10 +184,11 @@ def proposals_text(request: SizeRequest, proposals: list[Proposal]) -> str:
             f"{relative:+6.1%}  {p.plan.label}"
         )
         lines += [f"{'':10}{note}" for note in (s.kind, *p.notes) if note]
-    return "\n".join([*lines, *predicted_only(proposals)])
+    return "\n".join([*lines, *support_lines(proposals)])
 
 
-def predicted_only(proposals: Sequence[Proposal]) -> list[str]:
-    """A line that says why no engine here can train such shapes, where that is so."""
+def support_lines(proposals: Sequence[Proposal]) -> list[str]:
+    """Which measured runs the first shape rests on, and why no engine here can train such shapes, where that is so."""
     reasons = [reason for p in proposals[:1] if (reason := untrainable_reason(p.shape, p.topology))]
-    return [f"predicted only: {reason}" for reason in reasons]
+    rests = [f"the first of them: {p.prediction.support.words}" for p in proposals[:1]]
+    return [*rests, *(f"predicted only: {reason}" for reason in reasons)]

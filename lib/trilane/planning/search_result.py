@@ -136,7 +136,9 @@ class SearchResult(Table):
         lines = [f"{self.evaluated} topologies, {self.runnable} can run"]
         lines += [f"{count:>12} refused: {rule}" for rule, count in self.refused_by_rule.items()]
         lines += [f"predicted only: {self.predicted_only}"] if self.predicted_only else []
-        lines += [f"held fixed: {self.space.held_fixed}", *map(Candidate.as_text, self.candidates)]
+        lines += [f"held fixed: {self.space.held_fixed}"]
+        lines += [f"the best of them: {c.prediction.support.words}" for c in (*self.candidates, *self.risky)[:1]]
+        lines += map(Candidate.as_text, self.candidates)
         if self.risky:
             lines += ["apart, because these may run out of memory (P above 10 %):", *map(Candidate.as_text, self.risky)]
         return "\n".join(lines)
