@@ -1,5 +1,6 @@
 """Search: nothing is lost, nothing impossible is ranked, and it is fast."""
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -13,9 +14,10 @@ from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import invalid_reason
-from trilane.config.plan import plan_from_json
+from trilane.config.plan import Plan, plan_from_json
 from trilane.costmodel import calibration
-from trilane.planning.search import search, search_space
+from trilane.costmodel.predict import predict
+from trilane.planning.search import MEMORY_RULE, search, search_space
 from trilane.planning.space import Space
 from trilane.planning.what_if import what_if
 
@@ -37,6 +39,10 @@ def test_search_ranks_what_can_run_and_counts_the_rest_by_rule():
     assert all(c.prediction.oom_probability <= 0.1 for c in found.candidates)
     assert all(0.1 < c.prediction.oom_probability <= 0.5 for c in found.risky)
     assert all(reason.endswith(tuple(found.refused_by_rule)) for _, reason in found.refused)
+    large = [t for t, reason in found.refused if reason.endswith(MEMORY_RULE)]
+    assert large and all(
+        predict(Plan(label="x", shape=SHAPE, cluster=A100, topology=t)).oom_probability > 0.5 for t in large
+    )
     lanes = [(c.topology.tp, c.topology.pp, c.topology.dp) for c in found.best_per_sizes(5).rows]
     assert len(set(lanes)) == 5
 
@@ -61,12 +67,18 @@ def test_the_search_sees_every_topology_that_plain_loops_see():
     assert found.evaluated == expected
 
 
-def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan():
-    space = Space(gpus=(16,), gbs=(64,), zero=(1,))
-    found = search_space(SMALL, A100, space, K, top=10_000)
-    assert len(found.candidates) + len(found.risky) == found.runnable
-    ranked = [c.prediction.sec_per_it for c in found.candidates]
-    assert np.all(np.diff(ranked) >= -1e-9)  # ranked by the arrays, predicted one by one
+@pytest.mark.parametrize(("objective", "value"), [("seconds", "sec_per_it"), ("headroom", "memory_bytes")])
+def test_the_vectorized_prediction_is_the_prediction_of_the_one_plan(objective, value):
+    """Ranked by arrays of many points at once, predicted one by one."""
+    space = Space(
+        gpus=(8,), gbs=(32,), mbs=(1, 4), offload=("none", "optimizer", "full"), interleaving=(1, 2), pp=(1, 2)
+    )
+    found = search_space(SMALL, A100, dataclasses.replace(space, engine="deepspeed-zero"), K, objective, top=10_000)
+    piped = search_space(SMALL, A100, dataclasses.replace(space, offload=("none",)), K, objective, top=10_000)
+    for result in (found, piped):
+        assert len(result.candidates) + len(result.risky) == result.runnable > 100
+        for ranked in (result.candidates, result.risky):
+            assert np.all(np.diff([getattr(c.prediction, value) for c in ranked]) >= -1e-9)
 
 
 def test_the_pareto_front_trades_seconds_for_memory():

@@ -23,6 +23,7 @@ HOST_STEP_BYTES, HOST_BYTES_PER_S = 28.0, 100e9
 # The caching allocator starts to return and reallocate blocks above this share of the card (PyTorch, 'CUDA semantics,
 # memory management': a failed cudaMalloc frees all cached blocks and synchronizes).
 PRESSURE_FROM, PRESSURE_TO = 0.75, 0.95
+PARTS = (*(f.name for f in fields(LayerTime)), "head", "embedding")  # of a microbatch's seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,23 +205,30 @@ class Microbatches:
 
     def __init__(self, cluster: Cluster, constants: Constants, sizes: np.ndarray) -> None:
         self.cluster, self.constants, self.sizes = cluster, constants, sizes
-        self.known: dict[tuple[float, ...], tuple[np.ndarray, ...]] = {}
+        self.known: dict[tuple[float, ...], np.ndarray] = {}
 
     def seconds(self, columns: Columns) -> np.ndarray:
         """Seconds per iteration of a block's rows."""
-        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
-        # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
-        key = (columns.tp, columns.recompute, columns.sequence_parallel, sharing)
-        if key not in self.known:
-            self.known[key] = self._compute(columns)
-        rows = np.searchsorted(self.sizes, columns.mbs)
-        *layer, head, embedding = (part[rows] for part in self.known[key])
+        rows = np.searchsorted(self.sizes, np.asarray(columns.mbs))
+        kinds = np.asarray(2 * columns.recompute + columns.sequence_parallel)
+        parts = np.empty((len(PARTS), len(rows)))
+        for kind in np.unique(kinds):
+            here = kinds == kind
+            parts[:, here] = np.take(self._known(columns, *divmod(int(kind), 2)), rows[here], axis=1)
+        *layer, head, embedding = parts
         time = assemble(columns, LayerTime(*layer), head, embedding, self.cluster, self.constants)
         return np.asarray(time.total)
 
-    def _compute(self, columns: Columns) -> tuple[np.ndarray, ...]:
-        few = replace(columns, mbs=self.sizes, gbs=self.sizes * columns.dp)
-        layer = layer_time(few, self.cluster, self.constants)
-        parts = [getattr(layer, f.name) for f in fields(layer)]
-        parts += [head_seconds(few, self.cluster, self.constants), embedding_seconds(few, self.cluster, self.constants)]
-        return tuple(np.broadcast_to(p, self.sizes.shape) for p in parts)
+    def _known(self, columns: Columns, recompute: int, sequence_parallel: int) -> np.ndarray:
+        """The parts' seconds for each microbatch size."""
+        sharing = columns.gpus if self.cluster.gpu.kind == "cpu" else 0  # processes of a CPU share its cores
+        # a group that leaves the node is slower, but a search refuses it before (CLUSTER_RULES): no part of the key
+        key = (columns.tp, recompute, sequence_parallel, sharing)
+        if key not in self.known:
+            chosen = {"recompute": recompute, "sequence_parallel": sequence_parallel}
+            few = replace(columns.take(0), mbs=self.sizes, gbs=self.sizes * columns.dp, **chosen)
+            layer = layer_time(few, self.cluster, self.constants)
+            parts = [getattr(layer, name) for name in PARTS[:-2]]
+            parts += [f(few, self.cluster, self.constants) for f in (head_seconds, embedding_seconds)]
+            self.known[key] = np.stack([np.broadcast_to(p, self.sizes.shape) for p in parts])
+        return self.known[key]

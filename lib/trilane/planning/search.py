@@ -1,7 +1,7 @@
 """Search: every topology of a space predicted, the refused counted by rule, the rest ranked."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from trilane.config.model import ModelShape
 from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration, default
+from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
@@ -23,6 +24,7 @@ from trilane.utils.validation import require_known
 
 MEMORY_RULE = "memory must fit the card"
 EXAMPLES_PER_RULE = 50
+ROWS = 1 << 14  # topologies that are predicted together, a few more at most: 128 KiB a column
 # Seconds per sequence (of an iteration where gbs is the same), also the order of the days of a fixed number of tokens;
 # GPU-seconds per sequence; least memory of the fullest stage.
 OBJECTIVES = ("seconds", "days", "gpu_hours", "headroom")
@@ -30,10 +32,11 @@ OBJECTIVES = ("seconds", "days", "gpu_hours", "headroom")
 
 @dataclass(frozen=True)
 class Found:
-    """Runnable topologies of one block: what they are, their objective, seconds per sequence and memory."""
+    """Runnable topologies of one tp x pp x dp: what they are, their objective, seconds per sequence and memory."""
 
     sizes: ParallelSizes
-    point: SearchPoint
+    points: tuple[SearchPoint, ...]
+    which: np.ndarray  # of the points
     mbs: np.ndarray
     gbs: np.ndarray
     objective: np.ndarray
@@ -44,8 +47,8 @@ class Found:
         return len(self.mbs)
 
     def take(self, index: np.ndarray) -> "Found":
-        rows = (getattr(self, n)[index] for n in ("mbs", "gbs", "objective", "seconds", "memory"))
-        return Found(self.sizes, self.point, *rows)
+        rows = (getattr(self, n)[index] for n in ("which", "mbs", "gbs", "objective", "seconds", "memory"))
+        return Found(self.sizes, self.points, *rows)
 
 
 def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
@@ -110,19 +113,20 @@ class _Search:
         rules += [(rule, (shape,)) for rule in SHAPE_RULES] + [(rule, ()) for rule in TOPOLOGY_RULES]
         self.size_rules = [pair for pair in rules if pair[0].of_sizes]
         self.rules = [pair for pair in rules if not pair[0].of_sizes]
-        self.fixed = vars(space.base())
+        self.fixed, self.columns = vars(space.base()), columns_of(shape, space.base(), space.engine)
         self.refused: Counter[str] = Counter()
         self.examples: list[tuple[Topology, str]] = []
         self.runnable = 0
 
     def refuse(self, rule: str, sizes: ParallelSizes, point: SearchPoint, gone: np.ndarray | slice) -> None:
         """Count the rows `gone` of a block under a rule, and keep a few of them as examples."""
-        mbs, gbs = (column[gone] for column in self.space.batches(sizes[2]))
-        shown = EXAMPLES_PER_RULE - self.refused[rule]
-        self.refused[rule] += len(mbs)
-        for i in range(min(len(mbs), shown)):
+        batches = self.space.batches(sizes[2])
+        count = len(batches[0][gone])
+        shown = max(min(count, EXAMPLES_PER_RULE - self.refused[rule]), 0)
+        self.refused[rule] += count
+        for mbs, gbs in zip(*(column[gone][:shown] for column in batches), strict=True) if shown else ():
             try:
-                topology = topology_of(self.space, sizes, point, mbs[i], gbs[i])
+                topology = topology_of(self.space, sizes, point, mbs, gbs)
             except ValueError:
                 return  # cannot even be written down
             self.examples.append((topology, f"{topology.label}: {rule}"))
@@ -131,11 +135,11 @@ class _Search:
         """Which batch sizes of a block no rule refuses; the refused are counted under the first rule they break."""
         mbs, gbs = self.space.batches(sizes[2])
         names = dict(zip(("tp", "pp", "dp"), sizes, strict=True))
-        block = SimpleNamespace(**{**self.fixed, **vars(point), **names, "mbs": mbs, "gbs": gbs})
+        block: Any = SimpleNamespace(**{**self.fixed, **vars(point), **names, "mbs": mbs, "gbs": gbs})
         keep = np.ones(len(mbs), bool)
         for rule, subjects in self.rules:
             holds = rule.holds(block, *subjects)
-            if np.ndim(holds) == 0 and holds:
+            if holds is True:  # most often: a rule that no batch size breaks
                 continue
             gone = keep & ~np.asarray(holds)
             if gone.any():
@@ -143,54 +147,61 @@ class _Search:
                 keep = keep & holds
                 if not keep.any():
                     return keep
-        if len(keep):
-            some = int(np.argmax(keep))
-            topology = topology_of(self.space, sizes, point, mbs[some], gbs[some])
-            broken = unsupported_rule(self.space.engine, self.shape, topology)
-            if broken:
-                self.refuse(f"{broken[0]}: engine {self.space.engine} {broken[2]}", sizes, point, keep)
-                keep = np.zeros(len(mbs), bool)
+        if len(keep) and (broken := unsupported_rule(self.space.engine, self.shape, block)):
+            self.refuse(f"{broken[0]}: engine {self.space.engine} {broken[2]}", sizes, point, keep)
+            keep = np.zeros(len(mbs), bool)
         return keep
 
-    def block(self, sizes: ParallelSizes, point: SearchPoint) -> Found | None:
-        """The runnable topologies of one block, predicted; None where there is none."""
-        keep = self.allowed(sizes, point)
-        if not keep.any():
-            return None
-        columns = block_columns(self.shape, self.space, sizes, point)
-        memory = np.broadcast_to(memory_bytes(columns, self.cluster), keep.shape)
+    def block(self, sizes: ParallelSizes, points: Sequence[SearchPoint], keeps: Sequence[np.ndarray]) -> Found | None:
+        """The runnable topologies of some points, predicted together; None where there is none."""
+        which = np.repeat(np.arange(len(points)), [np.count_nonzero(keep) for keep in keeps])
+        mbs, gbs = (np.concatenate([column[keep] for keep in keeps]) for column in self.space.batches(sizes[2]))
+        columns = block_columns(self.columns, sizes, points, which, mbs, gbs)
+        memory = memory_bytes(columns, self.cluster)
         fits = oom_probability(memory, self.cluster) <= IMPOSSIBLE
-        if (keep & ~fits).any():
-            self.refuse(MEMORY_RULE, sizes, point, keep & ~fits)
-        keep = keep & fits
-        columns, memory = columns.take(keep), memory[keep]
+        for i in np.unique(which[~fits]).tolist():
+            gone = np.flatnonzero(keeps[i])[~fits[which == i]]
+            self.refuse(MEMORY_RULE, sizes, points[i], gone)
+        columns, memory, which = columns.take(fits), memory[fits], which[fits]
         self.runnable += len(memory)
         if not len(memory):
             return None
         seconds = self.microbatches.seconds(columns) / columns.gbs
         goals = {"gpu_hours": seconds * columns.gpus, "headroom": memory}
-        return Found(sizes, point, columns.mbs, columns.gbs, goals.get(self.objective, seconds), seconds, memory)
+        objective = goals.get(self.objective, seconds)
+        return Found(sizes, tuple(points), which, columns.mbs, columns.gbs, objective, seconds, memory)
+
+    def blocks(self) -> Iterator[Found]:
+        """The runnable topologies, some thousands at a time; the others are counted."""
+        for sizes in self.space.sizes():
+            cp, gpus = self.space.cp, sizes[0] * sizes[1] * sizes[2] * self.space.cp
+            block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
+            broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
+            points, keeps, rows = list[SearchPoint](), list[np.ndarray](), 0
+            for point in self.space.points(self.shape, sizes[0], sizes[1]):
+                if broken:
+                    self.refuse(broken.name, sizes, point, slice(None))
+                    continue
+                keep = self.allowed(sizes, point)
+                if keep.any():
+                    points, keeps, rows = [*points, point], [*keeps, keep], rows + int(keep.sum())
+                if rows > ROWS:
+                    if found := self.block(sizes, points, keeps):
+                        yield found
+                    points, keeps, rows = [], [], 0
+            if points and (found := self.block(sizes, points, keeps)):
+                yield found
 
     def run(self, top: int) -> SearchResult:
         """All blocks; the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
         safe, risky, front = _Best(top), _Best(top), list[Found]()
-        for sizes in self.space.sizes():
-            points = self.space.points(self.shape, sizes[0], sizes[1])
-            cp, gpus = self.space.cp, sizes[0] * sizes[1] * sizes[2] * self.space.cp
-            block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
-            broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)
-            for point in points:
-                if broken:
-                    self.refuse(broken.name, sizes, point, slice(None))
-                    continue
-                found = self.block(sizes, point)
-                if found is None:
-                    continue
-                danger = oom_probability(found.memory, self.cluster) > RISKY
-                calm = found.take(~danger)
-                front.append(calm.take(front_of(calm.seconds, calm.memory)) if len(calm) else calm)
-                safe.add(calm)
-                risky.add(found.take(danger))
+        for found in self.blocks():
+            danger = oom_probability(found.memory, self.cluster) > RISKY
+            calm = found.take(~danger)
+            if len(calm):
+                front.append(calm.take(front_of(calm.seconds, calm.memory)))
+            safe.add(calm)
+            risky.add(found.take(danger))
         return SearchResult(
             space=self.space,
             candidates=tuple(self.candidates(safe.rows())),
@@ -198,7 +209,7 @@ class _Search:
             runnable=self.runnable,
             refused_by_rule=dict(self.refused.most_common()),
             refused=tuple(self.examples),
-            pareto=tuple(self.candidates(merged_front([f for f in front if len(f)]))),
+            front=lambda: self.candidates(merged_front(front)),
         )
 
     def candidates(self, found: Iterable[Found]) -> list[Candidate]:
@@ -206,8 +217,8 @@ class _Search:
         several = len(self.space.gbs) > 1
         result = []
         for block in found:
-            for mbs, gbs in zip(block.mbs, block.gbs, strict=True):
-                t = topology_of(self.space, block.sizes, block.point, mbs, gbs)
+            for which, mbs, gbs in zip(block.which, block.mbs, block.gbs, strict=True):
+                t = topology_of(self.space, block.sizes, block.points[which], mbs, gbs)
                 label = label_of(self.shape, self.cluster, t, self.space.engine) + f"-gbs{t.gbs}" * several
                 made: dict[str, Any] = {"shape": self.shape, "cluster": self.cluster, "engine": self.space.engine}
                 plan = Plan(label=label, topology=t, **made)

@@ -1,6 +1,8 @@
 """What a search found: plans with their predictions, ranked, and how many topologies each rule refused."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from trilane.config.engines import untrainable_reason
@@ -72,7 +74,7 @@ class SearchResult(Table):
     """The best candidates, best first; all refused topologies counted by rule, some of them shown with their reason.
 
     candidates   may run out of memory in one run of ten at most; `risky` ones more often: listed apart, best first too
-    pareto       what no other beats in both seconds and memory, the risky left out
+    front        makes `pareto`, each of whose plans takes a full prediction
     """
 
     space: Space
@@ -81,7 +83,12 @@ class SearchResult(Table):
     runnable: int
     refused_by_rule: dict[str, int]
     refused: tuple[tuple[Topology, str], ...]
-    pareto: tuple[Candidate, ...]
+    front: Callable[[], list[Candidate]] = field(repr=False, compare=False)
+
+    @cached_property
+    def pareto(self) -> tuple[Candidate, ...]:
+        """What no other plan beats in both seconds and memory, the risky left out; the fastest first."""
+        return tuple(self.front())
 
     @property
     def evaluated(self) -> int:

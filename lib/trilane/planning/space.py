@@ -13,7 +13,7 @@ from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_attention, default_fp32_gradients, default_precision
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE, Topology, invalid_reason
-from trilane.costmodel.columns import Columns, columns_of
+from trilane.costmodel.columns import Columns
 from trilane.utils.validation import parse_integers, require, require_integer, require_known
 
 LARGEST_GBS = 1 << 20  # sequences: 64 times what anybody has trained with, and every divisor of it is tried
@@ -219,24 +219,33 @@ class SearchPoint:
     offload: str
 
 
-def block_columns(shape: ModelShape, space: Space, sizes: ParallelSizes, point: SearchPoint) -> Columns:
-    """All batch sizes of one tp x pp x dp and point as Columns; only mbs and gbs are arrays."""
+def block_columns(
+    fixed: Columns,
+    sizes: ParallelSizes,
+    points: Sequence[SearchPoint],
+    which: np.ndarray,
+    mbs: np.ndarray,
+    gbs: np.ndarray,
+) -> Columns:
+    """Rows of one tp x pp x dp as Columns: row i has the batch sizes mbs[i] and gbs[i] and the choices of its point.
+
+    `which[i]` is the row's place among the points; all that a search holds fixed comes from `fixed`.
+    """
     tp, pp, dp = sizes
-    mbs, gbs = space.batches(dp)
-    numbers = {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "gbs": gbs, "interleaving": point.interleaving}
-    return dataclasses.replace(
-        columns_of(shape, space.base(), space.engine),
-        **numbers,
-        zero=point.zero,
-        recompute=RECOMPUTE.index(point.recompute),
-        embedding_layers=int(point.partition != "uniform"),
-        sequence_parallel=int(point.sequence_parallel),
-        offload=OFFLOADS.index(point.offload),
-    )
+    columns = {
+        "zero": [p.zero for p in points],
+        "recompute": [RECOMPUTE.index(p.recompute) for p in points],
+        "interleaving": [p.interleaving for p in points],
+        "embedding_layers": [int(p.partition != "uniform") for p in points],
+        "sequence_parallel": [int(p.sequence_parallel) for p in points],
+        "offload": [OFFLOADS.index(p.offload) for p in points],
+    }
+    varied = {name: np.array(values)[which] for name, values in columns.items()}
+    return dataclasses.replace(fixed, tp=tp, pp=pp, dp=dp, mbs=mbs, gbs=gbs, **varied)
 
 
 def topology_of(space: Space, sizes: ParallelSizes, point: SearchPoint, mbs: float, gbs: float) -> Topology:
     """One topology of a block. Raises ValueError where it cannot exist."""
     tp, pp, dp = sizes
     fields: dict[str, Any] = {"tp": tp, "pp": pp, "dp": dp, "mbs": int(mbs), "gbs": int(gbs)}
-    return dataclasses.replace(space.base(), **fields, **dataclasses.asdict(point))
+    return dataclasses.replace(space.base(), **fields, **vars(point))
