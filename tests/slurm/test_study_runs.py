@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_cluster import plan
+from test_preflight import plan
 
 from trilane.slurm.sites import JobRequest, site
 from trilane.slurm.study_runs import StudyRun, StudyRuns
