@@ -20,7 +20,7 @@ help:
 	@echo "make run    set up, run the demo study on this machine, print the path of its report"
 	@echo "make test   set up, pass every test"
 	@echo "make check  lint, types and the quick tests (under 90 seconds)"
-	@echo "make lab    JupyterLab on the notebooks"
+	@echo "make lab    JupyterLab on the study's own copies of the notebooks (STUDY=demo)"
 	@echo "make venv   the set-up alone (make venv-dev: with what tests and lint need)"
 	@echo "make lock   write requirements*.lock after a change of versions"
 
@@ -70,7 +70,7 @@ lint: venv-dev
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
 lab: venv
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	@$(BIN)/python -m trilane run all --lab --study $(STUDY)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

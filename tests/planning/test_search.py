@@ -18,6 +18,7 @@ from trilane.config.plan import Plan, plan_from_json
 from trilane.costmodel import calibration
 from trilane.costmodel.predict import predict
 from trilane.planning.search import MEMORY_RULE, search, search_space
+from trilane.planning.search_result import ranks
 from trilane.planning.space import Space
 from trilane.planning.what_if import what_if
 
@@ -169,3 +170,16 @@ def test_batch_sizes_that_nobody_trains_with_are_not_looked_at_one_by_one(capsys
     words = " ".join(ARGUMENTS).replace("--gbs 2048", "--gbs-max 2048000000000").split()
     assert main(["plan", "search", *words]) == 2
     assert "gbs_max=2048000000000: must be at most 16384" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([92.39, 92.57, 100.0], ["1=", "1=", "3"]),
+        ([100.0, 102.0, 104.0], ["1=", "1=", "2"]),
+        ([1.0], ["1"]),
+        ([], []),
+    ],
+)
+def test_plans_that_differ_by_less_than_can_be_predicted_share_a_rank(seconds, shown):
+    assert ranks(seconds) == shown

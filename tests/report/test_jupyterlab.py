@@ -1,8 +1,10 @@
 """A person in JupyterLab: each notebook runs top to bottom with its default parameters, in a real browser."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import BROWSER, REPOSITORY, wait_until
+from support import BROWSER, wait_until
 
 from trilane.config.plan import read_plan
 from trilane.report.notebook import DEMO
+from trilane.workspace.run_folder import write_text
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,14 +41,17 @@ def untrained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The address of a JupyterLab on loopback over a copy of the notebooks, and that copy's folder."""
+def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the JupyterLab that `trilane run all --lab` opens, on loopback, over copies in the study."""
     base = tmp_path_factory.mktemp("lab")
-    folder = base / "notebooks"
-    shutil.copytree(REPOSITORY / "notebooks", folder, ignore=shutil.ignore_patterns(".*", "kernel-ipc*"))
     log = base / "lab.log"
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", "--port=0", "--allow-root"]
-    command += ["--LabApp.expose_app_in_browser=True", f"--notebook-dir={folder}", "--IdentityProvider.token=test"]
+    server = {"open_browser": False, "ip": "127.0.0.1", "port": 0, "allow_root": True}
+    app, token = {"expose_app_in_browser": True}, {"token": "test"}
+    write_text(
+        base / "config/jupyter_lab_config.json",
+        json.dumps({"ServerApp": server, "LabApp": app, "IdentityProvider": token}),
+    )
+    command = [sys.executable, "-m", "trilane", "run", "all", "--lab", "--study", untrained.name]
     environment = {
         **os.environ,
         "TRILANE_OUTPUTS": str(untrained.parent),
@@ -55,20 +61,20 @@ def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     }
     environment.pop("TRILANE_BATCH", None)
     with log.open("w") as stream:
-        server = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=base)
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=base, process_group=0)
     try:
         address = r"(http://127\.0\.0\.1:\d+)/lab\?token"
         wait_until(lambda: re.search(address, log.read_text()) is not None, 60, f"no JupyterLab: {log}")
         found = re.search(address, log.read_text())
         assert found
-        yield found[1], folder
+        yield found[1]
     finally:
-        server.terminate()
-        server.wait(30)
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
 
 
 @pytest.fixture(scope="module")
-def page(lab: tuple[str, Path]) -> Iterator[Any]:
+def page(lab: str) -> Iterator[Any]:
     """A page of a headless Chromium."""
     from playwright.sync_api import sync_playwright
 
@@ -89,8 +95,7 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [*DEMO, "05_diagnose", "06_backtest", "07_calendar", "08_decision"])
 def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, untrained, page, name):
     """Run > Run All Cells, as a person would; every cell gets its number and none an error."""
-    address, folder = lab
-    page.goto(f"{address}/lab/tree/{name}.ipynb?token=test&reset")
+    page.goto(f"{lab}/lab/tree/{name}.ipynb?token=test&reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     kernel = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
     page.wait_for_function(f"{kernel}?.status === 'idle' && {kernel}?.connectionStatus === 'connected'")
@@ -104,7 +109,6 @@ def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, untrained, page, name)
         return all(cell["execution_count"] for cell in cells)
 
     wait_until(done, 400, f"{name} did not run to its end")
-    page.screenshot(path=folder.parent / f"{name}.png")
     outputs = [out.get("data", {}) for cell in code_cells(page) for out in cell["outputs"]]
     figures = [data for data in outputs if "image/png" in data or "<img " in "".join(data.get("text/html", ""))]
     assert figures or name == "03_launch"

@@ -1,6 +1,7 @@
 """The checked way to the notebooks: parameters, failures that name the cell, resume, reports."""
 
 import signal
+import subprocess
 from glob import glob
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from support import heed_ctrl_c
 
 from trilane.report import notebook
-from trilane.report.parameters import described_parameters
+from trilane.report.parameters import copy_into, described_parameters, read_parameters
 from trilane.workspace.study import Study
 
 PARAMETERS = """\
@@ -145,6 +146,35 @@ def test_an_interrupted_notebook_is_not_done(story, outputs):
         signal.signal(signal.SIGINT, before)
     assert not notebook.is_done(story, study, {"tp": 15})
     assert "failed" in (study.folder / "index.html").read_text()
+
+
+@pytest.fixture
+def committed(story: str, tmp_path: Path) -> Path:
+    """The little notebook in a repository, its parameter edited since, as JupyterLab saves it."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "notebooks"], ["commit", "-qm", "as shipped"]):
+        subprocess.run([*git, *words], check=True)
+    path = tmp_path / "notebooks" / f"{story}.ipynb"
+    path.write_text(path.read_text().replace("tp: int = 2", "tp: int = 4"))
+    return path
+
+
+def test_a_batch_run_takes_parameters_as_committed_and_says_so(committed, story, outputs, capfd):
+    html = notebook.run(story, Study.create("s")).read_text()
+    assert "tp is 2 1.0 True" in html
+    assert "was edited" in (said := capfd.readouterr().err) and "tp is 2" in said
+    assert "tp is 8 1.0 True" in notebook.run(story, Study.create("t"), tp="8").read_text()
+
+
+def test_a_copy_for_the_lab_has_the_studys_parameters_and_is_never_overwritten(committed, story, outputs):
+    study = Study.create("s")
+    notebook.run(story, study, tp="8", where="a'b")
+    path, is_new = copy_into(study, story, {"rate": 0.5})
+    declared = {p.name: p.default for p in read_parameters(path)}
+    assert is_new and declared == {"study": "'s'", "tp": "8", "rate": "0.5", "where": '"a\'b"', "on": "True"}
+    path.write_text(path.read_text().replace("speed", "my own words"))
+    assert copy_into(study, story, {"tp": 1}) == (path, False) and "my own words" in path.read_text()
+    assert {p.name: p.default for p in read_parameters(copy_into(Study.create("t"), story, {})[0])}["tp"] == "2"
 
 
 def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd):

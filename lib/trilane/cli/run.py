@@ -4,9 +4,11 @@ measure`: this machine, the speed of a plan, the equality of the engines.
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +16,9 @@ from trilane.cli.options import JSON, PLAN, Command, Group, command, emit, optio
 from trilane.config.engines import ENGINES
 from trilane.utils.tables import printable
 from trilane.utils.validation import require, require_known
+
+if TYPE_CHECKING:
+    from trilane.workspace.study import Study
 
 PORT = option("--port", type=whole(0, 65535), default=0, help="torchrun's port (0: one that is free)")
 RESUME = option("--resume", is_flag=True, help="go on from the newest checkpoint of the run folder")
@@ -41,12 +46,20 @@ class RunCommand(Command):
 @option("-p", "--parameter", nargs=2, multiple=True, metavar="NAME VALUE", help="set a parameter; may be repeated")
 @option("--resume", is_flag=True, help="go on in a study that exists")
 @option("--fresh", is_flag=True, help="take the next free name if the study exists")
+@option("--lab", is_flag=True, help="open JupyterLab on copies in the study instead, with its parameters set")
 @JSON
 def run(
-    notebook: str, study: str, parameter: tuple[tuple[str, str], ...], resume: bool, fresh: bool, as_json: bool
+    notebook: str,
+    study: str,
+    parameter: tuple[tuple[str, str], ...],
+    resume: bool,
+    fresh: bool,
+    lab: bool,
+    as_json: bool,
 ) -> int:
     """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
 
+    With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as they are.
     Exit code 1 where a notebook fails, 2 where its parameters are the reason.
     """
     from trilane.report import notebook as notebooks
@@ -54,6 +67,8 @@ def run(
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
     given = dict(parameter)
+    if lab:
+        return _lab(notebook, Study(study), given)
     chosen = notebooks.DEMO if notebook == "all" else (notebook,)
     notebooks.distribute(chosen, given)  # every parameter is checked before a folder is made
     # one notebook may join a study that does not hold it yet: 02 after 01
@@ -67,6 +82,21 @@ def run(
         print(f"the executed copy with the traceback: {where.folder / error.notebook}.ipynb", file=sys.stderr)
         return 2 if error.is_input else 1
     return emit(as_json, {"study": str(where.folder), "report": str(report)}, str(report))
+
+
+def _lab(notebook: str, study: "Study", given: dict[str, str]) -> int:
+    """JupyterLab on the study's own copies of the notebooks; its exit code."""
+    from trilane.report.notebook import distribute
+    from trilane.report.parameters import copy_into, notebook_names
+
+    values = distribute(notebook_names() if notebook == "all" else [notebook], given)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    copies = [copy_into(study, name, values[name]) for name in values]
+    for path, is_new in copies:
+        print(f"{path}: {'new' if is_new else 'kept as it is, whatever -p gives' if given else 'kept as it is'}")
+    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={copies[0][0].parent}"]
+    command += [f"--LabApp.default_url=/lab/tree/{copies[0][0].name}"]
+    return subprocess.call(command, env={**os.environ, "TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
 
 @click.command(cls=Command)

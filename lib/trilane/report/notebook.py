@@ -17,7 +17,7 @@ from traitlets import Unicode
 
 from trilane.launch.follow import BATCH
 from trilane.report.html import write_index, write_notebook_report
-from trilane.report.parameters import described_parameters, path_of
+from trilane.report.parameters import described_parameters, edited_parameters, path_of
 from trilane.utils.process import environment_set
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
@@ -102,7 +102,7 @@ def run(name: str, study: Study, **given: object) -> Path:
 
     The executed copy, HTML and index are written even where a cell fails; then NotebookError names the cell.
     """
-    values, source = distribute([name], given)[name], path_of(name)
+    values, source = {**_as_committed(name), **distribute([name], given)[name]}, path_of(name)
     executed = study.folder / f"{name}.ipynb"
     keep_earlier(executed)
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
@@ -139,6 +139,19 @@ def run(name: str, study: Study, **given: object) -> Path:
             write_notebook_report(executed)
             write_index(study)
     return executed.with_suffix(".html")
+
+
+def _as_committed(name: str) -> dict[str, Any]:
+    """The committed defaults of parameters that were edited in the notebook itself, which is said on stderr."""
+    edited = edited_parameters(name)
+    if edited:
+        which = ", ".join(f"{field} is {value!r}" for field, value in edited.items())
+        print(
+            f"trilane: notebooks/{name}.ipynb was edited; this run takes its parameters as committed ({which}). Set "
+            f"them with -p, or work on a copy: trilane run {name} --lab",
+            file=sys.stderr,
+        )
+    return edited
 
 
 def cell_name(notebook: Path, source: str) -> str:
