@@ -1,6 +1,7 @@
 """What a report keeps of the Markdown and HTML in a notebook's outputs, and what an index shows of damaged files."""
 
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -8,7 +9,7 @@ import pandas as pd
 import pytest
 from markup import HOSTILE, Page, words
 
-from trilane.report.html import POLICY, markdown_html, notebook_html, plain_html, write_index
+from trilane.report.html import POLICY, anchor, markdown_html, notebook_html, plain_html, write_index
 from trilane.utils.tables import Html, Text, show
 from trilane.workspace.study import Study
 
@@ -26,7 +27,8 @@ def test_markup_that_nobody_escaped_loads_and_runs_nothing(value: str) -> None:
     """A notebook of a user's own may show any text as Markdown or HTML."""
     for page in (Page(markdown_html(value)), Page(plain_html(value))):
         assert not set(page.tags) & {"script", "svg", "style", "iframe", "form", "input", "comment"}
-        assert set(page.attributes) <= {"href", "src", "alt", "class", "start"}, "no handlers, no styles"
+        assert set(page.attributes) <= {"href", "src", "alt", "class", "start", "id"}, "no handlers, no styles"
+        assert re.fullmatch(r"[\w-]*", anchor(value)), "an id is a plain word"
         assert not [v for v in page.values if v.strip().lower().startswith(("javascript", "data:text"))]
 
 
@@ -76,6 +78,31 @@ def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_pat
     assert not set(page.tags) & {"script", "svg", "b", "link", "iframe"}
     assert page.text.count("<script>alert(1)</script>") == 5, "title, heading, code, error and stream show it"
     assert "<b>plain</b>" in page.text and "<b>bold</b>" in page.text
+
+
+def test_a_report_says_what_it_is_and_nothing_of_the_machine_that_made_it(outputs: Path) -> None:
+    study = Study.create("s")
+    Study.open("s").save("plans.json", {"plans": []}, "02_topology")
+    study.load("plans.json", "02_topology")
+    study.save("calendar.json", {"days": 1}, "07_calendar")
+    figure = nbformat.v4.new_output("display_data", data={"image/png": "aGk="})
+    told = nbformat.v4.new_output("stream", text=f"{study.folder}/calendar.json\n")
+    cells = [nbformat.v4.new_markdown_cell("# When?\n\n## What does it *cost*?"), nbformat.v4.new_code_cell("1")]
+    cells[1].outputs = [figure, told]
+    made = {"papermill": {"parameters": {"study": "s", "tokens": 3e11}, "end_time": "2027-01-04T10:30:00.1"}}
+    for name in ("02_topology", "07_calendar", "08_decision"):
+        path = study.folder / f"{name}.ipynb"
+        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=made), path)
+    text = notebook_html(study.folder / "07_calendar.ipynb")
+    page = Page(text)
+    for said in ("Study s", "2027-01-04 10:30", "tokens = 300000000000.0", "revision", "plans.json "):
+        assert said in page.text
+    assert {"02_topology.html", "08_decision.html", "index.html", "#what-does-it-cost"} <= set(page.values)
+    assert 'id="what-does-it-cost"' in text and 'alt="Figure: What does it *cost*?"' in text
+    assert str(outputs) not in text and "calendar.json" in page.text
+    index = Page(write_index(study).read_text())
+    links = [value for value in index.values if str(value).endswith(".html")]
+    assert links == [] and index.text.index("08_decision.ipynb") < index.text.index("02_topology.ipynb")
 
 
 @pytest.mark.parametrize(

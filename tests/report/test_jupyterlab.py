@@ -63,7 +63,7 @@ def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     with log.open("w") as stream:
         process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, cwd=base, process_group=0)
     try:
-        address = r"(http://127\.0\.0\.1:\d+)/lab\?token"
+        address = r"(http://127\.0\.0\.1:\d+)/lab"
         wait_until(lambda: re.search(address, log.read_text()) is not None, 60, f"no JupyterLab: {log}")
         found = re.search(address, log.read_text())
         assert found

@@ -17,11 +17,12 @@ from nbconvert import HTMLExporter
 from trilane.utils.tables import Html, printable, short
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import known_status, status_problem
-from trilane.workspace.study import Study, stamp
+from trilane.workspace.study import Study, checkout, stamp
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 # The pages have no script and load nothing; CSP Level 3, https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+FIRST = "08_decision"  # what the index lists first
 SHOWN = ("text/html", "text/markdown", "image/png", "text/plain")  # outputs that a report holds
 TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
 TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
@@ -29,25 +30,96 @@ STYLES = ("background-color", "line-height", "min-width", "text-align", "white-s
 
 
 def notebook_html(executed: Path) -> str:
-    """The executed notebook as one HTML text: code folded, figures inline, no script, no external resources."""
+    """The executed notebook as one HTML text: code folded, figures inline, no script, no external resources.
+
+    It says what it is: study, date, revision, parameters and what it read; no path of the machine that made it.
+    """
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
     css = (DATA / "report.css").read_text(encoding="utf-8")
-    notebook = read_notebook(executed)
-    notebook.metadata = {"title": f"{title(notebook)} · trilane"}  # without the state of widgets
+    notebook, headings, last = read_notebook(executed), dict[str, str](), "figure"
+    about = _about(notebook, executed)
+    notebook.metadata = {}  # without the state of widgets
     notebook.cells = [
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
     ]
-    for output in (o for cell in notebook.cells for o in cell.get("outputs", []) if "data" in o):
-        output["metadata"] = {}
-        output["data"] = {kind: value for kind, value in output["data"].items() if kind in SHOWN}
-        if "text/html" in output["data"]:
-            output["data"]["text/html"] = plain_html(output["data"]["text/html"])
-    return exporter.from_notebook_node(notebook, resources={"trilane_css": css, "policy": POLICY})[0]
+    for cell in notebook.cells:
+        found = [line[3:].strip() for line in cell.source.splitlines() if line.startswith("## ")]
+        headings |= {anchor(heading): heading for heading in found if cell.cell_type == "markdown"}
+        last = found[-1] if found and cell.cell_type == "markdown" else last
+        for output in (o for o in cell.get("outputs", []) if "data" in o):
+            output["metadata"] = {"alt": f"Figure: {last}"}
+            output["data"] = {kind: value for kind, value in output["data"].items() if kind in SHOWN}
+            if "text/html" in output["data"]:
+                output["data"]["text/html"] = plain_html(output["data"]["text/html"])
+    report = {"title": title(notebook), "study": executed.parent.name, "pages": _neighbours(executed)}
+    made = "Study {}, {}, {}".format(
+        executed.parent.name, *(f"{n} {t}" for n, t in about if n in ("executed", "made by"))
+    )
+    report |= {"headings": list(headings.items()), "about": about, "made": made}
+    given = {"trilane_css": css, "policy": POLICY, "report": report}
+    return _without_paths(exporter.from_notebook_node(notebook, resources=given)[0], executed.parent)
+
+
+def _about(notebook: Any, executed: Path) -> list[tuple[str, str]]:
+    """What the foot of a report says: name and text."""
+    made = notebook.metadata.get("papermill", {})
+    made = made if isinstance(made, dict) else {}
+    of = {**stamp(), **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {})}
+    values = given if isinstance(given := made.get("parameters"), dict) else {}
+    files = {path.name: _read(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))}
+    mine = [by for by in files.values() if isinstance(by, dict) and by.get("notebook") == executed.stem]
+    read = {name: str(key) for by in mine if isinstance(by.get("read"), dict) for name, key in by["read"].items()}
+    return [
+        ("executed", str(made.get("end_time") or made.get("start_time") or "not recorded")[:16].replace("T", " ")),
+        ("notebook", executed.stem),
+        (
+            "parameters",
+            ", ".join(f"{name} = {value!r}" for name, value in values.items()) or "as the notebook has them",
+        ),
+        ("read", ", ".join(f"{name} {key}" for name, key in read.items()) or "no result file of the study"),
+        ("made by", f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}"),
+    ]
+
+
+def _notebooks(executed: Path) -> list[Path]:
+    """The executed notebooks of the study, in their order."""
+    return sorted({*executed.parent.glob("[0-9]*.ipynb"), executed})
+
+
+def with_predecessor(executed: Path) -> list[Path]:
+    """The executed notebook, and the one before it, whose report links to it."""
+    found = _notebooks(executed)
+    at = found.index(executed)
+    return found[max(0, at - 1) : at + 1]
+
+
+def _neighbours(executed: Path) -> list[tuple[str, str]]:
+    """The notebooks of the study before and after this one: word and name."""
+    names = [path.stem for path in _notebooks(executed)]
+    at = names.index(executed.stem)
+    near = (("←", names[at - 1] if at else ""), ("→", names[at + 1] if at + 1 < len(names) else ""))
+    return [(word, name) for word, name in near if re.fullmatch(r"[\w.-]+", name)]
+
+
+def _without_paths(text: str, folder: Path) -> str:
+    """The HTML without the folder of the study, of all studies and of the checkout, which say nothing elsewhere."""
+    for place in (folder, folder.parent, checkout()):
+        if place and len(place.parts) > 1:
+            text = text.replace(f"{place.absolute()}/", "")
+    return text
+
+
+def anchor(heading: str) -> str:
+    """The id of a heading in a report: "Does it fit?" -> "does-it-fit"."""
+    return re.sub(r"\W+", "-", re.sub(r"<[^>]*>|&#?\w+;", "", heading).lower()).strip("-")
 
 
 class _Renderer(mistune.HTMLRenderer):
     """HTML within Markdown is shown as its source; entities are characters (with `escape=True` they would not be)."""
+
+    def heading(self, text: str, level: int, **attrs: Any) -> str:
+        return f'<h{level} id="{anchor(text)}">{text}</h{level}>\n'
 
     def inline_html(self, html: str) -> str:
         return str(Html.of("{}", html))
@@ -87,7 +159,7 @@ def write_notebook_report(executed: Path) -> Path:
 
 
 def write_index(study: Study) -> Path:
-    """Write the study's index.html: its notebooks, its runs with their status, its result files."""
+    """Write the study's index.html: its notebooks (the decision first), its runs with their status, its results."""
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, finalize=_shown).from_string(
         (DATA / "index.html.j2").read_text(encoding="utf-8")
     )
@@ -96,7 +168,7 @@ def write_index(study: Study) -> Path:
         policy=POLICY,
         css=Html((DATA / "report.css").read_text(encoding="utf-8")),
         headline=headline(study),
-        notebooks=[_notebook_row(path) for path in sorted(study.folder.glob("*.ipynb"))],
+        notebooks=[_notebook_row(p) for p in sorted(study.folder.glob("*.ipynb"), key=lambda p: (p.stem != FIRST, p))],
         runs=[_run_row(folder) for folder in study.run_folders()],
         files=[Html.link(p.name, p.name) for p in sorted(study.folder.iterdir()) if p.suffix in (".json", ".csv")],
         stamp=stamp(),

@@ -16,12 +16,12 @@ from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
 from trilane.launch.follow import BATCH
-from trilane.report.html import write_index, write_notebook_report
+from trilane.report.html import with_predecessor, write_index, write_notebook_report
 from trilane.report.parameters import described_parameters, edited_parameters, path_of
 from trilane.utils.process import environment_set
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
-from trilane.workspace.study import Study, outputs_root, shipped
+from trilane.workspace.study import Study, outputs_root, shipped, stamp
 
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
 
@@ -136,7 +136,11 @@ def run(name: str, study: Study, **given: object) -> Path:
         kernel_stderr.close()
         sockets.cleanup()
         if executed.exists():
-            write_notebook_report(executed)
+            made = nbformat.read(executed, as_version=4)
+            made.metadata["trilane"] = stamp()
+            nbformat.write(made, executed)
+            for report in with_predecessor(executed):
+                write_notebook_report(report)
             write_index(study)
     return executed.with_suffix(".html")
 

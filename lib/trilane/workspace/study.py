@@ -1,6 +1,7 @@
 """Study: a folder of outputs/ with its notebooks, result files and run folders; nothing else touches outputs/."""
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -101,6 +102,7 @@ class Study:
         require(plain, "study", repr(name), "must be a plain folder name (letters, digits, . _ -)")
         self.name = name
         self.folder = outputs_root() / name
+        self.read: dict[str, str] = {}  # the result files that were loaded, and the start of their SHA-256
 
     @classmethod
     def create(cls, name: str, *, resume: bool = False, fresh: bool = False) -> "Study":
@@ -125,7 +127,7 @@ class Study:
         with contextlib.suppress(ValueError):  # missing, or damaged: then it is kept as an earlier version
             if _without(read_object(path, "study file"), "made_by") == new:
                 return path
-        text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp()}}, indent=1)
+        text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
         return write_text(path, text + "\n")
 
     def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
@@ -135,7 +137,9 @@ class Study:
         """
         path = self.folder / name
         require(path.exists(), "study", self.name, f"has no {name} yet; run {made_by} first")
-        return read_object(path, "study file", **fields)
+        found = read_object(path, "study file", **fields)
+        self.read[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:10]
+        return found
 
     def values(self, name: str, made_by: str) -> dict[str, Any]:
         """The result file `name` without the stamp of what made it."""
