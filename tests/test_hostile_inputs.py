@@ -255,6 +255,10 @@ OTHERS = {
     "site's default QoS": ("slurm script plan.json --site X", {"name": "mine", "default_qos": "x\ny"}),
     "bandwidth": ("plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X", {"network_bytes_per_s": 0}),
     "latency": ("plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X", {"latency_s": -1}),
+    "a crawling network": (
+        "plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X",
+        {"network_bytes_per_s": 1e-300},
+    ),
     "memory": ("plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X", {"host_memory_bytes": 10**400}),
     "nodes": ("plan search --shape 6,64,4,32,384 --gpus 8 --gbs 8 --cluster X", {"max_nodes": 1 << 70}),
     "capacity's day": ("plan calendar plan.json --tokens 1e9 --capacity X", [{"from": "\x1b[2J", "gpus": 8}]),

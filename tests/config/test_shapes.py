@@ -140,6 +140,7 @@ BAD = [
     ({"max_position_embeddings": None}, "seq=missing: is not in the configuration; give it"),
     ({"num_hidden_layers": "32"}, "num_hidden_layers=32: must be a whole number of at least 1"),
     ({"hidden_act": "tanh\n"}, "hidden_act=tanh"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings=yes: must be true or false"),
     ({"attention_bias": True}, "biases=attention_bias=true, mlp_bias=false: a shape has all or none of them"),
     (
         MISTRAL | {"max_position_embeddings": 32768},

@@ -243,9 +243,10 @@ def test_what_a_row_leaves_open_is_what_its_stack_does(tmp_path, engine, stack, 
 
 def test_a_column_or_a_stack_that_nobody_knows_is_named(tmp_path, capsys):
     path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER},kv_head,colour,engine\n{LLAMA},8,red,moonlight\n")
+    path.write_text(f"{HEADER},kv_head,colour\x1b[2J,engine\n{LLAMA},8,red,moonlight\n")
     assert main(["plan", "backtest", str(path)]) == 0
     printed = capsys.readouterr().err
+    assert "\x1b" not in printed
     assert "ignored column=kv_head: is not known and not read; did you mean kv_heads?" in printed
     assert "column=colour" in printed and "engine=moonlight: no stack of that name was measured" in printed
 

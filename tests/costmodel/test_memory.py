@@ -61,6 +61,14 @@ def test_states_and_activations_are_those_of_korthikantis_figure_1(model, states
         assert float(kept) / GIB == pytest.approx(expected, rel=1e-12)
 
 
+def test_with_sequence_parallelism_a_recomputed_layer_keeps_its_share_of_the_sequence():
+    """Megatron-LM checkpoints the layer's input as the layer gets it: s / tp positions of it."""
+    shape = parse_shape("24,2048,16,1024,50304")
+    whole, cut = (Topology(tp=8, precision="bf16", recompute="full", sequence_parallel=sp) for sp in (False, True))
+    kept = [float(activation_bytes_per_layer(columns_of(shape, t))) for t in (whole, cut)]
+    assert kept[0] == 2 * 1024 * 2048 and kept[1] == kept[0] / 8
+
+
 def test_zero_shards_optimizer_then_gradients_then_weights():
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1; ZeRO-3 holds two gathered layers beside its shard."""
     shape = parse_shape("24,2048,16,1024,50304")

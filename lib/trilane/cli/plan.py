@@ -271,6 +271,7 @@ def backtest(rows: str, cluster: str | None, cv: str | None, calibrate_on: str |
     result = run_backtest(rows, cluster, cv, calibrate_on)
     if not as_json:
         for skipped in result.skipped:
-            print(f"skipped {skipped.row_id}: {skipped.reason}", file=sys.stderr)
-        print(*(f"ignored {line}\n" for line in result.ignored), sep="", end="", file=sys.stderr)
+            print(one_line(f"skipped {skipped.row_id}: {skipped.reason}"), file=sys.stderr)
+        for line in result.ignored:
+            print(one_line(f"ignored {line}"), file=sys.stderr)
     return emit(as_json, result.to_json(), repr(result), failed=not result.predictions)

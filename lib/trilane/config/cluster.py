@@ -18,6 +18,7 @@ from trilane.utils.validation import (
 )
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+SLOWEST, FASTEST = 1.0, 1e20  # bytes or FLOPs per second: beyond these a file has its units wrong
 LARGEST = 1e16  # bytes, or bytes per second, of one card: beyond it a file has its units wrong
 LARGEST_COUNT = 1_000_000  # nodes of a cluster, GPUs or cores of a node
 
@@ -50,7 +51,12 @@ class Gpu:
             require_positive(f"gpu.{name}", getattr(self, name))
         for name in ("fp16_flops_per_s", "bf16_flops_per_s", "fp8_flops_per_s", "context_bytes"):
             require_not_negative(f"gpu.{name}", getattr(self, name))
-        require_integer("gpu.num_sms", self.num_sms, 1)
+        for name in ("memory_bytes_per_s", *(f"{precision}_flops_per_s" for precision in PRECISIONS)):
+            _require_rate(f"gpu.{name}", getattr(self, name))
+        require_integer("gpu.num_sms", self.num_sms, 1, LARGEST_COUNT)
+        version = self.compute_capability
+        rule = "must be two whole numbers, such as [9, 0]"
+        require(len(version) == 2 and min(version) >= 0, "gpu.compute_capability", list(version), rule)
         rule = f"must be at most {LARGEST:g}, a thousand times what a card has"
         for name in ("memory_bytes", "memory_bytes_per_s", "context_bytes"):
             require(getattr(self, name) <= LARGEST, f"gpu.{name}", getattr(self, name), rule)
@@ -97,11 +103,14 @@ class Cluster:
             require(getattr(self, name) <= LARGEST_COUNT, f"cluster.{name}", getattr(self, name), rule)
         for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s", "host_memory_bytes"):
             require_positive(f"cluster.{name}", getattr(self, name))
+        for name in ("node_bytes_per_s", "network_bytes_per_s", "pcie_bytes_per_s"):
+            _require_rate(f"cluster.{name}", getattr(self, name))
         for name in ("latency_s", "launch_overhead_s"):
             require_not_negative(f"cluster.{name}", getattr(self, name))
         for name in ("pair_bytes_per_s", "ring_bytes_per_s"):
             if getattr(self, name) is not None:
                 require_positive(f"cluster.{name}", getattr(self, name))
+                _require_rate(f"cluster.{name}", getattr(self, name))
 
     def facts(self) -> Columns:
         """What one process of the machine can do, and where the numbers come from."""
@@ -119,6 +128,11 @@ class Cluster:
     def max_gpus(self) -> int:
         """GPUs of the whole cluster."""
         return self.gpus_per_node * self.max_nodes
+
+
+def _require_rate(field: str, value: float) -> None:
+    """Raise ValueError for a rate that no machine has; 0 is a precision that a card lacks."""
+    require(value == 0 or SLOWEST <= value <= FASTEST, field, value, f"must lie between {SLOWEST:g} and {FASTEST:g}")
 
 
 def catalogue() -> list[str]:

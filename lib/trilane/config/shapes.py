@@ -24,6 +24,7 @@ EXPERTS = "a shape has one MLP a layer, no experts"
 LATENT = "a shape has heads of queries, keys and values, no latent attention"
 NOT_DENSE = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
 NOT_DENSE |= {"kv_lora_rank": LATENT, "q_lora_rank": LATENT}
+FLAGS = ("tie_word_embeddings", "use_sliding_window", "multi_query", "alibi")
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python"), "gelu")
 ACTIVATIONS |= {"relu": "relu", "relu2": "squared-relu"}
 GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(("gelu", "gelu_new", "gelu_pytorch_tanh"), "geglu")
@@ -164,6 +165,9 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
         require(values.get(key, usual) == needed, key, values.get(key, usual), rule)
     sizes: dict[str, Any] = {name: _size(values, keys) for name, keys in NAMES.items()}
     sizes["seq_length"] = seq_length or sizes["seq_length"]
+    for key in FLAGS:
+        value = values.get(key)
+        require(value is None or isinstance(value, bool), key, value, "must be true or false")
     if values["model_type"] == "falcon" and values.get("multi_query", True):
         sizes["num_key_value_heads"] = 1
     for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):

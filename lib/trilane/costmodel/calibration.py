@@ -11,13 +11,24 @@ from trilane.config.cluster import cluster as catalogued
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.costmodel.constants import BOUNDS, GIVEN, Bound, Constants
-from trilane.utils.validation import DATA, from_mapping, read_json, require, require_positive, to_mapping
+from trilane.utils.validation import (
+    DATA,
+    from_mapping,
+    read_json,
+    require,
+    require_integer,
+    require_known,
+    require_line,
+    require_positive,
+    to_mapping,
+)
 from trilane.workspace.study import Study
 
 # Seconds that CUDA_LAUNCH_BLOCKING=1 adds to a layer's waits: the chronicles print 91.04 against 97.20 TFLOPs on 80
 # GPUs (3.5 ms a layer and microbatch) and no difference on 160; the A100 fit has 5.0 ms with it and 3.0 ms without.
 BLOCKED_LAUNCH_S = 2e-3
 ASYNCHRONOUS = "asynchronous launches"  # how the name of the regime without it begins
+WIDEST = 5.0  # half-width of an interval of ln(seconds): a factor of 150 to either side
 FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
 
@@ -51,6 +62,10 @@ class Regime:
     last_day: str
     gpus: tuple[int, ...] = ()
     factor: float = FACTOR.prior
+
+    def __post_init__(self) -> None:
+        for name in self.constants:
+            require_known("regime.constants", name, BOUNDS)
 
     def applies(self, day: str, gpus: float) -> bool:
         """Whether a run of that ISO date on that many GPUs was in this regime."""
@@ -90,7 +105,9 @@ class Calibration(Constants):
             rule = f"must lie between {bound.low} and {bound.high}"
             require(bound.low * 0.999 <= value <= bound.high * 1.001, f"calibration.{name}", value, rule)
         require_positive("calibration.half_width", self.half_width)
-        require(self.stack.isprintable(), "calibration.stack", self.stack, "must be one line")
+        require(self.half_width <= WIDEST, "calibration.half_width", self.half_width, f"must be at most {WIDEST:g}")
+        require_integer("calibration.rows", self.rows, 0)
+        require_line("calibration.stack", self.stack)
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 
@@ -225,7 +242,10 @@ def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
         return default(cluster, source)
     if source.endswith(".json") or Path(source).is_file():
         return load(source)
-    return from_json(Study(source).values("calibration.json", "04_analyze"))
+    found = Study(source)
+    rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
+    require(found.folder.is_dir(), "calibration", source, rule)
+    return from_json(found.values("calibration.json", "04_analyze"))
 
 
 def stacks() -> list[str]:

@@ -79,7 +79,7 @@ def activation_bytes_per_layer(columns: Columns) -> Number:
 
         none                  s b h (10 + 24/t + 5 a s / (h t))      sequence parallel: s b h (34/t + 5 a s / (h t))
         selective, or fused   the 5 a s term dropped
-        full                  2 s b h
+        full                  2 s b h                           sequence parallel: 2 s b h / t
 
     Korthikanti et al. 2022, arXiv:2205.05198, table 2. Of the 24: queries, keys and values 6, the core's output 2, the
     MLP's hidden channels before and after the activation 4 each of 4 h; a gate keeps one more of them.
@@ -90,7 +90,8 @@ def activation_bytes_per_layer(columns: Columns) -> Number:
     kept = np.where(np.equal(x.sequence_parallel, 1), 10 / x.tp, 10) + cut / x.tp
     stores = np.equal(x.recompute, 0) * x.stores_scores
     whole = sbh * kept + stores * 5.0 * x.heads * x.seq * x.tokens / x.tp
-    return np.where(np.equal(x.recompute, 2), 2 * sbh, whole) * x.value_bytes / 2
+    kept_input = 2 * sbh / np.where(np.equal(x.sequence_parallel, 1), x.tp, 1)
+    return np.where(np.equal(x.recompute, 2), kept_input, whole) * x.value_bytes / 2
 
 
 def in_flight(columns: Columns, stage: Number) -> Number:
