@@ -1,7 +1,8 @@
 """Robust fits of the constants to measured rows, within physical bounds and regularized by a prior."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,17 +53,22 @@ def robust_minimum(
 ) -> np.ndarray:
     """The logs that minimize sum 2 (sqrt(1 + (error/noise)^2) - 1) + sum ((log - start) / deviation)^2.
 
-    The first term is soft L1: a row far outside the noise counts by its absolute error, not by its square.
+    The first term is soft L1: a row far outside the noise counts by its absolute error, not by its square. `errors`
+    takes logs (..., C) to (..., R): a finite difference asks for all its points at once.
     """
     from scipy.optimize import least_squares  # half a second, not needed for planning
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         r = errors(logs) / noise
         robust = np.sign(r) * np.sqrt(2 * (np.sqrt(1 + r * r) - 1))
-        return np.concatenate([robust, (logs - start) / deviation])
+        return np.concatenate([robust, (logs - start) / deviation], axis=-1)
+
+    def at_once(_: object, points: Iterable[np.ndarray]) -> list[np.ndarray]:
+        return list(residuals(np.array(list(points))))
 
     inside = np.clip(start, bounds[0] + 1e-9, bounds[1] - 1e-9)
-    return least_squares(residuals, inside, bounds=bounds, x_scale=deviation, xtol=1e-5, ftol=1e-6).x
+    ends = {"xtol": 1e-5, "ftol": 1e-6}
+    return least_squares(residuals, inside, bounds=bounds, x_scale=deviation, workers=at_once, **ends).x
 
 
 def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
@@ -79,20 +85,21 @@ def deviations(cases: Sequence[Configuration], prior: Constants) -> np.ndarray:
 def time_errors(
     cases: Sequence[Configuration], measured: np.ndarray, regimes: Sequence[Regime], prior: Constants
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """ln(predicted / measured) as a function of the logarithms of the constants, then of the regimes' factors."""
+    """ln(predicted / measured) (..., R) of the logarithms of the constants, then of the regimes' factors, (..., C)."""
     applies = [np.array([r.applies(c.day, c.topology.gpus) for c in cases]) for r in regimes]
     groups = by_cluster(cases)
     given = {name: getattr(prior, name) for name in GIVEN}
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        predicted = np.empty_like(measured)
-        values: dict[str, Any] = dict(zip(BOUNDS, np.exp(logs), strict=False))
-        for regime, days, log in zip(regimes, applies, logs[len(BOUNDS) :], strict=True):
+        predicted = np.empty((*logs.shape[:-1], len(measured)))
+        factors = np.moveaxis(np.exp(logs)[..., None], -2, 0)  # (C, ..., 1)
+        values: dict[str, Any] = dict(zip(BOUNDS, factors, strict=False))
+        for regime, days, factor in zip(regimes, applies, factors[len(BOUNDS) :], strict=True):
             for name in regime.constants:
-                values[name] = values[name] * np.where(days, np.exp(log), 1.0)
+                values[name] = values[name] * np.where(days, factor, 1.0)
         for cluster, index, columns in groups:
-            here = {n: v[index] if np.ndim(v) else v for n, v in values.items()}
-            predicted[index] = iteration_columns(columns, cluster, Constants(**here, **given)).total
+            here = {n: v[..., index] if v.shape[-1] > 1 else v for n, v in values.items()}
+            predicted[..., index] = iteration_columns(columns, cluster, Constants(**here, **given)).total
         return np.log(predicted / measured)
 
     return errors
@@ -100,7 +107,8 @@ def time_errors(
 
 def slopes(errors: Callable[[np.ndarray], np.ndarray], at: np.ndarray) -> np.ndarray:
     """Derivatives of the errors (R,) by the logarithms `at` (C,), as (R, C), by central differences."""
-    return np.array([(errors(at + step) - errors(at - step)) / (2 * STEP) for step in STEP * np.eye(len(at))]).T
+    steps = STEP * np.eye(len(at))
+    return (errors(at + steps) - errors(at - steps)).T / (2 * STEP)
 
 
 def left_out(errors: np.ndarray, effects: np.ndarray, noise: float) -> np.ndarray:
@@ -163,6 +171,7 @@ def fit_memory(
 
     start = np.log([getattr(prior, n) for n in names])
     deviation = np.array(list(MEMORY_DEVIATION.values()))
-    best = robust_minimum(errors, start, deviation, (start - 3, start + 3), MEMORY_NOISE)
+    each = partial(np.apply_along_axis, errors, -1)
+    best = robust_minimum(each, start, deviation, (start - 3, start + 3), MEMORY_NOISE)
     spread = 1.4826 * float(np.median(np.abs(errors(best)))) * (1 + len(cases) ** -0.5)
     return replace(constants(best), spread=max(spread, 0.02))
