@@ -145,6 +145,7 @@ PLAIN = {
     "li",
 }
 PLAIN |= {"a", "b", "br", "code", "details", "em", "footer", "img", "mark", "pre", "strong", "summary"}
+PLAIN |= {"dd", "dl", "dt", "figure"}
 PLAIN |= {"table", "thead", "tbody", "tr", "th", "td"}
 LOOK = """() => ({
   tags: [...new Set([...document.querySelectorAll("*")].map(e => e.localName))],
