@@ -185,7 +185,7 @@ def space(case: JobCheck) -> Iterator[JobFinding]:
     """
     place = next(p for p in (case.folder.resolve(), *case.folder.resolve().parents) if p.exists())
     need, (free, inodes) = size(case), available(place)
-    message = f"checkpoints take up to {need / 1e9:.3g} GB, {place} has {free / 1e9:.3g} GB free"
+    message = f"checkpoints take up to {need / 1e9:,.1f} GB, {place} has {free / 1e9:,.1f} GB free"
     if need > free:
         yield refuse("disk", message, "smaller keep_last, larger save_interval, or another file system")
     elif need > free / 2:
