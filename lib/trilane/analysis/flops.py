@@ -4,10 +4,12 @@ B sequences an iteration of s tokens, L layers, h hidden size, V padded vocabula
 size. Each function returns the FLOPs of one iteration of the whole job; rates() divides by seconds and GPUs.
 """
 
+import math
 from collections.abc import Callable
 
 from trilane.analysis.run_config import RunConfig
 from trilane.config.model import ModelShape
+from trilane.logs.run import RunLog
 
 
 def narayanan(shape: ModelShape, config: RunConfig, batch: float) -> float:
@@ -88,3 +90,18 @@ def utilization(config: RunConfig, seconds: float) -> dict[str, float]:
         return {}
     whole = seconds * config.gpus * config.peak_flops_per_s
     return {"mfu": shape.flops_per_iteration(batch) / whole, "hfu": hardware(shape, config, batch) / whole}
+
+
+def printed_rates(log: RunLog) -> dict[str, float]:
+    """FLOP/s per GPU as the log prints them: `printed`, the median of its lines by its dialect's own definition, and
+    `profiler`, DeepSpeed's count of one iteration.
+    """
+    rates = {}
+    if "flops_per_s_per_gpu" in log.iterations and len(log.iterations):
+        column = log.iterations["flops_per_s_per_gpu"]
+        later = float(column.iloc[1:].median())
+        rates["printed"] = float(column.median()) if math.isnan(later) else later
+    for name, value in log.summary.items():
+        if name.startswith("profiler: fwd+bwd+step") and value > 1e6:
+            rates["profiler"] = value
+    return rates

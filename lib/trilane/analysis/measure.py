@@ -10,7 +10,7 @@ import numpy as np
 from trilane.analysis import flops
 from trilane.analysis.phase_times import ideal_bubble, measured_bubble
 from trilane.analysis.run_config import RunConfig, run_config
-from trilane.analysis.steady_state import WARM_UP, SteadyState, ranges, steady_state
+from trilane.analysis.steady_state import WARM_UP, SteadyState, mean_seconds, ranges, share_beyond, steady_state
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.run import RunLog, read_run_folder
@@ -168,7 +168,7 @@ def measure_log(
         config = replace(config, gbs=of_window)
     every = _column(log, "sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
     counted = every[window.counts]
-    seconds = float(np.median(counted)) if len(counted) else _mean_seconds(log)
+    seconds = float(np.median(counted)) if len(counted) else mean_seconds(log)
     low, high = np.quantile(counted, [0.25, 0.75]) if len(counted) else (math.nan, math.nan)
     tokens = config.gbs * config.seq_length
     loss = _column(log, "lm_loss")
@@ -183,9 +183,9 @@ def measure_log(
         sec_per_it=seconds,
         spread=float(high - low) / 2 / seconds if seconds > 0 else math.nan,
         tokens_per_s=tokens / seconds if tokens and seconds > 0 else math.nan,
-        flops_per_s={**_printed(log), **flops.rates(config, seconds)},
+        flops_per_s={**flops.printed_rates(log), **flops.rates(config, seconds)},
         utilization=flops.utilization(config, seconds),
-        lost_share=_lost_share(every[WARM_UP:], seconds),
+        lost_share=share_beyond(every[WARM_UP:], seconds),
         bubble=ideal_bubble(config),
         waited=measured_bubble(log, seconds, window),
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
@@ -235,48 +235,11 @@ def _exact(log: RunLog) -> RunLog:
     return replace(log, iterations=log.iterations.assign(sec_per_it=seconds))
 
 
-def _mean_seconds(log: RunLog) -> float:
-    """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or DeepSpeed's batch over
-    its rate; NaN where there is neither.
-    """
-    steps = log.arguments.get("total_optimization_steps")
-    if "train_runtime" in log.summary:
-        if isinstance(steps, int) and steps > 0:
-            return log.summary["train_runtime"] / steps
-        return 1 / (log.summary.get("train_steps_per_second") or math.nan)
-    batch = log.arguments.get("deepspeed.train_batch_size")
-    if "samples_per_second" in log.iterations and isinstance(batch, int):
-        return batch / float(log.iterations["samples_per_second"].median())
-    return math.nan
-
-
-def _printed(log: RunLog) -> dict[str, float]:
-    """FLOP/s per GPU as the log prints them: `printed`, the median of its lines by its dialect's own definition, and
-    `profiler`, DeepSpeed's count of one iteration.
-    """
-    rates = {}
-    if "flops_per_s_per_gpu" in log.iterations and len(log.iterations):
-        column = log.iterations["flops_per_s_per_gpu"]
-        later = float(column.iloc[1:].median())
-        rates["printed"] = float(column.median()) if math.isnan(later) else later
-    for name, value in log.summary.items():
-        if name.startswith("profiler: fwd+bwd+step") and value > 1e6:
-            rates["profiler"] = value
-    return rates
-
-
 def memory_by_rank(log: RunLog) -> dict[int, float]:
     """Peak bytes of each rank: the most it allocated, else reserved; {} where the log has neither."""
     memory = log.memory
     most = next((c for c in ("max_allocated", "max_reserved") if c in memory and memory[c].notna().any()), None)
     return dict(memory.set_index("rank")[most].dropna()) if most else {}
-
-
-def _lost_share(seconds: np.ndarray, median: float) -> float:
-    seconds = seconds[np.isfinite(seconds)] if not np.isfinite(seconds).all() else seconds
-    slow = seconds[seconds > median]  # half of a long log, so that it is not copied whole
-    whole = float(seconds.sum())
-    return float((slow.sum() - median * len(slow)) / whole) if whole > 0 else math.nan
 
 
 def _column(log: RunLog, name: str) -> np.ndarray:

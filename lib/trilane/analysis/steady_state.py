@@ -1,5 +1,6 @@
-"""Steady state: which iterations of a run count, and which are left out for what reason."""
+"""Steady state: which iterations of a run count, which are left out for what reason, and what they cost."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -118,3 +119,26 @@ def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     more = sum(map(len, runs[most:]))
     return ", ".join(words[:most]) + (f" and {more} more" if more else "")
+
+
+def mean_seconds(log: RunLog) -> float:
+    """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or DeepSpeed's batch over
+    its rate; NaN where there is neither.
+    """
+    steps = log.arguments.get("total_optimization_steps")
+    if "train_runtime" in log.summary:
+        if isinstance(steps, int) and steps > 0:
+            return log.summary["train_runtime"] / steps
+        return 1 / (log.summary.get("train_steps_per_second") or math.nan)
+    batch = log.arguments.get("deepspeed.train_batch_size")
+    if "samples_per_second" in log.iterations and isinstance(batch, int):
+        return batch / float(log.iterations["samples_per_second"].median())
+    return math.nan
+
+
+def share_beyond(seconds: np.ndarray, median: float) -> float:
+    """Share of all seconds that iterations took beyond the median: stalls, evaluations, checkpoints; NaN if none."""
+    seconds = seconds[np.isfinite(seconds)] if not np.isfinite(seconds).all() else seconds
+    slow = seconds[seconds > median]  # half of a long log, so that it is not copied whole
+    whole = float(seconds.sum())
+    return float((slow.sum() - median * len(slow)) / whole) if whole > 0 else math.nan
