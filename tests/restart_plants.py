@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine")]
-from plans import small_plan  # noqa: E402
+from plans import ELSEWHERE, small_plan  # noqa: E402
 from pool import engine_pool  # noqa: E402
 
 from trilane.diagnose.restart.compare import RestartComparison  # noqa: E402
@@ -165,15 +165,7 @@ CYCLES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     ),
     "3D TP2 PP2 DP2": ({"engine": "deepspeed-3d", "tp": 2, "pp": 2, "dp": 2, "zero": 1}, None),
     "HF ZeRO-3 DP2 full offload": ({"engine": "hf-zero3", "dp": 2, "zero": 3, "offload": "full"}, None),
-    "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
-    "megatron interleaved -> ZeRO-3 TP2 DP2": (
-        {"pp": 2, "interleaving": 2},
-        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3},
-    ),
-    "3D TP2 PP2 -> megatron DP2 distributed optimizer": (
-        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
-        {"dp": 2, "zero": 1},
-    ),
+    **ELSEWHERE,
     "HF ZeRO-3 DP2 -> megatron TP4": ({"engine": "hf-zero3", "dp": 2, "zero": 3}, {"tp": 4}),
     "megatron DP2 distributed optimizer, both overlaps": (
         {"dp": 2, "zero": 1, "overlap_grad_reduce": True, "overlap_param_gather": True, "precision": "bf16"},

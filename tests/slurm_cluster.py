@@ -159,6 +159,15 @@ def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     return folder
 
 
+def fake_commands(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A folder in front of PATH for commands in place of SLURM's, which are asked without long waits."""
+    (folder / "bin").mkdir()
+    patch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    patch.setattr(client, "DELAYS_S", (0.01,))
+    patch.setattr(client.getpass, "getuser", lambda: "me")
+    return folder / "bin"
+
+
 def pace(patch: pytest.MonkeyPatch) -> None:
     """Trainings that begin from now on wait before every iteration until `allow` lets them go on."""
     patch.setenv("TRILANE_PLANT", "paced 0 0")

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,9 +128,14 @@ def test_the_raw_rows_of_the_documents_are_read_or_named():
     assert len(result.rows) > 185 and result.summary()["skipped"] == len(result.skipped)
 
 
+def written(folder: Path, text: str) -> Path:
+    """A CSV of that text."""
+    (folder / "rows.csv").write_text(text)
+    return folder / "rows.csv"
+
+
 def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n")
+    path = written(tmp_path, f"{HEADER}\n{GOOD}\n{GOOD.replace('x,', 'y,').replace(',384,', ',383,')}\n")
     assert main(["plan", "backtest", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"rows", "skipped", "summary"}
@@ -140,9 +146,7 @@ def test_the_command_prints_the_json_of_the_issue(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "A100", "NVIDIA A100-SXM4-80GB", "a100 80gb"])
 def test_a_card_may_be_named_as_its_tools_name_it(tmp_path, name):
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER}\n{GOOD.replace('A100-80GB', name)}\n")
-    assert len(read_rows(path)[0]) == 1
+    assert len(read_rows(written(tmp_path, f"{HEADER}\n{GOOD.replace('A100-80GB', name)}\n"))[0]) == 1
 
 
 def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
@@ -185,10 +189,8 @@ def test_ten_rows_of_a_cluster_help_and_do_not_hurt(tmp_path):
     ],
 )
 def test_a_bad_row_is_skipped_and_named(tmp_path, old, new, reason):
-    path = tmp_path / "rows.csv"
     assert old in GOOD
-    path.write_text(f"{HEADER}\n{GOOD.replace(old, new, 1)}\n{GOOD}\n")
-    rows, skipped = read_rows(path)
+    rows, skipped = read_rows(written(tmp_path, f"{HEADER}\n{GOOD.replace(old, new, 1)}\n{GOOD}\n"))
     assert len(rows) == 1 and len(skipped) == 1
     assert skipped[0].row_id == "x" and skipped[0].reason.startswith(reason)
 
@@ -206,9 +208,7 @@ LLAMA = "x,jz-a100-80g,A100-80GB,8,32,4096,32,2048,32000,8,1,1,3,192,1,bf16,11.5
     ],
 )
 def test_the_shape_of_a_row_is_that_of_its_columns_and_its_family(tmp_path, columns, cells, expected):
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER},{columns}\n{LLAMA},{cells}\n")
-    (row,), skipped = read_rows(path)
+    (row,), skipped = read_rows(written(tmp_path, f"{HEADER},{columns}\n{LLAMA},{cells}\n"))
     assert not skipped and {name: getattr(row.case.shape, name) for name in expected} == expected
 
 
@@ -227,23 +227,20 @@ def test_the_shape_of_a_row_is_that_of_its_columns_and_its_family(tmp_path, colu
     ],
 )
 def test_a_shape_that_contradicts_itself_is_skipped_and_named(tmp_path, columns, cells, reason):
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER},{columns}\n{LLAMA},{cells}\n")
-    rows, skipped = read_rows(path)
+    rows, skipped = read_rows(written(tmp_path, f"{HEADER},{columns}\n{LLAMA},{cells}\n"))
     assert not rows and [s.reason[: len(reason)] for s in skipped] == [reason]
 
 
 @pytest.mark.parametrize(("engine", "stack", "zero"), [("fsdp", "fsdp", 3), ("nemo", "megatron-core", 0)])
 def test_what_a_row_leaves_open_is_what_its_stack_does(tmp_path, engine, stack, zero):
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER},engine,attention\n{LLAMA.replace(',1,bf16', ',,bf16')},{engine},flash\n")
-    (row,), _ = read_rows(path)
+    (row,), _ = read_rows(
+        written(tmp_path, f"{HEADER},engine,attention\n{LLAMA.replace(',1,bf16', ',,bf16')},{engine},flash\n")
+    )
     assert (row.stack, row.case.topology.zero, row.case.topology.buckets) == (stack, zero, "layer")
 
 
 def test_a_column_or_a_stack_that_nobody_knows_is_named(tmp_path, capsys):
-    path = tmp_path / "rows.csv"
-    path.write_text(f"{HEADER},kv_head,colour\x1b[2J,engine\n{LLAMA},8,red,moonlight\n")
+    path = written(tmp_path, f"{HEADER},kv_head,colour\x1b[2J,engine\n{LLAMA},8,red,moonlight\n")
     assert main(["plan", "backtest", str(path)]) == 0
     printed = capsys.readouterr().err
     assert "\x1b" not in printed

@@ -13,6 +13,18 @@ from trilane.config.training import Data, Run
 from trilane.experiments.parity import OPTIMIZER, SHAPE
 
 HERE = small_cluster()
+# From a topology and engine to another, with the same model and batch: settings of small_plan().
+ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
+    "megatron interleaved -> ZeRO-3 TP2 DP2": (
+        {"pp": 2, "interleaving": 2},
+        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3},
+    ),
+    "3D TP2 PP2 -> megatron DP2 distributed optimizer": (
+        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
+        {"dp": 2, "zero": 1},
+    ),
+}
 
 
 def small_plan(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from plans import changed, run_folder, small_plan, steps
+from plans import ELSEWHERE, changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.launch.local import environment
@@ -92,16 +92,8 @@ def test_a_resumed_run_gives_the_losses_of_one_never_stopped(
     assert len((again / "earlier/steps.jsonl.1").read_text().splitlines()) == HALFWAY + 1
 
 
-ELSEWHERE = {
-    "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
-    "megatron interleaved -> ZeRO-3 TP2 DP2": (
-        {"pp": 2, "interleaving": 2},
-        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3},
-    ),
-    "3D TP2 PP2 -> megatron DP2 distributed optimizer": (
-        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
-        {"dp": 2, "zero": 1},
-    ),
+RESUMED = {
+    **ELSEWHERE,
     "ZeRO-3 DP3 -> 3D PP2": (
         {"engine": "deepspeed-zero", "dp": 3, "zero": 3, "gbs": 12},
         {"engine": "deepspeed-3d", "pp": 2, "zero": 1, "gbs": 12},
@@ -118,7 +110,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize(("there", "here"), ELSEWHERE.values(), ids=ELSEWHERE.keys())
+@pytest.mark.parametrize(("there", "here"), RESUMED.values(), ids=RESUMED.keys())
 def test_a_run_goes_on_elsewhere(there: dict, here: dict, whole: Whole, fork: Fork, data: Path, tmp_path: Path) -> None:
     """On another topology and in another engine, from the checkpoint of a run that is left as it is: within 1e-5."""
     first = whole(saving(data, **there))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, one, plan, run_folder
+from slurm_cluster import REQUEST, SITE, fake_commands, one, plan, run_folder
 
 from trilane.cli.app import main
 from trilane.config.plan import read_plan
@@ -47,11 +47,7 @@ class Commands:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(client, "DELAYS_S", (0.01,))
-    monkeypatch.setattr(client.getpass, "getuser", lambda: "me")
-    return Commands(tmp_path / "bin")
+    return Commands(fake_commands(tmp_path, monkeypatch))
 
 
 @pytest.fixture

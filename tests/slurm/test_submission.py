@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import REQUEST, SITE, one, plan, run_folder
+from slurm_cluster import REQUEST, SITE, fake_commands, one, plan, run_folder
 
 from trilane.cli.app import main
 from trilane.slurm import attempt, chain, client, jobs, ledger, submission, sweep
@@ -61,12 +61,8 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(client, "DELAYS_S", (0.01,))
-    monkeypatch.setattr(client.getpass, "getuser", lambda: "me")
     monkeypatch.setattr(submission, "SETTLE_S", 0.2)
-    return Slurm(tmp_path / "bin")
+    return Slurm(fake_commands(tmp_path, monkeypatch))
 
 
 @pytest.fixture
