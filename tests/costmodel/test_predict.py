@@ -12,8 +12,7 @@ from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Configuration, default
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
-from trilane.costmodel.predict import predict
-from trilane.costmodel.uncertainty import FAR, NEAR, support
+from trilane.costmodel.predict import FAR, NEAR, predict, support
 from trilane.planning.proposals import training_seconds
 from trilane.planning.published import planned_models
 from trilane.planning.sizing import survey_shapes

@@ -480,7 +480,7 @@ def test_a_capacity_that_never_holds_a_replica_is_refused():
 
 
 def test_a_plan_far_from_all_measured_runs_has_a_wider_forecast():
-    """The prediction's interval widens with the distance from measured rows (costmodel/uncertainty.py)."""
+    """The prediction's interval widens with the distance from measured rows (costmodel/predict.py)."""
     near = request()
     shape = dataclasses.replace(near.plan.shape, num_layers=4, hidden_size=512, num_attention_heads=4, seq_length=128)
     topology = dataclasses.replace(near.plan.topology, tp=1, pp=1, mbs=1, partition="uniform")

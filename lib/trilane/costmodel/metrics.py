@@ -19,7 +19,8 @@ from trilane.costmodel.memory import (
     memory_of,
     oom_probability,
 )
-from trilane.costmodel.uncertainty import posterior, unmeasured_half_width
+from trilane.costmodel.predict import unmeasured_half_width
+from trilane.costmodel.uncertainty import posterior
 from trilane.utils.validation import require_known
 
 LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {

@@ -1,22 +1,14 @@
-"""Support: the measured rows that a prediction rests on; Posterior: its uncertainty, as a covariance over plans."""
+"""Posterior: the uncertainty of predictions by constants fitted to rows, as a covariance over plans."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
-from trilane.config.cluster import Cluster
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import Topology
 from trilane.costmodel.calibration import Calibration, Configuration
-from trilane.costmodel.columns import columns_of
-from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
-from trilane.costmodel.fit import NOISE, STEP, deviations, left_out, slopes, time_errors
-from trilane.costmodel.iteration import iteration_columns
-from trilane.costmodel.measured_rows import MeasuredRow, every_row
+from trilane.costmodel.constants import BOUNDS
+from trilane.costmodel.fit import NOISE, deviations, left_out, slopes, time_errors
 
 # Error of the model with known constants, as a deviation of ln(seconds), and the rows that this prior counts for. In
 # cross-validation by table 90 of 100 rows are within 5.4 % (docs/planner.md), a deviation of 3.3 %; half as much is
@@ -26,119 +18,6 @@ FOREIGN = 0.12  # the same on a site or stack without rows: leaving out each fil
 T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
 NOISE_ROWS = 2  # repeats that the prior noise counts for
 MAX_ERROR = 0.15  # larger errors count as this
-
-
-class Case(Protocol):
-    """What can be predicted: a Plan, or a Configuration."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def cluster(self) -> Cluster: ...
-    @property
-    def engine(self) -> str: ...
-
-
-# How far two runs are apart: for each size, the factor that counts as 1 (a quite different run), and what else counts.
-SPANS = {"hidden": 4, "layers": 8, "seq": 4, "tokens": 8, "gpus": 16, "tp": 8, "pp": 16, "microbatches": 16}
-KINDS = {"card": 1.5, "cluster": 0.7, "attention kernel": 1.0, "precision": 1.0, "recomputation": 0.5, "offload": 1.0}
-KINDS |= {"MLP": 0.4, "key-value heads": 0.3, "ZeRO": 0.5, "context parallelism": 1.0, "groups over nodes": 1.0}
-SOFTWARE = 2.0  # a row of other software than the constants: on Jean Zay's rows of 2024 those of 2022 miss by 9 to 20 %
-NAMES = {"hidden": "hidden size", "layers": "number of layers", "seq": "sequence length", "gpus": "number of GPUs"}
-NAMES |= {"tokens": "microbatch", "microbatches": "number of microbatches"}  # where a word is not its own name
-NEAR, FAR = 0.5, 1.0  # up to NEAR the fitted interval holds; from FAR on no measured run supports a prediction
-WIDENING = 0.10  # of ln(seconds), for each unit of distance beyond NEAR
-
-
-@dataclass(frozen=True, kw_only=True)
-class Support:
-    """Which measured runs a prediction rests on: the nearest with their distances, and what sets the first one apart.
-
-    A distance is the root of the squares of what differs: a size by its SPANS factor counts 1, a kind by KINDS.
-    `stack` is the software of the nearest one.
-    """
-
-    nearest: tuple[tuple[str, float], ...] = ()
-    differs: tuple[str, ...] = ()
-    stack: str = ""
-
-    @property
-    def distance(self) -> float:
-        """To the nearest measured run; infinite where there is none."""
-        return self.nearest[0][1] if self.nearest else math.inf
-
-    @property
-    def words(self) -> str:
-        """One sentence for commands, notebooks and reports."""
-        if not self.nearest:
-            return "no measured run like this: there are no rows"
-        (row, distance), by = self.nearest[0], f" ({self.stack})" * bool(self.stack)
-        if distance > FAR:
-            other = f": another {', '.join(self.differs)}" if self.differs else ""
-            return f"no measured run like this; the nearest is {row}{by}, at a distance of {distance:.1f}{other}"
-        return f"rests on measured runs such as {row}{by}, at a distance of {distance:.1f}"
-
-    @property
-    def widening(self) -> float:
-        """What the distance adds to the half-width of the interval of ln(seconds), as the root of the squares."""
-        return WIDENING * min(max(self.distance - NEAR, 0.0), 5.0)
-
-
-def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 3, stack: str = "") -> Support:
-    """The measured rows nearest to a case (a Plan or a Configuration); `rows` are by default all that ship.
-
-    With `stack`, that of the constants, rows of other software are SOFTWARE further.
-    """
-    known = every_row() if rows is None else tuple(rows)
-    if not known:
-        return Support()
-    sizes, kinds = _features(known) if rows is not None else _shipped_features()
-    (own,), (kind,) = _features((case,))
-    apart = np.abs(sizes - own)
-    foreign = [SOFTWARE * (stack not in ("", row.stack)) for row in known]
-    other = np.column_stack([(kinds != kind) * np.array(list(KINDS.values())), foreign])
-    distances = np.sqrt((apart**2).sum(1) + (other**2).sum(1))
-    order = np.argsort(distances, kind="stable")[:count]
-    first = order[0]
-    parts = dict(zip([*KINDS, "software", *SPANS], [*other[first], *apart[first]], strict=True))
-    return Support(
-        nearest=tuple((known[i].row_id, float(distances[i])) for i in order),
-        differs=tuple(
-            NAMES.get(name, name) for name, part in sorted(parts.items(), key=lambda p: -p[1]) if part >= 0.4
-        ),
-        stack=known[first].stack,
-    )
-
-
-@functools.cache
-def _shipped_features() -> tuple[np.ndarray, np.ndarray]:
-    return _features(every_row())
-
-
-def _features(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes (N, SPANS) in their units, and kinds (N, KINDS), of measured rows or of cases."""
-    cases = [getattr(row, "case", row) for row in rows]
-    columns = [columns_of(c.shape, c.topology, c.engine) for c in cases]
-    sizes = np.array([[getattr(x, name) for name in SPANS] for x in columns], float)
-    kinds = [
-        (
-            c.cluster.gpu.name.partition("-")[0],
-            c.cluster.name.replace("16g", "32g"),
-            "fused" if not x.stores_scores else "aligned" if x.head_dim % 8 == 0 else "unaligned",
-            x.fp8,
-            c.topology.recompute,
-            c.topology.offload,
-            x.gated,
-            x.kv_heads < x.heads,
-            x.zero > 1,
-            x.cp > 1,
-            x.tp > c.cluster.gpus_per_node,
-        )
-        for c, x in zip(cases, columns, strict=True)
-    ]
-    return np.log(sizes) / np.log(list(SPANS.values())), np.array(kinds, object)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,22 +101,6 @@ def posterior(cases: Sequence[Configuration], measured: Sequence[float], calibra
     )
 
 
-def unmeasured_half_width(case: Configuration, calibration: Calibration) -> float:
-    """Half-width of the interval of ln(seconds) of a case that nobody measured.
-
-    That of the calibration's rows; without any, that of the priors, by how much the time of this case depends on each
-    constant. Either widens with the distance from measured rows of the same software. A calibration by rows of one's
-    own keeps its width: which they are it does not tell.
-    """
-    own = calibration.half_width
-    if calibration.rows and not calibration.stack:
-        return own
-    if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
-        effects = _slopes_of(case, calibration) * deviations((case,), calibration)
-        own = T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2)
-    return math.hypot(own, support(case, stack=calibration.stack).widening)
-
-
 def _noise(usual: float, cases: Sequence[Configuration], errors: np.ndarray) -> float:
     """Deviation between runs of one case, from the repeats and from `usual`, which counts as NOISE_ROWS repeats."""
     squares, freedom, left = 0.0, 0, list(range(len(cases)))
@@ -255,16 +118,6 @@ def sensitivities(cases: Sequence[Configuration], calibration: Calibration) -> n
         return np.empty((0, len(BOUNDS)))
     errors, at = time_errors(cases, np.ones(len(cases)), (), calibration), _logs(calibration)
     return slopes(errors, at)
-
-
-def _slopes_of(case: Configuration, calibration: Calibration) -> np.ndarray:
-    """Derivatives of ln(seconds) of one case by ln(constant), (C,): all constants in one evaluation."""
-    steps = np.exp(np.vstack([np.eye(len(BOUNDS)), -np.eye(len(BOUNDS))]) * STEP)  # (2 C, C)
-    values: dict[str, Any] = {name: getattr(calibration, name) * steps[:, i] for i, name in enumerate(BOUNDS)}
-    values |= {name: getattr(calibration, name) for name in GIVEN}
-    columns = columns_of(case.shape, case.topology, case.engine)
-    up, down = np.split(np.log(iteration_columns(columns, case.cluster, Constants(**values)).total), 2)
-    return (up - down) / (2 * STEP)
 
 
 def _logs(calibration: Calibration) -> np.ndarray:
