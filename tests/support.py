@@ -1,6 +1,7 @@
 """What several tests need: a small machine, a small plan, patience."""
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,6 +22,18 @@ from trilane.utils.validation import to_mapping
 
 REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
+
+
+class Later:
+    """A module that is imported at its first use: each worker of a test run collects all tests, and one needs torch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # pytest asks each name of a module whether it is a test
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def small_cluster(cores: int = 2) -> Cluster:

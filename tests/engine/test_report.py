@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from plans import changed, small_plan
+from support import Later
 
-from trilane.engine.monitor import phases
-from trilane.engine.monitor.phases import durations
-from trilane.engine.monitor.report import Iteration, average
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
 
+phases, report = Later("trilane.engine.monitor.phases"), Later("trilane.engine.monitor.report")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
 LINE = (
@@ -24,7 +23,7 @@ LINE = (
     "learning rate: 1.500000E-04 | global batch size:   128 | lm loss: 2.500000E+00 | loss scale: 65536.0 | "
     "grad norm: 1.235 | number of skipped iterations:   1 | number of nan iterations:   0 |"
 )
-STEP = Iteration(
+STEP = dict(
     iteration=10,
     consumed_samples=1280,
     sec_per_it=1.2345,
@@ -41,12 +40,12 @@ STEP = Iteration(
 
 def test_the_line_is_megatrons_to_the_last_blank() -> None:
     """Megatron-LM's training_log of 2025, with the clock in front."""
-    assert STEP.line(100, datetime(2026, 8, 1, 12)) == LINE
+    assert report.Iteration(**STEP).line(100, datetime(2026, 8, 1, 12)) == LINE
 
 
 def test_a_window_gives_means_of_time_and_loss_and_sums_of_counts() -> None:
-    other = Iteration(**{**STEP.__dict__, "iteration": 11, "lm_loss": 3.5, "sec_per_it": 2.2345, "skipped": 0})
-    mean = average([STEP, other])
+    other = report.Iteration(**{**STEP, "iteration": 11, "lm_loss": 3.5, "sec_per_it": 2.2345, "skipped": 0})
+    mean = report.average([report.Iteration(**STEP), other])
     assert (mean.iteration, mean.lm_loss, mean.sec_per_it, mean.skipped) == (11, 3.0, pytest.approx(1.7345), 1)
 
 
@@ -59,7 +58,7 @@ def test_every_printed_line_is_its_json_line(train: Callable, data: Path, tmp_pa
     memory = [line for line in said if re.match(r"\[Rank 1\] \(after [15] iterations\) memory \(MB\) \| alloc", line)]
     printed = [re.sub(r"\[.*?\]", "[]", line) for line in said if line not in memory]
     noon = datetime(2026, 8, 1, 12)
-    assert printed == [re.sub(r"\[.*?\]", "[]", Iteration(**step).line(5, noon)) for step in steps]
+    assert printed == [re.sub(r"\[.*?\]", "[]", report.Iteration(**step).line(5, noon)) for step in steps]
     assert len(memory) == 2
     assert len(steps) == 5
 
@@ -123,7 +122,7 @@ def test_timers_fill_the_iteration_and_our_reader_reads_them(
 
 def test_a_phase_counts_its_own_time_and_not_that_of_those_inside() -> None:
     marks = [(0.0, ""), (1.0, "forward-compute"), (2.0, "batch-generator"), (4.0, "forward-compute"), (5.0, "")]
-    assert durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
+    assert phases.durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
 
 
 def test_a_phase_that_broke_says_where() -> None:

@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from support import small_plan
+from support import Later, small_plan
 
-from trilane.engine.checkpoint.load import identity, require_same
-from trilane.engine.checkpoint.slices import SliceFile, assemble
+torch, load, files = Later("torch"), Later("trilane.engine.checkpoint.load"), Later("trilane.engine.checkpoint.slices")
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd", "abcdefgh"])
 def test_the_header_ends_at_a_multiple_of_eight_bytes_and_the_numbers_begin_there(name: str, tmp_path: Path) -> None:
     """huggingface/safetensors' README: 8 bytes of length, a header that is padded with blanks, then the values."""
-    out = SliceFile(tmp_path / "x", [(f"{name}/weight", (3,)), (f"{name}/exp_avg", (2,))])
+    out = files.SliceFile(tmp_path / "x", [(f"{name}/weight", (3,)), (f"{name}/exp_avg", (2,))])
     out.add(torch.tensor([1.0, 2.0, 3.0]))
     out.add(torch.tensor([4.0, 5.0]))
     size, _ = out.close()
@@ -33,7 +31,7 @@ def test_a_closed_file_was_synchronised_with_all_its_bytes(tmp_path: Path, monke
     """fsync(2): without it, a crash after the save may leave a complete-looking checkpoint of zeros."""
     sizes: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda handle: sizes.append(os.fstat(handle).st_size))
-    file = SliceFile(tmp_path / "a", [("w", (2, 3))])
+    file = files.SliceFile(tmp_path / "a", [("w", (2, 3))])
     file.add(torch.ones(2, 3))
     size, _ = file.close()
     assert sizes == [size] == [(tmp_path / "a").stat().st_size]
@@ -46,7 +44,7 @@ def test_a_disk_that_is_full_at_the_last_moment_is_an_error_of_the_file(tmp_path
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", full)
-    file = SliceFile(tmp_path / "a", [("w", (2,))])
+    file = files.SliceFile(tmp_path / "a", [("w", (2,))])
     file.add(torch.ones(2))
     file.close()
     assert file.error == "Disk quota exceeded"
@@ -57,14 +55,14 @@ def test_a_part_is_assembled_from_the_slices_that_overlap_it(tmp_path: Path) -> 
     whole = torch.arange(12.0).reshape(4, 3)
     slices = []
     for number in (0, 1):
-        out = SliceFile(tmp_path / f"{number}", [("a/weight", (2, 3))])
+        out = files.SliceFile(tmp_path / f"{number}", [("a/weight", (2, 3))])
         out.add(whole[2 * number : 2 * number + 2])
         out.close()
         box = ((2 * number, 2 * number + 2), (0, 3))
         slices.append({"box": box, "file": f"{number}", "at": {"weight": out.at["a/weight"]}})
-    assert assemble(tmp_path, slices, "weight", ((1, 3), (1, 3))).tolist() == whole[1:3, 1:].tolist()
+    assert files.assemble(tmp_path, slices, "weight", ((1, 3), (1, 3))).tolist() == whole[1:3, 1:].tolist()
     with pytest.raises(ValueError, match="3 of 6 numbers are in its slices"):
-        assemble(tmp_path, slices[:1], "weight", ((1, 3), (0, 3)))
+        files.assemble(tmp_path, slices[:1], "weight", ((1, 3), (0, 3)))
 
 
 @pytest.mark.parametrize(
@@ -82,10 +80,10 @@ def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(
     plan = small_plan(train_iters=4)
     if message:
         with pytest.raises(ValueError) as refused:
-            require_same("x", identity(plan), plan, iteration, consumed)
+            load.require_same("x", load.identity(plan), plan, iteration, consumed)
         assert str(refused.value) == message
     else:
-        require_same("x", identity(plan), plan, iteration, consumed)
+        load.require_same("x", load.identity(plan), plan, iteration, consumed)
 
 
 def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
@@ -96,4 +94,4 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
     )
     for name, other in others:
         with pytest.raises(ValueError, match=f"^{name}: the checkpoint x was trained with "):
-            require_same("x", identity(plan), other, 2, 8)
+            load.require_same("x", load.identity(plan), other, 2, 8)

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -187,3 +188,10 @@ def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd)
     notebook.run_all(study, {"tp": "8"}, [story])
     assert (study.folder / "07_story.ipynb").stat().st_mtime_ns > before
     assert "tp is 4" in (study.folder / "earlier/07_story.ipynb.1").read_text(), "the earlier copy is kept"
+
+
+def test_to_run_a_notebook_builds_no_grammar_of_iris():
+    """jsonschema would, for a check that no notebook asks for: a second at each start."""
+    code = "import sys, trilane.report.notebook; print('lark' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "False"
