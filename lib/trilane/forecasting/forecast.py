@@ -140,7 +140,6 @@ class Forecast(Described):
         r, price = self.request, self.request.price
         hours = [self.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
         energy = [price.energy_kwh(h, r.plan.cluster.gpu.name) for h in hours]
-        ramp_ends = self.outcomes.reached_s[:, self.ramp_end] if self.ramp_phases else self.outcomes.wall_s * 0
         return {
             "plan": r.plan.label,
             "plan_id": r.plan.id,
@@ -149,13 +148,7 @@ class Forecast(Described):
             "tokens": r.tokens,
             "samples": r.samples,
             "iterations": sum(phase.iterations for phase in self.phases),
-            "ramp": {
-                "iterations": sum(phase.iterations for phase in self.phases[: self.ramp_phases]),
-                "days": self.ramp_days,
-                "days_interval": (np.nanquantile(ramp_ends, (0.05, 0.95)) / 86400).tolist(),
-                "batch_sizes": self.ramp_phases,
-                "first_full_gbs": first_full_gbs(r.plan.topology),
-            },
+            "ramp": self._ramp_json(),
             "days": self.days(0.5),
             "days_interval": [self.days(0.05), self.days(0.95)],
             "gpu_hours": hours[0],
@@ -175,6 +168,17 @@ class Forecast(Described):
             "schedule": [job.to_json() for job in self.jobs()],
             "assumptions": assumptions_of(r, self.spare_nodes),
             "meaning": MEANING,
+        }
+
+    def _ramp_json(self) -> Record:
+        """The batch size's ramp: its iterations, days and sizes."""
+        ends = self.outcomes.reached_s[:, self.ramp_end] if self.ramp_phases else self.outcomes.wall_s * 0
+        return {
+            "iterations": sum(phase.iterations for phase in self.phases[: self.ramp_phases]),
+            "days": self.ramp_days,
+            "days_interval": (np.nanquantile(ends, (0.05, 0.95)) / 86400).tolist(),
+            "batch_sizes": self.ramp_phases,
+            "first_full_gbs": first_full_gbs(self.request.plan.topology),
         }
 
     @cached_property

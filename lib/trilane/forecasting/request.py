@@ -208,14 +208,8 @@ def forecast_request(
     """
     require_known("adapt", adapt, ADAPT)
     first = parse_day("start", start) if start else datetime.now(UTC).date()
-    minutes = checkpoint_minutes
-    require(minutes is None or minutes > 0, "checkpoint-minutes", minutes, "must be above zero")
-    model = from_mapping(FailureModel, read_json(risks, "risks"), "risks") if risks else FailureModel()
-    given: dict[str, Any] = {"checkpoint_s": minutes * 60 if minutes else None, "spare_nodes": spare_nodes}
-    given |= {"job_hours": job_hours, "evaluation_iters": evaluation_iters}
-    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
-    if failures_per_node_year is not None:
-        model = model.with_failures(failures_per_node_year)
+    given = {"spare_nodes": spare_nodes, "job_hours": job_hours, "evaluation_iters": evaluation_iters}
+    model = _failure_model(risks, checkpoint_minutes, failures_per_node_year, given)
     constants = load(calibration) if isinstance(calibration, str) and calibration else calibration
     return ForecastRequest(
         plan=plan,
@@ -230,3 +224,15 @@ def forecast_request(
         day_worth=ADAPT[adapt] if day_worth is None else day_worth,
         **others,
     )
+
+
+def _failure_model(
+    risks: str | None, checkpoint_minutes: float | None, failures_per_node_year: float | None, given: dict[str, Any]
+) -> FailureModel:
+    """The failure model of a JSON file, or the default one, with the values that are given."""
+    minutes = checkpoint_minutes
+    require(minutes is None or minutes > 0, "checkpoint-minutes", minutes, "must be above zero")
+    model = from_mapping(FailureModel, read_json(risks, "risks"), "risks") if risks else FailureModel()
+    given = {**given, "checkpoint_s": minutes * 60 if minutes else None}
+    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
+    return model if failures_per_node_year is None else model.with_failures(failures_per_node_year)

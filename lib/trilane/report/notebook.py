@@ -135,14 +135,19 @@ def run(name: str, study: Study, **given: object) -> Path:
     finally:
         kernel_stderr.close()
         sockets.cleanup()
-        if executed.exists():
-            made = nbformat.read(executed, as_version=4)
-            made.metadata["trilane"] = stamp()
-            nbformat.write(made, executed)
-            for report in with_predecessor(executed):
-                write_notebook_report(report)
-            write_index(study)
+        _write_reports(study, executed)
     return executed.with_suffix(".html")
+
+
+def _write_reports(study: Study, executed: Path) -> None:
+    """The executed copy with the software that made it, its page, and the study's index, where there is a copy."""
+    if executed.exists():
+        made = nbformat.read(executed, as_version=4)
+        made.metadata["trilane"] = stamp()
+        nbformat.write(made, executed)
+        for report in with_predecessor(executed):
+            write_notebook_report(report)
+        write_index(study)
 
 
 def _as_committed(name: str) -> dict[str, Any]:

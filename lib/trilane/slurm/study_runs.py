@@ -174,24 +174,22 @@ def prepare_runs(
     both = (i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1)
     chosen = [*range(len(plans[:count])), *(list(both)[:1] if control else [])]
     rows = []
+    data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
     for i in chosen:
-        searched, gbs = plans[i], plans[i].topology.gbs
-        training = Run(**run)
-        decay = training.train_iters * gbs
-        optimizer = Optimizer(lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=decay)
-        other = engine or searched.engine
-        named = {"label": label_of(searched.shape, searched.cluster, searched.topology, other)}
-        plan = replace(
-            searched,
-            **(named if other != searched.engine else {}),
-            engine=other,
-            data=Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data")),
-            optimizer=optimizer,
-            run=training,
-        )
-        prediction = entries[i]["prediction"] if plan.id == searched.id else predict(plan, known).to_json()
+        plan = _trained(plans[i], engine or plans[i].engine, data, lr, Run(**run))
+        prediction = entries[i]["prediction"] if plan.id == plans[i].id else predict(plan, known).to_json()
         texts = jobs.files(plan, script_site(where), request, prediction)
         folder, is_completed = study.run_folder(plan, texts, submission.active_jobs)
         reason = "fastest predicted" if i < count else "control: TP and PP at work"
         rows.append(StudyRun(plan=plan, prediction=prediction, reason=reason, folder=folder, is_completed=is_completed))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
+
+
+def _trained(searched: Plan, engine: str, data: Data, lr: float, run: Run) -> Plan:
+    """The plan of a search with data, a learning rate that decays as a cosine to a tenth, and a length; by `engine`."""
+    gbs = searched.topology.gbs
+    optimizer = Optimizer(lr=lr, min_lr=lr / 10, warmup_samples=10 * gbs, decay_samples=run.train_iters * gbs)
+    label = searched.label
+    if engine != searched.engine:
+        label = label_of(searched.shape, searched.cluster, searched.topology, engine)
+    return replace(searched, label=label, engine=engine, data=data, optimizer=optimizer, run=run)

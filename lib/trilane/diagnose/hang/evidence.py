@@ -59,26 +59,10 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
     paths = sorted({p for root in roots for p in root.rglob("*") if p.is_file()}, key=lambda p: natural(str(p)))
-    found = [(path, *_read(path)) for path in paths if not NO_DUMP.match(path.name)]
-    series: Series = defaultdict(list)
-    recordings, notes, unreadable, nodes = {}, list[str](), set(), []
+    notes = list[str]()
     grid = grid or _grid(folder, paths, notes)
-    for path, dumps, recording, complaint in found:
-        rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
-        if rank is not None and rank >= rank_grid.MOST:
-            notes.append(f"{path.name}: rank {rank} is above {rank_grid.MOST - 1}; ignored")
-        elif complaint:
-            notes.append(f"{path.name}: {complaint}")
-            unreadable |= {rank} if rank is not None else set()
-        elif recording is not None and rank is None:
-            notes.append(f"{path.name}: the name holds no rank; ignored")
-        elif recording is not None and rank is not None:
-            recordings[rank] = recording
-            notes += [f"{path.name}: {problem}" for problem in recording.problems]
-        elif dumps and rank is not None:
-            series[rank].append((path, next(iter([d for d in dumps if is_trainer(d)] or dumps))))
-        elif dumps:
-            nodes.append((path, [d for d in dumps if is_trainer(d)]))
+    files = (path for path in paths if not NO_DUMP.match(path.name))
+    series, recordings, unreadable, nodes = _sorted_by_rank(files, notes)
     width = max((len(dumps) for _, dumps in nodes), default=0)
     hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
     grid = rank_grid.with_hosts(grid, hosts, width) if grid else None
@@ -103,6 +87,31 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         unreadable=tuple(sorted(unreadable - set(main) & set(grid.ranks))),
         notes=(*notes, *_oddities(main)),
     )
+
+
+def _sorted_by_rank(
+    paths: Iterable[Path], notes: list[str]
+) -> tuple[Series, dict[int, Recording], set[int], list[tuple[Path, list[Dump]]]]:
+    """Dumps, recordings and unreadable files by rank, and the dumps of whole nodes; what is odd goes to `notes`."""
+    series: Series = defaultdict(list)
+    recordings, unreadable, nodes = dict[int, Recording](), set[int](), list[tuple[Path, list[Dump]]]()
+    for path, dumps, recording, complaint in [(path, *_read(path)) for path in paths]:
+        rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
+        if rank is not None and rank >= rank_grid.MOST:
+            notes.append(f"{path.name}: rank {rank} is above {rank_grid.MOST - 1}; ignored")
+        elif complaint:
+            notes.append(f"{path.name}: {complaint}")
+            unreadable |= {rank} if rank is not None else set()
+        elif recording is not None and rank is None:
+            notes.append(f"{path.name}: the name holds no rank; ignored")
+        elif recording is not None and rank is not None:
+            recordings[rank] = recording
+            notes += [f"{path.name}: {problem}" for problem in recording.problems]
+        elif dumps and rank is not None:
+            series[rank].append((path, next(iter([d for d in dumps if is_trainer(d)] or dumps))))
+        elif dumps:
+            nodes.append((path, [d for d in dumps if is_trainer(d)]))
+    return series, recordings, unreadable, nodes
 
 
 def with_members(recordings: Mapping[int, Recording]) -> dict[int, Recording]:
