@@ -23,7 +23,7 @@ class Comparison:
     """B relative to A by the medians of their runs; `change` is ln(B / A) of the time, below 0 where B is faster.
 
     low, high      its confidence interval; `decided` where 0 lies outside
-    deviation      of ln(seconds) between runs of one side; `source` says where that number comes from
+    deviation      of ln(seconds) between runs of one side; `source` is where that number comes from
     repeats        runs a side that would decide a difference as large as the one seen with 80 % power; 0 for more than
                    MOST_REPEATS
     """

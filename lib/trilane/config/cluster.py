@@ -74,7 +74,7 @@ class Cluster:
     """Nodes of equal GPUs.
 
     `node_bytes_per_s` is the bus between two GPUs of a node, per GPU and direction; `network_bytes_per_s` what a whole
-    node can send; `pcie_bytes_per_s` GPU to host memory. `sources` says where each number comes from.
+    node can send; `pcie_bytes_per_s` GPU to host memory. `sources` is where each number comes from.
     `cores_per_node` matters for a CPU machine: its processes share them. `pair_bytes_per_s` is the bus of a group of
     two where it is slower than that of a whole node; `ring_bytes_per_s` what one ring of a collective can draw from the
     network where it is less than its share (one ring, one link).

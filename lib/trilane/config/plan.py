@@ -23,7 +23,7 @@ DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "me
 class Plan:
     """Everything that one training run needs; if it exists, a program can run it. ValueError otherwise.
 
-    What the engines here cannot train yet, engines.untrainable_reason tells.
+    What the engines here cannot train yet: engines.untrainable_reason.
     """
 
     label: str

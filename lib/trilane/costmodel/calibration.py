@@ -40,7 +40,7 @@ EARLIER = {"megatron-deepspeed-2024": "megatron-deepspeed"}  # a stack that grew
 # What a stack does: Megatron-LM sent whole activations between stages before its scatter-gather of 2021 (Narayanan et
 # al. 2021, section 4.1), as OneFlow did; Megatron-Core's distributed optimizer and PyTorch's FSDP scatter gradients and
 # hide most of it under computation (their guides); DeepSpeed's ZeRO prefetches.
-HABITS: dict[str, dict[str, float]] = {
+STACK_CONSTANTS: dict[str, dict[str, float]] = {
     "megatron-lm": {"whole_p2p": 1.0},
     "oneflow": {"whole_p2p": 1.0},
     "megatron-core": {"reduce_scatter": 1.0, "overlap": 0.6, "exposed": 0.3},
@@ -177,9 +177,9 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
 
     Kernels' constants come from fits of the same generation of cards, those of the networks from fits of the same
     cluster, those of the software (launches not blocked) from fits of the same stack or an EARLIER one: geometric
-    means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system, and what a stack is known to
-    do is in HABITS. Of a stack without fits `passes` on an H100 is that measured there: the 1.0 of a well-kept system
-    comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move constants as far as priors allow.
+    means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system, and what is known of a stack
+    is in STACK_CONSTANTS. Of a stack without fits `passes` on an H100 is that measured there: the 1.0 of a well-kept
+    system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move constants as far as priors allow.
     """
     hopper = cluster.gpu.compute_capability[0] == 9
     base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
@@ -199,13 +199,13 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
                 weights = [k.half_width**-2 for k in shared]
                 logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
                 values[name] = math.exp(sum(logs) / sum(weights))
-    given = dict.fromkeys(GIVEN, 0.0) | HABITS[stack] if stack in HABITS else {}
+    given = dict.fromkeys(GIVEN, 0.0) | STACK_CONSTANTS[stack] if stack in STACK_CONSTANTS else {}
     return replace(base, **{**given, **values, "regimes": shipped_regimes(cluster.name)})
 
 
 def prior_of(cluster: str, stack: str) -> Calibration:
     """The priors of constants.py for rows of that cluster and stack: its days' regimes, and what the stack does."""
-    values: dict[str, Any] = {**HABITS.get(stack, {}), "regimes": shipped_regimes(cluster), "stack": stack}
+    values: dict[str, Any] = {**STACK_CONSTANTS.get(stack, {}), "regimes": shipped_regimes(cluster), "stack": stack}
     return Calibration(**values)
 
 
@@ -251,4 +251,4 @@ def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
 def stacks() -> list[str]:
     """The software stacks of which something is known: fitted to rows, or a habit."""
     fitted = (name.partition("/")[2] for name in _shipped("calibrations") if "/" in name)
-    return sorted({*fitted, *HABITS})
+    return sorted({*fitted, *STACK_CONSTANTS})

@@ -31,8 +31,8 @@ LATER = {"megatron-deepspeed": "megatron-deepspeed-2024", "megatron-lm": "megatr
 # rows without a note store their scores.
 FLASH_FROM = "2023"
 # Words of the documents for those of a Topology.
-OTHER_WORDS = {"recompute": {"yes": "full", "no": "none", "none?": "none", "block": "full", "uniform": "full"}}
-OTHER_WORDS |= {"offload": {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}}
+SYNONYMS = {"recompute": {"yes": "full", "no": "none", "none?": "none", "block": "full", "uniform": "full"}}
+SYNONYMS |= {"offload": {"cpu:optimizer": "optimizer", "cpu:optimizer+params": "full"}}
 ATTENTION_WORDS = {"scores": "scores", "fused": "fused", "flash": "fused", "flash2": "fused", "flash3": "fused"}
 FLAGS = {"": False, **dict.fromkeys(("0", "0.0", "no", "false"), False)}
 FLAGS |= dict.fromkeys(("1", "1.0", "yes", "true"), True)
@@ -160,7 +160,7 @@ def topology_of(cells: Mapping[str, str], cluster: Cluster) -> Topology:
 
 def _word(cells: Mapping[str, str], name: str, usual: str, known: Sequence[str]) -> str:
     value = cells.get(name) or usual
-    value = OTHER_WORDS[name].get(value, value)
+    value = SYNONYMS[name].get(value, value)
     require_known(name, value, known)
     return value
 

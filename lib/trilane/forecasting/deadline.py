@@ -9,7 +9,7 @@ from trilane.config.model import ModelShape
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import forecast_request
 from trilane.forecasting.shape_forecasts import ShapeForecast, ShapeForecasts
-from trilane.planning.proposals import Proposal, size_words
+from trilane.planning.proposals import Proposal, size_text
 from trilane.planning.size_request import MOST, SizeRequest
 from trilane.planning.sizing import survey, why_none
 from trilane.utils.validation import require, require_positive
@@ -161,7 +161,7 @@ def _reason(request: SizeRequest, rows: Sequence[ShapeForecast], seen: Sequence[
     if not rows:
         least = min(seen, key=lambda d: d.parameters)
         took = f"{least.days[1]:.3g} days for nine runs of ten"
-        return f"the smallest shape ({size_words(least.parameters)} parameters) takes {took}"
+        return f"the smallest shape ({size_text(least.parameters)} parameters) takes {took}"
     if request.parameters > LISTED * MOST:
         return f"sizes above {MOST:g} parameters are not looked at"
     if rows[0].days[1] > LISTED * days:
@@ -169,7 +169,7 @@ def _reason(request: SizeRequest, rows: Sequence[ShapeForecast], seen: Sequence[
     larger = dataclasses.replace(request, parameters=request.parameters / LISTED)
     proposals, refused = survey(larger, [s for s in _smooth(larger.shapes()) if s.parameters > request.parameters])
     if not proposals:
-        return f"of {size_words(larger.parameters)} parameters {why_none(larger, refused)}"
+        return f"of {size_text(larger.parameters)} parameters {why_none(larger, refused)}"
     if all(p.prediction.is_risky for p in proposals):
-        return f"every shape of {size_words(larger.parameters)} parameters may run out of memory"
+        return f"every shape of {size_text(larger.parameters)} parameters may run out of memory"
     return "larger shapes take longer, or may run out of memory"

@@ -6,7 +6,7 @@ from typing import Any
 
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
-from trilane.planning.proposals import Proposal, Proposals, heads_words, proposals_json, size_words, support_lines
+from trilane.planning.proposals import Proposal, Proposals, heads_text, proposals_json, size_text, support_lines
 from trilane.planning.size_request import SizeRequest
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require
@@ -72,7 +72,7 @@ class ShapeForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeForecasts(Table):
-    """The largest shapes that end in time, the largest first; `reason` says what the next larger ones lack.
+    """The largest shapes that end in time, the largest first; `reason` is what the next larger ones lack.
 
     `request` is that of the last look at sizes: its `parameters` are no target of the user. Without rows nothing ends
     in time.
@@ -107,7 +107,7 @@ class ShapeForecasts(Table):
             "days (90 %)": ["{:.1f} ({:.1f})".format(*d.days) for d in top],
             "GPU-hours": [f"{d.gpu_hours[0]:,.0f}" for d in top],
             "tokens a parameter": [f"{d.tokens_per_parameter:.3g}, {d.verdict}" for d in top],
-            "optimum": ["{} on {}".format(*map(size_words, d.optimum)) for d in top],
+            "optimum": ["{} on {}".format(*map(size_text, d.optimum)) for d in top],
         }
         return Columns(columns).to_frame()
 
@@ -119,7 +119,7 @@ class ShapeForecasts(Table):
         return Text.of(
             "Within {:g} days, {:.4g} billion tokens on {} GPUs of {}: at most **{} parameters** ({} × {}), "
             "{:.1f} days at the median and {:.1f} for nine runs of ten; {}. {}",
-            *(self.days, r.tokens / 1e9, r.gpus, r.cluster.name, size_words(best.parameters)),
+            *(self.days, r.tokens / 1e9, r.gpus, r.cluster.name, size_text(best.parameters)),
             *(best.proposal.shape.num_layers, best.proposal.shape.hidden_size, *best.days, self.reason, COUNTED),
         )
 
@@ -142,12 +142,12 @@ class ShapeForecasts(Table):
         for d in self.rows[:top]:
             p, s = d.proposal, d.proposal.shape
             lines.append(
-                f"{s.num_layers:4} x {s.hidden_size:5} a{heads_words(s):<4}{size_words(d.parameters):>8} "
+                f"{s.num_layers:4} x {s.hidden_size:5} a{heads_text(s):<4}{size_text(d.parameters):>8} "
                 f"{d.days[0]:6.1f} d (90 %: {d.days[1]:.1f}) "
                 f"{d.gpu_hours[0]:10,.0f} GPU-h (90 %: {d.gpu_hours[1]:,.0f}) "
                 f"{p.prediction.memory_bytes / 2**30:5.1f} GiB  {p.plan.label}"
             )
-            optimum = "{} on {} tokens".format(*map(size_words, d.optimum))
+            optimum = "{} on {} tokens".format(*map(size_text, d.optimum))
             lines.append(
                 f"{'':10}{d.tokens_per_parameter:.3g} tokens a parameter: {d.verdict} (Hoffmann et al. 2022: "
                 f"{TOKENS_PER_PARAMETER:g}; this compute: {optimum})"

@@ -111,7 +111,7 @@ class Proposals(Table):
         top = self.rows[:12]
         columns: dict[str, Any] = {
             "layers × hidden": [f"{p.shape.num_layers} × {p.shape.hidden_size}" for p in top],
-            "heads": [heads_words(p.shape) for p in top],
+            "heads": [heads_text(p.shape) for p in top],
             **({"MLP": [p.shape.ffn for p in top]} if any(p.shape.ffn_hidden_size for p in top) else {}),
             "B": [round(p.shape.parameters / 1e9, 1) for p in top],
             "hidden / layers": [round(p.ratio) for p in top],
@@ -158,12 +158,12 @@ def proposals_json(request: SizeRequest, proposals: list[Proposal], runnable: in
     }
 
 
-def heads_words(shape: ModelShape) -> str:
+def heads_text(shape: ModelShape) -> str:
     """Heads, and where they share keys and values how many of these there are: "32", "32/8"."""
     return f"{shape.num_attention_heads}" + (f"/{shape.kv_heads}" if shape.num_key_value_heads else "")
 
 
-def size_words(parameters: float) -> str:
+def size_text(parameters: float) -> str:
     """A number of parameters or tokens, such as 176.2B, or 20.3M where that is below a billion."""
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
 
@@ -171,14 +171,14 @@ def size_words(parameters: float) -> str:
 def proposals_text(request: SizeRequest, proposals: list[Proposal]) -> str:
     """The proposals, a line each and one for each note."""
     lines = [
-        f"{size_words(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of",
+        f"{size_text(request.parameters)} parameters, {request.vocab_size} rows of embedding, {request.gpus} GPUs of",
         f"{request.cluster.name}, {request.tokens / 1e9:g} B tokens; days with nothing going wrong:",
     ]
     for p in proposals:
         s, (middle, low, high) = p.shape, p.tflops
         relative = p.days_at_target / proposals[0].days_at_target - 1
         lines.append(
-            f"{s.num_layers:4} x {s.hidden_size:5} a{heads_words(s):<4}{size_words(s.parameters):>8} "
+            f"{s.num_layers:4} x {s.hidden_size:5} a{heads_text(s):<4}{size_text(s.parameters):>8} "
             f"ratio {p.ratio:4.0f} {p.prediction.sec_per_it:8.2f} s {middle:4.0f} TFLOP/s ({low:.0f}-{high:.0f}) "
             f"{p.days:7.1f} d {p.gpu_hours:10,.0f} GPU-h {p.prediction.memory_bytes / 2**30:5.1f} GiB "
             f"{relative:+6.1%}  {p.plan.label}"

@@ -31,7 +31,7 @@ OBJECTIVES = ("seconds", "days", "gpu_hours", "headroom")
 
 
 @dataclass(frozen=True)
-class Found:
+class Block:
     """Runnable topologies of one tp x pp x dp: what they are, their objective, seconds per sequence and memory."""
 
     sizes: ParallelSizes
@@ -46,9 +46,9 @@ class Found:
     def __len__(self) -> int:
         return len(self.mbs)
 
-    def take(self, index: np.ndarray) -> "Found":
+    def take(self, index: np.ndarray) -> "Block":
         rows = (getattr(self, n)[index] for n in ("which", "mbs", "gbs", "objective", "seconds", "memory"))
-        return Found(self.sizes, self.points, *rows)
+        return Block(self.sizes, self.points, *rows)
 
 
 def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
@@ -58,13 +58,13 @@ def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
     return order[np.append(True, memory[order][1:] < lowest[:-1])]
 
 
-def _rows(blocks: Sequence[Found], order: np.ndarray) -> list[Found]:
+def _rows(blocks: Sequence[Block], order: np.ndarray) -> list[Block]:
     owner = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks])
     place = np.concatenate([np.arange(len(b)) for b in blocks]) if blocks else np.array([], int)
     return [blocks[owner[i]].take(np.array([place[i]])) for i in order]
 
 
-def merged(blocks: Sequence[Found], top: int) -> tuple[list[Found], float]:
+def merged(blocks: Sequence[Block], top: int) -> tuple[list[Block], float]:
     """The best `top` rows of all blocks, a block each, and the objective that a further row must beat."""
     blocks = [b for b in blocks if len(b)]
     if not blocks:
@@ -74,7 +74,7 @@ def merged(blocks: Sequence[Found], top: int) -> tuple[list[Found], float]:
     return _rows(blocks, order), float(objective[order[-1]]) if len(order) == top else np.inf
 
 
-def merged_front(blocks: Sequence[Found]) -> list[Found]:
+def merged_front(blocks: Sequence[Block]) -> list[Block]:
     """The rows of all blocks that no other row beats in both seconds and memory, a block each."""
     if not blocks:
         return []
@@ -86,9 +86,9 @@ class _Best:
     """The best `top` rows of the blocks seen so far."""
 
     def __init__(self, top: int) -> None:
-        self._top, self._blocks, self._worst = top, list[Found](), np.inf
+        self._top, self._blocks, self._worst = top, list[Block](), np.inf
 
-    def add(self, found: Found) -> None:
+    def add(self, found: Block) -> None:
         better = np.flatnonzero(found.objective <= self._worst)
         if len(better):
             order = np.argsort(found.objective[better], kind="stable")[: self._top]
@@ -96,7 +96,7 @@ class _Best:
         if sum(map(len, self._blocks)) > 20 * self._top:
             self._blocks, self._worst = merged(self._blocks, self._top)
 
-    def rows(self) -> list[Found]:
+    def rows(self) -> list[Block]:
         return merged(self._blocks, self._top)[0]
 
 
@@ -152,7 +152,7 @@ class _Search:
             keep = np.zeros(len(mbs), bool)
         return keep
 
-    def block(self, sizes: ParallelSizes, points: Sequence[SearchPoint], keeps: Sequence[np.ndarray]) -> Found | None:
+    def block(self, sizes: ParallelSizes, points: Sequence[SearchPoint], keeps: Sequence[np.ndarray]) -> Block | None:
         """The runnable topologies of some points, predicted together; None where there is none."""
         which = np.repeat(np.arange(len(points)), [np.count_nonzero(keep) for keep in keeps])
         mbs, gbs = (np.concatenate([column[keep] for keep in keeps]) for column in self.space.batches(sizes[2]))
@@ -169,9 +169,9 @@ class _Search:
         seconds = self.microbatches.seconds(columns) / columns.gbs
         goals = {"gpu_hours": seconds * columns.gpus, "headroom": memory}
         objective = goals.get(self.objective, seconds)
-        return Found(sizes, tuple(points), which, columns.mbs, columns.gbs, objective, seconds, memory)
+        return Block(sizes, tuple(points), which, columns.mbs, columns.gbs, objective, seconds, memory)
 
-    def blocks(self) -> Iterator[Found]:
+    def blocks(self) -> Iterator[Block]:
         """The runnable topologies, some thousands at a time; the others are counted."""
         for sizes in self.space.sizes():
             cp, gpus = self.space.cp, sizes[0] * sizes[1] * sizes[2] * self.space.cp
@@ -194,7 +194,7 @@ class _Search:
 
     def run(self, top: int) -> SearchResult:
         """All blocks; the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
-        safe, risky, front = _Best(top), _Best(top), list[Found]()
+        safe, risky, front = _Best(top), _Best(top), list[Block]()
         for found in self.blocks():
             danger = oom_probability(found.memory, self.cluster) > RISKY
             calm = found.take(~danger)
@@ -212,7 +212,7 @@ class _Search:
             front=lambda: self.candidates(merged_front(front)),
         )
 
-    def candidates(self, found: Iterable[Found]) -> list[Candidate]:
+    def candidates(self, found: Iterable[Block]) -> list[Candidate]:
         """Each row as a plan, predicted in full."""
         several = len(self.space.gbs) > 1
         result = []
@@ -254,7 +254,7 @@ def search(
     """Every topology of `gpus` GPUs (one or more counts) and `gbs` sequences an iteration that the engine can train.
 
     `choices` pins what the search would vary, by Topology's names, each to one value or several: `mbs=(1, 2)`,
-    `recompute="full"`, `sequence_parallel=False`; or says what it holds fixed: `precision`, `attention`,
+    `recompute="full"`, `sequence_parallel=False`; or sets what it holds fixed: `precision`, `attention`,
     `fp32_gradients`. SearchResult.space.held_fixed names what was not varied.
     """
     space = space_for(shape, cluster, gpus=gpus, gbs=gbs, engine=engine, **choices)

@@ -28,7 +28,7 @@ def propose_shapes(cluster: Cluster, **asked: Any) -> Proposals:
 def propose(request: SizeRequest) -> list[Proposal]:
     """A proposal for every shape that some topology can run, best (days at the target size) first.
 
-    What may well run out of memory comes after what does not. ValueError says why where nothing can run.
+    What may well run out of memory comes after what does not. ValueError gives the reason where nothing can run.
     """
     found, refused = survey(request)
     require(bool(found), "params", f"{request.parameters:g}", why_none(request, refused))
