@@ -179,7 +179,7 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     cluster, those of the software (launches not blocked) from fits of the same stack or an EARLIER one: geometric
     means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system, and what is known of a stack
     is in STACK_CONSTANTS. Of a stack without fits `passes` on an H100 is that measured there: the 1.0 of a well-kept
-    system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move constants as far as priors allow.
+    system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move all as far as priors allow.
     """
     hopper = cluster.gpu.compute_capability[0] == 9
     base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
