@@ -1,12 +1,13 @@
 """The repository holds together: one list of versions, clean notebooks."""
 
+import functools
 import json
 import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from typing import Any
 
-import pytest
 import yaml
 from support import REPOSITORY
 from test_architecture import imports
@@ -22,6 +23,7 @@ def normalized(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
+@functools.cache
 def dev_group() -> dict[str, str]:
     group = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]
     return {normalized(line.split("==")[0]): line.split("==")[1] for line in group}
@@ -53,37 +55,42 @@ def test_the_locks_hold_the_versions_that_are_asked_for_each_with_a_hash():
         assert entries and all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
 
 
-@pytest.mark.parametrize(("folder", "more"), [("lib", False), ("tests", True), ("benchmarks", True)])
-def test_what_is_imported_is_pinned(folder, more):
+def test_what_is_imported_is_pinned():
     """Not left to come along with something else; only tests and benchmarks use the group dev."""
-    named = pins("requirements.txt") | (dev_group() if more else {})
-    owners = packages_distributions()
+    owners, known = packages_distributions(), pins("requirements.txt")
     ours = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
-    own = {path.stem for path in ours} | {"trilane"}
-    for path in (REPOSITORY / folder).rglob("*.py"):
-        for name in {n.split(".")[0] for n in imports(path)} - set(sys.stdlib_module_names) - own:
-            assert {normalized(package) for package in owners.get(name, [name])} & named.keys(), f"{path}: {name}"
+    own = {path.stem for path in ours} | {"trilane"} | set(sys.stdlib_module_names)
+    unpinned = set()
+    for path in [*ours, *(REPOSITORY / "lib").rglob("*.py")]:
+        named = (known | dev_group() if path in ours else known).keys()
+        for name in {n.split(".")[0] for n in imports(path)} - own:
+            if not {normalized(package) for package in owners.get(name, [name])} & named:
+                unpinned.add((str(path.relative_to(REPOSITORY)), name))
+    assert not unpinned
 
 
-def notebooks():
-    return sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+def notebooks() -> dict[str, list[dict[str, Any]]]:
+    """The cells of each notebook."""
+    found = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+    return {path.stem: json.loads(path.read_text())["cells"] for path in found}
 
 
-@pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.stem)
-def test_a_source_notebook_holds_no_outputs(path):
-    for cell in json.loads(path.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"] and cell["execution_count"] is None
+def test_a_source_notebook_holds_no_outputs():
+    code = [(name, cell) for name, cells in notebooks().items() for cell in cells if cell["cell_type"] == "code"]
+    assert not {name for name, cell in code if cell["outputs"] or cell["execution_count"] is not None}
 
 
-@pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.stem)
-def test_a_notebook_tells_and_the_library_computes(path):
-    """STYLE: one question, one typed and commented parameters cell, at most 20 lines a cell, no def, no %run."""
-    cells = json.loads(path.read_text())["cells"]
-    code = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    assert "".join(cells[0]["source"]).splitlines()[0].endswith("?")
-    tagged = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])]
-    assert len(tagged) == 1
-    assert all(re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line) for line in tagged[0].splitlines())
-    assert all(len(source.splitlines()) <= 22 for source in code)
-    assert not [source for source in code if re.search(r"^\s*(def |%run)", source, re.M)]
+def test_a_notebook_is_a_question_with_one_typed_and_commented_cell_of_parameters():
+    """`trilane run NAME --help` is made of it."""
+    for name, cells in notebooks().items():
+        assert "".join(cells[0]["source"]).splitlines()[0].endswith("?"), name
+        tagged = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])]
+        assert len(tagged) == 1, name
+        assert all(re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line) for line in tagged[0].splitlines()), name
+
+
+def test_a_notebook_tells_and_the_library_computes():
+    """STYLE: at most 22 lines a cell, no def, no %run."""
+    code = [(n, "".join(c["source"])) for n, cells in notebooks().items() for c in cells if c["cell_type"] == "code"]
+    assert not {name for name, source in code if len(source.splitlines()) > 22}
+    assert not {name for name, source in code if re.search(r"^\s*(def |%run)", source, re.M)}
