@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from datetime import date
+from datetime import date, timedelta
 
 import pytest
 from support import REPOSITORY
@@ -12,7 +12,7 @@ from trilane.config.cluster import cluster
 from trilane.config.plan import read_plan
 from trilane.costmodel.calibration import default, to_json
 from trilane.costmodel.predict import predict
-from trilane.forecasting.alternatives import other_schedules, other_topologies
+from trilane.forecasting.alternatives import other_schedules, other_topologies, recommend
 from trilane.forecasting.capacity import Capacity, CapacityStep, constant
 from trilane.forecasting.decision import Decision, decide
 from trilane.forecasting.failures import FailureModel
@@ -225,6 +225,63 @@ def test_shapes_are_drawn_over_width_and_depth():
 
 
 @pytest.mark.slow
+def told(calendar, **changes):
+    """The recommendation on the forecast with other figures: 100 days and 900,000 GPU-hours without interruptions."""
+    days = {"p05": 105, "p25": 108, "p50": 110, "p75": 112, "p95": 115}
+    finish = {name: (START + timedelta(days=n)).isoformat() + "T00:00" for name, n in days.items()}
+    base = {"ideal": {"days": 100.0, "gpu_hours": 900e3}, "finish": finish, "gpu_hours": 990e3}
+    base |= {"gpu_hours_interval": [945e3, 1035e3], "deadline": None, "p_miss_deadline": None, "allocation": None}
+    base |= {"p_overrun_allocation": None, "rivals": [], "schedules": [{"name": "own", "days": 100, "gpu_hours": 9e5}]}
+    return recommend({**calendar, **base, **changes})
+
+
+def by(days):
+    return (START + timedelta(days=days)).isoformat()
+
+
+CHANGED, REFUSED = "Start, with one change", "Do not start it as planned"
+FASTER = {"name": "tp8-pp2", "days": 90.0, "gpu_hours": 810e3}
+NEAR = {"name": "tp2-pp8", "days": 99.0, "gpu_hours": 890e3}
+SLOW = {"name": "cheapest at each batch size", "days": 180.0, "gpu_hours": 700e3}
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict", "change", "reason"),
+    [
+        ({}, "Start", "", "no deadline and no allocation were given"),
+        ({"rivals": [NEAR]}, "Start", "", "no deadline"),
+        ({"rivals": [FASTER]}, CHANGED, "tp8-pp2", "90,000 GPU-hours less and 10 days less"),
+        ({"schedules": [NEAR, SLOW]}, "Start", "", "no deadline"),
+        ({"deadline": by(120), "p_miss_deadline": 0.01}, "Start", "", "probability of 99%"),
+        ({"deadline": by(104), "p_miss_deadline": 0.97, "rivals": [FASTER]}, CHANGED, "tp8-pp2", "misses"),
+        ({"deadline": by(104), "p_miss_deadline": 0.97}, REFUSED, "", "misses the deadline with a"),
+        ({"deadline": by(90), "p_miss_deadline": 1.0, "rivals": [FASTER]}, REFUSED, "", "not enough"),
+        ({"allocation": 9e5, "p_overrun_allocation": 1.0, "schedules": [NEAR, SLOW]}, CHANGED,
+         "cheapest at each batch size", "needs more than the allocation"),
+        ({"oom_probability": 0.3}, REFUSED, "", "out of memory with a probability of 30%"),
+        ({"oom_probability": 0.3, "rivals": [NEAR]}, CHANGED, "tp2-pp8", "out of memory"),
+    ],
+)  # fmt: skip
+def test_the_page_ends_in_a_recommendation_with_its_reason(calendar, figures, verdict, change, reason):
+    found = told(calendar, **figures)
+    assert (found.verdict, found.change) == (verdict, change)
+    assert any(reason in said for said in found.reasons), found.reasons
+
+
+def test_what_would_turn_a_recommendation_is_how_far_a_benchmark_may_be_off(calendar):
+    """Four of five runs take at most 112.75 days, 100 of them work: 7.25 % more of that reach the end of day 119."""
+    kept = told(calendar, deadline=by(119), p_miss_deadline=0.0).turns
+    assert kept == (
+        "a benchmark whose iterations are 7% slower than predicted: up to there four runs of five keep the deadline",
+    )
+    (failed,) = told(calendar, deadline=by(104), p_miss_deadline=0.9).turns
+    assert "8% faster than predicted: from there on" in failed
+    (changed,) = told(calendar, deadline=by(104), p_miss_deadline=0.9, rivals=[FASTER]).turns
+    assert "2% slower than predicted: up to there" in changed, "of the change: 102.75 of 105 days, over 90"
+    far = {**calendar["prediction"], "support": {"nearest": [], "differs": ["hidden size"]}}
+    assert "no measured run like this" in told(calendar, prediction=far).turns[0]
+
+
 def test_from_a_target_size_to_the_page_for_who_decides(outputs):
     """01, 02, 07 and 08 in one study: the large question, from a size to a yes or no."""
     study = Study.create("big")
@@ -234,7 +291,12 @@ def test_from_a_target_size_to_the_page_for_who_decides(outputs):
     notebook.run("02_topology", study, gpus="32", precision="bf16", zero="1", partition="type:transformer|embedding")
     notebook.run("07_calendar", study, tokens=20e9, ramp="32,32,1000000", start="2027-01-04", deadline="2027-01-05")
     page = notebook.run("08_decision", study).read_text()
-    assert "is missed with probability" in page and 'href="07_calendar.html"' in page and "data:image/png" in page
+    assert (
+        "Do not start it as planned" in page
+        and "is missed with probability" in page
+        and 'href="07_calendar.html"' in page
+        and "data:image/png" in page
+    )
     assert json.loads((study.folder / "sizing.json").read_text())["proposals"][0]["cost_beside_best"] == 1
     made, best = study.load("calendar.json", "07_calendar"), study.load("plans.json", "02_topology")["plans"][0]
     assert made["p_miss_deadline"] == 1 and made["plan_id"] == best["id"] and made["prediction"] == best["prediction"]

@@ -1,20 +1,28 @@
-"""What else could run the same tokens and ramp: other schedules of the plan and other topologies, in days and cost."""
+"""What else could run the same tokens and ramp, in days and cost; and whether to start the plan, or one of those."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trilane.config.training import Run
+from trilane.costmodel.predict import RISKY
+from trilane.forecasting.record import Record
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
 from trilane.planning.search import search
 from trilane.planning.search_result import Candidate
-from trilane.utils.tables import Table, short
+from trilane.utils.tables import Table, amount, short
 
 if TYPE_CHECKING:
     import pandas as pd
 
+MOST_RISK = 0.2  # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
+WORTH = 0.03  # of the GPU-hours: what a change must save; predictions nearer than that are often in the wrong order
 SEARCHED = 60  # topologies that the search keeps, to find a few that differ in tp, pp or dp
 
 
@@ -114,3 +122,110 @@ def _undisturbed(name: str, request: ForecastRequest) -> Alternative:
     days, gpu_hours = float(run.wall_s[0]) / 86400, float(run.gpu_s[0]) / 3600
     restarts = len(jobs_of(request, schedules, run.reached_s[0])) - 1
     return Alternative(name=name, days=days, gpu_hours=gpu_hours, restarts=restarts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """Whether to start a forecast's plan: the verdict, why, the change that it names, and what would turn it."""
+
+    verdict: str
+    reasons: tuple[str, ...]
+    change: str = ""
+    turns: tuple[str, ...] = ()
+
+    def to_json(self) -> Record:
+        return dataclasses.asdict(self)
+
+
+def recommend(record: Record) -> Recommendation:
+    """The recommendation on the forecast whose JSON this is (calendar.json).
+
+    A limit (deadline, allocation) counts as kept where at most MOST_RISK of the simulated runs fail it. An alternative
+    is taken where it keeps what the plan does not, or saves WORTH of the GPU-hours without more days; its chances are
+    those of the plan, moved by the difference of their runs without interruptions.
+    """
+    plan = record["ideal"]
+    own, changes = _failures(record, 0.0, 0.0), []
+    for other in [*record["rivals"], *record["schedules"][1:]]:
+        if other["days"]:
+            days, hours = other["days"] - plan["days"], other["gpu_hours"] - plan["gpu_hours"]
+            changes.append((len(_failures(record, days, hours)), hours, days, other["name"]))
+    if record["oom_probability"] > RISKY:
+        own.append(f"it runs out of memory with a probability of {record['oom_probability']:.0%}")
+    useful = [
+        c for c in changes if c[0] < len(own) or (c[1] < -WORTH * plan["gpu_hours"] and c[2] <= 0 and c[0] <= len(own))
+    ]
+    best = min(useful, default=None)
+    if own and (best is None or best[0]):
+        verdict, change = "Do not start it as planned", ""
+    elif best:
+        verdict, change = "Start, with one change", best[3]
+    else:
+        verdict, change = "Start", ""
+    reasons = [*own, *_kept(record)]
+    turns = tuple(_turns(record, best[2], best[1]) if best and change else _turns(record, 0.0, 0.0))
+    if best:
+        reasons.append(_saved(best[3], best[2], best[1], bool(change)))
+    return Recommendation(verdict=verdict, reasons=tuple(reasons), change=change, turns=turns)
+
+
+def _kept(record: Record) -> list[str]:
+    """The limits that the plan keeps, with their probability; that there is none."""
+    chances = {"deadline": record["p_miss_deadline"], "allocation": record["p_overrun_allocation"]}
+    given = {limit: chance for limit, chance in chances.items() if chance is not None}
+    kept = [f"it keeps the {limit} with a probability of {1 - p:.0%}" for limit, p in given.items() if p <= MOST_RISK]
+    return kept if given else ["no deadline and no allocation were given, so that only memory and cost decide"]
+
+
+def _saved(name: str, days: float, hours: float, is_taken: bool) -> str:
+    fewer = [
+        f"{amount(abs(n))} {unit} {'less' if n < 0 else 'more'}" for n, unit in ((hours, "GPU-hours"), (days, "days"))
+    ]
+    return f"{name} is predicted to need {' and '.join(fewer)}{'' if is_taken else ', which is not enough'}"
+
+
+def _failures(record: Record, days: float, hours: float) -> list[str]:
+    """The limits that the forecast fails, if its runs took so many days and GPU-hours more; a line each."""
+    found = []
+    for limit, failed, moved, what in (
+        ("deadline", "p_miss_deadline", days, "misses the deadline"),
+        ("allocation", "p_overrun_allocation", hours, "needs more than the allocation"),
+    ):
+        if record[limit] is None:
+            continue
+        chance = record[failed] if not moved else _chance(record, limit, moved)
+        if chance > MOST_RISK:
+            found.append(f"it {what} with a probability of {chance:.0%}")
+    return found
+
+
+def _chance(record: Record, limit: str, moved: float) -> float:
+    """The probability of failing a limit once the quantiles of the simulated runs are moved by days or GPU-hours."""
+    levels, values, allowed = _quantiles(record, limit)
+    return 1.0 - float(np.interp(allowed, np.array(values) + moved, levels, left=0.0, right=1.0))
+
+
+def _quantiles(record: Record, limit: str) -> tuple[list[float], list[float], float]:
+    """Levels and values of the simulated days or GPU-hours, and how many are allowed."""
+    if limit == "allocation":
+        low, high = record["gpu_hours_interval"]
+        return [0.05, 0.5, 0.95], [low, record["gpu_hours"], high], record["allocation"]
+    begin = datetime.fromisoformat(record["start"])
+    found = {int(name[1:]) / 100: datetime.fromisoformat(at) - begin for name, at in record["finish"].items()}
+    end = datetime.fromisoformat(record["deadline"]) - begin + timedelta(days=1)  # the whole last day
+    return list(found), [at / timedelta(days=1) for at in found.values()], end / timedelta(days=1)
+
+
+def _turns(record: Record, days: float, hours: float) -> Iterator[str]:
+    """What would turn the recommendation on a run that takes so many days and GPU-hours more, a line each."""
+    for limit, ideal, moved in (("deadline", "days", days), ("allocation", "gpu_hours", hours)):
+        if record[limit] is None:
+            continue
+        levels, values, allowed = _quantiles(record, limit)
+        reached = float(np.interp(1 - MOST_RISK, levels, values)) + moved
+        slower = (allowed - reached) / (record["ideal"][ideal] + moved)
+        kept = f"{'up to there' if slower >= 0 else 'from there on'} four runs of five keep the {limit}"
+        word = "slower" if slower >= 0 else "faster"
+        yield f"a benchmark whose iterations are {abs(slower):.0%} {word} than predicted: {kept}"
+    if record["prediction"].get("support", {}).get("differs"):
+        yield "any benchmark: no measured run like this stands behind the prediction"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trilane.forecasting.alternatives import Recommendation, recommend
 from trilane.forecasting.record import Described, Record, energy_text
 from trilane.utils.tables import Columns, Html, Table, Text, show
 from trilane.utils.validation import shipped_json
@@ -198,10 +199,24 @@ class Decision(Described):
         if c.get("cost"):
             yield Fact("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price", made_by)
 
+    @property
+    def recommendation(self) -> Recommendation:
+        """Whether to start, why, and what would turn it."""
+        return recommend(self.record)
+
+    def advice(self) -> Text:
+        """The recommendation as Markdown."""
+        found = self.recommendation
+        change = Text.of(": **{}**", found.change) if found.change else Text()
+        turns = Text.joined("\n- ", ["", *found.turns]) if found.turns else Text("\n- nothing that was counted here")
+        lines = (found.verdict, change, Text.joined("\n- ", ["", *found.reasons]), turns)
+        return Text.of("**{}**{}, because\n{}\n\nWhat would turn it:\n{}", *lines)
+
     def to_json(self) -> Record:
         """What decision.json holds."""
         return {
             "headline": str(self.summary()),
+            "recommendation": self.recommendation.to_json(),
             "plan_id": self.record["plan_id"],
             "inconsistencies": self.inconsistencies,
             "facts": [vars(fact) for fact in self.facts.facts],

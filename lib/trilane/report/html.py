@@ -182,10 +182,13 @@ def _shown(value: object) -> object:
 
 
 def headline(study: Study) -> list[dict[str, Any]]:
-    """The figures on top of the index, from headline.json; empty where there is none, or none that can be read."""
+    """The figures on top of the index, from decision.json and headline.json; those that exist and can be read."""
     path = study.folder / "headline.json"
-    cards = _read(path, lambda values: list(values["cards"])) if path.exists() else []
-    return [card for card in cards if isinstance(card, dict) and {"value", "label"} <= set(card)] if cards else []
+    cards = (_read(path, lambda values: list(values["cards"])) if path.exists() else []) or []
+    advice = _read(study.folder / "decision.json", lambda values: values["recommendation"])
+    if isinstance(advice, dict) and advice.get("verdict"):
+        cards = [{"value": advice["verdict"], "label": f"recommended by {FIRST} {advice.get('change', '')}"}, *cards]
+    return [card for card in cards if isinstance(card, dict) and {"value", "label"} <= set(card)]
 
 
 def _read(path: Path, field: Callable[[Any], Any]) -> Any:
