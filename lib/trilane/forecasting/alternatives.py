@@ -151,7 +151,7 @@ def recommend(record: Record) -> Recommendation:
             days, hours = other["days"] - plan["days"], other["gpu_hours"] - plan["gpu_hours"]
             changes.append((len(_failures(record, days, hours)), hours, days, other["name"]))
     if record["oom_probability"] > RISKY:
-        own.append(f"it runs out of memory with a probability of {record['oom_probability']:.0%}")
+        own.append(f"the plan runs out of memory with a probability of {record['oom_probability']:.0%}")
     useful = [
         c for c in changes if c[0] < len(own) or (c[1] < -WORTH * plan["gpu_hours"] and c[2] <= 0 and c[0] <= len(own))
     ]
@@ -164,6 +164,8 @@ def recommend(record: Record) -> Recommendation:
         verdict, change = "Start", ""
     reasons = [*own, *_kept(record)]
     turns = tuple(_turns(record, best[2], best[1]) if best and change else _turns(record, 0.0, 0.0))
+    if change:
+        turns = (f"a benchmark of {change}, which comes first: its advantage is predicted", *turns)
     if best:
         reasons.append(_saved(best[3], best[2], best[1], bool(change)))
     return Recommendation(verdict=verdict, reasons=tuple(reasons), change=change, turns=turns)
@@ -173,7 +175,9 @@ def _kept(record: Record) -> list[str]:
     """The limits that the plan keeps, with their probability; that there is none."""
     chances = {"deadline": record["p_miss_deadline"], "allocation": record["p_overrun_allocation"]}
     given = {limit: chance for limit, chance in chances.items() if chance is not None}
-    kept = [f"it keeps the {limit} with a probability of {1 - p:.0%}" for limit, p in given.items() if p <= MOST_RISK]
+    kept = [
+        f"the plan keeps the {limit} with a probability of {1 - p:.0%}" for limit, p in given.items() if p <= MOST_RISK
+    ]
     return kept if given else ["no deadline and no allocation were given, so that only memory and cost decide"]
 
 
@@ -195,7 +199,7 @@ def _failures(record: Record, days: float, hours: float) -> list[str]:
             continue
         chance = record[failed] if not moved else _chance(record, limit, moved)
         if chance > MOST_RISK:
-            found.append(f"it {what} with a probability of {chance:.0%}")
+            found.append(f"the plan {what} with a probability of {chance:.0%}")
     return found
 
 

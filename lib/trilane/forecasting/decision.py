@@ -56,13 +56,14 @@ class Facts(Table):
 
 @dataclass(frozen=True)
 class Pictures:
-    """PNG files that a notebook shows, one below the other."""
+    """PNG files that a notebook shows, side by side where there is room."""
 
     paths: tuple[Path, ...]
 
     def _repr_html_(self) -> str:
         shown = (base64.b64encode(path.read_bytes()).decode() for path in self.paths)
-        return "<br>".join(f'<img width="720" src="data:image/png;base64,{image}">' for image in shown)
+        images = "".join(f'<img width="720" src="data:image/png;base64,{image}">' for image in shown)
+        return f'<div class="pair">{images}</div>'
 
 
 @dataclass(frozen=True, kw_only=True)
