@@ -89,6 +89,17 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(cal
     assert "is missed with probability **under 0.1 %**" in sure and "<script" not in sure
 
 
+def test_the_page_tells_whoever_decides_that_no_measured_run_is_like_the_plan(calendar):
+    facts = {fact.what: fact.value for fact in decision(calendar).facts.facts}
+    assert (
+        facts["measured runs like it"].startswith("rests on") and "no measured run" not in decision(calendar).summary()
+    )
+    far = {**calendar["prediction"], "support": {"words": "no measured run like this; the nearest is <b>"}}
+    page = decision({**calendar, "prediction": far})
+    assert "no measured run like this; the nearest is &lt;b&gt;." in page.summary()
+    assert decision({**calendar, "prediction": {}}).summary() == decision(calendar).summary(), "as an older file has it"
+
+
 def test_a_decision_cites_the_plan_and_the_numbers_that_the_forecast_used(calendar, found):
     assert calendar["plan_json"] == PLAN.to_json() and calendar["prediction"] == found.prediction.to_json()
     assert calendar["sec_per_it"] == calendar["prediction"]["sec_per_it"] == found.prediction.sec_per_it

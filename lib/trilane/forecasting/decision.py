@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trilane.forecasting.alternatives import Recommendation, recommend
-from trilane.forecasting.record import Described, Record, energy_text
-from trilane.utils.tables import Columns, Html, Table, Text, show
+from trilane.forecasting.record import Described, Record, energy_text, support_of
+from trilane.utils.tables import Columns, Html, Table, Text, amount, show
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
@@ -176,6 +176,8 @@ class Decision(Described):
         yield Fact("tokens, start, ramp, capacity", f"{c['tokens'] / 1e9:,.4g} billion tokens", "given", "the request")
         yield Fact("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule")
         yield Fact("seconds per iteration", f"{seconds:.4g} ({low:.4g} to {high:.4g})", kind, source, planner)
+        if words := support_of(c):
+            yield Fact("measured runs like it", words, "measured", "the rows that ship; docs/planner.md", planner)
         for m in c["measured"][:2]:
             ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
             source = f"row {m['row']} of the public documents"
@@ -190,8 +192,8 @@ class Decision(Described):
         days, hours = c["days_interval"], c["gpu_hours_interval"]
         without, lost = f"{ideal['days']:.4g} without the interruptions below", sum(c["lost_days"].values())
         yield Fact("days", f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})", "simulated", without, made_by)
-        text = f"{c['gpu_hours']:,.0f} ({hours[0]:,.0f} to {hours[1]:,.0f})"
-        yield Fact("GPU-hours", text, "simulated", f"{ideal['gpu_hours']:,.0f} of iterations", made_by)
+        text = f"{amount(c['gpu_hours'])} ({' to '.join(map(amount, hours))})"
+        yield Fact("GPU-hours", text, "simulated", f"{amount(ideal['gpu_hours'])} of iterations", made_by)
         text = f"{lost:.3g} days"
         yield Fact("interruptions, evaluation, saving", text, "assumed", "docs/calendar.md", made_by)
         if c.get("energy_kwh"):

@@ -48,6 +48,17 @@ def assumptions_of(request: ForecastRequest, spare_nodes: int) -> list[Record]:
     return stops + [{"what": name, "value": getattr(r, name), "source": source} for name, source in sources]
 
 
+def support_of(record: Record) -> str:
+    """What the plan's prediction rests on, in words; "" in an older record without it."""
+    return str(record.get("prediction", {}).get("support", {}).get("words", ""))
+
+
+def unlike(record: Record) -> str:
+    """These words where no measured run is near the plan, else ""."""
+    words = support_of(record)
+    return words if words.startswith("no measured run") else ""
+
+
 def energy_unit(kwh: float | None) -> tuple[str, float]:
     """The unit for an amount of energy, and its size in kWh: ("MWh", 1000.0), or ("kWh", 1.0) below one MWh."""
     return ("MWh", 1e3) if kwh is None or kwh >= 1e3 else ("kWh", 1.0)
@@ -104,11 +115,11 @@ class Described(Table):
         return Text.of(
             "**{} layers × {}** ({:.4g} B parameters, {} heads) as {:code}: TP {} × PP {} × DP {}, microbatch {}, {} "
             "of {:code}. {:,.4g} billion tokens are trained by **{}** ({} to {} in nine of ten runs), after "
-            "**{} days** and **{} GPU-hours**{}{}.",
+            "**{} days** and **{} GPU-hours**{}{}.{}",
             *(s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"], r["plan"]),
             *(t["tp"], t["pp"], t["dp"], t["mbs"], f"{gpus} GPU{'s' * (gpus > 1)}", r["cluster"], r["tokens"] / 1e9),
             *(finish["p50"], finish["p05"], finish["p95"], amount(r["days"]), amount(r["gpu_hours"])),
-            *(overrun, missed),
+            *(overrun, missed, Text.of(" The prediction has {}.", words) if (words := unlike(r)) else Text()),
         )
 
     def ramp_summary(self) -> Text:
@@ -180,6 +191,7 @@ class Described(Table):
             money = f", money {r['cost']:,.0f}" if r["cost"] else ""
             lines.append(f"energy    {energy_text(r['energy_kwh'])}{money}")
         lines.append("lost days " + ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items()))
+        lines += [f"support   {words}"] if (words := support_of(r)) else []
         jobs = [
             f"  day {j['from_day']:5.1f} to {j['to_day']:5.1f}: gbs {j['gbs'][0]} to {j['gbs'][1]} on {j['nodes']} "
             f"nodes, tp {j['tp']} pp {j['pp']} dp {j['dp']} mbs {j['mbs']} recompute {j['recompute']}"

@@ -14,7 +14,7 @@ from trilane.utils.validation import require
 PROBABILITY = 0.9  # of ending in time
 OPTIMAL = 1.25  # called compute-optimal: at most this factor from Hoffmann's tokens per parameter; our choice
 COUNTED = (
-    "Days are those of `plan calendar` without a ramp and without a queue: the prediction's error, a run slower than "
+    "Days are those of 'plan calendar' without a ramp and without a queue: the prediction's error, a run slower than "
     "its benchmark, evaluation, checkpoints, ends of jobs, failures and lost work, 4 spare nodes where there are."
 )
 

@@ -119,9 +119,9 @@ class Explanation:
         gain, gib = self._gain(self.change)
         what, seconds = _difference(self.plan.topology, self.change.topology), self.change.prediction.sec_per_it
         saved = f"{abs(gain) * self.prediction.sec_per_it:.3g} s ({abs(gain):.1%}) {'less' if gain > 0 else 'more'}"
-        none = "" if gain > SMALLEST_GAIN or self.prediction.is_risky else "none makes it faster; the nearest, "
+        none = "" if gain > SMALLEST_GAIN or self.prediction.is_risky else " none makes it faster; the nearest,"
         doubt = "; too little to be sure of: measure both" if SMALLEST_GAIN < gain < SURE_GAIN else ""
-        return "Best change: {}{} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", (
+        return "Best change:{} {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", (
             none,
             what,
             seconds,
