@@ -122,3 +122,17 @@ def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
     file = tmp_path / "own.json"
     file.write_text(json.dumps(calibration.to_json(core)))
     assert calibration.calibration_for(A100, str(file)) == core
+
+
+def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster():
+    """Not those of an A100: an H100's element-wise kernels and flash attention are further from their peaks."""
+    h200, a100 = cluster("h200"), cluster("a100-800gbps")
+    later = dataclasses.replace(h200.gpu, name="B200-180GB", compute_capability=(10, 0))
+    new = calibration.default(dataclasses.replace(h200, name="mine", gpu=later))
+    assert new == calibration.default(h200) != calibration.default(a100)
+    assert new.flash < calibration.default(a100).flash and new.passes > calibration.default(a100).passes
+
+
+def test_without_a_pipeline_nothing_waits_in_a_bubble():
+    case = dataclasses.replace(CASES[0], topology=Topology(tp=8, dp=48, mbs=1, gbs=2064, precision="bf16"))
+    assert iteration_time(case.shape, case.topology, A100, Calibration()).bubble == 0

@@ -36,6 +36,7 @@ FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 KERNELS = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
 NETWORKS = ("node", "network", "p2p")
 SOFTWARE = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
+HOPPER = (9, 0)  # compute capability of the newest cards with measured rows
 EARLIER = {"megatron-deepspeed-2024": "megatron-deepspeed"}  # a stack that grew out of another one starts from it
 # What a stack does: Megatron-LM sent whole activations between stages before its scatter-gather of 2021 (Narayanan et
 # al. 2021, section 4.1), as OneFlow did; Megatron-Core's distributed optimizer and PyTorch's FSDP scatter gradients and
@@ -175,13 +176,15 @@ class Fit:
 def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     """The constants of a cluster and stack without rows: the part of each fit that is shared with them.
 
-    Kernels' constants come from fits of the same generation of cards, those of the networks from fits of the same
-    cluster, those of the software (launches not blocked) from fits of the same stack or an EARLIER one: geometric
-    means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system, and what is known of a stack
-    is in STACK_CONSTANTS. Of a stack without fits `passes` on an H100 is that measured there: the 1.0 of a well-kept
-    system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move all as far as priors allow.
+    Kernels' constants come from fits of the same generation of cards (one after the H100 counts as an H100), those of
+    the networks from fits of the same cluster, those of the software (launches not blocked) from fits of the same stack
+    or an EARLIER one: geometric means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system,
+    and what is known of a stack is in STACK_CONSTANTS. Of a stack without fits `passes` on an H100 is that measured
+    there: the 1.0 of a well-kept system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move
+    all as far as priors allow.
     """
-    hopper = cluster.gpu.compute_capability[0] == 9
+    generation = min(cluster.gpu.compute_capability, HOPPER)
+    hopper = generation == HOPPER
     base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
     if not stack and not hopper:
         return base
@@ -189,7 +192,7 @@ def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
     like = stack if stack in (fit.stack for fit in fits) else EARLIER.get(stack, stack)
     kernels = (*KERNELS, "passes") if hopper else KERNELS
     for names, is_shared in (
-        (kernels, lambda fit: fit.cluster.gpu.compute_capability == cluster.gpu.compute_capability),
+        (kernels, lambda fit: min(fit.cluster.gpu.compute_capability, HOPPER) == generation),
         (NETWORKS, lambda fit: stack and fit.cluster.name == cluster.name),
         (SOFTWARE, lambda fit: fit.stack == like),
     ):

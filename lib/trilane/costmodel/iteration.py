@@ -167,7 +167,7 @@ def assemble(
         elementwise=share * (layer.elementwise + layer.overhead),
         tensor_parallel=share * layer.tensor_parallel,
         pipeline_p2p=m * p2p * factor,
-        bubble=((whole - slowest) / x.interleaving + (x.pp - 1) * p2p / x.interleaving) * factor,
+        bubble=np.where(np.equal(x.pp, 1), 0.0, (whole - slowest + (x.pp - 1) * p2p) / x.interleaving) * factor,
         data_parallel=data_parallel_seconds(parameters, x, cluster, c, slowest) * factor,
         optimizer=(optimizer_seconds(parameters, x, cluster, c) + offload_seconds(parameters, x, cluster, c)) * factor,
     )
