@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config.cluster import Cluster
-from trilane.costmodel.calibration import FACTOR, Calibration, Configuration, Regime
+from trilane.costmodel.calibration import FACTOR, WIDEST, Calibration, Configuration, Regime
 from trilane.costmodel.columns import Columns, columns_of, stack
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.iteration import iteration_columns
@@ -127,7 +127,7 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
 
     A constant that no row depends on keeps its prior. The half-width of the interval is the 90 % quantile of the errors
     that the rows would have if left out, with the prior's half-width as one more row, times 1 + 1 / (2 sqrt(rows)) for
-    the scatter of that quantile.
+    the scatter of that quantile; at most WIDEST.
     Raises ValueError without rows, or for a time that is not positive.
     """
     require(len(cases) == len(measured) and len(cases) > 0, "rows", len(cases), "needs one measured time for each row")
@@ -149,7 +149,7 @@ def fit_time(cases: Sequence[Configuration], measured: Sequence[float], prior: C
         prior,
         **{name: found[name] for name in BOUNDS},
         regimes=tuple(replace(r, factor=found.get(r.name, r.factor)) for r in prior.regimes),
-        half_width=max(width, 0.005),
+        half_width=min(max(width, 0.005), WIDEST),
         rows=len(cases),
     )
 
