@@ -85,6 +85,17 @@ def test_a_cancellation_leaves_out_what_squeue_forgot_and_refuses_what_is_somebo
     assert len(commands.calls("scancel")) == 1
 
 
+def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(commands: Commands, folder: Path) -> None:
+    """Once the controller has forgotten it, it runs nowhere; one of somebody else's, whom it knows, does."""
+    accounted(commands, j77="RUNNING")
+    commands.say(
+        "squeue", "[[ $* != *-j* ]] || { echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }"
+    )
+    assert submission.active_jobs(folder) == [] and one(folder).state == "FORGOTTEN"
+    commands.say("squeue", "[[ $* != *%u* ]] || echo '77|77|you'")
+    assert submission.active_jobs(folder) == ["77"]
+
+
 @pytest.mark.parametrize("state", ["SUSPENDED", "REQUEUE_HOLD", "RESIZING"])
 def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: Commands, folder: Path) -> None:
     commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1'")

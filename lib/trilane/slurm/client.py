@@ -109,7 +109,11 @@ def states(ids: Iterable[str]) -> dict[str, JobState]:
     found = _queued(wanted)
     missing = [job for job in wanted if job not in found]
     if missing:
-        found |= _accounted(missing)
+        accounted = _accounted(missing)
+        going = [job for job, state in accounted.items() if not state.has_ended]
+        known = owners(going)  # of any user, whom the list of one's own jobs lacks
+        # the controller runs no job that it does not know: the accounting is late, or never heard of its end
+        found |= {job: state for job, state in accounted.items() if state.has_ended or job in known}
     return {job: found.get(job, JobState(id=job, state=FORGOTTEN)) for job in wanted}
 
 
