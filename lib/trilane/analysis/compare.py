@@ -128,15 +128,15 @@ def sides(runs: Sequence[Measurement], a: str, b: str) -> tuple[list[Measurement
     return (first, alike[0]) if alike else ([], [])
 
 
-def repeats_needed(change: float, deviation: float, confidence: float = 0.95, power: float = POWER) -> int:
-    """Runs a side, at least 2, after which Welch's test finds `change` with that `power`; 0 above MOST_REPEATS.
+def repeats_needed(change: float, deviation: float, confidence: float = 0.95) -> int:
+    """Runs a side, at least 2, after which Welch's test finds `change` with POWER; 0 above MOST_REPEATS.
 
     The smallest n with n >= 2 (t_(1+confidence)/2 + t_power)^2 deviation^2 / change^2, t of 2 n - 2 degrees.
     """
     from scipy.stats import t
 
     n = np.arange(2, MOST_REPEATS + 1)
-    quantiles = t.ppf((1 + confidence) / 2, 2 * n - 2) + t.ppf(power, 2 * n - 2)
+    quantiles = t.ppf((1 + confidence) / 2, 2 * n - 2) + t.ppf(POWER, 2 * n - 2)
     enough = n * change**2 >= 2 * (quantiles * deviation) ** 2
     return int(n[enough][0]) if enough.any() else 0
 

@@ -10,6 +10,7 @@ import numpy as np
 from trilane.logs.run import RunLog
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
+MOST_RANGES = 4  # of iterations that are left out for one reason are listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +114,12 @@ def _left_out(reason: str, at: np.ndarray, which: np.ndarray) -> LeftOut:
     return LeftOut(reason=reason, iterations=tuple(named.astype(int).tolist()))
 
 
-def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
-    """ "1-5, 100, 200 and 7 more": consecutive numbers as ranges, at most `most` of them."""
+def ranges(numbers: tuple[int, ...]) -> str:
+    """ "1-5, 100, 200 and 7 more": consecutive numbers as ranges, at most MOST_RANGES of them."""
     runs = [[n for _, n in group] for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = sum(map(len, runs[most:]))
-    return ", ".join(words[:most]) + (f" and {more} more" if more else "")
+    more = sum(map(len, runs[MOST_RANGES:]))
+    return ", ".join(words[:MOST_RANGES]) + (f" and {more} more" if more else "")
 
 
 def mean_seconds(log: RunLog) -> float:

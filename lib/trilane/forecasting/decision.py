@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 PREDICTED = ("sec_per_it", "memory_bytes")  # what a plan in plans.json and the forecast both predict
+SHOWN = 3  # risks, and alternatives of a kind, that the page lists
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,13 @@ class Decision(Described):
         found = self.sizing.get("proposals", [])
         return found if own in [(p["layers"], p["hidden"]) for p in found] else []
 
-    def risks(self, most: int = 3) -> Columns:
+    def risks(self) -> Columns:
         """The largest causes of delay, and what helps against each."""
-        columns = {head: values[:most] for head, values in self.delays.columns.items()}
+        columns = {head: values[:SHOWN] for head, values in self.delays.columns.items()}
         remedies = shipped_json("risks")["remedies"]
         return Columns({**columns, "what helps": [remedies.get(cause, "") for cause in columns["cause"]]}, digits=1)
 
-    def alternatives(self, most: int = 3) -> Columns:
+    def alternatives(self) -> Columns:
         """Other shapes, topologies and schedules: cost in GPU-hours and days, relative to the plan's.
 
         Shapes are not equally large: theirs are per parameter.
@@ -140,11 +141,11 @@ class Decision(Described):
         c, s = self.record, self.record["shape"]
         rows: list[tuple[str, str, float, float]] = []
         own = [p for p in self._proposals if (p["layers"], p["hidden"]) == (s["num_layers"], s["hidden_size"])]
-        for p in [p for p in self._proposals if p not in own][:most]:
+        for p in [p for p in self._proposals if p not in own][:SHOWN]:
             name = f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}"
             rows.append(("shape, per parameter", name, *_relative(p, own[0], own[0]["params"] / p["params"])))
         plan = c["schedules"][0] if c["schedules"] and c["schedules"][0]["days"] else c["ideal"]
-        others = [("topology", o) for o in c["rivals"][:most]] + [("schedule", o) for o in c["schedules"][1:]]
+        others = [("topology", o) for o in c["rivals"][:SHOWN]] + [("schedule", o) for o in c["schedules"][1:]]
         rows += [(kind, o["name"], *_relative(o, plan)) for kind, o in others if o["days"]]
         columns = {
             "what": [kind for kind, *_ in rows],

@@ -76,14 +76,14 @@ class Proposal:
         return {**values, "cost_beside_best": relative, "notes": list(self.notes)}
 
 
-def training_seconds(parameters: float, tokens: float, flops_per_s: float, recompute_full: bool = True) -> float:
-    """Seconds of training at a total rate of `flops_per_s`: 8 T P / X, or 6 T P / X without full recomputation.
+def training_seconds(parameters: float, tokens: float, flops_per_s: float) -> float:
+    """Seconds of training at a total rate of `flops_per_s`, with full recomputation: 8 T P / X.
 
     Narayanan et al. 2021, arXiv:2104.04473, equation 4. Left out: attention's s x s part, evaluation, restarts.
     """
     for name, value in (("parameters", parameters), ("tokens", tokens), ("flops_per_s", flops_per_s)):
         require_positive(name, value)
-    return (8 if recompute_full else 6) * tokens * parameters / flops_per_s
+    return 8 * tokens * parameters / flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

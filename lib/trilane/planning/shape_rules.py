@@ -8,6 +8,7 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.layers import TILES
 
+SMALLEST_HEAD, LARGEST_HEAD = 64, 256  # published: 64 (GPT-2) to 224 (the prequel's 14336 / 64)
 TILE = 128  # NVIDIA, 'Matrix multiplication background', tile quantization; the prequel: nhidden % 128 = 0
 WAVE_LIMIT = 0.08  # share of SM time that incomplete waves may idle before a note says so: our choice
 BALANCE = 0.5  # from this share of a layer on, an embedding wants a place of its own in the pipeline: our choice
@@ -77,10 +78,12 @@ def wave_loss(shape: ModelShape, topology: Topology, cluster: Cluster) -> float:
     return 1 - used / spent
 
 
-def usable_heads(hidden: int, most_tp: int, lowest: int = 64, highest: int = 256) -> list[int]:
-    """Numbers of heads whose size is a multiple of 8 between two limits and that `most_tp` ranks can share.
+def usable_heads(hidden: int, most_tp: int) -> list[int]:
+    """Numbers of heads whose size is a multiple of 8 between the two limits and that `most_tp` ranks can share.
 
-    The one whose head size is nearest to 128 comes first. Published: 64 (GPT-2) to 224 (the prequel's 14336 / 64).
+    The one whose head size is nearest to 128 comes first.
     """
-    counts = [a for a in range(most_tp, hidden // lowest + 1, most_tp) if hidden % a == 0 and (hidden // a) % 8 == 0]
-    return sorted((a for a in counts if hidden // a <= highest), key=lambda a: (abs(hidden // a - 128), a))
+    counts = [
+        a for a in range(most_tp, hidden // SMALLEST_HEAD + 1, most_tp) if hidden % a == 0 and (hidden // a) % 8 == 0
+    ]
+    return sorted((a for a in counts if hidden // a <= LARGEST_HEAD), key=lambda a: (abs(hidden // a - 128), a))

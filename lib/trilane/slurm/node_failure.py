@@ -15,6 +15,8 @@ from typing import Any
 from trilane.slurm import client, ledger
 from trilane.workspace.status import RunStatus, Status, write_status
 
+STEP_S = 30.0  # in which a step starts on a healthy node many times
+
 
 def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
     """The outcome of this job's attempt, with status "node failure" where one of its nodes cannot be reached.
@@ -80,8 +82,8 @@ def step_options(version: str = "") -> list[str]:
     return ["--overlap"] * (numbers >= OVERLAP_FROM) + ["--mem=0", "--gres=gpu:0", "--cpus-per-task=1"]
 
 
-def unreachable(nodes: Sequence[str], limit_s: float = 30.0) -> list[str]:
-    """The nodes on which no step can be started within `limit_s` seconds; to be called inside the job.
+def unreachable(nodes: Sequence[str]) -> list[str]:
+    """The nodes on which no step can be started within STEP_S seconds; to be called inside the job.
 
     A step on a healthy node starts in a second or two. Empty where that holds for all nodes: then srun itself fails,
     since this process runs on one of them.
@@ -90,7 +92,7 @@ def unreachable(nodes: Sequence[str], limit_s: float = 30.0) -> list[str]:
     one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     steps = {n: subprocess.Popen([*one, f"--nodelist={n}", "true"], **streams, text=True) for n in nodes}
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + STEP_S
     found = [node for node, step in steps.items() if not _is_reachable(step, end)]
     return found if len(found) < len(nodes) else []
 
