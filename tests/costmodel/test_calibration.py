@@ -80,10 +80,11 @@ def test_a_saved_calibration_is_read_back_whole(tmp_path):
     [
         ({"matmul": 1.2}, "calibration.matmul=1.2: must lie between 0.1 and 0.98"),
         ({"half_width": 0}, "calibration.half_width=0"),
-        ({"half_width": 900}, "calibration.half_width=900.0: must be at most 5"),
+        ({"half_width": 900}, "calibration.half_width=900.0: must be at most 200"),
         ({"rows": -3}, "calibration.rows=-3: must be a whole number of at least 0"),
         ({"stack": "a\x1b[2J"}, "must be one line"),
         ({"regimes": [{"name": "a", "constants": ["nope"], "first_day": "", "last_day": ""}]}, "regime.constants=nope"),
+        ({"own": [{"gpus": 8}]}, "calibration.own.hidden=missing"),
         ({"matmull": 0.7}, "did you mean matmul"),
         ({"network": "fast"}, "calibration.network='fast': must be a number"),
     ],

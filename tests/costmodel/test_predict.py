@@ -9,10 +9,10 @@ from support import small_cluster
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Configuration, default
+from trilane.costmodel.calibration import Configuration, default, from_json, to_json
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
-from trilane.costmodel.predict import FAR, NEAR, predict, support
+from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
 from trilane.planning.proposals import training_seconds
 from trilane.planning.published import planned_models
 from trilane.planning.sizing import survey_shapes
@@ -132,3 +132,13 @@ def test_an_h100_of_a_stack_that_nobody_fitted_takes_what_its_interval_allows(si
     case = Configuration(shape=shape, topology=Topology(precision="bf16", zero=3, **topology), cluster=machine)
     found, measured_s = predict(case, default(machine, "fsdp")), case.topology.gbs * 2048 / tokens_per_s
     assert found.sec_per_it < measured_s < found.sec_hi
+
+
+def test_constants_of_runs_of_ones_own_get_a_wider_interval_far_from_these_runs():
+    ran = measured(tp=1, pp=1, dp=8)
+    known = dataclasses.replace(default(A100), stack="", half_width=0.05, own=sizes_of([ran, ran]))
+    near, far = (predict(case, known) for case in (ran, measured()))
+    assert math.log(near.sec_hi / near.sec_per_it) == pytest.approx(0.05) and near.support.distance == 0
+    assert math.log(far.sec_hi / far.sec_per_it) > 0.1 and "number of GPUs" in far.support.differs
+    assert far.support.words.startswith("no measured run like this; the nearest is one of your own")
+    assert from_json(to_json(known)) == known and len(known.own) == 1

@@ -15,7 +15,7 @@ from trilane.config.parallelism import Topology, invalid_reason
 from trilane.costmodel import calibration
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.fit import fit_time
-from trilane.costmodel.predict import Prediction, predict
+from trilane.costmodel.predict import Prediction, predict, sizes_of
 from trilane.costmodel.row_cells import cells_of
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
@@ -155,7 +155,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     fitted = fit_time(cases, seconds, prior) if pairs else prior
     if pairs:  # what is written down for later plans: the width for one like those that ran
         width = float(np.median(posterior(cases, seconds, fitted).half_widths(cases)))
-        fitted = replace(fitted, half_width=width, stack="")
+        fitted = replace(fitted, half_width=width, stack="", own=sizes_of(cases))
     belief = posterior(cases, seconds, fitted)
     return Recalibration(
         runs=tuple(m for m, _ in pairs),

@@ -28,7 +28,7 @@ from trilane.workspace.study import Study
 # GPUs (3.5 ms a layer and microbatch) and no difference on 160; the A100 fit has 5.0 ms with it and 3.0 ms without.
 BLOCKED_LAUNCH_S = 2e-3
 ASYNCHRONOUS = "asynchronous launches"  # how the name of the regime without it begins
-WIDEST = 5.0  # half-width of an interval of ln(seconds): a factor of 150 to either side
+WIDEST = 200.0  # half-width of an interval of ln(seconds), far from where exp() overflows
 FACTOR = Bound(0.5, 0.8, 0.002, 1.5)  # of what a regime leaves of a constant
 
 
@@ -88,10 +88,28 @@ class Configuration:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """The sizes of a run by which its distance to another is measured (predict.SPANS); `tokens` of a microbatch."""
+
+    hidden: float
+    layers: float
+    seq: float
+    tokens: float
+    gpus: float
+    tp: float
+    pp: float
+    microbatches: float
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            require_positive(f"calibration.own.{name}", size)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration(Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
-    `stack` is the software whose shipped rows they are; "" for rows of one's own, or none.
+    `stack` is the software whose shipped rows they are; "" for rows of one's own, whose sizes are in `own`, or none.
     Raises ValueError for a constant outside its physical bound.
     """
 
@@ -99,6 +117,7 @@ class Calibration(Constants):
     rows: int = 0
     regimes: tuple[Regime, ...] = ()
     stack: str = ""
+    own: tuple[RunSizes, ...] = ()
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -222,9 +241,9 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as a JSON object; `regimes` and `stack` only where it has some."""
+    """The calibration as a JSON object; `regimes`, `stack` and `own` only where it has some."""
     values = to_mapping(calibration)
-    return {k: v for k, v in values.items() if v or k not in ("regimes", "stack")}
+    return {k: v for k, v in values.items() if v or k not in ("regimes", "stack", "own")}
 
 
 def from_json(values: object) -> Calibration:

@@ -13,7 +13,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Calibration, Configuration, default
+from trilane.costmodel.calibration import Calibration, Configuration, RunSizes, default
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.fit import STEP, deviations
@@ -110,6 +110,23 @@ def support(case: Case, rows: Sequence[MeasuredRow] | None = None, count: int = 
     )
 
 
+def own_support(case: Case, calibration: Calibration) -> Support:
+    """The nearest of the runs of one's own that the constants were fitted to, by their sizes alone."""
+    own = np.log([[getattr(run, name) for name in SPANS] for run in calibration.own])
+    apart = np.abs(own / np.log(list(SPANS.values())) - _features((case,))[0])
+    distances = np.sqrt((apart**2).sum(1))
+    nearest = int(np.argmin(distances))
+    parts = sorted(zip(apart[nearest], SPANS, strict=True), reverse=True)
+    differs = tuple(NAMES.get(name, name) for part, name in parts if part >= 0.4)
+    return Support(nearest=(("one of your own", float(distances[nearest])),), differs=differs)
+
+
+def sizes_of(cases: Sequence[Case]) -> tuple[RunSizes, ...]:
+    """The sizes of cases, each once."""
+    columns = [columns_of(c.shape, c.topology, c.engine) for c in cases]
+    return tuple(dict.fromkeys(RunSizes(**{name: float(getattr(x, name)) for name in SPANS}) for x in columns))
+
+
 @functools.cache
 def _shipped_features() -> tuple[np.ndarray, np.ndarray]:
     return _features(every_row())
@@ -143,12 +160,12 @@ def unmeasured_half_width(case: Configuration, calibration: Calibration) -> floa
     """Half-width of the interval of ln(seconds) of a case that nobody measured.
 
     That of the calibration's rows; without any, that of the priors, by how much the time of this case depends on each
-    constant. Either widens with the distance from measured rows of the same software. A calibration by rows of one's
-    own keeps its width: which they are it does not tell.
+    constant. Either widens with the distance from measured rows of the same software, or from the rows of one's own
+    (which a calibration made by hand may leave out: then it keeps its width).
     """
     own = calibration.half_width
     if calibration.rows and not calibration.stack:
-        return own
+        return math.hypot(own, own_support(case, calibration).widening) if calibration.own else own
     if calibration.rows == 0 and case.cluster.gpu.kind == "cuda":
         effects = _slopes_of(case, calibration) * deviations((case,), calibration)
         own = T_QUANTILE * math.sqrt(float(effects @ effects) + FOREIGN**2)
@@ -222,7 +239,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
         time=time,
         stages=tuple(stages),
         stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
-        support=support(case, stack=known.stack),
+        support=own_support(case, known) if known.own else support(case, stack=known.stack),
     )
 
 
