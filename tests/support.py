@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.model import ModelShape
@@ -22,6 +23,20 @@ from trilane.utils.validation import to_mapping
 
 REPOSITORY = Path(__file__).parents[1]
 BROWSER = Path("/usr/bin/chromium")
+IN_BROWSER = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not BROWSER.exists() and not os.environ.get("CI"),
+        reason=f"{BROWSER} is not installed (Debian: apt install chromium)",
+    ),
+]
+
+
+def in_browser(test: Any) -> Any:
+    """The test with the marks of one that needs the browser."""
+    for mark in IN_BROWSER:
+        test = mark(test)
+    return test
 
 
 class Later:

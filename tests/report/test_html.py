@@ -1,6 +1,5 @@
-"""What a report keeps of the Markdown and HTML in a notebook's outputs, and what an index shows of damaged files."""
+"""What a report keeps of the Markdown and HTML in a notebook's outputs, and what it says of itself."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import pandas as pd
 import pytest
 from markup import HOSTILE, Page, words
 
-from trilane.report.html import POLICY, anchor, markdown_html, notebook_html, plain_html, write_index
+from trilane.report.html import POLICY, anchor, markdown_html, notebook_html, plain_html
+from trilane.report.index import write_index
 from trilane.utils.tables import Html, Text, show
 from trilane.workspace.study import Study
 
@@ -103,40 +103,3 @@ def test_a_report_says_what_it_is_and_nothing_of_the_machine_that_made_it(output
     index = Page(write_index(study).read_text())
     links = [value for value in index.values if str(value).endswith(".html")]
     assert links == [] and index.text.index("08_decision.ipynb") < index.text.index("02_topology.ipynb")
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("headline.json", "{"),
-        ("headline.json", '{"cards": 7}'),
-        ("headline.json", '{"cards": [7, {"value": 1}]}'),
-        ("headline.json", "[" * 100_000),
-        ("01_sizing.ipynb", "{"),
-        ("01_sizing.ipynb", '{"cells": "x"}'),
-        ("01_sizing.ipynb", '{"cells": [], "metadata": {"papermill": 7}, "nbformat": 4, "nbformat_minor": 5}'),
-        ("01_sizing.ipynb", "\udc80"),
-        ("runs/a/status.json", "{"),
-        ("runs/a/status.json", '{"status": ["x"], "evidence": 7}'),
-    ],
-)
-def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name: str, text: str) -> None:
-    study = Study.create("s")
-    (study.folder / "runs/a").mkdir(parents=True)
-    (study.folder / "runs/a/plan.json").write_text("{}")
-    (study.folder / name).write_text(text, errors="surrogateescape")
-    assert Path(name).name in Page(write_index(study).read_text()).text
-
-
-def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) -> None:
-    study = Study.create("s")
-    run = study.folder / "runs" / "a#b?c%20 <u>"
-    run.mkdir(parents=True)
-    (run / "plan.json").write_text("{}")
-    (run / "status.json").write_text('{"status": "crashed", "evidence": "<script>alert(1)</script>"}')
-    for name in ("javascript:alert(1).csv", "<img src=x>.csv", "\udc80.csv"):
-        (study.folder / name).touch()
-    (study.folder / "headline.json").write_text(json.dumps({"cards": [{"value": "<i>", "label": "\x1b[1m\ud800"}]}))
-    page = Page(write_index(study).read_text())
-    assert not set(page.tags) & {"script", "u", "i", "img"} and "<img src=x>.csv" in page.text and "<i>" in page.text
-    assert {"runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json", "javascript%3Aalert%281%29.csv", "%80.csv"} <= set(page.values)

@@ -12,21 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import BROWSER, wait_until
+from support import IN_BROWSER, wait_until
 
 from trilane.config.plan import read_plan
 from trilane.report.notebook import DEMO
 from trilane.workspace.run_folder import write_text
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("demo"),
-    pytest.mark.skipif(
-        not BROWSER.exists() and not os.environ.get("CI"),
-        reason=f"{BROWSER} is not installed (Debian: apt install chromium)",
-    ),
-]
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +66,9 @@ def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 @pytest.fixture(scope="module")
-def page(lab: str) -> Iterator[Any]:
-    """A page of a headless Chromium."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=str(BROWSER), args=OPTIONS)
-        try:
-            yield browser.new_page(viewport={"width": 1400, "height": 1000})
-        finally:
-            browser.close()
+def page(lab: str, browser: Any) -> Any:
+    """A page of the browser, while JupyterLab runs."""
+    return browser.new_page(viewport={"width": 1400, "height": 1000})
 
 
 def code_cells(page: Any) -> list[dict[str, Any]]:

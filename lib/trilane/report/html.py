@@ -1,4 +1,4 @@
-"""Reports: an executed notebook as one HTML file, and the index of a study; text from files is never markup in them."""
+"""Reports: an executed notebook as one HTML file; text from files is never markup in it."""
 
 import json
 import re
@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import bleach
-import jinja2
 import mistune
 import nbformat
 from bleach.css_sanitizer import CSSSanitizer
 from nbconvert import HTMLExporter
 
-from trilane.utils.tables import Html, printable, short
+from trilane.utils.tables import Html, short
 from trilane.workspace.run_folder import write_text
-from trilane.workspace.status import known_status, status_problem
-from trilane.workspace.study import Study, checkout, stamp
+from trilane.workspace.study import checkout, stamp
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 # The pages have no script and load nothing; CSP Level 3, https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-FIRST = "08_decision"  # what the index lists first
 SHOWN = ("text/html", "text/markdown", "image/png", "text/plain")  # outputs that a report holds
 TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
 TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
@@ -67,7 +64,7 @@ def _about(notebook: Any, executed: Path) -> list[tuple[str, str]]:
     made = made if isinstance(made, dict) else {}
     of = {**stamp(), **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {})}
     values = given if isinstance(given := made.get("parameters"), dict) else {}
-    files = {path.name: _read(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))}
+    files = {path.name: read_field(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))}
     mine = [by for by in files.values() if isinstance(by, dict) and by.get("notebook") == executed.stem]
     read = {name: str(key) for by in mine if isinstance(by.get("read"), dict) for name, key in by["read"].items()}
     return [
@@ -158,47 +155,6 @@ def write_notebook_report(executed: Path) -> Path:
     return write_text(executed.with_suffix(".html"), notebook_html(executed), derived=True)
 
 
-def write_index(study: Study) -> Path:
-    """Write the study's index.html: its notebooks (the decision first), its runs with their status, its results."""
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, finalize=_shown).from_string(
-        (DATA / "index.html.j2").read_text(encoding="utf-8")
-    )
-    text = template.render(
-        study=study.name,
-        policy=POLICY,
-        css=Html((DATA / "report.css").read_text(encoding="utf-8")),
-        headline=headline(study),
-        notebooks=[_notebook_row(p) for p in sorted(study.folder.glob("*.ipynb"), key=lambda p: (p.stem != FIRST, p))],
-        runs=[_run_row(folder) for folder in study.run_folders()],
-        files=[Html.link(p.name, p.name) for p in sorted(study.folder.iterdir()) if p.suffix in (".json", ".csv")],
-        stamp=stamp(),
-    )
-    return write_text(study.folder / "index.html", text, derived=True)
-
-
-def _shown(value: object) -> object:
-    """A value of the template: Html as it is, any other one as text, which the template escapes."""
-    return value if isinstance(value, Html) else printable(str(value))
-
-
-def headline(study: Study) -> list[dict[str, Any]]:
-    """The figures on top of the index, from decision.json and headline.json; those that exist and can be read."""
-    path = study.folder / "headline.json"
-    cards = (_read(path, lambda values: list(values["cards"])) if path.exists() else []) or []
-    advice = _read(study.folder / "decision.json", lambda values: values["recommendation"])
-    if isinstance(advice, dict) and advice.get("verdict"):
-        cards = [{"value": advice["verdict"], "label": f"recommended by {FIRST} {advice.get('change', '')}"}, *cards]
-    return [card for card in cards if isinstance(card, dict) and {"value", "label"} <= set(card)]
-
-
-def _read(path: Path, field: Callable[[Any], Any]) -> Any:
-    """What `field` takes of the JSON in the file; None where the file is damaged: an index shows what can be read."""
-    try:
-        return field(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
-        return None
-
-
 def read_notebook(path: Path) -> Any:
     """The notebook in a file; ValueError where it is damaged."""
     try:
@@ -211,29 +167,9 @@ def read_notebook(path: Path) -> Any:
     return notebook
 
 
-def _notebook_row(path: Path) -> dict[str, Any]:
+def read_field(path: Path, field: Callable[[Any], Any]) -> Any:
+    """What `field` takes of the JSON in the file; None where the file is damaged: an index shows what can be read."""
     try:
-        notebook = read_notebook(path)
-        heading, made = title(notebook), notebook.metadata.get("papermill", {})
-        seconds = f"{made['duration']:.0f}" if made.get("duration") else ""
-        status = "failed" if made.get("exception") else "completed" if made.get("end_time") else "unfinished"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        heading, seconds, status = path.stem, "", "damaged"
-    page = path.with_suffix(".html")
-    return {
-        "title": Html.link(heading, page.name) if page.exists() else heading,
-        "file": Html.link(path.name, path.name),
-        "status": status,
-        "seconds": seconds,
-    }
-
-
-def _run_row(folder: Path) -> dict[str, Any]:
-    written, problem = known_status(folder), status_problem(folder)
-    files = sorted(p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
-    return {
-        "name": folder.name,
-        "status": str(written.status) if written else "unknown" if problem else "not started",
-        "evidence": short(written.evidence if written else problem),
-        "files": [Html.link(name, "runs", folder.name, name) for name in files],
-    }
+        return field(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        return None

@@ -1,0 +1,122 @@
+"""The index of a study, and the page of all studies; text from files is never markup in them."""
+
+import base64
+import contextlib
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from trilane.report.html import DATA, POLICY, read_field, read_notebook, title
+from trilane.utils.tables import Html, printable, short
+from trilane.workspace.run_folder import write_text
+from trilane.workspace.status import Status, known_status, status_problem
+from trilane.workspace.study import Study, stamp
+
+FIRST = "08_decision"  # what the index lists first
+
+
+def write_index(study: Study) -> Path:
+    """Write the study's index.html: its notebooks (the decision first), its runs with their status, its results.
+
+    The page of all studies, index.html of the folder above, is written anew too.
+    """
+    values = {
+        "study": study.name,
+        "headline": headline(study),
+        "notebooks": [
+            _notebook_row(p) for p in sorted(study.folder.glob("*.ipynb"), key=lambda p: (p.stem != FIRST, p))
+        ],
+        "runs": [_run_row(folder) for folder in study.run_folders()],
+        "files": [Html.link(p.name, p.name) for p in sorted(study.folder.iterdir()) if p.suffix in (".json", ".csv")],
+    }
+    path = write_text(study.folder / "index.html", _page("index", POLICY, **values), derived=True)
+    write_gallery(study.folder.parent)
+    return path
+
+
+def write_gallery(root: Path) -> Path:
+    """Write index.html of the folder of all studies: a row each, the newest first, which a click on a heading sorts."""
+    script = (DATA / "sort.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    studies = [
+        study for folder in root.iterdir() if (folder / "index.html").is_file() and (study := _study(folder.name))
+    ]
+    rows = [_gallery_row(study) for study in studies]
+    rows.sort(key=lambda row: str(row[-1]), reverse=True)
+    heads = ("study", "recommended", "notebooks completed", "runs completed", "model", "changed (UTC)")
+    policy = f"{POLICY}; script-src 'sha256-{digest}'"
+    text = _page("gallery", policy, script=Html(script), heads=heads, rows=rows)
+    return write_text(root / "index.html", text, derived=True)
+
+
+def _study(name: str) -> Study | None:
+    """The study of that name; None where a folder has a name that no study may have."""
+    with contextlib.suppress(ValueError):
+        return Study(name)
+    return None
+
+
+def _gallery_row(study: Study) -> tuple[object, ...]:
+    done = [_notebook_row(path)["status"] == "completed" for path in study.folder.glob("*.ipynb")]
+    runs = [known_status(folder) for folder in study.run_folders()]
+    advice = read_field(study.folder / "decision.json", lambda values: values["recommendation"]["verdict"])
+    cards = {str(card["label"]): card["value"] for card in headline(study)}
+    model = next((value for label, value in cards.items() if label.startswith("parameters")), "")
+    changed = datetime.fromtimestamp((study.folder / "index.html").stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M")
+    finished = sum(status is not None and status.status is Status.COMPLETED for status in runs)
+    counts = f"{sum(done)} of {len(done)}", f"{finished} of {len(runs)}"
+    return Html.link(study.name, study.name, "index.html"), advice or "", *counts, model, changed
+
+
+def _page(template: str, policy: str, **values: object) -> str:
+    """A page of a template, with the styles, the policy and the stamp that all pages have."""
+    source = (DATA / f"{template}.html.j2").read_text(encoding="utf-8")
+    made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, finalize=_shown).from_string(source)
+    css = Html((DATA / "report.css").read_text(encoding="utf-8"))
+    return made.render(css=css, policy=Html(policy), stamp=stamp(), **values)
+
+
+def _shown(value: object) -> object:
+    """A value of the template: Html as it is, any other one as text, which the template escapes."""
+    return value if isinstance(value, Html) else printable(str(value))
+
+
+def headline(study: Study) -> list[dict[str, Any]]:
+    """The figures on top of the index, from decision.json and headline.json; those that exist and can be read."""
+    path = study.folder / "headline.json"
+    cards = (read_field(path, lambda values: list(values["cards"])) if path.exists() else []) or []
+    advice = read_field(study.folder / "decision.json", lambda values: values["recommendation"])
+    if isinstance(advice, dict) and advice.get("verdict"):
+        cards = [{"value": advice["verdict"], "label": f"recommended by {FIRST} {advice.get('change', '')}"}, *cards]
+    return [card for card in cards if isinstance(card, dict) and {"value", "label"} <= set(card)]
+
+
+def _notebook_row(path: Path) -> dict[str, Any]:
+    try:
+        notebook = read_notebook(path)
+        heading, made = title(notebook), notebook.metadata.get("papermill", {})
+        seconds = f"{made['duration']:.0f}" if made.get("duration") else ""
+        status = "failed" if made.get("exception") else "completed" if made.get("end_time") else "unfinished"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        heading, seconds, status = path.stem, "", "damaged"
+    page = path.with_suffix(".html")
+    return {
+        "title": Html.link(heading, page.name) if page.exists() else heading,
+        "file": Html.link(path.name, path.name),
+        "status": status,
+        "seconds": seconds,
+    }
+
+
+def _run_row(folder: Path) -> dict[str, Any]:
+    written, problem = known_status(folder), status_problem(folder)
+    files = sorted(p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
+    return {
+        "name": folder.name,
+        "status": str(written.status) if written else "unknown" if problem else "not started",
+        "evidence": short(written.evidence if written else problem),
+        "files": [Html.link(name, "runs", folder.name, name) for name in files],
+    }

@@ -1,0 +1,79 @@
+"""The index of a study shows what can be read of it; the page of all studies sorts them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markup import Page
+from support import in_browser
+
+from trilane.report.index import write_gallery, write_index
+from trilane.workspace.study import Study
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("headline.json", "{"),
+        ("headline.json", '{"cards": 7}'),
+        ("headline.json", '{"cards": [7, {"value": 1}]}'),
+        ("headline.json", "[" * 100_000),
+        ("01_sizing.ipynb", "{"),
+        ("01_sizing.ipynb", '{"cells": "x"}'),
+        ("01_sizing.ipynb", '{"cells": [], "metadata": {"papermill": 7}, "nbformat": 4, "nbformat_minor": 5}'),
+        ("01_sizing.ipynb", "\udc80"),
+        ("runs/a/status.json", "{"),
+        ("runs/a/status.json", '{"status": ["x"], "evidence": 7}'),
+    ],
+)
+def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name: str, text: str) -> None:
+    study = Study.create("s")
+    (study.folder / "runs/a").mkdir(parents=True)
+    (study.folder / "runs/a/plan.json").write_text("{}")
+    (study.folder / name).write_text(text, errors="surrogateescape")
+    assert Path(name).name in Page(write_index(study).read_text()).text
+
+
+def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) -> None:
+    study = Study.create("s")
+    run = study.folder / "runs" / "a#b?c%20 <u>"
+    run.mkdir(parents=True)
+    (run / "plan.json").write_text("{}")
+    (run / "status.json").write_text('{"status": "crashed", "evidence": "<script>alert(1)</script>"}')
+    for name in ("javascript:alert(1).csv", "<img src=x>.csv", "\udc80.csv"):
+        (study.folder / name).touch()
+    (study.folder / "headline.json").write_text(json.dumps({"cards": [{"value": "<i>", "label": "\x1b[1m\ud800"}]}))
+    page = Page(write_index(study).read_text())
+    assert not set(page.tags) & {"script", "u", "i", "img"} and "<img src=x>.csv" in page.text and "<i>" in page.text
+    assert {"runs/a%23b%3Fc%2520%20%3Cu%3E/plan.json", "javascript%3Aalert%281%29.csv", "%80.csv"} <= set(page.values)
+
+
+def test_the_page_of_all_studies_has_each_with_what_was_recommended(outputs: Path) -> None:
+    for name, verdict in (("a", "Start"), ("b", ["<b>"])):
+        study = Study.create(name)
+        study.save("decision.json", {"recommendation": {"verdict": verdict}}, "08_decision")
+        study.save("headline.json", {"cards": [{"value": "2.77 M", "label": "parameters"}]}, "04_analyze")
+        write_index(study)
+    (outputs / "not a study").mkdir()
+    (outputs / "not a study/index.html").touch()
+    text = (outputs / "index.html").read_text()
+    page = Page(text)
+    assert {"a/index.html", "b/index.html"} <= set(page.values) and "not a study" not in page.text
+    assert "Start" in page.text and "2.77 M" in page.text and "b" not in page.tags
+    assert page.tags.count("script") == 1 and "script-src 'sha256-" in text
+
+
+@in_browser
+def test_a_click_on_a_heading_sorts_the_studies(outputs: Path, browser: Any) -> None:
+    for name in ("m2", "m10", "m1"):
+        write_index(Study.create(name))
+    view = browser.new_page()
+    errors: list[str] = []
+    view.on("console", lambda message: errors.append(message.text))
+    view.goto(write_gallery(outputs).as_uri())
+    names = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent.trim())"
+    view.click("text=study >> nth=0")
+    assert view.evaluate(names) == ["m1", "m2", "m10"]
+    view.press("th >> nth=0", "Enter")
+    assert view.evaluate(names) == ["m10", "m2", "m1"] and not errors
