@@ -13,7 +13,8 @@ from trilane.costmodel import calibration
 from trilane.planning.published import planned_models, published_models, size_line, state_lines
 from trilane.planning.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
 from trilane.planning.size_request import SizeRequest
-from trilane.planning.sizing import propose, survey
+from trilane.planning.sizing import propose, propose_shapes, survey
+from trilane.utils.tables import Text
 
 A100 = cluster("jz-a100-80g")
 K = calibration.default(A100)
@@ -266,3 +267,11 @@ def test_the_fused_softmax_takes_what_megatrons_kernel_takes(seq, heads, mbs, fu
     to 128 keys."""
     shape = parse_shape(f"2,{heads * 64},{heads},{seq},384")
     assert (softmax_note(shape, Topology(mbs=mbs, gbs=mbs)) == "") is fused
+
+
+def test_the_proposals_tell_which_measured_runs_the_best_of_them_rests_on():
+    found = propose_shapes(
+        cluster("dgx-h100"), parameters=7e9, gpus=8, gbs=512, vocabulary=32000, tokens=1e11, like="llama"
+    )
+    words = found.best.prediction.support.words
+    assert Text.of("The first of them: {}.", words) in found.support() and "Predicted only: num" in found.support()

@@ -125,6 +125,10 @@ class Proposals(Table):
         }
         return Columns(columns).to_frame()
 
+    def support(self) -> Text:
+        """Which measured runs the best shape rests on, and why no engine here can train it, where that is so."""
+        return Text(" ".join(Text.of("{}.", line[0].upper() + line[1:]) for line in support_lines(self.rows)))
+
     def broken_rules(self) -> Columns:
         """The rules that the best twelve break, a row a shape and rule."""
         rows = [(f"{p.shape.num_layers} × {p.shape.hidden_size}", note) for p in self.rows[:12] for note in p.notes]
