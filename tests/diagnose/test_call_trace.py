@@ -8,7 +8,7 @@ import pytest
 
 from trilane.cli.app import main
 from trilane.diagnose.hang.call_trace import groups, last_calls
-from trilane.engine.monitor.call_trace import Ring
+from trilane.engine.monitor.heartbeat import Ring
 from trilane.workspace.heartbeat import SLOT, read_calls
 
 LOOP = " --- modulename: training, funcname: train\ntraining.py(851):     loss = train_step(\n"
@@ -59,9 +59,9 @@ TRACED = """
 import sys
 sys.path.insert(0, {folder!r})
 from pathlib import Path
-from trilane.engine.monitor import call_trace
+from trilane.engine.monitor import heartbeat
 import chosen, other
-call_trace.begin(Path({ring!r}), ["chosen"], 6)
+heartbeat.trace(Path({ring!r}), ["chosen"], 6)
 for _ in range(1000):
     other.f()
     chosen.outer()
