@@ -58,7 +58,7 @@ def test_two_calm_sides_show_three_percent():
 def test_one_run_a_side_is_not_enough_for_three_percent_and_says_why():
     found = compare(runs(2.0), runs(1.94))
     assert not found.decided and found.source.startswith("one run a side")
-    assert found.sentence.startswith("no difference shown: B takes 3.0% less time than A") and found.repeats >= 3
+    assert "3.0% less time" in found.sentence and found.repeats >= 3
     assert compare(runs(2.0), runs(1.5)).decided
 
 

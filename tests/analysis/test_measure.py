@@ -65,9 +65,9 @@ def test_what_is_left_out_is_said_with_its_reason():
 def test_a_reason_that_would_leave_nothing_is_set_aside_and_said():
     this = log(6, first=10, step=10, skipped=1)
     window = steady_state(this)
-    assert window.counts.sum() == 5 and window.note == "all that is left is skipped, so it counts"
+    assert window.counts.sum() == 5 and "skipped" in window.note
     evaluated = steady_state(log(6, first=10, step=10, arguments={"eval_interval": 5}))
-    assert evaluated.note == "all that is left is after an evaluation, so it counts"
+    assert "after an evaluation" in evaluated.note
 
 
 def test_numbers_that_follow_each_other_are_a_range():

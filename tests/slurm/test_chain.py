@@ -91,13 +91,14 @@ def newest(folder: Path, iteration: int) -> None:
 
 def test_a_link_with_nothing_left_to_do_ends_before_it_begins(folder: Path) -> None:
     at(folder, 4)
-    assert attempt.begin(folder, JOB) == "stop: done: iteration 4 of 4 is reached"
+    assert attempt.begin(folder, JOB).startswith("stop: done: iteration 4 of 4")
     assert not ledger.events(folder, "started")
 
 
 def test_the_stop_switch_keeps_every_later_link_from_starting(folder: Path) -> None:
     (folder / "stop").touch()
-    assert attempt.begin(folder, JOB).startswith("stop: the stop switch is set; remove ")
+    said = attempt.begin(folder, JOB)
+    assert said.startswith("stop: ") and str(folder / "stop") in said
     (folder / "stop").unlink()
     assert attempt.begin(folder, JOB) == "go: from the beginning"
 
@@ -142,11 +143,12 @@ def test_a_link_waits_for_the_stage_before_it(tmp_path: Path) -> None:
     p = replace(p, cluster=replace(p.cluster, gpus_per_node=2, max_nodes=4))
     p = replace(p, run=replace(p.run, ramp=Ramp(start=8, increment=8, samples=64), save_interval=2))
     one, two = chain.create(tmp_path / "c", p, chain.parse_stages("8:1:2,24:2:2"), SITE, REQUEST)
-    before = "stop: ramp-1-n1, the link before, is at iteration"
-    assert attempt.begin(two, JOB) == f"{before} 0 of 6; it has no checkpoint"
+    said = attempt.begin(two, JOB)
+    assert said.startswith("stop: ramp-1-n1") and "0 of 6" in said
     at(one, 6)
     newest(one, 4)
-    assert attempt.begin(two, JOB) == f"{before} 6 of 6; its newest checkpoint is iter_0000004"
+    said = attempt.begin(two, JOB)
+    assert said.startswith("stop: ramp-1-n1") and "6 of 6" in said and "iter_0000004" in said
     newest(one, 6)
     assert attempt.begin(two, JOB) == "go: from the beginning"
 
@@ -158,7 +160,7 @@ def test_a_last_save_that_was_cut_off_leaves_something_to_do(folder: Path) -> No
     newest(folder, 2)
     assert attempt.begin(folder, JOB) == "go: from iter_0000002"
     newest(folder, 4)
-    assert attempt.begin(folder, JOB) == "stop: done: iteration 4 of 4 is reached"
+    assert attempt.begin(folder, JOB).startswith("stop: done: iteration 4 of 4")
 
 
 def test_a_folder_in_which_another_job_trains_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

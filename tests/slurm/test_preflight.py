@@ -226,11 +226,6 @@ def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path,
     assert missing.message.endswith("sweep-2x8.sbatch: no such file")
 
 
-def test_other_processes_a_node_than_the_plan_has_are_refused(folder: Path) -> None:
-    found = findings(folder, plan(), script=lambda s: s.replace("--nproc-per-node=8", "--nproc-per-node=4"))
-    assert "4 processes per node: the plan's 16 GPUs need 8" in [f.message for f in found]
-
-
 def rules(found) -> list[str]:
     return [f.rule for f in found]
 
@@ -392,9 +387,7 @@ def test_every_step_of_a_ramp_is_counted(folder: Path, capsys: pytest.CaptureFix
     (folder / "plan.json").write_text(json.dumps(values))
     assert main(["slurm", "check", str(folder / "plan.json"), "--site", "jean-zay-a100", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"][0]
-    assert (
-        found["rule"] == "ramp" and "56, 104" in found["says"] and "mbs x dp divides at every step" in found["remedy"]
-    )
+    assert found["rule"] == "ramp" and "56, 104" in found["says"]
 
 
 def test_the_command_prints_lines_a_person_reads_and_a_missing_plan_is_bad_input(
