@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,9 @@ class Recalibration(Table):
 
     def constants(self) -> Table | Text:
         """The planner's constants before and after."""
-        then, now = (calibration.to_json(c) for c in (self.prior, self.fitted))
-        names = [name for name in now if name != "regimes"]
-        values = {when: [f"{c[name]:.3g}" for name in names] for when, c in (("before", then), ("after", now))}
+        names = [f.name for f in fields(Calibration) if f.name not in ("regimes", "stack", "own")]
+        pairs = (("before", self.prior), ("after", self.fitted))
+        values = {when: [f"{getattr(c, name):.3g}" for name in names] for when, c in pairs}
         return Columns({"constant": names, **values}) if self else NOTHING
 
     @property
