@@ -57,6 +57,16 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("planner", "planning/search.py", "planning/test_search.py"): [
         ("self.cluster) > RISKY", "self.cluster) > IMPOSSIBLE"),
+        ("[~fits[which == i]]", "[fits[which == i]]"),
+    ],
+    ("planner", "costmodel/iteration.py", "planning/test_search.py"): [
+        ("2 * columns.recompute + columns.sequence_parallel)", "2 * columns.recompute)"),
+    ],
+    ("planner", "costmodel/fit.py", "costmodel/test_fit.py"): [
+        (".T / (2 * STEP)", ".T / STEP"),
+    ],
+    ("planner", "costmodel/fit.py", "costmodel/test_calibration.py"): [
+        ("np.where(days, factor, 1.0)", "factor"),
     ],
     ("planner", "planning/search.py", "planning/test_space.py"): [
         ("[1:] < lowest[:-1]", "[1:] <= lowest[:-1]"),
