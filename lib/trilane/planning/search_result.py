@@ -74,8 +74,11 @@ class Candidates(Table):
 
 
 def ranks(seconds: Sequence[float]) -> list[str]:
-    """The rank of each plan: one more than how many are faster by more than TIE; with `=` where several share it."""
-    found = [1 + sum(other < (1 - TIE) * own for other in seconds) for own in seconds]
+    """The ranks of plans, fastest first: with `=` those that the first of them beats by less than TIE."""
+    found: list[int] = []
+    for number, own in enumerate(seconds, start=1):
+        ties = found and seconds[found[-1] - 1] >= (1 - TIE) * own
+        found.append(found[-1] if ties else number)
     return [f"{rank}{'=' * (found.count(rank) > 1)}" for rank in found]
 
 
