@@ -60,7 +60,11 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
     try:
         prepare_data(folder / "plan.json")
         with torchrun(folder, plan, port) as child, forwarding_signals(child):
-            code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
+            try:
+                code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
+            except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
+                _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
+                raise
         return monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
