@@ -27,7 +27,7 @@ from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.engine import worker_pool
-from trilane.launch.local import free_port
+from trilane.utils.process import held_port
 from trilane.workspace import checkpoints
 
 ITERATIONS, INTERVAL = 12, 2
@@ -59,8 +59,9 @@ class Trial:
 
 def fork(plan: Plan, folder: Path) -> list[int]:
     """The plan's workers, started."""
-    size, port = plan.topology.gpus, str(free_port(0))
-    return [worker_pool.fork_worker(rank, size, port, str(folder)) for rank in range(size)]
+    size = plan.topology.gpus
+    with held_port() as port:
+        return [worker_pool.fork_worker(rank, size, str(port), str(folder)) for rank in range(size)]
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:
