@@ -102,4 +102,4 @@ def test_a_report_says_what_it_is_and_nothing_of_the_machine_that_made_it(output
     assert str(outputs) not in text and "calendar.json" in page.text
     index = Page(write_index(study).read_text())
     links = [value for value in index.values if str(value).endswith(".html")]
-    assert links == [] and index.text.index("08_decision.ipynb") < index.text.index("02_topology.ipynb")
+    assert links == ["../index.html"] and index.text.index("08_decision.ipynb") < index.text.index("02_topology.ipynb")
