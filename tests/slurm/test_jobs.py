@@ -96,6 +96,13 @@ def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(commands: Comman
     assert submission.active_jobs(folder) == ["77"]
 
 
+def test_what_squeue_says_of_a_task_is_not_replaced_by_a_late_accounting_of_its_array(commands: Commands) -> None:
+    """A sweep asks for the array, which squeue lists task by task, and sacct answers with every task."""
+    commands.say("squeue", "[[ $* == *%u* ]] && echo '77_3|77|me' || echo '77_3|FAILED|None|0:01|2:00|n1'")
+    commands.say("sacct", "echo '77_3|RUNNING|0:01|2:00|n1'")
+    assert client.states(["77", "77_3"])["77_3"].state == "FAILED"
+
+
 @pytest.mark.parametrize("state", ["SUSPENDED", "REQUEUE_HOLD", "RESIZING"])
 def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: Commands, folder: Path) -> None:
     commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1'")

@@ -145,8 +145,9 @@ def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
     jobs = {}
     for line in output.splitlines():
         job, state, elapsed, limit, nodes = line.split("|")
-        word = state.split()[0]  # of "CANCELLED by 1000"
-        jobs[job] = JobState(id=job, state=word, elapsed=elapsed, limit=limit, nodes=nodes)
+        if job in ids:  # asked for an array, sacct answers with every task, and later than squeue does
+            word = state.split()[0]  # of "CANCELLED by 1000"
+            jobs[job] = JobState(id=job, state=word, elapsed=elapsed, limit=limit, nodes=nodes)
     return jobs
 
 
