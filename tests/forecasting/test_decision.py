@@ -235,7 +235,6 @@ def test_shapes_are_drawn_over_width_and_depth():
     assert figure.axes[0].get_xlabel() == "hidden size" and figure.axes[0].get_ylabel() == "layers"
 
 
-@pytest.mark.slow
 def told(calendar, **changes):
     """The recommendation on the forecast with other figures: 100 days and 900,000 GPU-hours without interruptions."""
     days = {"p05": 105, "p25": 108, "p50": 110, "p75": 112, "p95": 115}
@@ -293,6 +292,7 @@ def test_what_would_turn_a_recommendation_is_how_far_a_benchmark_may_be_off(cale
     assert "no measured run like this" in told(calendar, prediction=far).turns[0]
 
 
+@pytest.mark.slow
 def test_from_a_target_size_to_the_page_for_who_decides(outputs):
     """01, 02, 07 and 08 in one study: the large question, from a size to a yes or no."""
     study = Study.create("big")
