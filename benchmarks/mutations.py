@@ -29,9 +29,12 @@ LIMIT_S = 900.0  # a test that does not end sees the fault too
 # (area, file below lib/trilane, tests below tests/): pairs of a text that stands in the file once, and its replacement.
 TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("planner", "costmodel/iteration.py", "costmodel/test_iteration.py"): [
-        ("x.tp * x.replicas > node", "x.tp * x.replicas >= node"),
+        (
+            "np.ceil(x.replicas * np.minimum(x.tp, node) / node)",
+            "1 + np.floor(x.replicas * np.minimum(x.tp, node) / node)",
+        ),
         ("where(x.gpus > node", "where(x.gpus >= node"),
-        ("np.maximum(nodes - 1, 0)", "np.maximum(nodes, 0)"),
+        ("(nodes - 1) / nodes / outside", "nodes / nodes / outside"),
         ("gathers = 2 + np.equal(x.recompute, 2)", "gathers = 2"),
         ("(x.pp - 1) * p2p", "x.pp * p2p"),
         ("np.equal(x.offload, 0) * STEP", "STEP"),

@@ -60,7 +60,7 @@ def data_parallel_seconds_per_byte(columns: Columns, cluster: Cluster, constants
     outside = np.minimum(outside, inside)
     nodes = np.ceil(x.replicas * np.minimum(x.tp, node) / node)
     bus = np.minimum(x.replicas, np.maximum(node // x.tp, 1))
-    between = np.where(x.tp * x.replicas > node, np.maximum(nodes - 1, 0) / np.maximum(nodes, 1) / outside, 0)
+    between = (nodes - 1) / nodes / outside  # 0 on one node
     return np.maximum(between, (bus - 1) / bus / inside) * slowdown(x, cluster)
 
 
