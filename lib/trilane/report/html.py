@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,16 @@ import nbformat
 from bleach.css_sanitizer import CSSSanitizer
 from nbconvert import HTMLExporter
 
+from trilane.report.plots.interactive import MIME, embedded, script
 from trilane.utils.tables import Html, short
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.study import checkout, stamp
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
-# The pages have no script and load nothing; CSP Level 3, https://www.w3.org/TR/CSP3/
+# The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP Level 3,
+# https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+SCRIPT = "<!-- script -->"  # stands for the script in the template
 SHOWN = ("text/html", "text/markdown", "image/png", "text/plain")  # outputs that a report holds
 TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
 TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
@@ -27,14 +30,14 @@ STYLES = ("background-color", "line-height", "min-width", "text-align", "white-s
 
 
 def notebook_html(executed: Path) -> str:
-    """The executed notebook as one HTML text: code folded, figures inline, no script, no external resources.
+    """The executed notebook as one HTML text: code folded, figures inline, no external resources.
 
     It says what it is: study, date, revision, parameters and what it read; no path of the machine that made it.
     """
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
     css = (DATA / "report.css").read_text(encoding="utf-8")
-    notebook, headings, last = read_notebook(executed), dict[str, str](), "figure"
+    notebook, headings, last, drawn = read_notebook(executed), dict[str, str](), "figure", False
     about = _about(notebook, executed)
     notebook.metadata = {}  # without the state of widgets
     notebook.cells = [
@@ -45,7 +48,8 @@ def notebook_html(executed: Path) -> str:
         headings |= {anchor(heading): heading for heading in found if cell.cell_type == "markdown"}
         last = found[-1] if found and cell.cell_type == "markdown" else last
         for output in (o for o in cell.get("outputs", []) if "data" in o):
-            output["metadata"] = {"alt": f"Figure: {last}"}
+            output["metadata"] = _figure(output["data"], last)
+            drawn = drawn or "spec" in output["metadata"]
             output["data"] = {kind: value for kind, value in output["data"].items() if kind in SHOWN}
             if "text/html" in output["data"]:
                 output["data"]["text/html"] = plain_html(output["data"]["text/html"])
@@ -54,8 +58,19 @@ def notebook_html(executed: Path) -> str:
         executed.parent.name, *(f"{n} {t}" for n, t in about if n in ("executed", "made by"))
     )
     report |= {"headings": list(headings.items()), "about": about, "made": made}
-    given = {"trilane_css": css, "policy": POLICY, "report": report}
-    return _without_paths(exporter.from_notebook_node(notebook, resources=given)[0], executed.parent)
+    code, digest = script() if drawn else ("", "")
+    policy = f"{POLICY}; script-src {digest}" if drawn else POLICY
+    given = {"trilane_css": css, "policy": policy, "report": report}
+    text = _without_paths(exporter.from_notebook_node(notebook, resources=given)[0], executed.parent)
+    return text.replace(SCRIPT, f'<script type="module">{code}</script>' if drawn else "", 1)
+
+
+def _figure(data: Mapping[str, Any], heading: str) -> dict[str, str]:
+    """What the template needs of an output's figure: its text, and the specification of one that can be drawn."""
+    spec = data.get(MIME)
+    if not isinstance(spec, dict) or "image/png" not in data:
+        return {"alt": f"Figure: {heading}"}
+    return {"alt": str(spec.get("description") or f"Figure: {heading}"), "spec": embedded(spec)}
 
 
 def _about(notebook: Any, executed: Path) -> list[tuple[str, str]]:
