@@ -1,0 +1,148 @@
+"""The pipeline schedule of a plan, to scale: when each stage computes which pass of which microbatch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trilane.config.parallelism import Topology
+from trilane.costmodel.predict import Prediction
+
+COMPUTATION = ("matmul", "attention", "elementwise", "tensor_parallel")  # parts of an iteration inside a pass
+Step = tuple[bool, int, int]  # whether it is a forward pass, its microbatch, its model chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The forward or backward pass of one microbatch through one model chunk of one stage; seconds from the start."""
+
+    stage: int
+    is_forward: bool
+    microbatch: int
+    chunk: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSchedule:
+    """All passes of one iteration, stage by stage in their order, and what follows them on every stage.
+
+    stage_seconds       one microbatch, forward and backward, its sends counted, on each stage
+    data_parallel, optimizer   seconds after the last pass
+    """
+
+    stage_seconds: tuple[float, ...]
+    passes: tuple[Pass, ...]
+    data_parallel: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def pipeline_end(self) -> float:
+        """Seconds until the last pass ends."""
+        return max(p.end for p in self.passes)
+
+    @property
+    def end(self) -> float:
+        """Seconds of the iteration as scheduled."""
+        return self.pipeline_end + self.data_parallel + self.optimizer
+
+    @property
+    def slowest(self) -> int:
+        """The stage that sets the pace."""
+        return max(range(len(self.stage_seconds)), key=self.stage_seconds.__getitem__)
+
+
+def forward_share(topology: Topology) -> float:
+    """Share of a stage's seconds that the forward pass takes: 1/3, with full recomputation 1/4.
+
+    A backward pass has twice the FLOPs of a forward pass, and full recomputation repeats the forward pass in it:
+    Narayanan et al. 2021, arXiv:2104.04473, appendix. Left out: that embedding and head are not recomputed.
+    """
+    return 0.25 if topology.recompute == "full" else 1 / 3
+
+
+def pipeline_schedule(topology: Topology, prediction: Prediction, microbatches: int = 0) -> PipelineSchedule:
+    """The schedule of a predicted plan, of its first `microbatches` alone where given (0: all).
+
+    1F1B: a stage runs at most p - i microbatches ahead, then one forward and one backward pass in turn; interleaved
+    with v chunks a stage where the plan has them, in rounds of p microbatches: Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2 and figure 4. A stage's seconds are those predicted, with the exposed seconds of its sends, and spread
+    evenly over its chunks (left out: embedding and head are on one chunk).
+
+    The prediction is a formula (iteration.assemble): m microbatches at the pace of the slowest stage, and once through
+    the others. With equal stages, or where the last one is the slowest, the schedule ends exactly when the prediction
+    does. Otherwise it ends earlier, by the whole predicted bubble at most: stages that wait for a slow one do a part of
+    their fill and drain meanwhile. Over 600 plans of four searches that was 0.01 % of the iteration at most.
+    """
+    t, time = topology, prediction.time
+    computed = sum(getattr(time, name) for name in COMPUTATION) / t.microbatches  # seconds on the slowest stage
+    scale = computed / max(prediction.stage_seconds)  # what the pressure on the card's memory adds
+    stages = [seconds * scale + time.pipeline_p2p / t.microbatches for seconds in prediction.stage_seconds]
+    return PipelineSchedule(
+        stage_seconds=tuple(stages),
+        passes=tuple(passes(stages, microbatches or t.microbatches, t.interleaving, forward_share(t))),
+        data_parallel=time.data_parallel,
+        optimizer=time.optimizer,
+    )
+
+
+def passes(stages: Sequence[float], microbatches: int, chunks: int = 1, forward: float = 1 / 3) -> list[Pass]:
+    """Every pass as early as its stage and the passes that it needs allow, in the order of steps().
+
+    A forward pass needs that of the stage before (the first stage: of the last one, a chunk earlier), a backward pass
+    that of the stage after.
+    """
+    p, ends = len(stages), dict[tuple[int, Step], float]()
+    lengths = [{True: s * forward / chunks, False: s * (1 - forward) / chunks} for s in stages]
+    queues = [list(steps(i, p, microbatches, chunks)) for i in range(p)]
+    done, free, found = [0] * p, [0.0] * p, [list[Pass]() for _ in stages]
+    while any(done[i] < len(queues[i]) for i in range(p)):
+        for i in range(p):
+            while done[i] < len(queues[i]):
+                step = queues[i][done[i]]
+                needed = _needed(i, step, p, chunks)
+                if needed and needed not in ends:
+                    break
+                start = max(free[i], ends[needed] if needed else 0.0)
+                free[i] = ends[i, step] = start + lengths[i][step[0]]
+                is_forward, microbatch, chunk = step
+                facts = {"stage": i, "microbatch": microbatch, "chunk": chunk}
+                found[i].append(Pass(is_forward=is_forward, start=start, end=free[i], **facts))
+                done[i] += 1
+    return [each for own in found for each in own]
+
+
+def steps(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
+    """The passes of one stage in their order: warm-up, one forward and one backward in turn, drain.
+
+    Interleaved, a stage warms up for 2 (p - i - 1) + (v - 1) p passes, as Megatron-LM's schedule does.
+    """
+    p, v, total = stages, chunks, microbatches * chunks
+    ahead = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
+    warm = min(ahead, total)
+    for number in range(total + warm):
+        if number < total:
+            microbatch, chunk = _place(number, p, v)
+            yield True, microbatch, chunk
+        if number >= warm:
+            microbatch, chunk = _place(number - warm, p, v)
+            yield False, microbatch, v - 1 - chunk
+
+
+def _place(number: int, stages: int, chunks: int) -> tuple[int, int]:
+    """Microbatch and chunk of a stage's pass by number: rounds of p microbatches, chunk after chunk."""
+    if chunks == 1:
+        return number, 0
+    turn, rest = divmod(number, stages * chunks)
+    return turn * stages + rest % stages, rest // stages
+
+
+def _needed(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
+    """The pass of another stage whose result a pass needs; the last forward pass for the first backward one."""
+    is_forward, microbatch, chunk = step
+    if is_forward:
+        if stage:
+            return stage - 1, step
+        return (stages - 1, (True, microbatch, chunk - 1)) if chunk else None
+    if stage < stages - 1:
+        return stage + 1, step
+    return (0, (False, microbatch, chunk + 1)) if chunk < chunks - 1 else (stage, (True, microbatch, chunk))
