@@ -16,6 +16,7 @@ _MODULES = {
     "analysis.next_run": ("next_runs",),
     "analysis.recalibrate": ("recalibrate",),
     "analysis.spikes": ("find_spikes",),
+    "analysis.studies": ("compare_studies",),
     "config.cluster": ("Cluster",),
     "config.model": ("ModelShape",),
     "config.parallelism": ("Topology",),

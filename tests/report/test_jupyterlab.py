@@ -15,7 +15,7 @@ import pytest
 from support import IN_BROWSER, wait_until
 
 from trilane.config.plan import read_plan
-from trilane.report.notebook import DEMO
+from trilane.report.parameters import notebook_names
 from trilane.workspace.run_folder import write_text
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
@@ -77,7 +77,7 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("name", [*DEMO, "05_diagnose", "06_backtest", "07_calendar", "08_decision"])
+@pytest.mark.parametrize("name", notebook_names())
 def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, untrained, page, name):
     """Run > Run All Cells, as a person would; every cell gets its number and none an error."""
     page.goto(f"{lab}/lab/tree/{name}.ipynb?token=test&reset")

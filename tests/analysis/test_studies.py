@@ -1,0 +1,113 @@
+"""Studies side by side: what differs comes first, and what a study lacks is said."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import small_plan
+from test_one_summary import LINE
+
+from trilane.analysis.studies import compare_studies
+from trilane.costmodel.calibration import default
+from trilane.costmodel.predict import predict
+from trilane.report.plots import studies as figures
+from trilane.utils.tables import Text
+from trilane.workspace.study import Study
+
+
+def study(name: str, hidden_size: int = 64, plans: int = 1, **runs: float) -> Study:
+    """A study with that many plans, and a run for each name, whose iterations take so many seconds."""
+    made, plan = Study.create(name), small_plan()
+    plan = replace(plan, shape=replace(plan.shape, hidden_size=hidden_size))
+    entries = [
+        {"id": p.id, **p.to_json(), "prediction": predict(p, default(p.cluster)).to_json()}
+        for p in (replace(plan, label=f"p{n}", topology=replace(plan.topology, mbs=1 + n)) for n in range(plans))
+    ]
+    if plans:
+        made.save("plans.json", {"shape": vars(plan.shape), "cluster": "local", "plans": entries}, "02_topology")
+    for run, seconds in runs.items():
+        folder = made.folder / "runs" / run
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(plan.to_json()))
+        (folder / "run.log").write_text(
+            "".join(LINE.format(i, 20, 1000 * seconds, 4, 5 - i / 20) for i in range(1, 21))
+        )
+    (made.folder / "index.html").touch()
+    return made
+
+
+def test_what_differs_comes_first_and_what_is_equal_is_folded(outputs: Path) -> None:
+    here = study("a")
+    study("b", hidden_size=128)
+    found = compare_studies(here, "a, b")
+    rows = found.differences().to_frame().values.tolist()
+    assert ["model", "hidden_size", "64", "128"] in rows and not [row for row in rows if row[1] == "num_layers"]
+    assert "num_layers" in found.folded() and ">hidden_size<" not in found.folded()
+    assert set(here.read) == {"a/plans.json", "b/plans.json"}
+
+
+def test_speed_is_compared_by_the_test_of_faster_and_losses_are_drawn_together(outputs: Path) -> None:
+    here = study("a", one=1.0, two=1.01)
+    study("b", one=0.5, two=0.505)
+    found = compare_studies(here, "a,b")
+    assert "B is 50.0% faster" in found.faster() and "measured between 2 and 2 runs" in found.faster()
+    spec = figures.losses(found.curves()).spec  # type: ignore[union-attr]
+    assert {(v["study"], v["run"]) for v in spec["data"]["values"]} == {(s, r) for s in "ab" for r in ("one", "two")}
+
+
+def test_plans_that_both_have_are_compared_by_their_times(outputs: Path) -> None:
+    here = study("a", plans=2)
+    study("b", plans=1)
+    assert (
+        compare_studies(here, "a,b").shared_plans()
+        == "1 plans are in a and in b, which predicts the same times for them."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "lack"),
+    [
+        (None, "plans.json (02_topology)"),
+        ("{", "damaged"),
+        ('{"plans": [{"id": 1}]}', "plans.json: is damaged"),
+        ('{"plans": [], "shape": 7}', "runs (03_launch)"),
+    ],
+)
+def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, text: str | None, lack: str) -> None:
+    here = study("a", one=1.0)
+    other = study("b", plans=0)
+    if text is not None:
+        (other.folder / "plans.json").write_text(text)
+        (other.folder / "calendar.json").write_text('{"days": []}')
+    found = compare_studies(here, "a,b")
+    assert any(lack in line for line in found.studies[1].lacks), found.studies[1].lacks
+    assert "no timed run in b" in found.faster() and found.costs() == Text(
+        "No study has a forecast; `07_calendar` makes one."
+    )
+    assert found.summary() and found.folded() and len(found.plans().to_frame()) == len(found.studies)
+    assert found.differences() and found.to_json()["lacks"]["a"]
+
+
+def test_without_names_the_study_that_changed_last_stands_beside_this_one(outputs: Path) -> None:
+    here = study("a")
+    assert "only study" in compare_studies(here).summary()
+    study("b")
+    study("c")
+    assert [s.name for s in compare_studies(here).studies] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("a", "studies=a: must be two or more, separated by commas"),
+        ("a,a", "studies=a,a: must be two or more, separated by commas"),
+        ("a,b", "studies=b: no study of that name; there are a"),
+        ("a,../b", "study='../b': must be a plain folder name (letters, digits, . _ -)"),
+    ],
+)
+def test_a_study_that_does_not_exist_is_refused(outputs: Path, names: str, message: str) -> None:
+    here = study("a")
+    with pytest.raises(ValueError, match="stud") as caught:
+        compare_studies(here, names)
+    assert str(caught.value) == message
