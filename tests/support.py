@@ -32,6 +32,11 @@ IN_BROWSER = [
 ]
 
 
+def uncounted() -> dict[str, str]:
+    """The environment without coverage, for what takes minutes: it costs a quarter, and other tests run those lines."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
+
+
 def in_browser(test: Any) -> Any:
     """The test with the marks of one that needs the browser."""
     for mark in IN_BROWSER:

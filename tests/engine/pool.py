@@ -7,9 +7,11 @@ file `plant` names one of restart_plants.BUGS.
 import contextlib
 import json
 import os
+import posix
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,14 +46,35 @@ def answer(folder: Path) -> int:
     return 0
 
 
+def unmeasured() -> None:
+    """Go on without coverage, which takes a quarter of a worker's time."""
+    sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
+    os._exit = posix._exit  # coverage's own would write what the parent's imports were
+
+
 def serve() -> None:
     """The library's pool, its work preceded or replaced by what lies in the folder."""
     from trilane.engine import worker_pool
     from trilane.utils.process import die_with_parent
 
-    train = worker_pool.work
+    train, fork = worker_pool.work, worker_pool.fork_worker
+    kinds: dict[tuple[object, ...], str] = {}
+    measured = True
+
+    def fork_worker(rank: int, size: int, port: str, folder: str) -> int:
+        """Coverage counts what asks, and the first plan of each engine with TP, PP, ZeRO stage and precision."""
+        nonlocal measured
+        plan = json.loads(Path(folder, "plan.json").read_text())
+        topology = plan["topology"]
+        sizes = (topology["tp"] > 1, topology["pp"] > 1, topology.get("zero"), topology.get("precision"))
+        first = kinds.setdefault((size > 0, plan["engine"], *sizes), folder)
+        measured = first == folder or Path(folder, "ask.py").exists()
+        return fork(rank, size, port, folder)
 
     def work(size: int, folder: str) -> int:
+        if not measured:
+            unmeasured()
         plant = Path(folder, "plant")
         if plant.exists():
             sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -60,7 +83,7 @@ def serve() -> None:
             BUGS[plant.read_text()].plant()
         return answer(Path(folder)) if Path(folder, "ask.py").exists() else train(size, folder)
 
-    worker_pool.work = work
+    worker_pool.work, worker_pool.fork_worker = work, fork_worker
     die_with_parent()
     print(json.dumps(worker_pool.machine()), flush=True)
     worker_pool.serve_forked()

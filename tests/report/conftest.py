@@ -1,6 +1,5 @@
 """The demo study that the tests of the reports share."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import BROWSER
+from support import BROWSER, uncounted
 
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 OPTIONS += ["--disable-component-update", "--disable-sync"]
@@ -32,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a demo study, run once with its defaults, as `make run` runs it."""
     outputs = tmp_path_factory.mktemp("outputs")
     command = [sys.executable, "-m", "trilane", "run", "all", "--study", "demo"]
-    env = {**os.environ, "TRILANE_OUTPUTS": str(outputs)}
+    env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == str(outputs / "demo/index.html")

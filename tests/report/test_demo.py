@@ -1,7 +1,6 @@
 """The demo study, as `make run` runs it: plan, train, read the own log, report; and Ctrl-C in its middle."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -13,7 +12,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from support import assert_plausible, heed_ctrl_c, wait_until
+from support import assert_plausible, heed_ctrl_c, uncounted, wait_until
 
 from trilane.config.cluster import cluster
 
@@ -77,7 +76,7 @@ def test_the_report_is_whole_and_loads_nothing_from_elsewhere(demo):
 
 
 def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo):
-    env = {**os.environ, "TRILANE_OUTPUTS": str(demo.parent)}
+    env = {**uncounted(), "TRILANE_OUTPUTS": str(demo.parent)}
     refused = subprocess.run(command("all"), env=env, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.strip().endswith("exists; resume it, or name another")
@@ -89,7 +88,7 @@ def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo
 
 
 def test_launching_again_keeps_the_runs_that_are_complete(demo):
-    env = {**os.environ, "TRILANE_OUTPUTS": str(demo.parent)}
+    env = {**uncounted(), "TRILANE_OUTPUTS": str(demo.parent)}
     before = sorted(path.name for path in (demo / "runs").iterdir())
     again = subprocess.run(command("03_launch", "--resume"), env=env, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr[-2000:]
@@ -102,7 +101,7 @@ def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_
     outputs = tmp_path / "outputs"
     shutil.copytree(demo, outputs / "demo", ignore=shutil.ignore_patterns("runs", "03_*", "04_*", "earlier"))
     (outputs / "local.json").write_text((demo.parent / "local.json").read_text())
-    env = {**os.environ, "TRILANE_OUTPUTS": str(outputs)}
+    env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs)}
     pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_ctrl_c}
     with subprocess.Popen(command("all", "--resume"), env=env, **pipes) as child:
         steps = outputs / "demo/runs"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import IN_BROWSER, wait_until
+from support import IN_BROWSER, uncounted, wait_until
 
 from trilane.config.plan import read_plan
 from trilane.report.parameters import notebook_names
@@ -45,7 +45,7 @@ def lab(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     )
     command = [sys.executable, "-m", "trilane", "run", "all", "--lab", "--study", untrained.name]
     environment = {
-        **os.environ,
+        **uncounted(),
         "TRILANE_OUTPUTS": str(untrained.parent),
         "JUPYTER_CONFIG_DIR": str(base / "config"),
         "JUPYTERLAB_SETTINGS_DIR": str(base / "settings"),

@@ -13,7 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import vl_convert
 from PIL import Image
 
@@ -38,7 +37,9 @@ class Interactive:
     """A figure that answers to the mouse. `text`, a sentence or two for screen readers: what is drawn, what it says."""
 
     def __init__(self, chart: Any, text: str):
-        with alt.data_transformers.disable_max_rows():
+        from altair import data_transformers  # a third of a second, and a report needs only the specification
+
+        with data_transformers.disable_max_rows():
             spec = chart.to_dict()
         config = {**CONFIG, **{name: value for name, value in spec.get("config", {}).items() if name != "view"}}
         self.spec: dict[str, Any] = _without_nan({**spec, "config": config, "description": text})
