@@ -45,6 +45,7 @@ _MODULES = {
     "planning.space": ("read_choices",),
     "planning.what_if": ("what_if",),
     "report": ("plots",),
+    "report.session": ("export_report",),
     "report.widgets": ("explore",),
     "slurm.jobs": ("job_status", "submit"),
     "slurm.preflight.check": ("check_job",),

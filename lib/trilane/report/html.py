@@ -29,16 +29,17 @@ TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
 STYLES = ("background-color", "line-height", "min-width", "text-align", "white-space")
 
 
-def notebook_html(executed: Path) -> str:
+def notebook_html(executed: Path, file: Path | None = None, about: Mapping[str, str] | None = None) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no external resources.
 
-    It says what it is: study, date, revision, parameters and what it read; no path of the machine that made it.
+    It says what it is: study, date, revision, parameters and what it read; no path of the machine that made it. Where
+    the notebook is in another `file`, `executed` is its place in the study; `about` replaces lines of its foot.
     """
     exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
     exporter.register_filter("markdown2html", markdown_html)
     css = (DATA / "report.css").read_text(encoding="utf-8")
-    notebook, headings, last, drawn = read_notebook(executed), dict[str, str](), "figure", False
-    about = _about(notebook, executed)
+    notebook, headings, last, drawn = read_notebook(file or executed), dict[str, str](), "figure", False
+    facts = {**_about(notebook, executed), **(about or {})}
     notebook.metadata = {}  # without the state of widgets
     notebook.cells = [
         cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
@@ -54,10 +55,8 @@ def notebook_html(executed: Path) -> str:
             if "text/html" in output["data"]:
                 output["data"]["text/html"] = plain_html(output["data"]["text/html"])
     report = {"title": title(notebook), "study": executed.parent.name, "pages": _neighbours(executed)}
-    made = "Study {}, {}, {}".format(
-        executed.parent.name, *(f"{n} {t}" for n, t in about if n in ("executed", "made by"))
-    )
-    report |= {"headings": list(headings.items()), "about": about, "made": made}
+    made = f"Study {executed.parent.name}, executed {facts['executed']}, made by {facts['made by']}"
+    report |= {"headings": list(headings.items()), "about": list(facts.items()), "made": made}
     code, digest = script() if drawn else ("", "")
     policy = f"{POLICY}; script-src {digest}" if drawn else POLICY
     given = {"trilane_css": css, "policy": policy, "report": report}
@@ -73,25 +72,23 @@ def _figure(data: Mapping[str, Any], heading: str) -> dict[str, str]:
     return {"alt": str(spec.get("description") or f"Figure: {heading}"), "spec": embedded(spec)}
 
 
-def _about(notebook: Any, executed: Path) -> list[tuple[str, str]]:
+def _about(notebook: Any, executed: Path) -> dict[str, str]:
     """What the foot of a report says: name and text."""
     made = notebook.metadata.get("papermill", {})
     made = made if isinstance(made, dict) else {}
     of = {**stamp(), **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {})}
-    values = given if isinstance(given := made.get("parameters"), dict) else {}
+    values = found if isinstance(found := made.get("parameters"), dict) else {}
     files = {path.name: read_field(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))}
     mine = [by for by in files.values() if isinstance(by, dict) and by.get("notebook") == executed.stem]
     read = {name: str(key) for by in mine if isinstance(by.get("read"), dict) for name, key in by["read"].items()}
-    return [
-        ("executed", str(made.get("end_time") or made.get("start_time") or "not recorded")[:16].replace("T", " ")),
-        ("notebook", executed.stem),
-        (
-            "parameters",
-            ", ".join(f"{name} = {value!r}" for name, value in values.items()) or "as the notebook has them",
-        ),
-        ("read", ", ".join(f"{name} {key}" for name, key in read.items()) or "no result file of the study"),
-        ("made by", f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}"),
-    ]
+    given = ", ".join(f"{name} = {value!r}" for name, value in values.items())
+    return {
+        "executed": str(made.get("end_time") or made.get("start_time") or "not recorded")[:16].replace("T", " "),
+        "notebook": executed.stem,
+        "parameters": given or "as the notebook has them",
+        "read": ", ".join(f"{name} {key}" for name, key in read.items()) or "no result file of the study",
+        "made by": f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}",
+    }
 
 
 def _notebooks(executed: Path) -> list[Path]:

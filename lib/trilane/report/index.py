@@ -15,6 +15,7 @@ from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status, known_status, status_problem
 from trilane.workspace.study import Study, stamp
 
+SESSION = "-session.html"  # ends the name of a report made in a session
 FIRST = "08_decision"  # what the index lists first
 
 
@@ -30,11 +31,16 @@ def write_index(study: Study) -> Path:
             _notebook_row(p) for p in sorted(study.folder.glob("*.ipynb"), key=lambda p: (p.stem != FIRST, p))
         ],
         "runs": [_run_row(folder) for folder in study.run_folders()],
-        "files": [Html.link(p.name, p.name) for p in sorted(study.folder.iterdir()) if p.suffix in (".json", ".csv")],
+        "files": [Html.link(p.name, p.name) for p in sorted(study.folder.iterdir()) if _is_result(p)],
     }
     path = write_text(study.folder / "index.html", _page("index", POLICY, **values), derived=True)
     write_gallery(study.folder.parent)
     return path
+
+
+def _is_result(path: Path) -> bool:
+    """Whether the file is a result, or a report of a session (session.py)."""
+    return path.suffix in (".json", ".csv") or path.name.endswith(SESSION)
 
 
 def write_gallery(root: Path) -> Path:

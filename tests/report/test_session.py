@@ -1,0 +1,67 @@
+"""A report of a JupyterLab session: of which notebook, and as of when."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from markup import Page
+
+from trilane.report.session import export_report
+from trilane.workspace.study import Study
+
+
+class Shell:
+    """A kernel that has executed seven cells before this one."""
+
+    execution_count = 8
+
+
+def session(study: Study, monkeypatch: pytest.MonkeyPatch, executed: int) -> Path:
+    """The notebook of a session, saved when `executed` cells had their outputs."""
+    path = study.folder / "lab/04_analyze.ipynb"
+    path.parent.mkdir()
+    cell = nbformat.v4.new_code_cell("1", execution_count=executed)
+    cell.outputs = [nbformat.v4.new_output("stream", text="five runs")]
+    parameters = nbformat.v4.new_code_cell("tp: int = 2  # size", metadata={"tags": ["parameters"]})
+    cells = [nbformat.v4.new_markdown_cell("# What happened?"), parameters, cell]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    os.utime(path, (1_800_000_000, 1_800_000_000))
+    monkeypatch.delenv("TRILANE_BATCH", raising=False)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    monkeypatch.setattr("IPython.get_ipython", Shell)
+    return path
+
+
+@pytest.mark.parametrize(("executed", "late"), [(7, ""), (5, "; 2 cells that were executed later are missing")])
+def test_the_report_of_a_session_says_when_its_notebook_was_saved(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, executed: int, late: str
+) -> None:
+    here = Study.create("s")
+    session(here, monkeypatch, executed)
+    told = export_report(here)
+    assert told._repr_markdown_().endswith("for all of them.") == bool(late)
+    page = Page((here.folder / "04_analyze-session.html").read_text())
+    assert f"Study s, executed in a session, as saved at 2027-01-15 08:00:00 (UTC){late}, made by" in page.text
+    assert "five runs" in page.text and "tp = 2" in page.text and "index.html" in page.values
+    assert "04_analyze-session.html" in Page((here.folder / "index.html").read_text()).values
+
+
+@pytest.mark.parametrize("name", ["", "gone.ipynb", "console-1", "lab"])
+def test_a_session_whose_notebook_cannot_be_found_is_refused(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    here = Study.create("s")
+    session(here, monkeypatch, 7)
+    monkeypatch.setenv("JPY_SESSION_NAME", name)
+    with pytest.raises(ValueError, match=f"^notebook={name}: is not the notebook of this session; save it, or pass"):
+        export_report(here)
+    export_report(here, str(here.folder / "lab/04_analyze.ipynb"))
+
+
+def test_a_batch_run_exports_nothing(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Study.create("s")
+    session(here, monkeypatch, 7)
+    monkeypatch.setenv("TRILANE_BATCH", "1")
+    assert "writes its report itself" in export_report(here)
+    assert not list(here.folder.glob("*.html"))
