@@ -47,6 +47,7 @@ class RunCommand(Command):
 @option("--resume", is_flag=True, help="go on in a study that exists")
 @option("--fresh", is_flag=True, help="take the next free name if the study exists")
 @option("--lab", is_flag=True, help="open JupyterLab on copies in the study instead, with its parameters set")
+@option("--pdf", is_flag=True, help="also print each report to PDF, with a Chromium that is installed")
 @JSON
 def run(
     notebook: str,
@@ -55,17 +56,21 @@ def run(
     resume: bool,
     fresh: bool,
     lab: bool,
+    pdf: bool,
     as_json: bool,
 ) -> int:
     """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
 
     With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as they are.
-    Exit code 1 where a notebook fails, 2 where its parameters are the reason.
+    Exit code 1 where a notebook or the printing fails, 2 where its parameters are the reason.
     """
     from trilane.report import notebook as notebooks
+    from trilane.report.pdf import find_browser
     from trilane.workspace.study import Study
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
+    require(not (lab and pdf), "pdf", True, "contradicts --lab; a session's report is made by export_report(here)")
+    browser = find_browser() if pdf else ""  # refused before anything runs
     given = dict(parameter)
     if lab:
         return _lab(notebook, Study(study), given)
@@ -81,7 +86,21 @@ def run(
         print("trilane:", printable(str(error)), file=sys.stderr)
         print(f"the executed copy with the traceback: {where.folder / error.notebook}.ipynb", file=sys.stderr)
         return 2 if error.is_input else 1
-    return emit(as_json, {"study": str(where.folder), "report": str(report)}, str(report))
+    return _shown([where.folder / f"{name}.html" for name in chosen], report, browser, as_json)
+
+
+def _shown(reports: list[Path], main: Path, browser: str, as_json: bool) -> int:
+    """Print the path of the main report, and with a browser those of the PDFs of all; the exit code."""
+    from trilane.report.pdf import print_pdf
+
+    try:
+        printed = [str(print_pdf(path, browser)) for path in reports] if browser else []
+    except RuntimeError as error:
+        print("trilane:", printable(str(error)), file=sys.stderr)
+        print(f"the report: {main}", file=sys.stderr)
+        return 1
+    values = {"study": str(main.parent), "report": str(main), **({"pdf": printed} if browser else {})}
+    return emit(as_json, values, "\n".join([str(main), *printed]))
 
 
 def _lab(notebook: str, study: "Study", given: dict[str, str]) -> int:
