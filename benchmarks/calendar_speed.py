@@ -12,7 +12,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.forecasting.capacity import Capacity, CapacityStep
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.request import ForecastRequest
@@ -42,7 +42,7 @@ def main() -> None:
     three = Capacity(steps=(CapacityStep(first_day=start, gpus=144), *more))
     request = ForecastRequest(
         plan=plan,
-        calibration=calibration.default(machine),
+        calibration=shipped.default(machine),
         tokens=1.18e12,
         ramp=parse_ramp("192,16,9765625"),
         capacity=one,

@@ -5,9 +5,10 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from trilane.costmodel.calibration import prior_of, to_json
+from trilane.costmodel.calibration import to_json
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
 from trilane.costmodel.metrics import calibrate_memory, calibrate_time
+from trilane.costmodel.shipped import prior_of
 
 DATA = Path(str(resources.files("trilane").joinpath("data")))
 # The stack of a cluster's rows that a plan for it rests on, if it names none.

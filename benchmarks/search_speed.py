@@ -9,7 +9,7 @@ import time
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.planning.search import MEMORY_RULE, search_space
 from trilane.planning.space import Space
 
@@ -22,7 +22,7 @@ def main() -> None:
     dense = Space(gpus=tuple(range(8, 417, 8)), gbs=tuple(range(1, 2049)), attention="scores")
     for name, space in (("384 GPUs", whole), ("every node count", dense)):
         start, cpu = time.perf_counter(), time.process_time()
-        found = search_space(shape, machine, space, calibration.default(machine), top=10)
+        found = search_space(shape, machine, space, shipped.default(machine), top=10)
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         predicted = found.runnable + found.refused_by_rule.get(MEMORY_RULE, 0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

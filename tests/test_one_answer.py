@@ -15,8 +15,8 @@ from trilane.config.cluster import Cluster, cluster
 from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import default
 from trilane.costmodel.predict import Prediction, predict
+from trilane.costmodel.shipped import default
 from trilane.planning.search import search
 from trilane.report.widgets import sentence
 from trilane.workspace.study import Study

@@ -16,9 +16,10 @@ from test_measure import log
 from trilane.analysis import collect, next_run, recalibrate
 from trilane.analysis.measure import measure_log
 from trilane.costmodel import metrics
-from trilane.costmodel.calibration import Calibration, default, shipped_regimes
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.measured_rows import read_rows, shipped_rows
+from trilane.costmodel.shipped import default, shipped_regimes
 from trilane.costmodel.uncertainty import posterior
 from trilane.report import notebook
 from trilane.report.plots import runs as plots

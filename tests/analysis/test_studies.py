@@ -9,8 +9,8 @@ from support import small_plan
 from test_one_summary import LINE
 
 from trilane.analysis.studies import compare_studies
-from trilane.costmodel.calibration import default
 from trilane.costmodel.predict import predict
+from trilane.costmodel.shipped import default
 from trilane.report.plots import studies as figures
 from trilane.utils.tables import Text
 from trilane.workspace.study import Study

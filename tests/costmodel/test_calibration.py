@@ -9,7 +9,7 @@ import pytest
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel import calibration
+from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration, Regime
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.fit import fit_time
@@ -71,8 +71,8 @@ def test_a_regime_takes_the_blame_for_its_days_only():
 
 def test_a_saved_calibration_is_read_back_whole(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps(calibration.to_json(calibration.default(A100))))
-    assert calibration.load(path) == calibration.default(A100)
+    path.write_text(json.dumps(calibration.to_json(shipped.default(A100))))
+    assert calibration.load(path) == shipped.default(A100)
 
 
 @pytest.mark.parametrize(
@@ -106,32 +106,32 @@ def test_rows_and_times_must_come_in_pairs():
 def test_blocked_launches_cost_time_on_every_gpu_cluster():
     """CUDA_LAUNCH_BLOCKING=1: the chronicles' prequel has -6 % on 80 GPUs and nothing on 160."""
     for name in ("jz-a100-80g", "dgx-h100"):
-        known = calibration.default(cluster(name))
+        known = shipped.default(cluster(name))
         free, blocked = known.with_launch_blocking(False), known.with_launch_blocking(True)
         assert free.launch_s < blocked.launch_s
-    measured = calibration.default(cluster("jz-a100-80g"))
+    measured = shipped.default(cluster("jz-a100-80g"))
     assert measured.with_launch_blocking(True) == measured, "the A100 rows were measured with it"
 
 
 def test_a_software_stack_has_constants_of_its_own_on_a_cluster(tmp_path):
     """Those fitted there, those of a JSON file, or what its other clusters share; the cluster's own without a name."""
-    of_rows = calibration.calibration_for(A100)
-    assert of_rows == calibration.default(A100)
-    later, core = (calibration.calibration_for(A100, stack) for stack in ("megatron-deepspeed-2024", "megatron-core"))
+    of_rows = shipped.calibration_for(A100)
+    assert of_rows == shipped.default(A100)
+    later, core = (shipped.calibration_for(A100, stack) for stack in ("megatron-deepspeed-2024", "megatron-core"))
     assert (later.rows, core.rows) == (46, 0) and later != of_rows
     assert core.overlap > of_rows.overlap and core.half_width > of_rows.half_width
     file = tmp_path / "own.json"
     file.write_text(json.dumps(calibration.to_json(core)))
-    assert calibration.calibration_for(A100, str(file)) == core
+    assert shipped.calibration_for(A100, str(file)) == core
 
 
 def test_a_card_after_the_h100_has_the_constants_of_an_unmeasured_h100_cluster():
     """Not those of an A100: an H100's element-wise kernels and flash attention are further from their peaks."""
     h200, a100 = cluster("h200"), cluster("a100-800gbps")
     later = dataclasses.replace(h200.gpu, name="B200-180GB", compute_capability=(10, 0))
-    new = calibration.default(dataclasses.replace(h200, name="mine", gpu=later))
-    assert new == calibration.default(h200) != calibration.default(a100)
-    assert new.flash < calibration.default(a100).flash and new.passes > calibration.default(a100).passes
+    new = shipped.default(dataclasses.replace(h200, name="mine", gpu=later))
+    assert new == shipped.default(h200) != shipped.default(a100)
+    assert new.flash < shipped.default(a100).flash and new.passes > shipped.default(a100).passes
 
 
 def test_without_a_pipeline_nothing_waits_in_a_bubble():

@@ -8,7 +8,7 @@ import pytest
 from trilane.config.cluster import Cluster, cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import Constants
 from trilane.costmodel.iteration import (
@@ -25,7 +25,7 @@ from trilane.costmodel.memory import memory_bytes
 
 A100 = cluster("jz-a100-80g")  # nodes of 8
 SLOW_NETWORK = replace(A100, network_bytes_per_s=A100.network_bytes_per_s / 10)
-K = calibration.default(A100)
+K = shipped.default(A100)
 SHAPE = parse_shape("24,2048,16,2048,50304")
 BF16 = {"precision": "bf16"}
 

@@ -9,10 +9,11 @@ from support import small_cluster
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Configuration, default, from_json, to_json
+from trilane.costmodel.calibration import Configuration, from_json, to_json
 from trilane.costmodel.measured_rows import every_row
 from trilane.costmodel.memory import stage_layers
 from trilane.costmodel.predict import FAR, NEAR, predict, sizes_of, support
+from trilane.costmodel.shipped import default
 from trilane.planning.proposals import training_seconds
 from trilane.planning.published import planned_models
 from trilane.planning.sizing import survey_shapes

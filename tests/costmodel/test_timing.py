@@ -8,14 +8,14 @@ import pytest
 from trilane.config.cluster import catalogue, cluster
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.costmodel.columns import columns_of, stack
 from trilane.costmodel.constants import BOUNDS
 from trilane.costmodel.iteration import iteration_columns, iteration_time
 from trilane.costmodel.layers import layer_time
 
 A100 = cluster("jz-a100-80g")
-K = calibration.default(A100)
+K = shipped.default(A100)
 SHAPE = parse_shape("72,14336,64,2048,250880")
 FULL = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores"}
 
@@ -113,7 +113,7 @@ def test_selene_is_predicted_within_8_percent_by_constants_that_never_saw_it():
             tp=tp, pp=pp, dp=gpus // tp // pp, mbs=mbs, gbs=gbs, interleaving=chunks, **{**FULL, "zero": 0}
         )
         measured = shape.flops_per_iteration(gbs, recompute_full=True) / (tflops * 1e12 * gpus)
-        predicted = iteration_time(shape, topology, selene, calibration.default(selene)).total
+        predicted = iteration_time(shape, topology, selene, shipped.default(selene)).total
         errors.append(abs(predicted / measured - 1))
     assert np.median(errors) < 0.04 and max(errors) < 0.08
 
@@ -124,8 +124,6 @@ def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from_and_can
     assert {"gpu", "network_bytes_per_s"} <= set(machine.sources)
     shape = parse_shape("24,2048,16,2048,50304")
     topology = Topology(dp=machine.gpus_per_node, mbs=1, gbs=64, zero=1, precision="fp16")
-    achieved = (
-        shape.flops_per_iteration(64) / iteration_time(shape, topology, machine, calibration.default(machine)).total
-    )
+    achieved = shape.flops_per_iteration(64) / iteration_time(shape, topology, machine, shipped.default(machine)).total
     peak = machine.gpu.fp16_flops_per_s * machine.gpus_per_node
     assert 0.15 < achieved / peak < 0.75

@@ -10,8 +10,9 @@ from support import REPOSITORY
 from trilane.config.batch_rampup import parse_ramp
 from trilane.config.cluster import cluster
 from trilane.config.plan import read_plan
-from trilane.costmodel.calibration import default, to_json
+from trilane.costmodel.calibration import to_json
 from trilane.costmodel.predict import predict
+from trilane.costmodel.shipped import default
 from trilane.forecasting.alternatives import other_schedules, other_topologies, recommend
 from trilane.forecasting.capacity import Capacity, CapacityStep, constant
 from trilane.forecasting.decision import Decision, decide

@@ -15,7 +15,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.forecasting.capacity import FOREVER, Capacity, CapacityStep, CapacityWindow, capacity_of, constant
 from trilane.forecasting.failures import (
     NODE_YEAR_S,
@@ -31,7 +31,7 @@ from trilane.forecasting.simulation import Simulation, Stretch, Uncertainty
 from trilane.forecasting.timeline import schedules_of, stretches_of
 
 A100 = cluster("jz-a100-80g")
-K = calibration.default(A100)
+K = shipped.default(A100)
 BF16 = {"zero": 1, "recompute": "full", "precision": "bf16", "attention": "scores", "fp32_gradients": True}
 TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, partition="type:transformer|embedding", **BF16)
 SHAPE = parse_shape("70,14336,112,2048,250880")

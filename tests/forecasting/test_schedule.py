@@ -11,7 +11,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.forecasting.schedule import ScheduledTopology, choices, first_full_gbs, optimize, phases_of, schedule_on
 from trilane.planning.space import divisors
 
@@ -160,7 +160,7 @@ def test_each_change_of_the_job_pauses_for_a_restart():
 A100 = cluster("jz-a100-80g")
 TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, recompute="full", precision="fp16", attention="scores")
 PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=A100, topology=TOPOLOGY)
-K = calibration.default(A100)
+K = shipped.default(A100)
 
 
 def test_the_predicted_ramp_is_the_measured_one_within_two_percent():

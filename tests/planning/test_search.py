@@ -15,7 +15,7 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import invalid_reason
 from trilane.config.plan import Plan, plan_from_json
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.costmodel.predict import predict
 from trilane.planning.search import MEMORY_RULE, search, search_space
 from trilane.planning.search_result import ranks
@@ -23,7 +23,7 @@ from trilane.planning.space import Space
 from trilane.planning.what_if import what_if
 
 A100 = cluster("jz-a100-80g")
-K = calibration.default(A100)
+K = shipped.default(A100)
 SHAPE = parse_shape("72,14336,64,2048,250880")
 SMALL = parse_shape("24,2048,16,2048,50304")
 AS_THEN = {"precision": "fp16", "recompute": "full", "zero": 1, "attention": "scores", "partition": "uniform"}

@@ -9,7 +9,7 @@ from trilane.cli.app import main
 from trilane.config.cluster import cluster
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.planning.published import planned_models, published_models, size_line, state_lines
 from trilane.planning.shape_rules import broken_rules, softmax_note, usable_heads, wave_loss
 from trilane.planning.size_request import SizeRequest
@@ -17,7 +17,7 @@ from trilane.planning.sizing import propose, propose_shapes, survey
 from trilane.utils.tables import Text
 
 A100 = cluster("jz-a100-80g")
-K = calibration.default(A100)
+K = shipped.default(A100)
 ARGUMENTS = ["--params", "200e9", "--vocab", "250880", "--gpus", "384", "--cluster", "jz-a100-80g"]
 
 

@@ -6,12 +6,12 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel import calibration
+from trilane.costmodel import shipped
 from trilane.costmodel.predict import predict
 from trilane.report.widgets import explore, sentence
 
 MACHINE = cluster("jz-a100-80g")
-KNOWN = calibration.default(MACHINE)
+KNOWN = shipped.default(MACHINE)
 TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full", fp32_gradients=True)
 PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=MACHINE, topology=TOPOLOGY)
 

@@ -16,7 +16,7 @@ import pytest
 from support import small_plan
 
 from trilane.cli.app import main
-from trilane.costmodel.calibration import calibration_for
+from trilane.costmodel.shipped import calibration_for
 from trilane.diagnose.hang.capture import _write_topology
 from trilane.diagnose.study import write_restart_example
 from trilane.experiments import benchmark

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trilane.analysis.compare import compare, sides
+from trilane.analysis.levels import LEAST
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure, measure_log
-from trilane.analysis.spikes import LEAST, find_spikes
+from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu

@@ -12,7 +12,7 @@ from trilane.analysis.measure import Measurement
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES
 from trilane.config.parallelism import Topology, invalid_reason
-from trilane.costmodel import calibration
+from trilane.costmodel import calibration, shipped
 from trilane.costmodel.calibration import Calibration, Configuration
 from trilane.costmodel.fit import fit_time
 from trilane.costmodel.predict import Prediction, predict, sizes_of
@@ -151,7 +151,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
     """The constants fitted to the runs whose shape and topology are known, on `cluster` unless they have a plan."""
     pairs = [(m, case) for m in runs if m.sec_per_it > 0 and (case := case_of(m, cluster))]
     cases, seconds = [case for _, case in pairs], [m.sec_per_it for m, _ in pairs]
-    prior = calibration.default(cases[0].cluster, stack(pairs[0][0])) if pairs else Calibration()
+    prior = shipped.default(cases[0].cluster, stack(pairs[0][0])) if pairs else Calibration()
     fitted = fit_time(cases, seconds, prior) if pairs else prior
     if pairs:  # what is written down for later plans: the width for one like those that ran
         width = float(np.median(posterior(cases, seconds, fitted).half_widths(cases)))

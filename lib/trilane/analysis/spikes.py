@@ -1,30 +1,30 @@
-"""Spikes: where the loss or the gradient norm leaves its course, whether it returns, and what a restart changed.
-
-Slow spikes rise so slowly that a median of the lines before rises with them.
-"""
+"""Spikes: where the loss or the gradient norm leaves its course, whether it returns, and what a restart changed."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from trilane.analysis.levels import (
+    CALM,
+    CALM_LINES,
+    LEAST,
+    LEAST_NOISE,
+    SIGMAS,
+    TO_SIGMA,
+    WINDOW,
+    back,
+    noise,
+    slow_spikes,
+)
 from trilane.analysis.loss_curve import Curve
 from trilane.logs.run import RunLog
 
-WINDOW = 128  # lines before a line that give its level and its noise
-LEAST = 10  # lines before spikes are looked for
-SIGMAS = 8.0  # of robust noise: false alarms per 10,000 lines are in docs/log.md and limited by a test
 LEAST_RISE = {"lm_loss": math.log(1.05), "grad_norm": math.log(2.0)}
 DIVERGED = math.log(1.1)  # above the best level so far, at the end of the log
 JUMP = 0.01  # of ln(loss), at a restart
-CALM = 3.0  # sigmas above the level within which it has returned, for CALM_LINES lines in a row
-CALM_LINES = 3
-LEAST_NOISE = 2e-3  # of ln(value): losses are printed, and batches differ
-TO_SIGMA = 1.4826  # times the median absolute deviation is a Gaussian's sigma
-SHORT = 32  # lines whose median is the level of slow spikes: rises that take longer than half of them are seen
-LEAST_SLOW_RISE = math.log(1.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +75,6 @@ def find_spikes(curve: Curve) -> list[Event]:
     found += _divergence(curve, found)
     found += _restart_jumps(curve)
     return sorted(found, key=lambda event: event.iteration)
-
-
-def noise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Level, own rise and noise of each x by the WINDOW values before it, each (N,); NaN for the first LEAST."""
-    import pandas as pd
-
-    series = pd.Series(x)
-    level = series.shift(1).rolling(WINDOW, min_periods=LEAST).median()
-    residual = series - level
-    past = residual.shift(1).rolling(WINDOW, min_periods=LEAST)
-    lag = past.median()
-    spread = (residual - lag).abs().shift(1).rolling(WINDOW, min_periods=LEAST).median() * TO_SIGMA
-    # few lines give a poor estimate of noise; before there are residuals, that of differences is used
-    first = series.diff().abs().shift(1).rolling(WINDOW, min_periods=LEAST - 1).median() * TO_SIGMA
-    known = np.minimum(np.arange(len(x)), WINDOW)
-    wide = np.maximum(spread.fillna(first), first / math.sqrt(2)) * (1 + 2 * LEAST / np.maximum(known, 1))
-    return level.to_numpy(), np.maximum(lag.fillna(0.0), 0.0).to_numpy(), np.maximum(wide, LEAST_NOISE).to_numpy()
 
 
 def _spikes(kind: str, at: np.ndarray, x: np.ndarray, least: float) -> Iterator[Event]:
@@ -204,63 +187,6 @@ def _numbers(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     values = curve.table[name].to_numpy(float)
     good = np.isfinite(values) & (values > 0)
     return curve.table["iteration"].to_numpy(float)[good], values[good]
-
-
-class SlowSpike(NamedTuple):
-    """Indices where it starts, is highest and is back; the level that it left."""
-
-    start: int
-    peak: int
-    back: int
-    level: float
-
-
-def slow_spikes(x: np.ndarray) -> Iterator[SlowSpike]:
-    """Rises of x, (N,) logarithms, above its lowest level so far that returned to it; those that stay are left out.
-
-    The level is the median of the last SHORT lines. It must rise by LEAST_SLOW_RISE, and by SIGMAS of the noise that
-    single lines have about it before the rise, or from line to line now; a median hardly ever reaches that by chance.
-    """
-    import pandas as pd
-
-    if len(x) < 2 * SHORT:
-        return
-    level = pd.Series(x).rolling(SHORT).median().to_numpy()
-    lowest = np.fmin.accumulate(level)
-    left = np.maximum.accumulate(np.where(level <= lowest, np.arange(len(x)), 0))
-    before, now = _noise(np.abs(x - level))[left], _noise(np.abs(np.diff(x, prepend=x[0]))) / math.sqrt(2)
-    sigma = np.fmax(np.fmax(before, now), LEAST_NOISE)
-    end = 0
-    for i in np.flatnonzero(level - lowest > np.maximum(LEAST_SLOW_RISE, SIGMAS * sigma)).tolist():
-        if i < end:
-            continue
-        limit = lowest[i] + CALM * sigma[i]
-        end = back(level, i, limit)  # the median stays above it for some more lines
-        calm = np.flatnonzero(x[left[i] : i] <= limit)
-        start = int(left[i] + (calm[-1] if len(calm) else 0)) + 1
-        peak = start + int(np.argmax(x[start:end]))
-        if (returned := back(x, peak, limit)) < len(x):
-            yield SlowSpike(start, peak, returned, float(lowest[i]))
-
-
-def _noise(deviations: np.ndarray) -> np.ndarray:
-    import pandas as pd
-
-    return pd.Series(deviations).rolling(WINDOW, min_periods=LEAST).median().to_numpy() * TO_SIGMA
-
-
-def back(x: np.ndarray, start: int, limit: float) -> int:
-    """The first index after `start` from which CALM_LINES values (or all that are left) lie below `limit`."""
-    block = 256
-    for low in range(start + 1, len(x), block):
-        part = x[low : low + block + CALM_LINES - 1] <= limit
-        calm = part[:block].copy()
-        for shift in range(1, CALM_LINES):
-            later = part[shift : shift + len(calm)]
-            calm[: len(later)] &= later
-        if calm.any():
-            return low + int(np.argmax(calm))
-    return len(x)
 
 
 def training_record(group: Sequence[RunLog], curve: Curve) -> dict[str, Any]:

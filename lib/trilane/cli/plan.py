@@ -109,7 +109,7 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
 
 def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:
     """SizeRequest's fields from the options of `size`, all but the size."""
-    from trilane.costmodel.calibration import calibration_for
+    from trilane.costmodel.shipped import calibration_for
 
     names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
     cluster = hardware.cluster(options["cluster"])
@@ -150,7 +150,7 @@ def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json:
 
     An option that names a choice of the topology pins it.
     """
-    from trilane.costmodel.calibration import calibration_for
+    from trilane.costmodel.shipped import calibration_for
     from trilane.planning.search import search as search_plans
 
     require((gbs is None) != (gbs_max is None), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
@@ -180,7 +180,7 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
     the defaults of cluster and engine.
     """
     from trilane.analysis.plan_report import plan_report
-    from trilane.costmodel.calibration import calibration_for
+    from trilane.costmodel.shipped import calibration_for
 
     if plan is not None:
         pinned = {name: options[name] for name in ("shape", "cluster", "gpus", "gbs", "seq", *CHOICES)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.costmodel.calibration import Calibration, Fit, combined, default, prior_of
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.fit import fit_memory, fit_time
 from trilane.costmodel.iteration import iteration_time
@@ -20,6 +20,7 @@ from trilane.costmodel.memory import (
     oom_probability,
 )
 from trilane.costmodel.predict import unmeasured_half_width
+from trilane.costmodel.shipped import Fit, combined, default, prior_of
 from trilane.costmodel.uncertainty import posterior
 from trilane.utils.validation import require_known
 
@@ -192,7 +193,7 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
 
     The fits start from the priors of constants.py. Rows of one GPU and software stack share the constants of time, rows
     of one stack those of memory. A row and its repeats are left out together. By `file`, nothing of that site and stack
-    is left, and its constants are those that fits of the other files share with it (calibration.combined); by
+    is left, and its constants are those that fits of the other files share with it (shipped.combined); by
     `file-ten` ten rows of the same cluster and stack are known. Raises ValueError for another `by`.
     """
     require_known("cv", by, (*LEAVE_OUT, *FOREIGN))

@@ -13,7 +13,7 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.costmodel.calibration import Calibration, Configuration, RunSizes, default
+from trilane.costmodel.calibration import Calibration, Configuration, RunSizes
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.constants import BOUNDS, GIVEN, Constants
 from trilane.costmodel.fit import STEP, deviations
@@ -21,6 +21,7 @@ from trilane.costmodel.iteration import IterationTime, iteration_columns, iterat
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
+from trilane.costmodel.shipped import default
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
 from trilane.utils.validation import to_mapping
 

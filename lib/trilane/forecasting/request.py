@@ -8,8 +8,9 @@ from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration, default, load
+from trilane.costmodel.calibration import Calibration, load
 from trilane.costmodel.predict import predict
+from trilane.costmodel.shipped import default
 from trilane.forecasting.capacity import Capacity, CapacityWindow, capacity_of, constant, parse_day
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
 from trilane.forecasting.schedule import SOONEST, phases_of, require_divisible

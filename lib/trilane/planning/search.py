@@ -13,11 +13,12 @@ from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration, default
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
+from trilane.costmodel.shipped import default
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.space import ParallelSizes, SearchPoint, Space, block_columns, space_for, topology_of
 from trilane.utils.validation import require_known

@@ -6,7 +6,8 @@ from typing import Any
 
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
-from trilane.costmodel.calibration import Calibration, default
+from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.shipped import default
 from trilane.planning.search import search_space
 from trilane.planning.search_result import Candidate
 from trilane.planning.space import Space

@@ -1,0 +1,129 @@
+"""The constants that ship: what is assumed of a cluster and a software stack before any row of one's own."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trilane.config.cluster import Cluster
+from trilane.config.cluster import cluster as catalogued
+from trilane.costmodel.calibration import Calibration, Regime, from_json, load
+from trilane.costmodel.constants import BOUNDS, GIVEN
+from trilane.utils.validation import DATA, from_mapping, read_json, require
+from trilane.workspace.study import Study
+
+# Which constants two fits share: of the card's kernels, of the cluster's networks, of the software.
+KERNELS = ("matmul", "prologue", "quantization", "memory", "misaligned", "crowding", "flash")
+NETWORKS = ("node", "network", "p2p")
+SOFTWARE = ("launch_s", "skew_s", "handoff_s", "pressure", "exposed", "passes", "host_s")
+HOPPER = (9, 0)  # compute capability of the newest cards with measured rows
+EARLIER = {"megatron-deepspeed-2024": "megatron-deepspeed"}  # a stack that grew out of another one starts from it
+# What a stack does: Megatron-LM sent whole activations between stages before its scatter-gather of 2021 (Narayanan et
+# al. 2021, section 4.1), as OneFlow did; Megatron-Core's distributed optimizer and PyTorch's FSDP scatter gradients and
+# hide most of it under computation (their guides); DeepSpeed's ZeRO prefetches.
+STACK_CONSTANTS: dict[str, dict[str, float]] = {
+    "megatron-lm": {"whole_p2p": 1.0},
+    "oneflow": {"whole_p2p": 1.0},
+    "megatron-core": {"reduce_scatter": 1.0, "overlap": 0.6, "exposed": 0.3},
+    "fsdp": {"reduce_scatter": 1.0, "exposed": 0.4},
+    "deepspeed-zero": {"exposed": 0.9},
+}
+
+
+def default(cluster: Cluster, stack: str = "") -> Calibration:
+    """What is assumed before the first measured row of one's own.
+
+    The shipped fit of that cluster and software stack, or of the cluster if no stack is given; else what fits of the
+    card, the cluster and the stack have in common (see combined). Without any: what A100 and V100 rows agree on, with
+    waiting times of a well-kept system.
+    """
+    shipped = _shipped("calibrations")
+    if (name := f"{cluster.name}/{stack}" if stack else cluster.name) in shipped:
+        return from_json(shipped[name])
+    if cluster.gpu.kind == "cpu":
+        # one layer starts about 90 torch operations forward and backward, and a third more with recomputation
+        launch = min(max(120 * cluster.launch_overhead_s, BOUNDS["launch_s"].low), BOUNDS["launch_s"].high)
+        return Calibration(matmul=0.9, launch_s=launch, half_width=0.4)
+    fits = []
+    for name in (name for name in shipped if "/" in name):
+        fitted, _, other = name.partition("/")
+        fits.append(Fit(cluster=catalogued(fitted), stack=other, calibration=from_json(shipped[name])))
+    return combined(cluster, stack, fits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A calibration of one cluster and software stack."""
+
+    cluster: Cluster
+    stack: str
+    calibration: Calibration
+
+
+def combined(cluster: Cluster, stack: str, fits: Sequence[Fit]) -> Calibration:
+    """The constants of a cluster and stack without rows: the part of each fit that is shared with them.
+
+    Kernels' constants come from fits of the same generation of cards (one after the H100 counts as an H100), those of
+    the networks from fits of the same cluster, those of the software (launches not blocked) from fits of the same stack
+    or an EARLIER one: geometric means, weighted by 1 / half_width^2. What no fit shares is that of a well-kept system,
+    and what is known of a stack is in STACK_CONSTANTS. Of a stack without fits `passes` on an H100 is that measured
+    there: the 1.0 of a well-kept system comes from slower cards. `rows` is 0: nothing was fitted, so a refit may move
+    all as far as priors allow.
+    """
+    generation = min(cluster.gpu.compute_capability, HOPPER)
+    hopper = generation == HOPPER
+    base = from_json(_shipped("calibrations")["hopper" if hopper else "transferable"])
+    if not stack and not hopper:
+        return base
+    values: dict[str, Any] = {}
+    like = stack if stack in (fit.stack for fit in fits) else EARLIER.get(stack, stack)
+    kernels = (*KERNELS, "passes") if hopper else KERNELS
+    for names, is_shared in (
+        (kernels, lambda fit: min(fit.cluster.gpu.compute_capability, HOPPER) == generation),
+        (NETWORKS, lambda fit: stack and fit.cluster.name == cluster.name),
+        (SOFTWARE, lambda fit: fit.stack == like),
+    ):
+        for name in names:
+            shared = [f.calibration.with_launch_blocking(False) for f in fits if is_shared(f)]
+            if shared:
+                weights = [k.half_width**-2 for k in shared]
+                logs = [w * math.log(getattr(k, name)) for w, k in zip(weights, shared, strict=True)]
+                values[name] = math.exp(sum(logs) / sum(weights))
+    given = dict.fromkeys(GIVEN, 0.0) | STACK_CONSTANTS[stack] if stack in STACK_CONSTANTS else {}
+    return replace(base, **{**given, **values, "regimes": shipped_regimes(cluster.name)})
+
+
+def prior_of(cluster: str, stack: str) -> Calibration:
+    """The priors of constants.py for rows of that cluster and stack: its days' regimes, and what the stack does."""
+    values: dict[str, Any] = {**STACK_CONSTANTS.get(stack, {}), "regimes": shipped_regimes(cluster), "stack": stack}
+    return Calibration(**values)
+
+
+def shipped_regimes(cluster: str) -> tuple[Regime, ...]:
+    """The regimes of a cluster of the measured rows, their factors at the prior."""
+    return tuple(from_mapping(Regime, r, "regime") for r in _shipped("regimes").get(cluster, []))
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    return read_json(DATA / f"{name}.json", name)
+
+
+def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
+    """The constants to predict by: those that ship for the cluster (""), or for a software stack on it (of stacks()),
+    those in a JSON file, or those that 04_analyze fitted in a study.
+    """
+    if not source or source in stacks():
+        return default(cluster, source)
+    if source.endswith(".json") or Path(source).is_file():
+        return load(source)
+    found = Study(source)
+    rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
+    require(found.folder.is_dir(), "calibration", source, rule)
+    return from_json(found.values("calibration.json", "04_analyze"))
+
+
+def stacks() -> list[str]:
+    """The software stacks of which something is known: fitted to rows, or a habit."""
+    fitted = (name.partition("/")[2] for name in _shipped("calibrations") if "/" in name)
+    return sorted({*fitted, *STACK_CONSTANTS})
