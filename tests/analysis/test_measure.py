@@ -270,8 +270,9 @@ def test_logs_of_one_training_join_and_what_was_done_again_counts_once():
     assert joined.table["lm_loss"].tolist() == [5.0] * 7 + [4.0] * 6
     assert [(r.iteration, r.redone, r.log) for r in joined.restarts] == [(8, 3, "2")]
     assert joined.redone["iteration"].tolist() == [8, 9, 10]
-    words, x = joined.axis()
-    assert words == "consumed samples (sequences)" and x.tolist() == [4 * i for i in range(1, 14)]
+    axes = joined.axes()
+    assert axes["samples"].tolist() == [4 * i for i in range(1, 14)] and "tokens" not in axes
+    assert axes["hours"] == pytest.approx(np.arange(1, 14) * 2 / 3600)
 
 
 def test_logs_are_sorted_into_trainings():

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from support import small_plan
 
+from trilane.analysis.loss_curve import join
 from trilane.analysis.measure import measure
 from trilane.analysis.tables import frame
 from trilane.logs.run import read_log, read_run_folder
@@ -79,7 +80,10 @@ def test_an_iteration_that_a_resumed_run_trained_again_counts_once(tmp_path):
     """Killed after iteration 7, the run went on from a checkpoint of iteration 4; what was trained last stands."""
     again = "".join(LINE.format(i=i, n=10, s=4 * i, ms=100, loss=3 - i / 10) for i in range(5, 11))
     (tmp_path / "run.log").write_text(log_text(iterations=7) + "trilane: resumes after iteration 4\n" + again)
-    rows = read_run_folder(tmp_path).iterations
+    found = read_run_folder(tmp_path)
+    rows = found.iterations
+    assert [(at, list(again["iteration"])) for at, again in found.resumes] == [(5, [5, 6, 7])]
+    assert [(r.iteration, r.redone) for r in join([found]).restarts] == [(5, 3)], "as where it is a log of its own"
     assert list(rows["iteration"]) == list(range(1, 11))
     assert list(rows["lm_loss"]) == pytest.approx([5.9, 5.8, 5.7, 5.6, 2.5, 2.4, 2.3, 2.2, 2.1, 2.0])
 

@@ -82,9 +82,9 @@ class MeasuredRuns(Table):
 
     def curves(self) -> dict[str, Curve]:
         """The loss curve of each training, by the label of its first run."""
-        labels = {id(m.log): m.name for m in self.timed}
+        of = {id(m.log): m for m in self.timed}
         groups = trainings([m.log for m in self.timed if "lm_loss" in m.log.iterations])
-        return {labels[id(group[0])]: join(group) for group in groups}
+        return {of[id(g[0])].name: join(g, of[id(g[0])].config.seq_length) for g in groups}
 
     def loss_summary(self) -> Text:
         """First and last loss of each training, and how far plans of one training differ."""

@@ -1,7 +1,7 @@
-"""Curve: the loss of one training over samples or tokens, its logs joined where it was stopped and restarted."""
+"""Curve: the loss of one training over iterations, samples, tokens or hours, its logs joined at restarts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ from trilane.analysis.steady_state import interval
 from trilane.logs.run import RunLog
 from trilane.utils.validation import require
 
-COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "sec_per_it")
+COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "sec_per_it")
 SAME = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "train_samples")  # in all logs of a training
 
 
@@ -36,29 +36,49 @@ class Curve:
     restarts: tuple[Restart, ...]
     names: tuple[str, ...]
 
+    def axes(self) -> dict[str, np.ndarray]:
+        """Where each row of `table` is, by iterations, and by samples, tokens and hours where all its rows have them.
+
+        Hours are those that the iterations took: each line's seconds for every iteration since the line before. Left
+        out: the time between two jobs, and what was trained again.
+        """
+        found = {"iterations": self.table["iteration"].to_numpy(float)}
+        for name in ("samples", "tokens"):
+            column = f"consumed_{name}"
+            if column in self.table and self.table[column].notna().all():
+                found[name] = self.table[column].to_numpy(float)
+        if "sec_per_it" in self.table and (seconds := self.table["sec_per_it"]).notna().any():
+            at = found["iterations"]
+            steps = np.diff(at, prepend=at[0] - interval(at))
+            found["hours"] = np.cumsum(seconds.fillna(seconds.median()).to_numpy(float) * steps) / 3600
+        return found
+
     def axis(self) -> tuple[str, np.ndarray]:
         """The x axis of a loss curve, label and values: samples, tokens, or iterations where neither is known."""
-        for name, words in (("consumed_samples", "samples (sequences)"), ("consumed_tokens", "tokens")):
-            if name in self.table and self.table[name].notna().all():
-                return f"consumed {words}", self.table[name].to_numpy(float)
-        return "iteration", self.table["iteration"].to_numpy(float)
+        axes = self.axes()
+        name = next(name for name in ("samples", "tokens", "iterations") if name in axes)
+        words = {"samples": "consumed samples (sequences)", "tokens": "consumed tokens", "iterations": "iteration"}
+        return words[name], axes[name]
 
 
-def join(logs: Sequence[RunLog]) -> Curve:
-    """One curve of the logs of one training, in the order in which they ran.
+def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
+    """One curve of the logs of one training, in the order in which they ran; `seq_length` where the logs lack it.
 
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its iterations count.
     Raises ValueError where no log has an iteration.
     """
-    tables = [_columns(log, number) for number, log in enumerate(logs) if len(log.iterations)]
+    tables = [_columns(log, number, seq_length) for number, log in enumerate(logs) if len(log.iterations)]
     require(bool(tables), "logs", ", ".join(log.source.name for log in logs) or "none", "hold no iteration")
-    kept, redone, restarts = tables[0], list[pd.DataFrame](), list[Restart]()
-    for table in tables[1:]:
-        first = int(table["iteration"].iloc[0])
-        again = kept[kept["iteration"] >= first]
-        restarts.append(Restart(iteration=first, redone=len(again), log=logs[int(table["log"].iloc[0])].source.name))
-        redone.append(again)
-        kept = pd.concat([kept[kept["iteration"] < first], table], ignore_index=True)
+    kept, redone, restarts = tables[0].iloc[:0], list[pd.DataFrame](), list[Restart]()
+    for table in tables:
+        number, first = int(table["log"].iloc[0]), int(table["iteration"].iloc[0])
+        log = logs[number]
+        if again := [(first, kept[kept["iteration"] >= first])] * (table is not tables[0]):
+            kept = kept[kept["iteration"] < first]
+        again += [(at, _columns(replace(log, iterations=rows), number, seq_length)) for at, rows in log.resumes]
+        restarts += [Restart(iteration=at, redone=len(rows), log=log.source.name) for at, rows in again]
+        redone += [rows for _, rows in again]
+        kept = pd.concat([kept, table], ignore_index=True) if len(kept) else table
     names = tuple(log.source.name for log in logs)
     return Curve(table=kept, redone=pd.concat(redone or [kept.iloc[:0]]), restarts=tuple(restarts), names=names)
 
@@ -80,13 +100,17 @@ def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     return found
 
 
-def _columns(log: RunLog, number: int) -> pd.DataFrame:
+def _columns(log: RunLog, number: int, seq_length: int) -> pd.DataFrame:
     table = log.iterations
     chosen = table[["iteration", *(name for name in COLUMNS if name in table)]].assign(log=number)
     if "consumed_samples" not in table:
         batch = run_config(log).gbs
         if batch:  # constant: logs of a ramp-up print samples
             chosen["consumed_samples"] = table["iteration"] * batch
+    curriculum = "seq_length" in table and table["seq_length"].nunique() > 1
+    length = run_config(log).seq_length or seq_length
+    if "consumed_tokens" not in chosen and "consumed_samples" in chosen and length and not curriculum:
+        chosen["consumed_tokens"] = chosen["consumed_samples"] * length
     return chosen
 
 

@@ -55,6 +55,8 @@ class RunLog(Table):
                  `asked_bytes` the size of the allocation that failed (NaN if unknown)
     notes        corrections made in reading
     spilled      further columns of the iterations, in files, if reading was given a folder for them
+    resumes      of a run folder: for each time that the run was resumed the first iteration after it, and the rows that
+                 it trained again, as they were before
     """
 
     source: Path
@@ -72,6 +74,7 @@ class RunLog(Table):
     asked_bytes: float = NAN
     notes: tuple[str, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
+    resumes: tuple[tuple[int, "pd.DataFrame"], ...] = ()
 
     def to_frame(self) -> "pd.DataFrame":
         """The iterations: a row each, columns as above."""
@@ -128,7 +131,11 @@ def _joined(parts: list[RunLog]) -> RunLog:
     whole = parts[0]
     for part in parts[1:]:
         iterations, timers = _until(whole.iterations, part.iterations), _until(whole.timers, part.timers)
-        whole = replace(part, iterations=iterations, timers=timers)
+        resumes = whole.resumes
+        if len(part.iterations) and len(whole.iterations):
+            first = int(part.iterations["iteration"].iloc[0])
+            resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
+        whole = replace(part, iterations=iterations, timers=timers, resumes=resumes)
     return whole
 
 

@@ -1,4 +1,4 @@
-"""Figures of measured runs: loss, time, rates, memory, predictions (a Text if there is nothing to draw); of a hang."""
+"""Figures of measured runs: time, rates, memory, predictions (a Text if there is nothing to draw); of a hang."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from trilane.analysis.loss_curve import Curve
 from trilane.analysis.measure import Measurement
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
@@ -20,33 +19,6 @@ from trilane.utils.tables import Text
 UNTIMED = "covered by no timer"
 NAMED = len(COLORS)  # groups of a hang's ranks with a colour of their own; the others share a grey
 GREY = "#c4ccd3"
-
-
-def loss_curves(curves: Mapping[str, Curve]) -> Figure | Text:
-    """Loss (nats per token) over samples, one line a training; topologies of one plan coincide.
-
-    A dotted vertical line is a restart; iterations that were repeated are drawn thin as they were the first time.
-    """
-    if not curves:
-        return Text("No log prints a loss.")
-    made, axes = figure()
-    # thick to thin where lines may coincide: one that hides another would look like a missing run
-    ends = [float(c.table["lm_loss"].dropna().iloc[-1]) for c in curves.values() if c.table["lm_loss"].notna().any()]
-    widths = [5.0, 3.0, 1.5, 0.8] if ends and max(ends) - min(ends) < 0.05 else [1.5]
-    labels = set()
-    for i, (name, curve) in enumerate(curves.items()):
-        label, x = curve.axis()
-        labels.add(label)
-        color, width = COLORS[i % len(COLORS)], widths[min(i, len(widths) - 1)]
-        axes.plot(x, curve.table["lm_loss"], color=color, lw=width, label=plain(name))
-        column = "consumed_samples" if "samples" in label else "consumed_tokens" if "tokens" in label else "iteration"
-        for restart in curve.restarts:
-            begins = x[int(np.searchsorted(curve.table["iteration"], restart.iteration))]
-            axes.axvline(float(begins), color=color, lw=0.8, ls=":")
-        if len(curve.redone) and column in curve.redone:
-            axes.plot(curve.redone[column], curve.redone["lm_loss"], color=color, lw=0.6)
-    heading = "Loss" + (" (dotted: a restart)" if any(c.restarts for c in curves.values()) else "")
-    return finished(made, heading, xlabel=plain(" / ".join(sorted(labels))), ylabel="loss (nats per token)")
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
