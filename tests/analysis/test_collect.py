@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,3 +186,12 @@ def test_a_loss_that_rose_is_not_called_calm_and_a_short_training_is_not_called_
     short = MeasuredRuns(runs=(measure_log(numbers(12)),)).spikes()
     assert "no divergence" not in short and "Too short to be checked for a divergence: a" in short
     assert "no divergence" in MeasuredRuns(runs=(measure_log(numbers(30)),)).spikes()
+
+
+def test_tensorboard_is_offered_where_a_run_wrote_its_files(tmp_path):
+    found = measure_log(replace(numbers(12), source=tmp_path / "run.log"))
+    assert "--logdir" not in MeasuredRuns(runs=(found,)).tensorboard()
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard/events.out.tfevents.1.host.2").touch()
+    assert "1 of 1 runs" in (text := MeasuredRuns(runs=(found,)).tensorboard()) and "`tensorboard --logdir .`" in text
+    assert str(tmp_path) not in text, "a report has no path of the machine"

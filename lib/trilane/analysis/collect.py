@@ -123,6 +123,18 @@ class MeasuredRuns(Table):
             return Text.of("No spike, no restart jump{}. {}", "" if short_ones else ", no divergence", end)
         return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *found]), end)
 
+    def tensorboard(self) -> Text:
+        """How to look at the runs in TensorBoard, where any of them wrote its event files."""
+        written = [m.name for m in self.runs if any(m.log.source.parent.glob("tensorboard/events.out.tfevents.*"))]
+        if not written:
+            return Text("No run wrote files for TensorBoard; `run.tensorboard` in a plan makes it do so.")
+        return Text.of(
+            "{} of {} runs wrote files for TensorBoard ({}). In the folder that holds the runs, `runs` of the study: "
+            "`tensorboard --logdir .`, then open <http://localhost:6006>. It is installed with trilane's training; "
+            "elsewhere `pip install tensorboard`. From a login node, `ssh -L 6006:localhost:6006` to it first.",
+            *(len(written), len(self.runs), ", ".join(written)),
+        )
+
     def compare(self, a: str = "", b: str = "") -> Text:
         """Whether the runs with `b` in their names are faster than those with `a`; without both, the two fastest."""
         one, other = sides(self.timed, a, b)

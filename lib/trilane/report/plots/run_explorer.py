@@ -33,7 +33,7 @@ def explorer(curves: Mapping[str, Curve]) -> Interactive | Text:
 
     To choose: what lies on the x axis, how many lines a value is smoothed over (exponentially; the lines as printed
     stay behind it, pale), and a logarithmic axis. A click on a name in the legend shows that training alone. Dashed
-    lines are restarts, thin ones what was trained again, as it was the first time. A long log is drawn by its lowest
+    lines are restarts; pale, too, is what was trained again, as it first was. A long log is drawn by its lowest
     and highest lines (see `thinned`), and the text has how many.
     """
     curves = {plain(name): c for name, c in curves.items() if c.table["lm_loss"].notna().any()}
@@ -193,7 +193,7 @@ def _panel(key: str, series: Sequence[Mapping[str, Any]], names: Sequence[str], 
     level = f"'{key}' + level" if f"{key}1" in series[0] else f"'{key}0'"
     base = alt.Chart().transform_filter(ONLY).transform_calculate(printed=_value(key, f"'{key}0'"))
     base = base.transform_calculate(value=_value(key, level)).transform_filter("isValid(datum.at)")
-    whole, again = base.transform_filter("datum.piece == 0"), base.transform_filter("datum.piece > 0")
+    whole = base.transform_filter("datum.piece == 0")
     palette = alt.Scale(domain=list(names), range=_colours(len(names)))
     colour, (x, y) = alt.Color("run:N", scale=palette, legend=alt.Legend(**LEGEND)), _axes(key, series)
     common = {"x": x, "color": colour, "detail": "piece:N", "order": alt.Order("at:Q")}
@@ -203,8 +203,7 @@ def _panel(key: str, series: Sequence[Mapping[str, Any]], names: Sequence[str], 
         x=x, y=y, color=colour, tooltip=_tooltips(series), opacity=alt.condition(near, alt.value(1), alt.value(0))
     )
     layers = [
-        whole.mark_line(opacity=0.3, strokeWidth=0.8, tooltip=None).encode(y="printed:Q", **common),
-        again.mark_line(opacity=0.4, strokeWidth=0.8, tooltip=None).encode(y="printed:Q", **common),
+        base.mark_line(opacity=0.3, strokeWidth=0.8, tooltip=None).encode(y="printed:Q", **common),
         whole.mark_line(tooltip=None).encode(y=y, strokeWidth=width, **common),
         *marks,
         points.add_params(near),
@@ -246,9 +245,10 @@ def _decades(series: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 def _marks(restarts: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A dashed line at each restart, none where there is none."""
     told = [alt.Tooltip(f"{name}:N") for name in ("run", "resumed", "again", "log")]
-    drawn = alt.Chart(alt.Data(values=list(restarts))).transform_filter(ONLY).transform_calculate(at="datum[across]")
+    drawn = alt.Chart(alt.Data(values=list(restarts))).transform_calculate(at="datum[across]")
     rule = drawn.mark_rule(strokeDash=[4, 3], strokeWidth=1.2)
-    return [rule.encode(x="at:Q", color="run:N", tooltip=told)] if restarts else []
+    seen: Any = alt.condition(ONLY, alt.value(1), alt.value(0))
+    return [rule.encode(x="at:Q", color="run:N", tooltip=told, opacity=seen)] if restarts else []
 
 
 def _colours(count: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Figures of measured runs: time, rates, memory, predictions (a Text if there is nothing to draw); of a hang."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,13 +10,11 @@ from matplotlib.patches import Patch, Rectangle
 from trilane.analysis.measure import Measurement
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
-from trilane.analysis.phase_times import ORDER, phases
-from trilane.analysis.recalibrate import NOTHING, Recalibration
+from trilane.analysis.recalibrate import NOTHING
 from trilane.diagnose.hang.verdict import Verdict
-from trilane.report.plots.style import COLORS, GIB, INK, LIMIT, figure, finished, plain, stacked_bars, title
+from trilane.report.plots.style import COLORS, GIB, LIMIT, figure, finished, plain, title
 from trilane.utils.tables import Text
 
-UNTIMED = "covered by no timer"
 NAMED = len(COLORS)  # groups of a hang's ranks with a colour of their own; the others share a grey
 GREY = "#c4ccd3"
 
@@ -45,33 +43,6 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
 def _far_apart(values: Sequence[float]) -> bool:
     """Whether the values need a logarithmic axis."""
     return max(values) > 20 * min(values)
-
-
-def predicted_over_measured(recalibration: Recalibration) -> Figure | Text:
-    """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and after calibration.
-
-    On the dashed line a prediction is exact.
-    """
-    if not recalibration:
-        return NOTHING
-    runs = recalibration.runs
-    made, axes = figure(8.0, 1.4 + 0.45 * len(runs))
-    groups = (
-        (recalibration.before, COLORS[4], "o", "before these runs"),
-        (recalibration.after, COLORS[0], "s", "after"),
-    )
-    for number, (found, color, marker, name) in enumerate(groups):
-        ratios = np.array([(p.sec_per_it, p.sec_lo, p.sec_hi) for p in found]) / [[m.sec_per_it] for m in runs]
-        middle, low, high = ratios.T
-        rows = np.arange(len(runs)) + 0.24 * number - 0.12
-        arms = [middle - low, high - middle]
-        axes.errorbar(middle, rows, xerr=arms, fmt=marker, color=color, capsize=3, lw=1, label=name)
-    axes.axvline(1.0, color=INK, lw=0.8, ls="--")
-    axes.set_yticks(range(len(runs)), [f"{plain(m.name)}, {m.sec_per_it:.3g} s" for m in runs])
-    axes.set_ylim(len(runs) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.grid(axis="y", visible=False)
-    return finished(made, "Predicted over measured seconds", xlabel="predicted / measured (bars: 90 % interval)")
 
 
 def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -119,35 +90,6 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
     end = 1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)])
     axes.set(xlim=(0, end), ylim=(len(known) - 0.5, -0.5), xlabel="GiB, peak of a rank (a dot)")
     title(axes, "Measured memory")
-    return made
-
-
-def phases_measured(measurements: Sequence[Measurement]) -> Figure | Text:
-    """Where an iteration goes by the log's own timers, in percent, one bar a run; the rest is covered by no timer."""
-    timed = {m.name: (found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))}
-    if not timed:
-        return Text("No log has timers of an iteration, so only the prediction splits it (below).")
-    names = [name for name in ORDER if any(name in found for found, _ in timed.values())]
-    parts = []
-    for found, whole in timed.values():
-        part = {name: found.get(name, 0.0) for name in names}
-        parts.append({**part, UNTIMED: max(whole - sum(part.values()), 0.0)})
-    return _shares(list(timed), parts, "Measured time by part (the printing rank)")
-
-
-def phases_predicted(recalibration: Recalibration) -> Figure | Text:
-    """Where an iteration goes by the prediction after calibration, in percent, one bar a run."""
-    labels, parts = [m.name for m in recalibration.runs], [vars(p.time) for p in recalibration.after]
-    return _shares(labels, parts, "Predicted time by part, after calibration") if recalibration else NOTHING
-
-
-def _shares(labels: Sequence[str], parts: Sequence[Mapping[str, float]], heading: str) -> Figure:
-    """Each part's share of its bar, in percent, which compares bars of any length."""
-    wholes = [sum(part.values()) for part in parts]
-    percent = [{name: 100 * v / whole for name, v in p.items()} for p, whole in zip(parts, wholes, strict=True)]
-    named = [f"{label}, {whole:.3g} s" for label, whole in zip(labels, wholes, strict=True)]
-    made = stacked_bars(named, percent, "% of an iteration", heading)
-    made.axes[0].set_xlim(0, 100)
     return made
 
 
