@@ -16,6 +16,7 @@ from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster, Gpu
 from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
+from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, middle, percent, short
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
@@ -157,10 +158,10 @@ def measure_runs(study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: 
     if not logs:
         folders = study.run_folders()
         require(bool(folders), "study", study.name, "has no run; run 03_launch first, or name logs")
-        return MeasuredRuns(runs=tuple(measure(folder, warm_up) for folder in folders))
+        return MeasuredRuns(runs=tuple(measure(folder, warm_up) for folder in progress(folders, "runs", "run")))
     gpu = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
     runs, unread = list[Measurement](), list[str]()
-    for path in files(logs):
+    for path in progress(files(logs), "logs", "log"):
         try:
             runs += measure_path(path, warm_up, gpu)
         except (ValueError, OSError) as error:

@@ -22,6 +22,7 @@ from trilane.costmodel.memory import (
 from trilane.costmodel.predict import unmeasured_half_width
 from trilane.costmodel.shipped import Fit, combined, default, prior_of
 from trilane.costmodel.uncertainty import posterior
+from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
 
 LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
@@ -201,7 +202,8 @@ def leave_one_out(rows: Sequence[MeasuredRow], by: str) -> list[RowPrediction]:
         return predict_foreign(rows, FOREIGN[by])
     key = LEAVE_OUT[by]
     found: dict[str, RowPrediction] = {}
-    for group, left_out in dict.fromkeys((group_name(r), key(r)) for r in rows):
+    folds = list(dict.fromkeys((group_name(r), key(r)) for r in rows))
+    for group, left_out in progress(folds, "fits without each row's " + by, "fit"):
         test = [r for r in rows if (group_name(r), key(r)) == (group, left_out)]
         rest = [r for r in rows if key(r) != left_out]
         found |= {p.row_id: p for p in predict_unseen(test, rest)}
@@ -233,7 +235,7 @@ def predict_foreign(rows: Sequence[MeasuredRow], known: int) -> list[RowPredicti
         groups.setdefault((row.file, row.case.cluster.name.replace("16g", "32g"), row.stack), []).append(row)
     wanted, found = {r.row_id for r in rows}, dict[str, RowPrediction]()
     fits = {key: calibrate_time(members, prior_of(*key[1:])) for key, members in groups.items()}
-    for key, members in groups.items():
+    for key, members in progress(list(groups.items()), "fits of other files", "group"):
         if not wanted & {r.row_id for r in members}:
             continue
         first = members[0]

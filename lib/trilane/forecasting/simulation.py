@@ -7,6 +7,7 @@ import numpy as np
 
 from trilane.forecasting.capacity import CapacityWindow
 from trilane.forecasting.failures import CHANGE, NODE_FAILURE, NODE_YEAR_S, QUEUE, FailureModel
+from trilane.utils.progress import progress
 from trilane.utils.validation import require
 
 MOST_UNDONE, MOST_LOST = 0.9, 10.0  # lost work and lost time, relative to the work: above it a run never ends
@@ -116,7 +117,7 @@ class Simulation:
 
     def run(self, stretches: Sequence[Stretch]) -> Outcomes:
         """Simulate the runs through the stretches."""
-        for stretch in stretches:
+        for stretch in progress(stretches, "simulation", "stretch"):
             self.simulate(stretch)
         return Outcomes(wall_s=self.now, gpu_s=self.gpu_s, reached_s=self.reached, lost_s=self.lost)
 

@@ -21,6 +21,7 @@ from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import default
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.space import ParallelSizes, SearchPoint, Space, block_columns, space_for, topology_of
+from trilane.utils.progress import progress
 from trilane.utils.validation import require_known
 
 MEMORY_RULE = "memory must fit the card"
@@ -174,7 +175,7 @@ class _Search:
 
     def blocks(self) -> Iterator[Block]:
         """The runnable topologies, some thousands at a time; the others are counted."""
-        for sizes in self.space.sizes():
+        for sizes in progress(list(self.space.sizes()), "search", "size"):
             cp, gpus = self.space.cp, sizes[0] * sizes[1] * sizes[2] * self.space.cp
             block = SimpleNamespace(tp=sizes[0], pp=sizes[1], dp=sizes[2], cp=cp, gpus=gpus)
             broken = next((rule for rule, subjects in self.size_rules if not rule.holds(block, *subjects)), None)

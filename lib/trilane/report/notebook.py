@@ -15,11 +15,11 @@ from jupyter_client import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
-from trilane.launch.follow import BATCH
 from trilane.report.html import with_predecessor, write_notebook_report
 from trilane.report.index import write_index
 from trilane.report.parameters import described_parameters, edited_parameters, path_of
 from trilane.utils.process import environment_set
+from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
 from trilane.workspace.run_folder import keep_earlier
 from trilane.workspace.study import Study, outputs_root, shipped, stamp

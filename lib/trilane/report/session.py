@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trilane.launch.follow import BATCH
 from trilane.report.html import notebook_html, read_notebook
 from trilane.report.index import SESSION, write_index
 from trilane.report.parameters import read_parameters
+from trilane.utils.progress import BATCH
 from trilane.utils.tables import Text
 from trilane.utils.validation import require
 from trilane.workspace.run_folder import write_text

@@ -17,6 +17,7 @@ from trilane.slurm import chain, job_status, jobs, monitor, script, sites, submi
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
 from trilane.workspace.status import Status
 from trilane.workspace.study import Study, outputs_root
@@ -103,7 +104,8 @@ class StudyRuns(Table):
         """Train here (site `local`) or submit the runs neither completed nor active; none where one is refused."""
         refused = not self.site.is_local and any(f.level == REFUSAL for _, f in self.findings)
         dry_run = "not started: the check refuses a run" if refused else "not started: dry run"
-        started = [self._start(run) if wanted and not refused else dry_run for run in self.rows]
+        rows = progress(self.rows, "runs", "run") if wanted and not refused else self.rows
+        started = [self._start(run) if wanted and not refused else dry_run for run in rows]
         return Columns({"run": [folder.name for folder in self.folders], "job": started})
 
     def _start(self, run: StudyRun) -> str:
