@@ -53,12 +53,12 @@ def test_equal_stages_have_the_bubble_of_the_paper(stages, microbatches, chunks)
     assert _end([1.0] * stages, microbatches, chunks, 0.25) == pytest.approx(expected)
 
 
-def test_a_stage_of_1f1b_keeps_no_more_microbatches_than_stages_follow_it():
-    """Narayanan et al. 2021, section 2.2: at most p in flight; memory.in_flight counts them so."""
-    found = passes([1.0, 1.5, 0.8, 1.1], 16)
-    for i in range(4):
-        held = np.cumsum([1 if p.is_forward else -1 for p in found if p.stage == i])
-        assert held.max() == 4 - i and held[-1] == 0
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_first_stage_keeps_as_many_microbatches_as_its_memory_is_predicted_for(chunks):
+    """memory.in_flight: p in 1F1B, 1 + (p - 1) / (p v) as much with v chunks (Korthikanti et al. 2022, 4.2.3)."""
+    found = passes([1.0, 1.5, 0.8, 1.1], 16, chunks)
+    held = np.cumsum([1 if p.is_forward else -1 for p in found if p.stage == 0])
+    assert held.max() == (4 if chunks == 1 else 4 * chunks + 3) and held[-1] == 0
 
 
 def test_unequal_stages_end_between_the_busiest_one_and_the_prediction():

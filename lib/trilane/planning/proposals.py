@@ -48,8 +48,7 @@ class Proposal:
     @property
     def days(self) -> float:
         """Days of all tokens at the predicted pace, with nothing going wrong (see calendar for the rest)."""
-        iterations = self.tokens / self.shape.seq_length / self.topology.gbs
-        return iterations * self.prediction.sec_per_it / 86400
+        return training_days(self.shape, self.topology, self.prediction.sec_per_it, self.tokens)
 
     @property
     def gpu_hours(self) -> float:
@@ -84,6 +83,11 @@ def training_seconds(parameters: float, tokens: float, flops_per_s: float) -> fl
     for name, value in (("parameters", parameters), ("tokens", tokens), ("flops_per_s", flops_per_s)):
         require_positive(name, value)
     return 8 * tokens * parameters / flops_per_s
+
+
+def training_days(shape: ModelShape, topology: Topology, sec_per_it: float, tokens: float) -> float:
+    """Days of so many tokens at the pace `sec_per_it`, with nothing going wrong; no ramp of the batch."""
+    return tokens / shape.seq_length / topology.gbs * sec_per_it / 86400
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trilane.costmodel.backtest import Backtest
-from trilane.costmodel.iteration import IterationTime
-from trilane.costmodel.memory import StageMemory
 from trilane.costmodel.metrics import group_name
 from trilane.planning.explain import Explanation
 from trilane.planning.proposals import Proposal
-from trilane.planning.search_result import Candidate
 from trilane.planning.sizing import ShapeSurvey
 from trilane.report.plots.style import (
     COLORS,
@@ -27,7 +24,6 @@ from trilane.report.plots.style import (
     finished,
     legend,
     plain,
-    stacked_bars,
     title,
 )
 
@@ -89,22 +85,6 @@ def _size_lines(axes: Axes, x: np.ndarray, y: np.ndarray, best: Proposal) -> Non
     axes.clabel(ratios, fmt=lambda v: f"h/L {v:.0f}", fontsize=7)
 
 
-def time_by_part(candidates: Sequence[Candidate]) -> Figure:
-    """Where the predicted seconds of an iteration go, one bar a topology."""
-    names = IterationTime.__dataclass_fields__
-    parts = [{name: getattr(c.prediction.time, name) for name in names} for c in candidates]
-    return stacked_bars([c.label for c in candidates], parts, "seconds per iteration", "Predicted time by part")
-
-
-def memory_by_part(candidates: Sequence[Candidate]) -> Figure:
-    """What fills the fullest stage's GPU, one bar a topology, with the GPU's memory as the limit."""
-    names, limit_bytes = StageMemory.__dataclass_fields__, candidates[0].plan.cluster.gpu.memory_bytes
-    fullest = [max(c.prediction.stages, key=lambda stage: stage.total) for c in candidates]
-    parts = [{name: getattr(stage, name) / GIB for name in names} for stage in fullest]
-    labels = [c.label for c in candidates]
-    return stacked_bars(labels, parts, "GiB per process", "Predicted memory of the fullest stage", limit_bytes / GIB)
-
-
 def why(explained: Explanation) -> Figure:
     """The seconds of an iteration by part and the memory of the fullest stage, as planned and after the best change."""
     shown = explained.candidates
@@ -137,50 +117,6 @@ def shapes_on_the_plane(survey: ShapeSurvey) -> Figure:
     axes.set(xlabel="hidden size", ylabel="layers")
     title(axes, "Candidate shapes (filled: the chosen one)")
     axes.margins(0.15, 0.3)
-    return made
-
-
-def _stages(candidates: Sequence[Candidate], ylabel: str, heading: str) -> tuple[Figure, Sequence[Axes]]:
-    """One panel a plan, side by side, on a common scale, its pipeline stages to the right."""
-    count = len(candidates)
-    with plt.rc_context(STYLE):
-        made, panels = plt.subplots(1, count, figsize=(2.2 + 2.4 * count, 3.2), sharey=True, squeeze=False)
-        made.set_layout_engine("constrained")
-    plt.close(made)
-    panels[0][0].set_ylabel(ylabel)
-    for axes, candidate in zip(panels[0], candidates, strict=True):
-        pp = len(candidate.prediction.stages)
-        axes.set_title(plain(candidate.label), fontsize=8, loc="left")
-        axes.set(xlabel="pipeline stage", xticks=range(0, pp, -(-pp // 8)))
-    made.suptitle(heading, x=0.01, ha="left", weight="bold", fontsize=11)
-    return made, panels[0]
-
-
-def memory_by_stage(candidates: Sequence[Candidate]) -> Figure:
-    """What fills a GPU of each pipeline stage, one panel a topology; the GPU's memory is the line where it is near."""
-    made, panels = _stages(candidates, "GiB per process", "Predicted memory by stage")
-    names, limit_bytes = list(StageMemory.__dataclass_fields__), candidates[0].plan.cluster.gpu.memory_bytes
-    highest = max(stage.total for c in candidates for stage in c.prediction.stages)
-    for axes, candidate in zip(panels, candidates, strict=True):
-        stages, below = candidate.prediction.stages, [0.0] * len(candidate.prediction.stages)
-        for i, name in enumerate(names):
-            heights = [getattr(stage, name) / GIB for stage in stages]
-            if any(heights):
-                axes.bar(range(len(stages)), heights, bottom=below, color=COLORS[i % len(COLORS)], label=name)
-            below = [b + h for b, h in zip(below, heights, strict=True)]
-        if limit_bytes < 2 * highest:
-            axes.axhline(limit_bytes / GIB, color=LIMIT, lw=1.2)
-    legend(panels[-1])
-    return made
-
-
-def time_by_stage(candidates: Sequence[Candidate]) -> Figure:
-    """Milliseconds that a microbatch takes on each stage, one panel a topology; the slowest sets the pace."""
-    made, panels = _stages(candidates, "ms per microbatch", "Predicted time by stage (orange: the slowest)")
-    for axes, candidate in zip(panels, candidates, strict=True):
-        times = candidate.prediction.stage_seconds
-        faces = [COLORS[1] if t > 0.999 * max(times) else COLORS[0] for t in times]
-        axes.bar(range(len(times)), [1e3 * t for t in times], color=faces)
     return made
 
 

@@ -52,16 +52,10 @@ def finished(made: Figure, heading: str, **labels: Any) -> Figure:
     return made
 
 
-def stacked_bars(
-    labels: Sequence[str], parts: Sequence[dict[str, float]], xlabel: str, heading: str, limit: float | None = None
-) -> Figure:
-    """A horizontal bar per label, of stacked parts; `limit` is drawn where it is below three times the longest bar."""
+def stacked_bars(labels: Sequence[str], parts: Sequence[dict[str, float]], xlabel: str, heading: str) -> Figure:
+    """A horizontal bar per label, of stacked parts."""
     made, axes = figure(8.0, 1.1 + 0.42 * len(labels))
     bars(axes, labels, parts)
-    longest = max(sum(p.values()) for p in parts)
-    if limit is not None and limit < 3 * longest:
-        axes.axvline(limit, color=LIMIT, lw=1.5)
-        axes.annotate("limit", (limit, -0.5), color=LIMIT, fontsize=8, ha="right")
     return finished(made, heading, xlabel=xlabel)
 
 
