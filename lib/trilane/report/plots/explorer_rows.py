@@ -117,7 +117,8 @@ def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[Row]:
         *_pipeline_lines(p, made, drawn),
         f"Evidence: {p.support.words}",
     ]
-    wrapped = (line for text in (plain(c.label), *said) for line in textwrap.wrap(text, LINE, subsequent_indent="   "))
+    look: Any = {"width": LINE, "subsequent_indent": "   ", "break_on_hyphens": False}
+    wrapped = (line for text in (plain(c.label), *said) for line in textwrap.wrap(text, **look))
     return ({"id": drawn.id, "n": n, "line": line} for n, line in enumerate(wrapped))
 
 
