@@ -1,42 +1,147 @@
-"""One plan by hand: the sentence says what is predicted, or which rule forbids it."""
+"""The editor of one plan: it says what is predicted, or which rule forbids it, and never a number for the latter."""
 
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from threading import Thread
+from typing import Any
+
+import pytest
 from ipywidgets import Widget
 
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.costmodel import shipped
 from trilane.costmodel.predict import predict
-from trilane.report.widgets import explore, sentence
+from trilane.costmodel.shipped import default
+from trilane.forecasting.plan_source import study_plan
+from trilane.planning.vary import use_plan, varied
+from trilane.report.widgets import Editor, explore, sentence
+from trilane.workspace.study import Study
 
 MACHINE = cluster("jz-a100-80g")
-KNOWN = shipped.default(MACHINE)
+KNOWN = default(MACHINE)
 TOPOLOGY = Topology(tp=4, pp=12, dp=8, mbs=2, gbs=2048, zero=1, precision="bf16", recompute="full", fp32_gradients=True)
 PLAN = Plan(label="p", shape=parse_shape("72,14336,64,2048,250880"), cluster=MACHINE, topology=TOPOLOGY)
+BASE = varied(PLAN, KNOWN)
+
+
+@pytest.fixture
+def study(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Study:
+    """A study whose 02_topology wrote one plan."""
+    monkeypatch.setenv("TRILANE_OUTPUTS", str(tmp_path))
+    found = Study.open("s")
+    found.save("plans.json", {"plans": [BASE.to_json()], "risky": [], **KNOWN.record()}, "02_topology")
+    return found
+
+
+@pytest.fixture
+def editor(study: Study) -> Iterator[Editor]:
+    yield explore(PLAN, KNOWN, study)
+    Widget.close_all()  # or they look for their kernel when Python ends
 
 
 def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
-    text, p = sentence(PLAN, KNOWN), predict(PLAN)
+    (text, chosen), p = sentence(BASE, KNOWN), predict(PLAN)
     assert f"<b>{p.sec_per_it:.3g} s</b> an iteration" in text and f"<b>{p.memory_bytes / 2**30:.3g} GiB</b>" in text
-    assert PLAN.id in text and "on 384 GPUs" in text
+    assert PLAN.id in text and "on 384 GPUs" in text and p.support.words in text
+    assert chosen is not None and chosen.prediction == p
 
 
-def test_a_plan_that_cannot_be_names_the_rule_as_the_search_has_it():
-    assert sentence(PLAN, KNOWN, tp=3, gbs=2112, dp=11).startswith("<b>refused</b>: tp=3: must divide num_attention")
-    assert sentence(PLAN, KNOWN, mbs=3).startswith("<b>refused</b>: gbs=2048: must be a multiple")
-    assert "must stay inside a node" in sentence(PLAN, KNOWN, tp=16, pp=3)
-    assert sentence(PLAN, KNOWN, dp=16).startswith("<b>refused</b>: gpus=768: must not exceed the cluster")
+@pytest.mark.parametrize(
+    "choices, rule",
+    [
+        ({"tp": 3, "gbs": 2112, "dp": 11}, "tp=3: must divide num_attention"),
+        ({"mbs": 3}, "gbs=2048: must be a multiple"),
+        ({"tp": 16, "pp": 3}, "must stay inside a node"),
+        ({"dp": 16}, "gpus=768: must not exceed the cluster"),
+        ({"pp": 1}, "GiB: must fit the card"),
+        ({"engine": "deepspeed-zero"}, "engine deepspeed-zero has no pipeline"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"zero": 7}, "zero=7: ZeRO stages are 0, 1, 2 and 3"),
+        ({"interleaving": 5}, "must divide the 72 layers"),
+        ({"pp": 0}, "pp=0"),
+        ({"first_stage_layers": 71}, "first_stage_layers=71"),
+    ],
+)
+def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
+    text, chosen = sentence(BASE, KNOWN, **choices)
+    assert text.startswith("<b>refused</b>: ") and rule in text and chosen is None
+    assert "an iteration" not in text
 
 
-def test_the_widgets_begin_at_the_plan_given_reach_every_size_and_say_what_is_chosen():
-    explorer = explore(PLAN, KNOWN, 384)
-    *boxes, said = explorer.children
-    chosen = {w.description: w for w in boxes}
-    assert {name: w.value for name, w in chosen.items()} == {"tp": 4, "pp": 12, "dp": 8, "mbs": 2, "recompute": "full"}
-    assert 384 in chosen["dp"].options and "on 384 GPUs" in said.value
-    chosen["dp"].value = 4
-    assert "on 192 GPUs" in said.value and "on 192 GPUs" in explorer._repr_mimebundle_()["text/html"]
-    chosen["tp"].value = 3
-    assert said.value.startswith("<b>refused</b>: tp=3")
-    Widget.close_all()  # or they look for their kernel when Python ends
+def test_a_refusal_says_what_would_be_possible():
+    assert "possible here: tp 1, 2, 4" in sentence(BASE, KNOWN, tp=3)[0]
+    assert "possible here: gbs 2046, 2052" in sentence(BASE, KNOWN, mbs=3, dp=2)[0]
+
+
+def test_every_field_of_a_plan_has_a_control_that_begins_at_its_value(editor):
+    assert set(editor.boxes) == {"engine", *(f.name for f in fields(Topology))}
+    assert {n: b.value for n, b in editor.boxes.items()} == {"engine": "megatron", **vars(TOPOLOGY)}
+    assert editor.gpus.value == 384 and BASE.plan.id in editor.caption.value
+
+
+def test_a_change_is_predicted_and_a_refused_one_cannot_be_pinned(editor):
+    editor.boxes["dp"].value = 4
+    assert "on 192 GPUs" in editor.caption.value and editor.gpus.value == 192
+    assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], "in a report without a kernel too"
+    editor.boxes["tp"].value = 3
+    assert editor.caption.value.startswith("<b>refused</b>: tp=3")
+    editor.buttons["pin"].click()
+    editor.buttons["use this plan"].click()
+    assert not editor.pinned and "not written" in editor.told.value
+    editor.buttons["first plan"].click()
+    assert editor.chosen.plan == PLAN
+
+
+def test_gpus_are_spread_over_replicas_or_refused(editor):
+    editor.gpus.value = 96
+    assert editor.boxes["dp"].value == 2 and "on 96 GPUs" in editor.caption.value
+    editor.gpus.value = 100
+    assert "gpus=100: must be a multiple of tp x cp x pp = 48" in editor.caption.value and editor.chosen is None
+
+
+def test_pinned_plans_stand_side_by_side_with_what_differs_marked(editor):
+    editor.set(mbs=1)
+    editor.buttons["pin"].click()
+    editor.buttons["pin"].click()  # the same once more
+    editor.set(mbs=2, sequence_parallel=True)
+    editor.buttons["pin"].click()
+    table = editor.table.value
+    assert table.count("<th>") == 1 + 3 + table.count("<tr>") - 1, "three plans"
+    assert "<th>mbs</th><td>2</td><td><mark>1</mark></td><td>2</td>" in table
+    assert "<th>sequence parallel</th><td>no</td><td>no</td><td><mark>yes</mark></td>" in table
+    assert "<th>tp</th>" not in table and f"{BASE.prediction.sec_per_it:.4g}" in table
+    editor.buttons["unpin all"].click()
+    assert not editor.table.value
+
+
+def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
+    editor.set(mbs=1)
+    editor.buttons["use this plan"].click()
+    plans, (first, source) = study.plans(), study_plan(study)
+    assert plans == [editor.chosen.plan, PLAN] and first == editor.chosen.plan
+    assert source.prediction["sec_per_it"] == editor.chosen.prediction.sec_per_it
+    kept = json.loads((study.folder / "earlier/plans.json.1").read_text())
+    assert [p["id"] for p in kept["plans"]] == [PLAN.id]
+    use_plan(study, BASE, KNOWN)
+    assert study.plans()[0] == PLAN and len(study.plans()) == 2, "a plan is listed once"
+
+
+def test_what_no_search_wrote_or_another_one_is_not_replaced(study):
+    other = default(cluster("jz-v100-32g"))
+    with pytest.raises(ValueError, match=r"plans.json=s: is by another calibration"):
+        use_plan(study, BASE, other)
+    with pytest.raises(ValueError, match=r"study=empty: has no plans.json yet; run 02_topology first"):
+        use_plan(Study.open("empty"), BASE, KNOWN)
+
+
+def test_people_who_use_plans_at_once_lose_none(study):
+    chosen = [varied(PLAN, KNOWN, mbs=mbs, sequence_parallel=p) for mbs in (1, 2, 4) for p in (False, True)]
+    threads = [Thread(target=use_plan, args=(Study.open("s"), c, KNOWN)) for c in chosen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(study.plans()) == 6 and {p.id for p in study.plans()} == {c.plan.id for c in chosen}

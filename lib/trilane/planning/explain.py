@@ -1,17 +1,18 @@
 """Why a plan takes what it takes: what limits its time and memory, which single change helps most, how sure that is."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trilane.config.engines import default_attention, label_of, untrainable_reason
-from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology, invalid_reason
+from trilane.config.engines import default_attention, untrainable_reason
+from trilane.config.parallelism import OFFLOADS, PARTITIONS, RECOMPUTE, Topology
 from trilane.config.plan import Plan
-from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, Prediction, predict
 from trilane.planning.search_result import Candidate
+from trilane.planning.vary import varied
 from trilane.utils.tables import Text
 
 COMMUNICATION = ("tensor_parallel", "pipeline_p2p", "data_parallel")
@@ -192,16 +193,9 @@ def _predicted(plan: Plan, changes: Any, calibration: Calibration | None) -> lis
     """The changes of a plan that can be trained and do not risk the memory, with their predictions."""
     found = []
     for fields in changes:
-        try:
-            topology = dataclasses.replace(plan.topology, **fields)
-            if invalid_reason(plan.shape, topology, plan.cluster):
-                continue
-            label = label_of(plan.shape, plan.cluster, topology, plan.engine)
-            other = dataclasses.replace(plan, topology=topology, label=label, run=Run())
-        except ValueError:
-            continue
-        candidate = Candidate(plan=other, prediction=predict(other, calibration))
-        found += [] if candidate.prediction.is_risky else [candidate]
+        with contextlib.suppress(ValueError):
+            candidate = varied(plan, calibration, **fields)
+            found += [] if candidate.prediction.is_risky else [candidate]
     return found
 
 

@@ -21,6 +21,7 @@ from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import GivenShape, read_shape
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.run_folder import is_completed, is_started, write_text
@@ -122,13 +123,22 @@ class Study:
 
     def save(self, name: str, values: dict[str, Any], made_by: str) -> Path:
         """Write the result file `name` (JSON), stamped with what made it; a different earlier version is kept."""
-        path = self.folder / name
-        new = json.loads(json.dumps(_without(values, "made_by")))
-        with contextlib.suppress(ValueError):  # missing, or damaged: then it is kept as an earlier version
-            if _without(read_object(path, "study file"), "made_by") == new:
-                return path
-        text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
-        return write_text(path, text + "\n")
+        return self._write(name, made_by, lambda: values)
+
+    def update(self, name: str, made_by: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Path:
+        """Write the result file `name` as `change` makes it of what it holds; nobody else writes one meanwhile."""
+        return self._write(name, made_by, lambda: change(self.values(name, made_by)))
+
+    def _write(self, name: str, made_by: str, make: Callable[[], dict[str, Any]]) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FolderLock([self.folder], ".results.lock").held(30.0):  # of two at a time each keeps the other's version
+            path, values = self.folder / name, make()
+            new = json.loads(json.dumps(_without(values, "made_by")))
+            with contextlib.suppress(ValueError):  # missing, or damaged: then it is kept as an earlier version
+                if _without(read_object(path, "study file"), "made_by") == new:
+                    return path
+            text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
+            return write_text(path, text + "\n")
 
     def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
         """The result file `name`, with these fields of these types.
