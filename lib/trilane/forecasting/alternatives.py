@@ -55,11 +55,11 @@ class Alternatives(Table):
         import pandas as pd
 
         rows = (*self.schedules, *self.topologies)
-        money = {} if self.price is None else {"money": [round(r.gpu_hours * self.price) or None for r in rows]}
+        money = {} if self.price is None else {"money": [r.gpu_hours * self.price or None for r in rows]}
         columns = {
             "what": [r.name for r in rows],
             "days": [r.days or None for r in rows],
-            "GPU-hours": [round(r.gpu_hours) or None for r in rows],
+            "GPU-hours": [r.gpu_hours or None for r in rows],
             **money,
             "restarts": [r.restarts for r in rows],
             "memory (GiB)": [r.memory_bytes / 2**30 or None for r in rows],

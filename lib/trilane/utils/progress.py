@@ -40,8 +40,8 @@ def in_kernel() -> bool:
 
 def bar_html(done: int, total: int, caption: str) -> Html:
     """A bar with a caption for JupyterLab."""
-    bar = Html('<progress style="width: 16em; vertical-align: middle" max="{:d}" value="{:d}"></progress>')
-    return Html.of(bar + " {:code}", total, done, caption)
+    bar = '<progress style="width: 16em; vertical-align: middle" max="{:d}" value="{:d}"></progress> {:code}'
+    return Html.of(bar, total, done, caption)
 
 
 def time_left(seconds: float) -> str:

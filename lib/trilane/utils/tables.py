@@ -224,16 +224,11 @@ def percent(value: float, digits: int = 1) -> str:
 
 def amount(value: float) -> str:
     """A number as a person writes it, with four significant digits: 1,119,000, 122.4, 0.0312."""
-    return f"{_significant(value):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
-
-
-def _significant(value: float) -> float:
-    """The number rounded to four significant digits."""
-    return float(f"{value:.4g}")
+    return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
 def _text(value: float, decimals: int) -> str:
-    return f"{_significant(value) if abs(value) >= 1e4 else value:,.{decimals}f}"
+    return amount(value) if 1e4 <= abs(value) < math.inf else f"{value:,.{decimals}f}"
 
 
 def _decimals(values: Any, most: int) -> int:
