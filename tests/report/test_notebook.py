@@ -12,6 +12,7 @@ from support import heed_ctrl_c
 
 from trilane.report import notebook
 from trilane.report.parameters import copy_into, described_parameters, read_parameters
+from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.study import Study
 
 PARAMETERS = """\
@@ -195,3 +196,18 @@ def test_to_run_a_notebook_builds_no_grammar_of_iris():
     code = "import sys, trilane.report.notebook; print('lark' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "False"
+
+
+def test_a_notebook_that_another_process_executes_in_the_study_is_refused(story: str, outputs: Path) -> None:
+    study = Study.create("s")
+    message = rf"^notebook={story}, study=\S+/s: is locked by process \d+ on "
+    with FolderLock([study.folder], f".{story}.lock").held(0.0), pytest.raises(ValueError, match=message):
+        notebook.run(story, study)
+    assert not list(study.folder.iterdir())
+
+
+def test_a_notebook_beside_one_that_is_being_written_completes(story: str, outputs: Path) -> None:
+    study = Study.create("s")
+    (study.folder / "06_other.ipynb").write_text('{"cells": [')
+    assert notebook.run(story, study).is_file() and not (study.folder / "06_other.html").exists()
+    assert not notebook.is_done("06_other", study, {})

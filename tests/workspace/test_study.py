@@ -1,10 +1,13 @@
 """Studies: never overwritten, always stamped, and a run folder is used once."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support import small_plan
 
+from trilane.workspace import run_folder
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
@@ -56,3 +59,21 @@ def test_a_run_folder_is_never_used_twice_but_a_completed_equal_run_is_found_aga
     assert study.run_folder(plan, files) == (first, True)
     longer = small_plan(train_iters=9)
     assert study.run_folder(longer, files)[0].name == "small-3"
+
+
+def test_nothing_is_lost_where_two_save_at_once(outputs, monkeypatch):
+    """Each of them finds the version of another, also one that was written since it looked."""
+    here = Study.create("s")
+    keep = run_folder.keep_earlier
+    monkeypatch.setattr(run_folder, "keep_earlier", lambda *given: (keep(*given), time.sleep(0.02)))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: Study("s").save("plans.json", {"plan": n}, "02_topology"), range(4)))
+    paths = [here.folder / "plans.json", *(here.folder / "earlier").iterdir()]
+    assert sorted(json.loads(path.read_text())["plan"] for path in paths) == [0, 1, 2, 3]
+    assert sorted(path.name for path in here.folder.iterdir()) == ["earlier", "plans.json"]
+
+
+def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: Study.create("s", fresh=True).name, range(4)))
+    assert sorted(made) == ["s", "s-2", "s-3", "s-4"]

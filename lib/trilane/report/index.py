@@ -10,10 +10,11 @@ from typing import Any
 import jinja2
 
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, title
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status, known_status, status_problem
-from trilane.workspace.study import Study, stamp
+from trilane.workspace.study import PATIENCE_S, Study, stamp
 
 SESSION = "-session.html"  # ends the name of a report made in a session
 FIRST = "08_decision"  # what the index lists first
@@ -22,8 +23,16 @@ FIRST = "08_decision"  # what the index lists first
 def write_index(study: Study) -> Path:
     """Write the study's index.html: its notebooks (the decision first), its runs with their status, its results.
 
-    The page of all studies, index.html of the folder above, is written anew too.
+    The page of all studies, index.html of the folder above, is written anew too. One process at a time does it, so that
+    the last one lists what all have made.
     """
+    with FolderLock([study.folder.parent], ".index.lock", "outputs").held(PATIENCE_S):
+        path = _write_index(study)
+        write_gallery(study.folder.parent)
+    return path
+
+
+def _write_index(study: Study) -> Path:
     values = {
         "study": study.name,
         "headline": headline(study),
@@ -33,9 +42,7 @@ def write_index(study: Study) -> Path:
         "runs": [_run_row(folder) for folder in study.run_folders()],
         "files": [Html.link(p.name, p.name) for p in sorted(study.folder.iterdir()) if _is_result(p)],
     }
-    path = write_text(study.folder / "index.html", _page("index", POLICY, **values), derived=True)
-    write_gallery(study.folder.parent)
-    return path
+    return write_text(study.folder / "index.html", _page("index", POLICY, **values), derived=True)
 
 
 def _is_result(path: Path) -> bool:

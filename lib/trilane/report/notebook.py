@@ -1,6 +1,7 @@
 """Execute the notebooks of a study with checked parameters; write their HTML and the study's index."""
 
 import ast
+import contextlib
 import glob
 import os
 import sys
@@ -15,9 +16,10 @@ from jupyter_client import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
 from traitlets import Unicode
 
-from trilane.report.html import with_predecessor, write_notebook_report
+from trilane.report.html import read_notebook, with_predecessor, write_notebook_report
 from trilane.report.index import write_index
 from trilane.report.parameters import described_parameters, edited_parameters, path_of
+from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import environment_set
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
@@ -101,10 +103,17 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
 def run(name: str, study: Study, **given: object) -> Path:
     """Execute one notebook in `study` with the parameters `given`; the path of its HTML.
 
-    The executed copy, HTML and index are written even where a cell fails; then NotebookError names the cell.
+    The executed copy, HTML and index are written even where a cell fails; then NotebookError names the cell. ValueError
+    where another process executes that notebook in the study now.
     """
-    values, source = {**_as_committed(name), **distribute([name], given)[name]}, path_of(name)
-    executed = study.folder / f"{name}.ipynb"
+    values = {**_as_committed(name), **distribute([name], given)[name]}
+    with FolderLock([study.folder], f".{name}.lock", f"notebook={name}, study").held(0.0):
+        return _run(name, study, values)
+
+
+def _run(name: str, study: Study, values: Mapping[str, Any]) -> Path:
+    """As run(), while no other process executes that notebook in the study."""
+    source, executed = path_of(name), study.folder / f"{name}.ipynb"
     keep_earlier(executed)
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
     inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())}  # the kernel runs in another folder
@@ -146,8 +155,13 @@ def _write_reports(study: Study, executed: Path) -> None:
         made = nbformat.read(executed, as_version=4)
         made.metadata["trilane"] = stamp()
         nbformat.write(made, executed)
-        for report in with_predecessor(executed):
-            write_notebook_report(report)
+        *before, own = with_predecessor(executed)
+        for report in before:
+            with contextlib.suppress(
+                ValueError
+            ):  # another process may be executing it: half written, and its own to report
+                write_notebook_report(report)
+        write_notebook_report(own)
         write_index(study)
 
 
@@ -189,9 +203,10 @@ def mark_failed(executed: Path) -> str | None:
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
     executed = study.folder / f"{name}.ipynb"
-    if not executed.exists():
+    try:
+        made = read_notebook(executed).metadata.get("papermill", {})
+    except ValueError:  # missing, damaged, or half written by another process
         return False
-    made = nbformat.read(executed, as_version=4).metadata.get("papermill", {})
     same = made.get("parameters") == {**values, "study": study.name}
     return bool(same and made.get("end_time") and not made.get("exception"))
 

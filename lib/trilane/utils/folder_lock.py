@@ -91,7 +91,9 @@ class FolderLock:
     several that find the same dead holder one replaces the lock, and none removes a lock that is alive.
     """
 
-    def __init__(self, folders: Iterable[Path], name: str = LOCK) -> None:
+    def __init__(self, folders: Iterable[Path], name: str = LOCK, field: str = "run folder") -> None:
+        """`field` begins what a process is told that has to wait too long."""
+        self._field = field
         self._paths = sorted({folder.resolve() / name for folder in folders})  # one order: no two wait for each other
         self._holder = Holder.this_process()
 
@@ -127,12 +129,12 @@ class FolderLock:
                 if time.monotonic() > end:
                     rule = f"is locked by {other}; try again when that has ended"
                     raise ValueError(
-                        f"run folder={path.parent}: {rule} (on another host: was silent for {SILENT_S:.0f} s)"
+                        f"{self._field}={path.parent}: {rule} (on another host: was silent for {SILENT_S:.0f} s)"
                     )
                 time.sleep(POLL_S)
                 os.utime(mine)
         except OSError as error:
-            raise ValueError(f"run folder={path.parent}: cannot be locked: {error.strerror}") from None
+            raise ValueError(f"{self._field}={path.parent}: cannot be locked: {error.strerror}") from None
         finally:
             mine.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -27,6 +28,7 @@ from trilane.utils.validation import from_mapping, parse_integers, read_object, 
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
 HERE = Path(__file__).resolve()
+PATIENCE_S = 20.0  # of a process that saves a file which another one saves at this moment
 
 
 def checkout() -> Path | None:
@@ -109,12 +111,13 @@ class Study:
     def create(cls, name: str, *, resume: bool = False, fresh: bool = False) -> "Study":
         """A new study. ValueError where it exists, unless `resume`; `fresh` takes the next free name (NAME-2, ...)."""
         study, number = cls(name), 2
-        while fresh and study.folder.exists():
-            study, number = cls(f"{name}-{number}"), number + 1
-        rule = f"{study.folder} exists; resume it, or name another"
-        require(resume or not study.folder.exists(), "study", name, rule)
-        study.folder.mkdir(parents=True, exist_ok=True)
-        return study
+        while True:
+            try:
+                study.folder.mkdir(parents=True, exist_ok=resume)
+                return study
+            except FileExistsError:  # perhaps made by another process at this moment
+                require(fresh, "study", name, f"{study.folder} exists; resume it, or name another")
+                study, number = cls(f"{name}-{number}"), number + 1
 
     @classmethod
     def open(cls, name: str) -> "Study":
@@ -131,7 +134,7 @@ class Study:
 
     def _write(self, name: str, made_by: str, make: Callable[[], dict[str, Any]]) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with FolderLock([self.folder], ".results.lock").held(30.0):  # of two at a time each keeps the other's version
+        with self._one_writer():
             path, values = self.folder / name, make()
             new = json.loads(json.dumps(_without(values, "made_by")))
             with contextlib.suppress(ValueError):  # missing, or damaged: then it is kept as an earlier version
@@ -139,6 +142,10 @@ class Study:
                     return path
             text = json.dumps({**values, "made_by": {"notebook": made_by, **stamp(), "read": self.read}}, indent=1)
             return write_text(path, text + "\n")
+
+    def _one_writer(self) -> contextlib.AbstractContextManager[object]:
+        """The results belong to this process inside the block: of two at a time each keeps the other's version."""
+        return FolderLock([self.folder], ".results.lock", "study").held(PATIENCE_S)
 
     def load(self, name: str, made_by: str, **fields: type) -> dict[str, Any]:
         """The result file `name`, with these fields of these types.
@@ -186,14 +193,17 @@ class Study:
 
     def save_table(self, name: str, table: Any) -> Path:
         """Write a pandas DataFrame as CSV; a different earlier version is kept."""
-        return write_text(self.folder / name, table.to_csv(index=False))
+        with self._one_writer():
+            return write_text(self.folder / name, table.to_csv(index=False))
 
     def save_figure(self, name: str, figure: Any) -> Path:
         """Write a matplotlib figure as `figures/NAME.png`; nothing for a text, where there is no figure."""
         path = self.folder / "figures" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)
         if not isinstance(figure, str):
-            figure.savefig(path, dpi=150, bbox_inches="tight")
+            aside = path.with_name(f".{name}.{secrets.token_hex(6)}.png")  # nobody sees half of a figure
+            figure.savefig(aside, dpi=150, bbox_inches="tight")
+            aside.replace(path)
         return path
 
     def run_folders(self) -> list[Path]:
