@@ -18,7 +18,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import default
 from trilane.planning.search import search
-from trilane.report.widgets import sentence
+from trilane.report.widgets import explore
 from trilane.workspace.study import Study
 
 matplotlib.use("Agg")
@@ -115,7 +115,7 @@ def test_every_command_shows_the_prediction_of_the_plan(case, tmp_path: Path, ca
 def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -> None:
     """02, 03, 07 and 08 in one study, their cells executed one after the other in this process."""
     name, plan, expected, _ = case
-    text = sentence(plan, default(plan.cluster))
+    text = explore(plan, default(plan.cluster)).caption.value
     assert f"<b>{expected.sec_per_it:.3g} s</b>" in text and f"<b>{expected.memory_bytes / 2**30:.3g} GiB</b>" in text
     given = options(plan, tmp_path)
     shape, machine = given[1], given[3]
