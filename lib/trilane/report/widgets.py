@@ -64,7 +64,8 @@ def _boxes(plan: Plan) -> dict[str, Any]:
     """A control for each field of the topology and for the engine: numbers are typed, the rules say what can be."""
     from ipywidgets import Checkbox, Dropdown
 
-    values = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in FIELDS}}
+    names = dict.fromkeys(("tp", "pp", "dp", "cp", *FIELDS))
+    values = {"engine": plan.engine, **{name: getattr(plan.topology, name) for name in names}}
     options, boxes = {"engine": ENGINES, **CHOICES}, dict[str, Any]()
     for name, value in values.items():
         look: Any = {"description": name.replace("_", " "), "layout": {"width": "auto"}}

@@ -139,9 +139,11 @@ def _heat(rows: list[Row], cell: Any) -> Any:
 
 def _words(rows: list[Row], pick: Any) -> Any:
     """The picked plan in words."""
-    chart = _of(rows, title="The picked plan").transform_filter(pick).mark_text(align="left", baseline="middle")
+    chart = (
+        _of(rows, height=300, title="The picked plan").transform_filter(pick).mark_text(align="left", baseline="middle")
+    )
     return chart.encode(
-        size=alt.condition("datum.n == 0", alt.value(15), alt.value(12)),
+        size=alt.condition("datum.n == 0", alt.value(13), alt.value(12)),
         x=alt.value(0),
         y=alt.Y("n:O", axis=None, scale=alt.Scale(domain=list(range(1 + max(r["n"] for r in rows))))),
         text="line:N",

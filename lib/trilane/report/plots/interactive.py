@@ -19,6 +19,7 @@ from PIL import Image
 from trilane.report.plots.style import COLORS
 
 MIME = "application/vnd.vegalite.v5+json"  # the newest that JupyterLab 4.6 draws
+SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"  # Altair names 5.20, of which JupyterLab's 5.6 warns
 VERSION = "6.4"  # of Vega-Lite in reports and pictures: the newest of vl_convert, it draws specifications of version 5
 PIXELS = 2  # of the picture for each pixel of the figure
 CONFIG: dict[str, Any] = {
@@ -42,7 +43,7 @@ class Interactive:
         with data_transformers.disable_max_rows():
             spec = chart.to_dict()
         config = {**CONFIG, **{name: value for name, value in spec.get("config", {}).items() if name != "view"}}
-        self.spec: dict[str, Any] = _without_nan({**spec, "config": config, "description": text})
+        self.spec: dict[str, Any] = _without_nan({**spec, "$schema": SCHEMA, "config": config, "description": text})
         self.text = text
 
     @functools.cached_property
