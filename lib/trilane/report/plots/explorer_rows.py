@@ -108,12 +108,14 @@ def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[Row]:
     p, t, made = c.prediction, c.topology, drawn.made
     every = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
     days = [f"{day:,.0f}" if day >= 100 else f"{day:.3g}" for day in every]
+    size, word = (1e9, "billion") if tokens >= 1e9 else (1e6, "million")
+    unit, many = ("GPUs", "processes")[c.plan.cluster.gpu.kind == "cpu"], "" if t.microbatches == 1 else "es"
     said = [
-        f"{t.gpus} GPUs = TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}; id {drawn.id}",
-        f"{t.gbs} sequences an iteration: {t.microbatches} microbatches of {t.mbs}",
+        f"{t.gpus} {unit} = TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}; id {drawn.id}",
+        f"{t.gbs} sequences an iteration: {t.microbatches} microbatch{many} of {t.mbs}",
         f"{p.sec_per_it:.4g} s an iteration ({p.sec_lo:.3g} to {p.sec_hi:.3g} s with 90 %)",
         f"{p.memory_bytes / GIB:.3g} GiB on the fullest stage, out of memory with {_chance(p.oom_probability)}",
-        f"{amount(tokens / 1e9)} billion tokens: {days[0]} days ({days[1]} to {days[2]}), no interruptions",
+        f"{amount(tokens / size)} {word} tokens: {days[0]} days ({days[1]} to {days[2]}), no interruptions",
         *_pipeline_lines(p, made, drawn),
         f"Evidence: {p.support.words}",
     ]
