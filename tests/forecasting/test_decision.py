@@ -23,8 +23,9 @@ from trilane.forecasting.request import ForecastRequest, forecast_request
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import propose
 from trilane.report import notebook
-from trilane.report.plots import forecast as calendar_plots
 from trilane.report.plots import planning
+from trilane.report.plots.calendar import gantt
+from trilane.report.plots.forecast import causes, fan, page
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
@@ -95,6 +96,10 @@ def test_the_page_tells_whoever_decides_that_no_measured_run_is_like_the_plan(ca
     assert (
         facts["measured runs like it"].startswith("rests on") and "no measured run" not in decision(calendar).summary()
     )
+    (hopeless,) = told(calendar, deadline=by(5), p_miss_deadline=1.0).turns
+    assert "more GPUs or fewer tokens" in hopeless, "nothing is faster by more than 100 %"
+    (easy,) = told(calendar, deadline=by(1111), p_miss_deadline=0.0).turns
+    assert "11 times as long as predicted" in easy
     far = {**calendar["prediction"], "support": {"words": "no measured run like this; the nearest is <b>"}}
     page = decision({**calendar, "prediction": far})
     assert "no measured run like this; the nearest is &lt;b&gt;." in page.summary()
@@ -210,21 +215,55 @@ def test_gpu_hours_by_cause_add_up_to_the_mean(found):
     assert parts["slower than a benchmark"] == pytest.approx(0.02 * parts["iterations"])
 
 
-def test_figures_have_units_and_draw_their_limits(found):
-    jobs, fan, budget = calendar_plots.gantt(found), calendar_plots.fan(found), calendar_plots.budget(found)
-    assert [axes.get_ylabel() for axes in jobs.axes] == ["batch size\n(sequences)", "nodes"]
-    assert fan.axes[0].get_ylabel() == "tokens trained (billions)"
-    for figure, limit in ((fan, "deadline"), (budget, "allocation"), (jobs, "capacity")):
-        assert limit in [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
+def rows(chart):
+    """Every row of data in a specification."""
+    parts = [part for name in ("concat", "layer") for part in chart.get(name, [])]
+    return [*chart.get("data", {}).get("values", []), *(row for part in parts for row in rows(part))]
+
+
+def test_the_fan_tells_the_dates_of_each_quantile_and_draws_the_deadline(found, calendar):
+    drawn = rows(fan(found).spec)
+    last = [row for row in drawn if "half" in row][-1]
+    finish = {name: day[:10] for name, day in found.record["finish"].items()}
+    assert last["median"] == finish["p50"] and last["nine"] == f"{finish['p05']} to {finish['p95']}"
+    assert last["tokens"] == pytest.approx(found.request.samples * PLAN.shape.seq_length / 1e9, rel=1e-4)
+    assert [row["deadline"] for row in drawn if "deadline" in row] == ["2027-05-01"]
+    assert rows(fan(decision(calendar)).spec) == drawn, "08 draws it of calendar.json"
+    old = {name: value for name, value in calendar.items() if name != "fan"}
+    assert "run 07_calendar again" in fan(decision(old)) and "run 07_calendar again" in page(decision(old))
+
+
+def test_every_cause_of_cost_is_drawn_with_what_helps_and_the_allocation(found):
+    drawn = rows(causes(found).spec)
+    of = {row["cause"]: row for row in drawn if "cause" in row}
+    spent = sum(row["hours"] for row in of.values())
+    assert spent == pytest.approx(found.outcomes.gpu_s.mean() / 3600 - found.gpu_hours_by_cause["iterations"], rel=1e-3)
+    assert "What helps: spare nodes" in of["node failure"]["card"].replace("\n", " ")
+    assert of["outage of the machine"]["hours"] == 0 < of["outage of the machine"]["mean"], "days, and no GPU-hours"
+    assert [row["allocation"] for row in drawn if "allocation" in row] == ["1,200,000"]
+
+
+def test_each_restart_of_the_calendar_has_its_cause_and_its_iterations(found):
+    """A capacity that grows, ends for a week and comes back."""
+    days = ((START, 128), (date(2027, 1, 20), 384), (date(2027, 2, 10), 0), (date(2027, 2, 17), 384))
+    steps = tuple(CapacityStep(first_day=day, gpus=gpus) for day, gpus in days)
+    given = {"capacity": Capacity(steps=steps), "ramp": parse_ramp("512,512,0"), "runs": 100}
+    jobs = [row for row in rows(gantt(forecast(dataclasses.replace(found.request, **given))).spec) if "card" in row]
+    jobs = list({row["number"]: row for row in jobs}.values())
+    assert jobs[0]["cause"] == "Starts the run." and jobs[0]["iterations"].startswith("about 1 to ")
+    assert "the capacity changed" in jobs[1]["cause"] and "DP" in jobs[1]["cause"]
+    assert "nothing could run for 7 days" in jobs[2]["cause"]
+    assert jobs[1]["dates"] == "2027-01-20 to 2027-02-10"
 
 
 def test_no_job_stands_above_the_capacity_that_it_runs_on(found):
     """12 GPUs of 8 a node take two nodes, and where there are 12 there are two."""
     plan = dataclasses.replace(PLAN, topology=dataclasses.replace(PLAN.topology, tp=2, pp=6, dp=1))
     made = forecast(dataclasses.replace(found.request, plan=plan, capacity=constant(12, START), runs=100))
-    below = calendar_plots.gantt(made).axes[1]
-    drawn = next(patch for patch in below.patches if patch.get_label() == "capacity").get_data().values
-    assert [job.choice.nodes for job in made.jobs()] == list(drawn) == [2]
+    drawn = rows(gantt(made).spec)
+    assert (
+        {row["nodes"] for row in drawn if "capacity" in row} == {2} == {row["nodes"] for row in drawn if "card" in row}
+    )
 
 
 def test_shapes_are_drawn_over_width_and_depth():

@@ -228,8 +228,12 @@ def _turns(record: Record, days: float, hours: float) -> Iterator[str]:
         levels, values, allowed = _quantiles(record, limit)
         reached = float(np.interp(1 - MOST_RISK, levels, values)) + moved
         slower = (allowed - reached) / (record["ideal"][ideal] + moved)
+        if slower <= -1:
+            yield f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
+            continue
         kept = f"{'up to there' if slower >= 0 else 'from there on'} four runs of five keep the {limit}"
         word = "slower" if slower >= 0 else "faster"
-        yield f"a benchmark whose iterations are {abs(slower):.0%} {word} than predicted: {kept}"
+        much = f"{amount(round(1 + slower))} times as long as" if slower > 2 else f"{abs(slower):.0%} {word} than"
+        yield f"a benchmark whose iterations are {much} predicted: {kept}"
     if record["prediction"].get("support", {}).get("differs"):
         yield "any benchmark: no measured run like this stands behind the prediction"

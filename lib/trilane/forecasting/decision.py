@@ -1,13 +1,11 @@
 """What a person needs who decides on a run: each figure with its provenance, the largest risks, the alternatives."""
 
-import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trilane.forecasting.alternatives import Recommendation, recommend
-from trilane.forecasting.record import Described, Record, energy_text, support_of
+from trilane.forecasting.record import Described, Record, energy_text, support_of, unlike
 from trilane.utils.tables import Columns, Html, Table, Text, amount, show
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 PREDICTED = ("sec_per_it", "memory_bytes")  # what a plan in plans.json and the forecast both predict
-SHOWN = 3  # risks, and alternatives of a kind, that the page lists
+SHOWN, OF_A_KIND = 3, 2  # risks, and shapes and topologies each, that the page lists
 
 
 @dataclass(frozen=True)
@@ -55,18 +53,6 @@ class Facts(Table):
         return show(frame.assign(**{"computed by": links}))
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """PNG files that a notebook shows, side by side where there is room."""
-
-    paths: tuple[Path, ...]
-
-    def _repr_html_(self) -> str:
-        shown = (base64.b64encode(path.read_bytes()).decode() for path in self.paths)
-        images = "".join(f'<img width="720" src="data:image/png;base64,{image}">' for image in shown)
-        return f'<div class="pair">{images}</div>'
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decision(Described):
     """A study's calendar.json, and what its other files add: proposed shapes, the backtest, the current plans."""
@@ -77,7 +63,6 @@ class Decision(Described):
     backtest_error: float | None = None
     title: str = ""
     reports: frozenset[str] = frozenset()
-    figures: Pictures = Pictures(())
 
     def headline(self) -> Text:
         """The title and the forecast's summary."""
@@ -136,16 +121,16 @@ class Decision(Described):
     def alternatives(self) -> Columns:
         """Other shapes, topologies and schedules: cost in GPU-hours and days, relative to the plan's.
 
-        Shapes are not equally large: theirs are per parameter.
+        OF_A_KIND shapes and topologies; 07_calendar has all. Shapes are not equally large: theirs are per parameter.
         """
         c, s = self.record, self.record["shape"]
         rows: list[tuple[str, str, float, float]] = []
         own = [p for p in self._proposals if (p["layers"], p["hidden"]) == (s["num_layers"], s["hidden_size"])]
-        for p in [p for p in self._proposals if p not in own][:SHOWN]:
+        for p in [p for p in self._proposals if p not in own][:OF_A_KIND]:
             name = f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}"
             rows.append(("shape, per parameter", name, *_relative(p, own[0], own[0]["params"] / p["params"])))
         plan = c["schedules"][0] if c["schedules"] and c["schedules"][0]["days"] else c["ideal"]
-        others = [("topology", o) for o in c["rivals"][:SHOWN]] + [("schedule", o) for o in c["schedules"][1:]]
+        others = [("topology", o) for o in c["rivals"][:OF_A_KIND]] + [("schedule", o) for o in c["schedules"][1:]]
         rows += [(kind, o["name"], *_relative(o, plan)) for kind, o in others if o["days"]]
         columns = {
             "what": [kind for kind, *_ in rows],
@@ -154,6 +139,11 @@ class Decision(Described):
             "days": [f"{days - 1:+.1%}" for *_, days in rows],
         }
         return Columns(columns)
+
+    def options(self) -> Html:
+        """The risks and the alternatives next to each other, where there is room."""
+        tables = (Html(table._repr_html_()) for table in (self.risks(), self.alternatives()))
+        return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *tables)
 
     @property
     def facts(self) -> Facts:
@@ -174,10 +164,15 @@ class Decision(Described):
             kind, fitted = "fitted", f"constants fitted to {c['fitted_rows']} measured rows"
         source = f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}"
         yield Fact("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}", planner)
-        yield Fact("tokens, start, ramp, capacity", f"{c['tokens'] / 1e9:,.4g} billion tokens", "given", "the request")
+        yield Fact(
+            "tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"
+        )
         yield Fact("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule")
         yield Fact("seconds per iteration", f"{seconds:.4g} ({low:.4g} to {high:.4g})", kind, source, planner)
         if words := support_of(c):
+            words = (
+                words.split(":")[0].replace("no measured run like this", "none") if unlike(c) else words
+            )  # above it is whole
             yield Fact("measured runs like it", words, "measured", "the rows that ship; docs/planner.md", planner)
         for m in c["measured"][:2]:
             ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
@@ -196,7 +191,7 @@ class Decision(Described):
         text = f"{amount(c['gpu_hours'])} ({' to '.join(map(amount, hours))})"
         yield Fact("GPU-hours", text, "simulated", f"{amount(ideal['gpu_hours'])} of iterations", made_by)
         text = f"{lost:.3g} days"
-        yield Fact("interruptions, evaluation, saving", text, "assumed", "docs/calendar.md", made_by)
+        yield Fact("lost beside iterations", text, "assumed", "docs/calendar.md", made_by)
         if c.get("energy_kwh"):
             source = "maximum of the node's data sheet, building 1.2: an upper bound"
             yield Fact("energy", energy_text(c["energy_kwh"]), "assumed", source, made_by)
@@ -245,5 +240,4 @@ def decide(study: Study, title: str = "") -> Decision:
         backtest_error=optional("backtest.json", "06_backtest").get("summary", {}).get("median"),
         title=title,
         reports=frozenset(path.stem for path in study.folder.glob("*.ipynb")),
-        figures=Pictures(tuple(study.folder / "figures" / f"{name}.png" for name in ("07_fan", "07_budget"))),
     )

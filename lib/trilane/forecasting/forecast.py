@@ -18,6 +18,7 @@ from trilane.forecasting.simulation import Outcomes, Simulation
 from trilane.utils.validation import require
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+FAN_ROWS = 41
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,19 @@ class Forecast(Described):
         return {"iterations": work, "slower than a benchmark": slower, **{name: d * share for name, d in days.items()}}
 
     @property
+    def fan(self) -> Record:
+        """Billions of tokens, rising, and for each the days after which QUANTILES of the simulated runs have them.
+
+        At most FAN_ROWS of the ends of pieces, the last among them.
+        """
+        gbs, iterations = self.pieces
+        tokens = np.concatenate([[0.0], (gbs * iterations).cumsum()]) * self.request.plan.shape.seq_length / 1e9
+        days = np.quantile(self.outcomes.reached_s, QUANTILES, axis=0).T / 86400  # (J, 5)
+        rows = np.unique(np.linspace(0, len(tokens) - 1, FAN_ROWS).astype(int))
+        days = np.concatenate([np.zeros((1, len(QUANTILES))), days])
+        return {"tokens": tokens[rows].tolist(), "days": days[rows].tolist()}
+
+    @property
     def dangers(self) -> list[Record]:
         """The causes of delay: mean days, and the days that one run in twenty exceeds; the worst first."""
         high = {name: float(np.quantile(seconds, 0.95)) / 86400 for name, seconds in self.outcomes.lost_s.items()}
@@ -186,7 +200,8 @@ class Forecast(Described):
         """to_json() and what describes the plan."""
         plan = self.request.plan
         parts = {"shape": vars(plan.shape), "topology": vars(plan.topology), "cluster": plan.cluster.name}
-        return {**self.to_json(), **parts, "parameters": plan.shape.parameters, "dangers": self.dangers}
+        drawn = {"fan": self.fan, "gpu_hours_by_cause": self.gpu_hours_by_cause, "dangers": self.dangers}
+        return {**self.to_json(), **parts, "parameters": plan.shape.parameters, **drawn}
 
 
 def forecast(request: ForecastRequest) -> Forecast:

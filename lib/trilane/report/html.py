@@ -23,6 +23,7 @@ DATA = Path(str(resources.files("trilane"))) / "data/report"
 # https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 SCRIPT = "<!-- script -->"  # stands for the script in the template
+ONE_PAGE = "08_decision"  # its print has to fit a sheet
 SHOWN = ("text/html", "text/markdown", "image/png", "text/plain")  # outputs that a report holds
 TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
 TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
@@ -56,6 +57,7 @@ def notebook_html(executed: Path, file: Path | None = None, about: Mapping[str, 
                 output["data"]["text/html"] = plain_html(output["data"]["text/html"])
     report = {"title": title(notebook), "study": executed.parent.name, "pages": _neighbours(executed)}
     made = f"Study {executed.parent.name}, executed {facts['executed']}, made by {facts['made by']}"
+    report |= {"kind": "one-page" if executed.stem == ONE_PAGE else "report"}
     report |= {"headings": list(headings.items()), "about": list(facts.items()), "made": made}
     code, digest = script() if drawn else ("", "")
     policy = f"{POLICY}; script-src {digest}" if drawn else POLICY

@@ -67,7 +67,7 @@ def _timeline(
             begin = end
     palette = alt.Scale(domain=[_words(name) for name in names], range=[*COLORS, "#b9c3cb"][: len(names)])
     percent = alt.param(name="percent", value=True, bind=alt.binding_checkbox(name="percent of an iteration "))
-    picked = alt.selection_point(fields=["part"], bind="legend")
+    picked = alt.selection_point(name="picked", fields=["part"], bind="legend")
     chart = (
         alt.Chart(alt.Data(values=values))
         .transform_calculate(
@@ -138,7 +138,7 @@ def _ratios(values: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 def _ratio_chart(values: list[dict[str, Any]], names: list[str]) -> Any:
     """The intervals as bars with a dot, the exact ratio as a dashed line; a diamond lies outside."""
-    picked = alt.selection_point(fields=["when"], bind="legend")
+    picked = alt.selection_point(name="picked", fields=["when"], bind="legend")
     rows = alt.Y("run:N", title=None, sort=alt.EncodingSortField("row", op="min"), axis=alt.Axis(**ABOVE))
     palette = alt.Scale(domain=names, range=[COLORS[4], COLORS[0]])
     fields = ("run", "when", "predicted", "measured", "ratio", "inside")
