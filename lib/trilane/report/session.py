@@ -31,15 +31,15 @@ def export_report(study: Study, notebook: str = "") -> Text:
     require(path.suffix == ".ipynb" and path.is_file(), "notebook", notebook or os.environ.get(NAME, ""), rule)
     saved = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M:%S")
     behind = _cells_executed() - _last_number(read_notebook(path))
-    late = f"; {behind} cells that were executed later are missing" if behind > 0 else ""
+    late = f"; cells executed later are missing: {behind}" if behind > 0 else ""
     parameters = ", ".join(f"{p.name} = {p.default}" for p in read_parameters(path))
     about = {"executed": f"in a session, as saved at {saved} (UTC){late}", "parameters": parameters or "none"}
     place = study.folder / path.name
     page = notebook_html(place, path, about)
     written = write_text(place.with_name(path.stem + SESSION), page, derived=True)
     write_index(study)
-    again = " Save the notebook and export it again for all of them." if late else ""
-    return Text.of("{}, as saved at {} (UTC){}.{}", str(written), saved, late, again)
+    told = Text.of("{}, as saved at {} (UTC){}.", str(written), saved, late)
+    return Text.of("{} Save the notebook, and export it again.", told) if late else told
 
 
 def _cells_executed() -> int:
@@ -47,7 +47,8 @@ def _cells_executed() -> int:
     from IPython import get_ipython
 
     shell: Any = get_ipython()
-    return shell.execution_count - 1 if shell else 0
+    # In holds "", the earlier cells, and this one; execution_count is already the next one's in IPython 9
+    return len(shell.user_ns["In"]) - 2 if shell else 0
 
 
 def _last_number(notebook: Any) -> int:
