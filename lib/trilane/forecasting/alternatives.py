@@ -10,7 +10,7 @@ import numpy as np
 
 from trilane.config.training import Run
 from trilane.costmodel.predict import RISKY
-from trilane.forecasting.record import Record
+from trilane.forecasting.record import Record, unlike
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
@@ -235,5 +235,5 @@ def _turns(record: Record, days: float, hours: float) -> Iterator[str]:
         word = "slower" if slower >= 0 else "faster"
         much = f"{amount(round(1 + slower))} times as long as" if slower > 2 else f"{abs(slower):.0%} {word} than"
         yield f"a benchmark whose iterations are {much} predicted: {kept}"
-    if record["prediction"].get("support", {}).get("differs"):
+    if unlike(record):
         yield "any benchmark: no measured run like this stands behind the prediction"
