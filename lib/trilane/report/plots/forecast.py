@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from trilane.forecasting.record import Described, Record
-from trilane.report.plots.interactive import Interactive
+from trilane.report.plots.interactive import CONFIG, Interactive
 from trilane.report.plots.style import COLORS, INK, LIMIT
 from trilane.utils.tables import Text, amount
 from trilane.utils.validation import shipped_json
@@ -77,7 +77,7 @@ def _fan(record: Record) -> Any:
         said = {f"d{i}": day(start, d, exact) for i, d in enumerate(days)}
         words = {"nine": f"{said['d0']} to {said['d4']}", "half": f"{said['d1']} to {said['d3']}", "median": said["d2"]}
         values.append({"tokens": float(f"{tokens:.6g}"), **ends, **words})
-    base = alt.Chart(alt.Data(values=values)).encode(y=alt.Y("tokens:Q", title="tokens trained (billions)"))
+    base = alt.Chart(alt.Data(values=values)).encode(y=alt.Y("tokens:Q", title="billion tokens"))
     bands = [
         base.mark_area(orient="horizontal", color=COLORS[0], opacity=opacity, tooltip=None).encode(
             x=alt.X(a, title="date (UTC)", axis=HOURS if exact else DATES, **UTC_AXIS), x2=b
@@ -204,9 +204,9 @@ def page(found: Described) -> Interactive | Text:
     record = found.record
     if "fan" not in record or "gpu_hours_by_cause" not in record:
         return EARLIER
-    top = [row for row in _causes(record) if row["hours"] > 0][:5]
+    top = [row for row in _causes(record) if row["hours"] > 0][:4]
     axis = alt.Axis(labelAlign="left", labelOffset=-11, labelPadding=-3, labelLimit=280, ticks=False, domain=False)
-    bars = alt.Chart(alt.Data(values=top)).mark_bar(height=8, color=COLORS[1])
+    bars = alt.Chart(alt.Data(values=top)).mark_bar(height=7, color=COLORS[1])
     bars = bars.encode(
         x=alt.X("hours:Q", title="GPU-hours beyond the iterations", axis=alt.Axis(format=",.6~r", tickCount=4)),
         y=alt.Y("cause:N", title=None, sort=None, axis=axis),
@@ -215,8 +215,9 @@ def page(found: Described) -> Interactive | Text:
             *(alt.Tooltip(f"{n}:Q", title=w, format=",.3~r") for n, w in MEASURES.items()),
         ],
     )
-    sized = {"width": 300, "height": 130}
+    sized = {"width": 310, "height": 96}
     chart = alt.concat(_fan(record).properties(**sized), bars.properties(**sized), columns=2)
+    chart = chart.configure_axis(**CONFIG["axis"], labelFontSize=11, titleFontSize=11)  # 8 pt on the page
     finish = {name: day[:10] for name, day in record["finish"].items()}
     text = (
         f"All tokens by {finish['p50']} ({finish['p05']} to {finish['p95']} in 9 of 10 runs). Beyond the iterations: "
