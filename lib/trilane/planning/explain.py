@@ -120,16 +120,11 @@ class Explanation:
         gain, gib = self._gain(self.change)
         what, seconds = _difference(self.plan.topology, self.change.topology), self.change.prediction.sec_per_it
         saved = f"{abs(gain) * self.prediction.sec_per_it:.3g} s ({abs(gain):.1%}) {'less' if gain > 0 else 'more'}"
-        none = "" if gain > SMALLEST_GAIN or self.prediction.is_risky else " none makes it faster; the nearest,"
+        if gain <= SMALLEST_GAIN and not self.prediction.is_risky:
+            what = f"none makes it faster; the nearest, {what}"
         doubt = "; too little to be sure of: measure both" if SMALLEST_GAIN < gain < SURE_GAIN else ""
-        return "Best change:{} {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", (
-            none,
-            what,
-            seconds,
-            saved,
-            gib,
-            doubt,
-        )
+        values = (what, seconds, saved, gib, doubt)
+        return "Best change: {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", values
 
     def _more(self) -> Sentence | None:
         if self.more is None:
