@@ -64,6 +64,22 @@ SILENT = """() => [...document.querySelectorAll("img, svg, canvas")].filter(e =>
   const text = named?.getAttribute("aria-label") ?? named?.getAttribute("alt");
   return !text || text.trim().length < 4;
 }).map(e => e.outerHTML.slice(0, 90))"""
+# Tables and figures of which one covers a part of another, where they can be seen.
+COVERED = """() => {
+  const seen = e => {
+    let {left, top, right, bottom} = e.getBoundingClientRect();
+    for (let p = e.parentElement; p; p = p.parentElement) {
+      const frame = p.getBoundingClientRect();
+      if (getComputedStyle(p).overflowX !== "visible")
+        [left, right] = [Math.max(left, frame.left), Math.min(right, frame.right)];
+    }
+    return {e, left, top, right, bottom};
+  };
+  const boxes = [...document.querySelectorAll("table, figure")]
+    .filter(e => e.checkVisibility({contentVisibilityAuto: true})).map(seen).filter(b => b.right > b.left);
+  return boxes.filter((a, i) => boxes.slice(i + 1).some(b => !a.e.contains(b.e) && a.left < b.right - 1
+    && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).map(b => b.e.innerText.slice(0, 90));
+}"""
 # What is cut on paper: its right edge is beyond the page, or it hides what does not fit.
 CUT = """width => [...document.querySelectorAll("table, figure, pre, img, svg, p, div")].filter(e => {
   const box = e.getBoundingClientRect();
@@ -105,7 +121,7 @@ def looked_at(page: Any, path: Path) -> dict[str, list[Any]]:
         page.goto(path.as_uri())
         page.wait_for_function(DRAWN)
         found[f"contrast, {scheme}"] = page.evaluate(CONTRAST, [AA, AA_LARGE])
-    found["no text"] = page.evaluate(SILENT)
+    found["no text"], found["covered"] = page.evaluate(SILENT), page.evaluate(COVERED)
     page.set_viewport_size({"width": NARROW, "height": 800})
     page.wait_for_timeout(50)  # figures are drawn anew
     page.wait_for_function(DRAWN)
