@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from controls import use_every_control
 from support import IN_BROWSER, uncounted, wait_until
 
 from trilane.config.plan import read_plan
@@ -87,33 +88,6 @@ def code_cells(page: Any) -> list[dict[str, Any]]:
 CONTROLS = {"02_topology": 25, "04_analyze": 5, "07_calendar": 5, "08_decision": 1, "09_compare": 1}  # at least
 
 
-def use_every_control(page: Any) -> int:
-    """Choose, type, click and drag in each control and figure of the notebook in front; how many there were."""
-    shown = ".jp-Notebook .jp-OutputArea-output"
-    kinds = {
-        ".widget-dropdown select, .vega-bind select": lambda c: c.select_option(index=c.locator("option").count() - 1),
-        ".widget-checkbox input, .vega-bind input[type=checkbox]": lambda c: c.click(),
-        ".widget-text input": lambda c: (c.fill("2"), c.press("Enter")),
-        ".vega-bind input[type=range]": lambda c: c.press("ArrowRight"),
-        ".vega-bind input[type=radio]": lambda c: c.click(),
-        ".vega-embed canvas, .vega-embed svg.marks": lambda c: [c.click(position=spot) for spot in spots(c)],
-        "button.jupyter-button": lambda c: c.click(),
-    }
-    used = 0
-    for kind, use in kinds.items():
-        for control in page.locator(", ".join(f"{shown} {part}" for part in kind.split(", "))).all():
-            control.scroll_into_view_if_needed()
-            use(control)
-            used += 1
-    return used
-
-
-def spots(figure: Any) -> list[dict[str, float]]:
-    """Places all over a figure."""
-    box = figure.bounding_box()
-    return [{"x": box["width"] * x / 6, "y": box["height"] * y / 6} for x in range(1, 6) for y in range(1, 6)]
-
-
 @pytest.mark.parametrize("name", notebook_names())
 def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, untrained, page, name):
     """Run > Run All Cells, as a person would, then every control: no error, nothing asked of anybody else."""
@@ -134,7 +108,7 @@ def test_a_notebook_runs_top_to_bottom_in_jupyterlab(lab, untrained, page, name)
     outputs = [out.get("data", {}) for cell in code_cells(page) for out in cell["outputs"]]
     figures = [data for data in outputs if "image/png" in data or "<img " in "".join(data.get("text/html", ""))]
     assert figures or name == "03_launch"
-    assert use_every_control(page) >= CONTROLS.get(name, 0)
+    assert use_every_control(page, ".jp-Notebook .jp-OutputArea-output") >= CONTROLS.get(name, 0)
     wait_until(done, 60, f"{name} after its controls were used")
     assert not page.errors and not page.elsewhere
     if name == "03_launch":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from controls import use_every_control
 from support import IN_BROWSER
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
@@ -120,6 +121,7 @@ def looked_at(page: Any, path: Path) -> dict[str, list[Any]]:
         page.emulate_media(media="screen", color_scheme=scheme)
         page.goto(path.as_uri())
         page.wait_for_function(DRAWN)
+        use_every_control(page, "figure.chart")
         found[f"contrast, {scheme}"] = page.evaluate(CONTRAST, [AA, AA_LARGE])
     found["no text"], found["covered"] = page.evaluate(SILENT), page.evaluate(COVERED)
     page.set_viewport_size({"width": NARROW, "height": 800})
