@@ -77,7 +77,8 @@ COVERED = """() => {
     return {e, left, top, right, bottom};
   };
   const boxes = [...document.querySelectorAll("table, figure")]
-    .filter(e => e.checkVisibility({contentVisibilityAuto: true})).map(seen).filter(b => b.right > b.left);
+    .filter(e => e.checkVisibility({contentVisibilityAuto: true, visibilityProperty: true}))
+    .map(seen).filter(b => b.right > b.left);
   return boxes.filter((a, i) => boxes.slice(i + 1).some(b => !a.e.contains(b.e) && a.left < b.right - 1
     && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).map(b => b.e.innerText.slice(0, 90));
 }"""

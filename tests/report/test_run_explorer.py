@@ -91,3 +91,8 @@ def test_names_are_data_and_never_part_of_an_expression():
     _, spec, _ = drawn({name: join([log()])})
     text = str({k: v for k, v in spec["concat"][0]["layer"][0].items() if k == "transform"})
     assert "alert" not in text
+
+
+def test_a_loss_that_never_changes_is_drawn_too():
+    (series,), _, _ = drawn({"a": join([log(9, lm_loss=7.0, grad_norm=1.0)])})
+    assert series["loss0"] == [7] * 9

@@ -11,7 +11,7 @@ import pytest
 from markup import HOSTILE, Page, words
 from support import REPOSITORY
 
-from trilane.utils.tables import Columns, Html, Text, amount, printable, show
+from trilane.utils.tables import Columns, Html, Text, amount, printable, show, with_bounds
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -69,6 +69,22 @@ def test_a_table_has_decimals_as_needed_blanks_for_nothing_and_short_cells() -> 
 def test_numbers_of_a_table_have_four_significant_digits(values: list[float], shown: list[str]) -> None:
     cells = [cell.split("</td>")[0] for cell in show({"x": values}).split("<td>")[1:]]
     assert cells == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "shown"),
+    [
+        (103.27, 97.162, 109.83, "103.3 (97.2 to 109.8)"),
+        (1021824.0, 945006.0, 1122575.0, "1,022,000 (945,000 to 1,123,000)"),
+        (92.386, 91.9, 92.9, "92.39 (91.90 to 92.90)"),
+        (0.259, 0.16, 0.42, "0.26 (0.16 to 0.42)"),
+        (7123.4, 5000.0, 9900.0, "7,100 (5,000 to 9,900)"),
+        (0.0, 0.0, 0.0, "0 (0 to 0)"),
+        (5.0, 5.0, math.inf, "5 (5 to inf)"),
+    ],
+)
+def test_a_number_has_the_digits_that_its_interval_lets_one_know(value, low, high, shown) -> None:
+    assert with_bounds(value, low, high) == shown
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.measure import Measurement
-from trilane.utils.tables import amount, middle, one_line, percent
+from trilane.utils.tables import amount, middle, one_line, percent, with_bounds, with_interval
 from trilane.utils.validation import read_object
 from trilane.workspace.study import Study
 
@@ -106,13 +106,14 @@ def _checked(name: str, values: dict[str, Any]) -> dict[str, Any]:
 def plan_point(plan: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of plans.json in a table's and a figure's numbers; tokens a second with their 90 % interval."""
     t, p = plan["topology"], plan["prediction"]
+    seconds, low, high = with_interval(p["sec_per_it"], p["sec_lo"], p["sec_hi"])
     tokens = t["gbs"] * plan["shape"]["seq_length"]
     return {
         "plan": one_line(plan["label"]),
         "id": one_line(plan["id"]),
         "gpus": t["tp"] * t["pp"] * t["dp"] * t.get("cp", 1),
-        "seconds": amount(p["sec_per_it"]),
-        "interval": f"{amount(p['sec_lo'])} to {amount(p['sec_hi'])}",
+        "seconds": seconds,
+        "interval": f"{low} to {high}",
         "tokens_per_s": float(f"{tokens / p['sec_per_it']:.4g}"),
         "low": float(f"{tokens / p['sec_hi']:.4g}"),
         "high": float(f"{tokens / p['sec_lo']:.4g}"),
@@ -127,16 +128,12 @@ def forecast_cells(calendar: Mapping[str, Any]) -> dict[str, str]:
     return {
         "plan": one_line(calendar["plan"]),
         "tokens (billions)": amount(calendar["tokens"] / 1e9),
-        "days": _between(calendar["days"], *calendar["days_interval"]),
-        "GPU-hours": _between(calendar["gpu_hours"], *calendar["gpu_hours_interval"]),
+        "days": with_bounds(calendar["days"], *calendar["days_interval"]),
+        "GPU-hours": with_bounds(calendar["gpu_hours"], *calendar["gpu_hours_interval"]),
         "finished": calendar["finish"]["p50"][:10],
         "P(late)": "no deadline" if late is None else percent(late),
         "P(overrun)": "no limit" if overrun is None else percent(overrun),
     }
-
-
-def _between(value: float, low: float, high: float) -> str:
-    return f"{amount(value)} ({amount(low)} to {amount(high)})"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trilane.forecasting.alternatives import Recommendation, recommend
 from trilane.forecasting.record import Described, Record, energy_text, support_of, unlike
-from trilane.utils.tables import Columns, Html, Table, Text, amount, show
+from trilane.utils.tables import Columns, Html, Table, Text, amount, show, with_bounds
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 
@@ -168,7 +168,7 @@ class Decision(Described):
             "tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"
         )
         yield Fact("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule")
-        yield Fact("seconds per iteration", f"{seconds:.4g} ({low:.4g} to {high:.4g})", kind, source, planner)
+        yield Fact("seconds per iteration", with_bounds(seconds, low, high), kind, source, planner)
         if words := support_of(c):
             words = (
                 words.split(":")[0].replace("no measured run like this", "none") if unlike(c) else words
@@ -187,8 +187,8 @@ class Decision(Described):
         c, ideal = self.record, self.record["ideal"]
         days, hours = c["days_interval"], c["gpu_hours_interval"]
         without, lost = f"{ideal['days']:.4g} without the interruptions below", sum(c["lost_days"].values())
-        yield Fact("days", f"{c['days']:.4g} ({days[0]:.4g} to {days[1]:.4g})", "simulated", without, made_by)
-        text = f"{amount(c['gpu_hours'])} ({' to '.join(map(amount, hours))})"
+        yield Fact("days", with_bounds(c["days"], *days), "simulated", without, made_by)
+        text = with_bounds(c["gpu_hours"], *hours)
         yield Fact("GPU-hours", text, "simulated", f"{amount(ideal['gpu_hours'])} of iterations", made_by)
         text = f"{lost:.3g} days"
         yield Fact("lost beside iterations", text, "assumed", "docs/calendar.md", made_by)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trilane.forecasting.request import ForecastRequest
-from trilane.utils.tables import Columns, Table, Text, amount
+from trilane.utils.tables import Columns, Table, Text, amount, with_bounds, with_interval
 from trilane.utils.validation import shipped_json
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Described(Table):
         r = self.record
         rows = {"finish": [r["finish"][name][:10] for name in ("p50", "p05", "p95")]}
         for name, key in (("days", "days"), ("GPU-hours", "gpu_hours")):
-            rows[name] = [amount(n) for n in (r[key], *r[f"{key}_interval"])]
+            rows[name] = [*with_interval(r[key], *r[f"{key}_interval"])]
         return _with_intervals(rows).to_frame()
 
     def summary(self) -> Text:
@@ -118,7 +118,8 @@ class Described(Table):
             "**{} days** and **{} GPU-hours**{}{}.{}",
             *(s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"], r["plan"]),
             *(t["tp"], t["pp"], t["dp"], t["mbs"], f"{gpus} GPU{'s' * (gpus > 1)}", r["cluster"], r["tokens"] / 1e9),
-            *(finish["p50"], finish["p05"], finish["p95"], amount(r["days"]), amount(r["gpu_hours"])),
+            *(finish["p50"], finish["p05"], finish["p95"]),
+            *(with_interval(r[key], *r[f"{key}_interval"])[0] for key in ("days", "gpu_hours")),
             *(overrun, missed, Text.of(" The prediction has {}.", words) if (words := unlike(r)) else Text()),
         )
 
@@ -178,9 +179,8 @@ class Described(Table):
         lines = [
             f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}",
             f"ramp      {ramp['iterations']} iterations, {batches}, {ramp['days']:.2f} days of work",
-            f"days      {r['days']:.1f} ({days[0]:.1f} to {days[1]:.1f}); {ideal['days']:.1f} without interruptions",
-            f"GPU-hours {amount(r['gpu_hours'])} ({' to '.join(map(amount, hours))}); "
-            f"{amount(ideal['gpu_hours'])} of work",
+            f"days      {with_bounds(r['days'], *days)}; {ideal['days']:.1f} without interruptions",
+            f"GPU-hours {with_bounds(r['gpu_hours'], *hours)}; {amount(ideal['gpu_hours'])} of work",
             f"finish    {finish['p50']} ({finish['p05']} to {finish['p95']})",
         ]
         if r["p_miss_deadline"] is not None:

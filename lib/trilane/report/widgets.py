@@ -8,7 +8,7 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.search_result import Candidate
 from trilane.planning.vary import FIELDS, WhatIfs, possible, use_plan, varied
-from trilane.utils.tables import Html
+from trilane.utils.tables import Html, with_interval
 from trilane.workspace.study import Study
 
 MOST = 5  # plans that are pinned beside the first
@@ -32,9 +32,9 @@ def sentence(base: Candidate, calibration: Calibration, **choices: Any) -> tuple
     parts = sorted(((v, k.replace("_", " ")) for k, v in vars(p.time).items()), reverse=True)[:3]
     change = p.sec_per_it / base.prediction.sec_per_it - 1
     return Html.of(
-        "{:code} ({}) on {} GPUs: <b>{:.3g} s</b> an iteration ({:.3g} to {:.3g}){}, {:.3g} TFLOP/s a GPU, "
+        "{:code} ({}) on {} GPUs: <b>{} s</b> an iteration ({} to {}){}, {:.3g} TFLOP/s a GPU, "
         "<b>{:.3g} GiB</b>, out of memory with {:.0%}; most of it {}; {}",
-        *(plan.label, plan.id, gpus, p.sec_per_it, p.sec_lo, p.sec_hi),
+        *(plan.label, plan.id, gpus, *with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
         f", {change:+.1%} against the first plan" if plan.id != base.plan.id else "",
         *(rate, p.memory_bytes / 2**30, p.oom_probability),
         ", ".join(f"{name} {seconds / p.sec_per_it:.0%}" for seconds, name in parts),

@@ -227,6 +227,24 @@ def amount(value: float) -> str:
     return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
+def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
+    """A number and its interval as a person writes them: two significant digits of half the width, at most four in all.
+
+    103.27 of 97.162 to 109.83 is "103.3", "97.2", "109.8".
+    """
+    half = (high - low) / 2
+    if not (0 < half < math.inf and value):
+        return amount(value), amount(low), amount(high)
+    place = max(math.floor(math.log10(half)) - 1, math.floor(math.log10(abs(value))) - 3)
+    one, two, three = (f"{round(number, -place) + 0.0:,.{max(0, -place)}f}" for number in (value, low, high))
+    return one, two, three
+
+
+def with_bounds(value: float, low: float, high: float) -> str:
+    """A number with its interval: "103.3 (97.2 to 109.8)"."""
+    return "{} ({} to {})".format(*with_interval(value, low, high))
+
+
 def _text(value: float, decimals: int) -> str:
     return amount(value) if 1e4 <= abs(value) < math.inf else f"{value:,.{decimals}f}"
 

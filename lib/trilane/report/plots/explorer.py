@@ -24,6 +24,7 @@ from trilane.report.plots.explorer_rows import (
 )
 from trilane.report.plots.interactive import Interactive
 from trilane.report.plots.style import COLORS, GIB, INK, LIMIT
+from trilane.utils.tables import with_bounds
 
 PASSES = 20000  # that are drawn, of all plans together: 5 bytes each
 WIDTH, HEIGHT = 380, 230  # pixels of a panel
@@ -78,8 +79,8 @@ def _text(found: SearchResult, shown: list[Candidate]) -> str:
     of = f"{len(shown)} of the {most} best of {found.runnable:,} topologies that can run" * (most > len(shown))
     return (
         "The plans of the search by seconds and memory, and one of them with its parts and its pipeline schedule: "
-        f"{of or 'all'}. The best, {shown[0].label}, takes {p.sec_per_it:.4g} s an iteration ({p.sec_lo:.3g} to "
-        f"{p.sec_hi:.3g} with 90 %) and {p.memory_bytes / GIB:.3g} GiB; {p.time.bubble / p.sec_per_it:.1%} is "
+        f"{of or 'all'}. The best, {shown[0].label}, takes {with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} s "
+        f"an iteration and {p.memory_bytes / GIB:.3g} GiB; {p.time.bubble / p.sec_per_it:.1%} is "
         "the bubble."
     )
 

@@ -9,7 +9,7 @@ from trilane.costmodel.predict import RISKY, Prediction
 from trilane.planning.proposals import training_days
 from trilane.planning.search_result import Candidate, SearchResult, ranks
 from trilane.report.plots.style import GIB, plain
-from trilane.utils.tables import amount
+from trilane.utils.tables import amount, with_bounds, with_interval
 
 MOST = 40  # plans
 STAGES = 16  # that are drawn of one plan
@@ -107,15 +107,14 @@ def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[Row]:
     """What is said of a plan, line by line."""
     p, t, made = c.prediction, c.topology, drawn.made
     every = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
-    days = [f"{day:,.0f}" if day >= 100 else f"{day:.3g}" for day in every]
     size, word = (1e9, "billion") if tokens >= 1e9 else (1e6, "million")
     unit, many = ("GPUs", "processes")[c.plan.cluster.gpu.kind == "cpu"], "" if t.microbatches == 1 else "es"
     said = [
         f"{t.gpus} {unit} = TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}; id {drawn.id}",
         f"{t.gbs} sequences an iteration: {t.microbatches} microbatch{many} of {t.mbs}",
-        f"{p.sec_per_it:.4g} s an iteration ({p.sec_lo:.3g} to {p.sec_hi:.3g} s with 90 %)",
+        "{} s an iteration ({} to {} s with 90 %)".format(*with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
         f"{p.memory_bytes / GIB:.3g} GiB on the fullest stage, out of memory with {_chance(p.oom_probability)}",
-        f"{amount(tokens / size)} {word} tokens: {days[0]} days ({days[1]} to {days[2]}), no interruptions",
+        f"{amount(tokens / size)} {word} tokens: {with_bounds(*every)} days, no interruptions",
         *_pipeline_lines(p, made, drawn),
         f"Evidence: {p.support.words}",
     ]

@@ -48,7 +48,7 @@ def explorer(curves: Mapping[str, Curve]) -> Interactive | Text:
         for (name, curve), w in zip(curves.items(), widths(curves), strict=True)
         for s in _series(name, curve, w, levels, most)
     ]
-    shown = [key for key in SERIES if any(_varies(c.table, COLUMN[key]) for c in curves.values())]
+    shown = [key for key in SERIES if key == "loss" or any(_varies(c.table, COLUMN[key]) for c in curves.values())]
     picks = _picks(across, levels, longest, _falls_far(curves))
     columns = [
         name for name in series[0] if isinstance(series[0][name], list) and (name in across or name[:-1] in shown)

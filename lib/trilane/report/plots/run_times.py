@@ -10,7 +10,7 @@ from trilane.analysis.phase_times import ORDER, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.report.plots.interactive import Interactive
 from trilane.report.plots.style import COLORS, INK, plain
-from trilane.utils.tables import Text
+from trilane.utils.tables import Text, with_bounds
 
 UNTIMED = "covered by no timer"
 IN_TIME = (
@@ -120,7 +120,7 @@ def predicted_over_measured(recalibration: Recalibration) -> Interactive | Text:
             ratios = {"ratio": p.sec_per_it, "low": p.sec_lo, "high": p.sec_hi}
             inside = "yes" if p.sec_lo <= m.sec_per_it <= p.sec_hi else "no"
             given = {"row": number, "run": f"{plain(m.name)}, {m.sec_per_it:.3g} s", "when": name, "inside": inside}
-            seconds = f"{p.sec_per_it:.3g} s ({p.sec_lo:.3g} to {p.sec_hi:.3g})"
+            seconds = f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} s"
             given |= {"predicted": seconds, "measured": f"{m.sec_per_it:.3g} s"}
             values.append({**given, **{key: float(f"{s / m.sec_per_it:.5g}") for key, s in ratios.items()}})
     text = "Predicted over measured seconds of {} runs: {}. Before them {} of {} lay inside the 90 % interval."
