@@ -81,7 +81,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("< s <= SOFTMAX_KEYS[1]", "< s < SOFTMAX_KEYS[1]"),
     ],
     ("planner", "planning/proposals.py", "planning/test_sizing.py"): [
-        ("self.topology.gbs\n", "self.topology.mbs\n"),
+        ("/ topology.gbs * sec_per_it", "/ topology.mbs * sec_per_it"),
     ],
     ("memory", "costmodel/memory.py", "costmodel/test_memory.py"): [
         ("(x.pp * x.interleaving)", "x.pp"),
