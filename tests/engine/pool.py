@@ -63,11 +63,12 @@ def serve() -> None:
     measured = True
 
     def fork_worker(rank: int, size: int, port: str, folder: str) -> int:
-        """Coverage counts what asks, and the first plan of each engine with TP, PP, ZeRO stage and precision."""
+        """Coverage counts what asks, and the first plan of each engine with TP, PP, ZeRO stage, precision, saves."""
         nonlocal measured
         plan = json.loads(Path(folder, "plan.json").read_text())
-        topology = plan["topology"]
+        topology, run = plan["topology"], plan["run"]
         sizes = (topology["tp"] > 1, topology["pp"] > 1, topology.get("zero"), topology.get("precision"))
+        sizes += (bool(run["save_interval"]), bool(run["load"]), Path(folder, "checkpoints").exists())
         first = kinds.setdefault((size > 0, plan["engine"], *sizes), folder)
         measured = first == folder or Path(folder, "ask.py").exists()
         return fork(rank, size, port, folder)
