@@ -55,7 +55,7 @@ def test_a_session_whose_notebook_cannot_be_found_is_refused(
     here = Study.create("s")
     session(here, monkeypatch, 7)
     monkeypatch.setenv("JPY_SESSION_NAME", name)
-    with pytest.raises(ValueError, match=f"^notebook={name}: is not the notebook of this session; save it, or pass"):
+    with pytest.raises(ValueError, match=f"^notebook={name}: is not this kernel's notebook; save it, or pass"):
         export_report(here)
     export_report(here, str(here.folder / "lab/04_analyze.ipynb"))
 

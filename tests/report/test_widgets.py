@@ -92,7 +92,7 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_pinned(editor):
     assert editor.caption.value.startswith("<b>refused</b>: tp=3")
     editor.buttons["pin"].click()
     editor.buttons["use this plan"].click()
-    assert not editor.pinned and "not written" in editor.told.value
+    assert not editor.pinned and "not written" in editor.message.value
     editor.buttons["first plan"].click()
     assert editor.chosen.plan == PLAN
 

@@ -141,7 +141,7 @@ class Decision(Described):
         return Columns(columns)
 
     def options(self) -> Html:
-        """The risks and the alternatives next to each other, where there is room."""
+        """The risks and the alternatives next to each other where the page is wide enough."""
         tables = (Html(table._repr_html_()) for table in (self.risks(), self.alternatives()))
         return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *tables)
 

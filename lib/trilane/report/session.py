@@ -27,7 +27,7 @@ def export_report(study: Study, notebook: str = "") -> Text:
     if os.environ.get(BATCH):
         return Text("A batch run writes its report itself.")
     path = Path(notebook or os.environ.get(NAME, "")).absolute()
-    rule = "is not the notebook of this session; save it, or pass its path: export_report(here, 'mine.ipynb')"
+    rule = "is not this kernel's notebook; save it, or pass its path: export_report(here, 'mine.ipynb')"
     require(path.suffix == ".ipynb" and path.is_file(), "notebook", notebook or os.environ.get(NAME, ""), rule)
     saved = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M:%S")
     behind = _cells_executed() - _last_number(read_notebook(path))
@@ -38,8 +38,8 @@ def export_report(study: Study, notebook: str = "") -> Text:
     page = notebook_html(place, path, about)
     written = write_text(place.with_name(path.stem + SESSION), page, derived=True)
     write_index(study)
-    told = Text.of("{}, as saved at {} (UTC){}.", str(written), saved, late)
-    return Text.of("{} Save the notebook, and export it again.", told) if late else told
+    result = Text.of("{}, as saved at {} (UTC){}.", str(written), saved, late)
+    return Text.of("{} Save the notebook, and export it again.", result) if late else result
 
 
 def _cells_executed() -> int:

@@ -93,7 +93,7 @@ class Editor:
         self.pinned: list[Candidate] = []
         self.is_setting = False
         self.boxes, self.gpus = _boxes(base.plan), _number("GPUs (sets dp)", base.topology.gpus)
-        self.caption, self.table, self.told = HTML(), HTML(), HTML()
+        self.caption, self.table, self.message = HTML(), HTML(), HTML()
         actions = {"pin": self.pin, "unpin all": self.unpin, "first plan": self.reset}
         actions |= {"use this plan": self.use} if study else {}
         self.buttons = {name: Button(description=name) for name in actions}
@@ -104,7 +104,7 @@ class Editor:
         self.gpus.observe(self._spread, "value")
         grid = GridBox([self.gpus, *self.boxes.values()])
         grid.layout.grid_template_columns, grid.layout.width = "repeat(auto-fill, minmax(250px, 1fr))", "100%"
-        self.widget = VBox([grid, self.caption, HBox([*self.buttons.values()]), self.told, self.table])
+        self.widget = VBox([grid, self.caption, HBox([*self.buttons.values()]), self.message, self.table])
         self._changed()
 
     def set(self, **values: Any) -> None:
@@ -139,11 +139,11 @@ class Editor:
             if not self.chosen or not self.study:
                 raise ValueError("a refused plan cannot be used")
             path = use_plan(self.study, self.chosen, self.calibration)
-            self.told.value = Html.of(
+            self.message.value = Html.of(
                 "{:code} is now first in {}: 03 and 07 begin with it.", self.chosen.label, path.name
             )
         except ValueError as error:
-            self.told.value = Html.of("<b>not written</b>: {}", error)
+            self.message.value = Html.of("<b>not written</b>: {}", error)
 
     def _show_pinned(self) -> None:
         self.table.value = WhatIfs(rows=(self.base, *self.pinned))._repr_html_() if self.pinned else ""
@@ -153,7 +153,7 @@ class Editor:
             return
         choices = {name: box.value for name, box in self.boxes.items()}
         self.caption.value, self.chosen = sentence(self.base, self.calibration, **choices)
-        self.told.value = ""
+        self.message.value = ""
         self.is_setting = True
         self.gpus.value = min(choices["tp"] * choices["pp"] * choices["dp"] * choices["cp"] or 1, LARGEST)
         self.is_setting = False

@@ -92,7 +92,7 @@ class FolderLock:
     """
 
     def __init__(self, folders: Iterable[Path], name: str = LOCK, field: str = "run folder") -> None:
-        """`field` begins what a process is told that has to wait too long."""
+        """`field` names the subject of the error of a process that waits too long."""
         self._field = field
         self._paths = sorted({folder.resolve() / name for folder in folders})  # one order: no two wait for each other
         self._holder = Holder.this_process()

@@ -30,7 +30,7 @@ def gantt(found: Forecast) -> Interactive:
     data, last = alt.Data(values=values), milliseconds(record["start"], float(found.expected.wall_s[0]))
     scale, dates = alt.Scale(type="utc", nice=False), HOURS if found.days(0.5) < 3 else DATES
     x, x2 = alt.X("begin:T", title=None, axis=dates, scale=scale), alt.X2("end")
-    told = [alt.Tooltip(f"{name}:N") for name in ("job", "dates", "iterations", "batch", "topology", "cause")]
+    tooltips = [alt.Tooltip(f"{name}:N") for name in ("job", "dates", "iterations", "batch", "topology", "cause")]
     sizes = alt.Chart(alt.Data(values=_sizes(found))).mark_line(interpolate="step-after", color=COLORS[0], tooltip=None)
     above = sizes.encode(
         x=alt.X("at:T", title=None, axis=dates, scale=scale), y=alt.Y("gbs:Q", title="batch size (sequences)")
@@ -44,7 +44,7 @@ def gantt(found: Forecast) -> Interactive:
         y2=alt.datum(0),
         color=alt.Color("kind:N", scale=palette, title="DP, microbatch: nodes"),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.55)),
-        tooltip=told,
+        tooltip=tooltips,
     ).add_params(picked)
     span = alt.Chart(data).mark_rect(color=COLORS[1], opacity=0.12, tooltip=None).transform_filter(picked)
     capacity = alt.Chart(alt.Data(values=_capacity(found))).mark_rule(color=LIMIT, strokeDash=[4, 3], strokeWidth=1.4)

@@ -30,7 +30,7 @@ PASSES = 20000  # that are drawn, of all plans together: 5 bytes each
 WIDTH, HEIGHT = 380, 230  # pixels of a panel
 WIDE = 2 * WIDTH + 90
 KINDS = {"forward": COLORS[0], "backward": COLORS[2], "gradients": COLORS[1], "optimizer": COLORS[3]}
-TOLD = {
+TOOLTIPS = {
     "label": "plan",
     "rank": "rank",
     "id": "id",
@@ -40,7 +40,7 @@ TOLD = {
     "hi": "to",
     "gib": "GiB",
 }
-TOLD |= {"oom": "P(out of memory)"}
+TOOLTIPS |= {"oom": "P(out of memory)"}
 
 
 def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
@@ -89,7 +89,7 @@ def _of(rows: Iterable[Row], width: int = WIDTH, height: int = HEIGHT, title: st
     return alt.Chart(alt.Data(values=list(rows)), width=width, height=height, title=title)
 
 
-def _told(names: dict[str, str]) -> list[alt.Tooltip]:
+def _tooltips(names: dict[str, str]) -> list[alt.Tooltip]:
     return [alt.Tooltip(f"{name}:N", title=title) for name, title in names.items()]
 
 
@@ -107,7 +107,7 @@ def _speed(rows: list[Row], pick: Any, cell: Any, limit: float) -> Any:
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **up),
         color=color,
-        tooltip=_told(TOLD),
+        tooltip=_tooltips(TOOLTIPS),
         size=alt.condition(pick, alt.value(230), alt.value(70)),
         stroke=alt.condition(pick, alt.value(INK), alt.value("transparent")),
     )
@@ -133,7 +133,7 @@ def _heat(rows: list[Row], cell: Any) -> Any:
     rect = base.mark_rect(strokeWidth=3).encode(
         color=alt.Color("s:Q", scale=scale, legend=None),
         stroke=alt.condition(cell, alt.value(INK), alt.value("transparent"), empty=False),
-        tooltip=_told({"tp": "TP", "pp": "PP", **TOLD, "risk": "out of memory"}),
+        tooltip=_tooltips({"tp": "TP", "pp": "PP", **TOOLTIPS, "risk": "out of memory"}),
     )
     return alt.layer(rect.add_params(cell), base.mark_text(color="#10202c", fontSize=11).encode(text="s:Q"))
 
@@ -166,7 +166,7 @@ def _time(shown: list[Candidate], pick: Any) -> Any:
             x=alt.X("s:Q", title="seconds an iteration"),
             y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=names)),
             color=alt.condition("datum.part == 'bubble'", alt.value(COLORS[1]), alt.value(COLORS[0])),
-            tooltip=_told({"part": "part", "s": "seconds", "share": "of the iteration"}),
+            tooltip=_tooltips({"part": "part", "s": "seconds", "share": "of the iteration"}),
         )
     )
 
@@ -192,7 +192,7 @@ def _memory(shown: list[Candidate], pick: Any, limit: float) -> Any:
                 "part:N", title=None, scale=alt.Scale(domain=names), legend=alt.Legend(orient="bottom", columns=3)
             ),
             order=alt.Order("n:Q"),
-            tooltip=_told({"stage": "stage", "part": "part", "gib": "GiB"}),
+            tooltip=_tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
         )
     )
     near = limit < 2 * max(c.prediction.memory_bytes for c in shown) / GIB
@@ -216,7 +216,7 @@ def _pace(drawn: list[Drawn], pick: Any) -> Any:
             x=alt.X("stage:O", title="pipeline stage", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
             y=alt.Y("ms:Q", title="ms a microbatch"),
             color=alt.condition("datum.slow", alt.value(COLORS[1]), alt.value(COLORS[0])),
-            tooltip=_told({"stage": "stage", "ms": "ms, forward and backward"}),
+            tooltip=_tooltips({"stage": "stage", "ms": "ms, forward and backward"}),
         )
     )
 
@@ -231,11 +231,12 @@ def _schedule(drawn: list[Drawn], pick: Any) -> Any:
     chart = chart.transform_filter(pick).transform_flatten(["start"])
     chart = chart.transform_calculate(end="datum.start + datum.length")
     chart = chart.transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
-    told = {"stage": "stage", "kind": "pass", "number": "microbatch", "chunk": "model chunk", "length": "seconds"}
+    titles = {"stage": "stage", "kind": "pass", "number": "microbatch", "chunk": "model chunk", "length": "seconds"}
+    shade = alt.Opacity("shade:Q", scale=None, legend=None)
     bars = chart.mark_bar(stroke="white", strokeWidth=0.3).encode(
-        x=x, x2="end:Q", y=y, color=color, opacity=alt.Opacity("shade:Q", scale=None, legend=None), tooltip=_told(told)
+        x=x, x2="end:Q", y=y, color=color, tooltip=_tooltips(titles), opacity=shade
     )
     after = _of((row for d in drawn for row in d.after), WIDE, 280).transform_filter(pick).transform_flatten(["stage"])
-    told = {"stage": "stage", "kind": "what", "length": "seconds"}
-    tail = after.mark_bar().encode(x=x, x2="end:Q", y=y, color=color, tooltip=_told(told))
+    titles = {"stage": "stage", "kind": "what", "length": "seconds"}
+    tail = after.mark_bar().encode(x=x, x2="end:Q", y=y, color=color, tooltip=_tooltips(titles))
     return alt.layer(bars, tail)

@@ -27,8 +27,8 @@ def shown_plans(found: SearchResult) -> list[Candidate]:
     risky: dict[tuple[int, ...], Candidate] = {}
     for c in found.risky:
         risky.setdefault((c.topology.tp, c.topology.pp, c.topology.dp), c)
-    room = MOST - len(chosen)
-    others = [*spread(found.pareto, room - min(len(risky), room // 3)), *risky.values()]
+    free = MOST - len(chosen)
+    others = [*spread(found.pareto, free - min(len(risky), free // 3)), *risky.values()]
     for c in others:
         if len(chosen) < MOST:
             chosen.setdefault(c.plan.id, c)
@@ -80,8 +80,8 @@ class Drawn:
         if t.interleaving > 1:
             self.microbatches -= self.microbatches % t.pp  # rounds of pp
         self.made: PipelineSchedule = pipeline_schedule(t, candidate.prediction, self.microbatches)
-        room = max(min(budget // (2 * self.microbatches * t.interleaving), STAGES), 2)
-        self.stages = sorted({*spread(range(t.pp), room), self.made.slowest})
+        most = max(min(budget // (2 * self.microbatches * t.interleaving), STAGES), 2)
+        self.stages = sorted({*spread(range(t.pp), most), self.made.slowest})
         self.passes, self.after = list(self._passes()), list(self._after())
 
     def _passes(self) -> Iterator[Row]:
@@ -104,12 +104,12 @@ class Drawn:
 
 
 def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[Row]:
-    """What is said of a plan, line by line."""
+    """What is written about a plan, line by line."""
     p, t, made = c.prediction, c.topology, drawn.made
     every = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
     size, word = (1e9, "billion") if tokens >= 1e9 else (1e6, "million")
     unit, many = ("GPUs", "processes")[c.plan.cluster.gpu.kind == "cpu"], "" if t.microbatches == 1 else "es"
-    said = [
+    texts = [
         f"{t.gpus} {unit} = TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}; id {drawn.id}",
         f"{t.gbs} sequences an iteration: {t.microbatches} microbatch{many} of {t.mbs}",
         "{} s an iteration ({} to {} s with 90 %)".format(*with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)),
@@ -119,7 +119,7 @@ def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[Row]:
         f"Evidence: {p.support.words}",
     ]
     look: Any = {"width": LINE, "subsequent_indent": "   ", "break_on_hyphens": False}
-    wrapped = (line for text in (plain(c.label), *said) for line in textwrap.wrap(text, **look))
+    wrapped = (line for text in (plain(c.label), *texts) for line in textwrap.wrap(text, **look))
     return ({"id": drawn.id, "n": n, "line": line} for n, line in enumerate(wrapped))
 
 

@@ -70,12 +70,12 @@ def fan(found: Described, width: int = WIDTH, height: int = 240) -> Interactive 
 
 
 def _fan(record: Record) -> Any:
-    """Bands from quantile to quantile; over a row the dates of its tokens are told."""
+    """Bands from quantile to quantile; the tooltip of a row has the dates of its tokens."""
     start, exact, values = record["start"], record["days"] < 3, list[Record]()
     for tokens, days in zip(record["fan"]["tokens"], record["fan"]["days"], strict=True):
         ends = {f"q{i}": milliseconds(start, 86400 * d) for i, d in enumerate(days)}
-        said = {f"d{i}": day(start, d, exact) for i, d in enumerate(days)}
-        words = {"nine": f"{said['d0']} to {said['d4']}", "half": f"{said['d1']} to {said['d3']}", "median": said["d2"]}
+        at = [day(start, d, exact) for d in days]
+        words = {"nine": f"{at[0]} to {at[4]}", "half": f"{at[1]} to {at[3]}", "median": at[2]}
         values.append({"tokens": float(f"{tokens:.6g}"), **ends, **words})
     base = alt.Chart(alt.Data(values=values)).encode(y=alt.Y("tokens:Q", title="billion tokens"))
     bands = [

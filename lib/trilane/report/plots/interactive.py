@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
 
 
 class Interactive:
-    """A figure that answers to the mouse. `text`, a sentence or two for screen readers: what is drawn, what it says."""
+    """A figure with tooltips, selections and controls. `text`, for screen readers: what is drawn, and the result."""
 
     def __init__(self, chart: Any, text: str):
         from altair import data_transformers  # a third of a second, and a report needs only the specification

@@ -244,11 +244,11 @@ def _decades(series: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 def _marks(restarts: Sequence[Mapping[str, Any]]) -> list[Any]:
     """A dashed line at each restart, none where there is none."""
-    told = [alt.Tooltip(f"{name}:N") for name in ("run", "resumed", "again", "log")]
+    tooltips = [alt.Tooltip(f"{name}:N") for name in ("run", "resumed", "again", "log")]
     drawn = alt.Chart(alt.Data(values=list(restarts))).transform_calculate(at="datum[across]")
     rule = drawn.mark_rule(strokeDash=[4, 3], strokeWidth=1.2)
     seen: Any = alt.condition(ONLY, alt.value(1), alt.value(0))
-    return [rule.encode(x="at:Q", color="run:N", tooltip=told, opacity=seen)] if restarts else []
+    return [rule.encode(x="at:Q", color="run:N", tooltip=tooltips, opacity=seen)] if restarts else []
 
 
 def _colours(count: int) -> list[str]:
@@ -258,11 +258,11 @@ def _colours(count: int) -> list[str]:
 def _text(curves: Mapping[str, Curve], series: Sequence[Mapping[str, Any]]) -> str:
     """What is drawn, and of how many lines, for who cannot see it and for who must know what was left out."""
     ends = [(name, c.table["lm_loss"].dropna()) for name, c in curves.items()]
-    told = "; ".join(f"{name} {loss.iloc[0]:.4g} to {loss.iloc[-1]:.4g}" for name, loss in ends[:NAMED])
+    losses = "; ".join(f"{name} {loss.iloc[0]:.4g} to {loss.iloc[-1]:.4g}" for name, loss in ends[:NAMED])
     lines, points = sum(s["lines"] for s in series), sum(len(s["iterations"]) for s in series)
     resumed = sum(len(c.restarts) for c in curves.values())
     thin = (
         f" Of {lines:,} lines {points:,} are drawn: the lowest and highest of each stretch." if points < lines else ""
     )
     more = f" and {len(ends) - NAMED} more" if len(ends) > NAMED else ""
-    return f"Loss of {len(ends)} trainings, first to last: {told}{more}. {resumed} restarts are marked.{thin}"
+    return f"Loss of {len(ends)} trainings, first to last: {losses}{more}. {resumed} restarts are marked.{thin}"

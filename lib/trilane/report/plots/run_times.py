@@ -19,7 +19,7 @@ IN_TIME = (
 )  # the phases in the order in which an iteration begins them
 WIDTH, ROW = 640, 46  # pixels: of the figure, and of a run in it
 NAMED = 6  # runs that the text for screen readers names
-# Names stand above their rows: next to them they would leave no room on a phone.
+# Names stand above their rows: next to them they would take the width of a phone.
 ABOVE: dict[str, Any] = {
     "labelAlign": "left",
     "labelOffset": -17,
@@ -143,13 +143,14 @@ def _ratio_chart(values: list[dict[str, Any]], names: list[str]) -> Any:
     palette = alt.Scale(domain=names, range=[COLORS[4], COLORS[0]])
     fields = ("run", "when", "predicted", "measured", "ratio", "inside")
     titles = {"ratio": "predicted / measured", "inside": "measured is inside the 90 % interval"}
-    told = [alt.Tooltip(f, title=titles.get(f, f), type="quantitative" if f == "ratio" else "nominal") for f in fields]
+    kinds: dict[str, Any] = {"ratio": "quantitative"}
+    tooltips = [alt.Tooltip(f, title=titles.get(f, f), type=kinds.get(f, "nominal")) for f in fields]
     base = alt.Chart(alt.Data(values=values)).encode(
         y=rows,
         yOffset=alt.YOffset("when:N", sort=names),
         color=alt.Color("when:N", scale=palette, title="prediction; a click picks it"),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
-        tooltip=told,
+        tooltip=tooltips,
     )
     x = alt.X("low:Q", title="predicted / measured (bars: 90 % interval)", scale=alt.Scale(zero=True))
     bars = base.mark_rule(strokeWidth=2).encode(x=x, x2="high:Q").add_params(picked)
