@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trilane.planning.search import front_of
+from trilane.planning.blocks import front_of
 from trilane.planning.space import Space, divisors
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from trilane.analysis.loss_curve import join
 from trilane.logs.run import RunLog
-from trilane.report.plots.run_explorer import explorer, smoothed, thinned, widths
+from trilane.report.plots.run_explorer import explorer
+from trilane.report.plots.run_explorer_rows import smoothed, thinned, widths
 from trilane.utils.tables import Text
 
 

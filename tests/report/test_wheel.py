@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support import REPOSITORY
 
-from trilane.workspace import study
+from trilane.workspace import installation
 
 ASK = """
 from trilane.report.parameters import notebook_names
 from trilane.slurm import script
-from trilane.workspace.study import checkout, outputs_root, shipped, stamp
+from trilane.workspace.installation import checkout, outputs_root, shipped, stamp
 print(checkout(), outputs_root(), notebook_names()[0], (shipped("slurm_templates") / "parts/training").is_file())
 print(script.own_environment(), stamp()["revision"])
 """
@@ -51,4 +51,4 @@ def test_a_wheel_brings_its_notebooks_and_templates(tmp_path: Path) -> None:
 def test_a_home_without_notebooks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRILANE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match=r"^TRILANE_HOME=.*: has no notebooks/; clone the repository"):
-        study.shipped("notebooks")
+        installation.shipped("notebooks")

@@ -11,7 +11,8 @@ from trilane.analysis.measure import Measurement
 from trilane.analysis.study_parts import NUMBERS, StudyParts, forecast_cells, plan_point, study_parts
 from trilane.utils.tables import Columns, Html, Text, show
 from trilane.utils.validation import require
-from trilane.workspace.study import Study, outputs_root
+from trilane.workspace.installation import outputs_root
+from trilane.workspace.study import Study
 
 LEAST = 2
 EQUAL = 1.001  # a ratio of times nearer to 1 is the same time

@@ -7,59 +7,29 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from trilane.cli.options import COUNT, FILE, JSON, PLAN, Choice, Group, command, emit, number, option, together, whole
+from trilane.cli.options import COUNT, FILE, JSON, PLAN, Choice, Group, command, emit, number, option, whole
+from trilane.cli.plan_options import (
+    CALIBRATION,
+    CHOICES,
+    ENGINE,
+    MOST_SEQUENCES,
+    PRECISION,
+    SCORES,
+    SPACE,
+    choices_of,
+    plan_of,
+    shape_of,
+    sizing_fields,
+)
 from trilane.config import cluster as hardware
-from trilane.config.cluster import PRECISIONS
-from trilane.config.engines import ENGINES, default_topology, label_of
-from trilane.config.model import ModelShape
-from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
-from trilane.config.plan import Plan, read_plan
-from trilane.config.shapes import read_shape
+from trilane.config.parallelism import ATTENTIONS, PARTITIONS, RECOMPUTE
+from trilane.config.plan import read_plan
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
 
-CHOICES = (
-    *("tp", "cp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
-    *("precision", "attention", "fp32_gradients"),
-)
 MOST_GBS = 1 << 14  # every size up to it is evaluated: 9 s on two cores
-MOST_SEQUENCES = 1 << 20  # of one iteration; published runs have at most 16,384
 SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file: a shape, or Hugging Face's config.json"
 CLUSTER = "a cluster's name or JSON file"
-SCORES = "scores: no flash kernel"
-YES_NO = Choice(("yes", "no"))
-CALIBRATION = option(
-    "--calibration",
-    metavar="SOURCE",
-    default="",
-    help="constants: a JSON file or study of your own runs, or a software stack such as megatron-core; default: of the "
-    "cluster's rows",
-)
-ENGINE = option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
-PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
-SEQUENCE = option(
-    "--seq", type=whole(), help="tokens of a sequence; default: the shape's, in a config.json its longest"
-)
-SPACE = together(  # a model on a cluster, and the topologies of one number of GPUs
-    SEQUENCE,
-    option("--gbs", type=whole(1, MOST_SEQUENCES), help="sequences an iteration"),
-    ENGINE,
-    option("--tp", type=whole(), help="tensor-parallel size"),
-    option("--cp", type=whole(), help="context-parallel size: GPUs that share each sequence"),
-    option("--pp", type=whole(), help="pipeline stages"),
-    option("--dp", type=whole(), help="data-parallel size: replicas"),
-    option("--mbs", type=whole(), help="sequences of a microbatch, per replica"),
-    option("--zero", type=Choice(("0", "1", "2", "3")), help="ZeRO stage"),
-    option("--interleaving", type=whole(), help="model chunks of a pipeline stage"),
-    option("--recompute", type=Choice(RECOMPUTE), help="activations computed again in the backward pass"),
-    option("--partition", type=Choice(PARTITIONS), help="how layers are cut into pipeline stages"),
-    option("--sequence-parallel", type=YES_NO, help="cut norms and dropouts by tp, too"),
-    option("--offload", type=Choice(OFFLOADS), help="what stays in host memory"),
-    PRECISION,
-    option("--attention", type=Choice(ATTENTIONS), help=f"{SCORES}; default: what card and heads allow"),
-    option("--fp32-gradients", type=YES_NO, help="sum 16-bit gradients in fp32; default: for bf16"),
-    CALIBRATION,
-)
 plan = Group("plan", help="Plan a training: its size, its topology, its dates.")
 
 
@@ -105,33 +75,6 @@ def size(top: int, as_json: bool, params: float | None, days: float | None, **op
     values = {**proposals_json(request, found[:top], len(found)), "refused": dict(refused)}
     why = [] if found else [why_none(request, refused)]
     return emit(as_json, values, "\n".join([proposals_text(request, found[:top]), *why]), failed=not found)
-
-
-def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """SizeRequest's fields from the options of `size`, all but the size."""
-    from trilane.costmodel.shipped import calibration_for
-
-    names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
-    cluster = hardware.cluster(options["cluster"])
-    fields = {name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine", "like")}
-    fields |= {"vocabulary": options["vocab"], "seq_length": options["seq"], "cluster": cluster}
-    fields |= {"calibration": calibration_for(cluster, options["calibration"])}
-    return fields | {"choices": {name: options[name] for name in names if options[name]}}
-
-
-def shape_of(text: str, options: dict[str, Any]) -> ModelShape:
-    """The shape that is named, with the vocabulary padded; what was decided for it goes to stderr."""
-    given = read_shape(text, seq_length=options["seq"] or 0, tp=options["tp"] or 1)
-    for note in given.notes:
-        print("trilane:", one_line(note), file=sys.stderr)
-    return given.shape
-
-
-def choices_of(options: dict[str, Any]) -> dict[str, Any]:
-    """What the options pin, by Topology's names and as search() takes it."""
-    given = {name: options[name] for name in CHOICES if options[name] is not None}
-    given |= {name: given[name] == "yes" for name in ("sequence_parallel", "fp32_gradients") if name in given}
-    return given | ({"zero": int(given["zero"])} if "zero" in given else {})
 
 
 @command(
@@ -191,24 +134,6 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
     read = read_plan(plan) if plan else plan_of(options)
     report = plan_report(read, calibration_for(read.cluster, options["calibration"]), tokens, seconds)
     emit(as_json, report.to_json(), report.as_text())
-
-
-def plan_of(options: dict[str, Any]) -> Plan:
-    """The plan that the options describe, with defaults for what they leave open."""
-    require(options["shape"] is not None, "shape", "missing", "name a plan, or its --shape, --cluster and --gbs")
-    for name in ("cluster", "gbs"):
-        require(options[name] is not None, name, "missing", "needed where no plan is named")
-    shape = shape_of(options["shape"], options)
-    cluster, engine = hardware.cluster(options["cluster"]), options["engine"]
-    given, gpus = choices_of(options), options["gpus"]
-    if gpus is not None:
-        replica = given.get("tp", 1) * given.get("cp", 1) * given.get("pp", 1)
-        given.setdefault("dp", max(1, gpus // replica))
-        what = "tp x cp x pp x dp" if "cp" in given else "tp x pp x dp"
-        require(given["dp"] * replica == gpus, what, given["dp"] * replica, f"contradicts gpus={gpus}")
-    topology = default_topology(shape, cluster, engine, gbs=options["gbs"], **given)
-    label = label_of(shape, cluster, topology, engine)
-    return Plan(label=label, shape=shape, cluster=cluster, topology=topology, engine=engine)
 
 
 @command(

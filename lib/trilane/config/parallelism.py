@@ -1,11 +1,10 @@
 """Topology: how one training run is spread over GPUs, and which combinations exist at all."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.model import ModelShape
+from trilane.config.topology_rules import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, first_broken
 from trilane.utils.validation import require_integer, require_known
 
 RECOMPUTE = ("none", "selective", "full")
@@ -101,161 +100,6 @@ class Topology:
             "overlapparams": self.overlap_param_gather,
         }
         return "-".join([*words, *(word for word, chosen in named.items() if chosen)])
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a topology must obey. `holds` takes anything with a Topology's fields, also with arrays as mbs and gbs.
-
-    field   the field to blame
-    text    the rule, the same for every topology: searches count what they refuse by it
-    holds   true (or an array) where the rule holds; it gets the topology, and the shape or cluster where it needs one
-    detail  what to add for one topology, such as "=112"
-    whole   the whole message, where the rule has several faces
-    of_sizes  true where tp, pp and dp alone decide: one look refuses everything else
-    """
-
-    field: str
-    text: str
-    holds: Callable[..., Any]
-    detail: Callable[..., object] = lambda *_: ""
-    of_sizes: bool = False
-    whole: Callable[..., str] | None = None
-
-    @property
-    def name(self) -> str:
-        """The rule with the field that it is about."""
-        return f"{self.field}: {self.text}"
-
-    def message(self, *subjects: Any) -> str:
-        """`field=value: the rule` of one topology that breaks it."""
-        message = f"{self.field}={getattr(subjects[0], self.field)}: {self.text}{self.detail(*subjects)}"
-        return self.whole(*subjects) if self.whole else message
-
-
-def first_broken(rules: Sequence[Rule], *subjects: Any) -> str | None:
-    """The message of the first rule that one topology breaks, or None."""
-    return next((rule.message(*subjects) for rule in rules if not rule.holds(*subjects)), None)
-
-
-def _uneven_stages(t: Any, shape: ModelShape) -> str:
-    """Why the stages cannot share the layers, with or without a number of layers for the first and the last; or ""."""
-    L, v = shape.num_layers, t.interleaving
-    named = {n: getattr(t, n) for n in ("first_stage_layers", "last_stage_layers") if getattr(t, n)}
-    if not named:
-        units = L + (0 if t.partition == "uniform" else 2)
-        even = units % (t.pp * v) == 0
-        return "" if even else f"pp={t.pp}: pp x interleaving = {t.pp * v} must divide the {units} layers"
-    field, value = next(iter(named.items()))
-    others, left = t.pp - len(named), L - sum(named.values())
-    if left % others or left <= 0 if others else left:
-        return f"{field}={value}: leaves {left} of {L} layers to {others} other stages, which must share them evenly"
-    for name, layers in named.items():
-        if layers % v:
-            return f"{name}={layers}: must be a multiple of interleaving={v}"
-    shared = left // others if others else 0
-    rule = f"leaves {shared} layers to a stage: no multiple of interleaving={v}"
-    return f"{field}={value}: {rule}" if shared % v else ""
-
-
-def _tp_divides(size: str, hint: str = "", sign: str = "=") -> Rule:
-    """The rule that tp must divide that size of the shape."""
-    holds, detail = lambda t, s: getattr(s, size) % t.tp == 0, lambda t, s: f"{sign}{getattr(s, size)}"
-    return Rule("tp", f"must divide {size}{hint}", holds, detail, of_sizes=True)
-
-
-# What no topology can be, whatever the model and the machine.
-TOPOLOGY_RULES = (
-    Rule("zero", "ZeRO stages are 0, 1, 2 and 3", lambda t: t.zero <= 3),
-    Rule(
-        "gbs", "must be a multiple of mbs x dp", lambda t: t.gbs % (t.mbs * t.dp) == 0, lambda t: f" = {t.mbs} x {t.dp}"
-    ),
-    Rule("sequence_parallel", "needs tp > 1", lambda t: t.tp > 1 or not t.sequence_parallel),
-    Rule(
-        "zero", "ZeRO 2 and 3 cannot run with a pipeline", lambda t: t.pp == 1 or t.zero < 2, lambda t: f" (pp={t.pp})"
-    ),
-    Rule("offload", "needs ZeRO stage 1 or more", lambda t: t.zero > 0 or t.offload == "none"),
-    Rule("offload", "parameters can be offloaded by ZeRO-3 only", lambda t: t.zero == 3 or t.offload != "full"),
-    Rule("interleaving", "needs pp > 1", lambda t: t.pp > 1 or t.interleaving == 1),
-    Rule("first_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.first_stage_layers),
-    Rule("last_stage_layers", "needs pp > 1", lambda t: t.pp > 1 or not t.last_stage_layers),
-    Rule(
-        "partition",
-        "contradicts a number of layers for the first or the last stage",
-        lambda t: t.partition == "uniform" or not (t.first_stage_layers or t.last_stage_layers),
-    ),
-    Rule(
-        "overlap_param_gather",
-        "needs ZeRO stage 1 and overlap_grad_reduce",
-        lambda t: (t.zero == 1 and t.overlap_grad_reduce) or not t.overlap_param_gather,
-    ),
-)
-# What a model asks of a topology.
-SHAPE_RULES = (
-    _tp_divides("num_attention_heads"),
-    _tp_divides("vocab_size", hint=" (pad the vocabulary)", sign=": "),
-    _tp_divides("hidden_size"),
-    _tp_divides("ffn", hint="_hidden_size"),
-    Rule(
-        "tp",
-        "must divide the heads of keys and values, or be a multiple of them",
-        lambda t, s: s.kv_heads % t.tp == 0 or t.tp % s.kv_heads == 0,
-        lambda t, s: f": {s.kv_heads}",
-        of_sizes=True,
-    ),
-    Rule(
-        "cp",
-        "must divide seq_length into two halves a rank",
-        lambda t, s: t.cp == 1 or s.seq_length % (2 * t.cp) == 0,
-        lambda t, s: f": 2 x {t.cp} does not divide {s.seq_length}",
-    ),
-    Rule(
-        "tp",
-        "must divide seq_length where sequences are parallel",
-        lambda t, s: not t.sequence_parallel or s.seq_length % t.tp == 0,
-        lambda t, s: f": {s.seq_length}",
-    ),
-    Rule(
-        "pp",
-        "stages (times interleaving) must share the layers evenly",
-        lambda t, s: not _uneven_stages(t, s),
-        whole=_uneven_stages,
-    ),
-    Rule(
-        "gbs",
-        "interleaving needs microbatches % pp == 0",
-        lambda t, s: t.interleaving == 1 or t.gbs / (t.mbs * t.dp) % t.pp == 0,
-        lambda t, s: f" (pp={t.pp})",
-    ),
-)
-
-
-def _spans_nodes(tp: int, cluster: Cluster) -> bool:
-    """Whether a tensor-parallel group fills whole nodes whose network is at least half as fast as their bus.
-
-    Such a group has the network to itself. On a slower one it waits for it most of the time: nine tenths of it with TP
-    16 on V100 nodes with one 100 Gb/s card (Oneflow-Inc/DLPerf, Megatron-LM/README.md).
-    """
-    return tp % cluster.gpus_per_node == 0 and 2 * cluster.network_bytes_per_s >= cluster.node_bytes_per_s
-
-
-# What a cluster asks of a topology; a plan may break them, where somebody measures what that costs.
-CLUSTER_RULES = (
-    Rule(
-        "gpus",
-        "must not exceed the cluster",
-        lambda t, c: t.gpus <= c.max_gpus,
-        lambda t, c: f": {c.name} has {c.max_gpus}",
-        of_sizes=True,
-    ),
-    Rule(
-        "tp",
-        "a tensor-parallel group must stay inside a node",
-        lambda t, c: c.gpus_per_node % t.tp == 0 or t.gpus <= c.gpus_per_node or _spans_nodes(t.tp, c),
-        lambda t, c: f" of {c.gpus_per_node} GPUs",
-        of_sizes=True,
-    ),
-)
 
 
 def invalid_reason(shape: ModelShape, topology: Topology, cluster: Cluster | None = None) -> str | None:

@@ -11,7 +11,8 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, sums_in_fp32, unsupported_reason
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import CLUSTER_RULES, Topology, first_broken, invalid_reason
+from trilane.config.parallelism import Topology, invalid_reason
+from trilane.config.topology_rules import CLUSTER_RULES, first_broken
 from trilane.config.training import Data, Dropout, Optimizer, Run
 from trilane.utils.validation import from_mapping, read_json, require, require_known, require_label, to_mapping
 

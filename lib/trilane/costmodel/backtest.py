@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trilane.costmodel.cross_validation import leave_one_out, predict_unseen
 from trilane.costmodel.measured_rows import FILES, MeasuredRow, Skipped, ignored_words, read_rows, shipped_rows
 from trilane.costmodel.metrics import (
     ANOMALIES,
@@ -16,10 +17,8 @@ from trilane.costmodel.metrics import (
     RowPrediction,
     figures,
     group_name,
-    leave_one_out,
     predict_calibrated,
     predict_default,
-    predict_unseen,
 )
 from trilane.utils.tables import Columns, DataFrame, Table, Text
 from trilane.utils.validation import require

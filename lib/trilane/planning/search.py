@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,16 @@ import numpy as np
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, label_of, unsupported_rule
 from trilane.config.model import ModelShape
-from trilane.config.parallelism import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule, Topology
+from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
+from trilane.config.topology_rules import CLUSTER_RULES, SHAPE_RULES, TOPOLOGY_RULES, Rule
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
 from trilane.costmodel.shipped import default
+from trilane.planning.blocks import BestBlocks, Block, front_of, merged_front
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.space import ParallelSizes, SearchPoint, Space, block_columns, space_for, topology_of
 from trilane.utils.progress import progress
@@ -30,76 +31,6 @@ ROWS = 1 << 14  # topologies that are predicted together, a few more at most: 12
 # Seconds per sequence (of an iteration where gbs is the same), also the order of the days of a fixed number of tokens;
 # GPU-seconds per sequence; least memory of the fullest stage.
 OBJECTIVES = ("seconds", "days", "gpu_hours", "headroom")
-
-
-@dataclass(frozen=True)
-class Block:
-    """Runnable topologies of one tp x pp x dp: what they are, their objective, seconds per sequence and memory."""
-
-    sizes: ParallelSizes
-    points: tuple[SearchPoint, ...]
-    which: np.ndarray  # of the points
-    mbs: np.ndarray
-    gbs: np.ndarray
-    objective: np.ndarray
-    seconds: np.ndarray
-    memory: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.mbs)
-
-    def take(self, index: np.ndarray) -> "Block":
-        rows = (getattr(self, n)[index] for n in ("which", "mbs", "gbs", "objective", "seconds", "memory"))
-        return Block(self.sizes, self.points, *rows)
-
-
-def front_of(seconds: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    """Rows that no other row beats in both seconds and memory, the fastest first."""
-    order = np.lexsort((memory, seconds))
-    lowest = np.minimum.accumulate(memory[order])
-    return order[np.append(True, memory[order][1:] < lowest[:-1])]
-
-
-def _rows(blocks: Sequence[Block], order: np.ndarray) -> list[Block]:
-    owner = np.repeat(np.arange(len(blocks)), [len(b) for b in blocks])
-    place = np.concatenate([np.arange(len(b)) for b in blocks]) if blocks else np.array([], int)
-    return [blocks[owner[i]].take(np.array([place[i]])) for i in order]
-
-
-def merged(blocks: Sequence[Block], top: int) -> tuple[list[Block], float]:
-    """The best `top` rows of all blocks, a block each, and the objective that a further row must beat."""
-    blocks = [b for b in blocks if len(b)]
-    if not blocks:
-        return [], np.inf
-    objective = np.concatenate([b.objective for b in blocks])
-    order = np.argsort(objective, kind="stable")[:top]
-    return _rows(blocks, order), float(objective[order[-1]]) if len(order) == top else np.inf
-
-
-def merged_front(blocks: Sequence[Block]) -> list[Block]:
-    """The rows of all blocks that no other row beats in both seconds and memory, a block each."""
-    if not blocks:
-        return []
-    order = front_of(np.concatenate([b.seconds for b in blocks]), np.concatenate([b.memory for b in blocks]))
-    return _rows(blocks, order)
-
-
-class _Best:
-    """The best `top` rows of the blocks seen so far."""
-
-    def __init__(self, top: int) -> None:
-        self._top, self._blocks, self._worst = top, list[Block](), np.inf
-
-    def add(self, found: Block) -> None:
-        better = np.flatnonzero(found.objective <= self._worst)
-        if len(better):
-            order = np.argsort(found.objective[better], kind="stable")[: self._top]
-            self._blocks.append(found.take(better[order]))
-        if sum(map(len, self._blocks)) > 20 * self._top:
-            self._blocks, self._worst = merged(self._blocks, self._top)
-
-    def rows(self) -> list[Block]:
-        return merged(self._blocks, self._top)[0]
 
 
 class _Search:
@@ -196,7 +127,7 @@ class _Search:
 
     def run(self, top: int) -> SearchResult:
         """All blocks; the best `top` of the safe and of the risky, and the Pareto front, kept on the way."""
-        safe, risky, front = _Best(top), _Best(top), list[Block]()
+        safe, risky, front = BestBlocks(top), BestBlocks(top), list[Block]()
         for found in self.blocks():
             danger = oom_probability(found.memory, self.cluster) > RISKY
             calm = found.take(~danger)

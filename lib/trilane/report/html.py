@@ -15,8 +15,8 @@ from nbconvert import HTMLExporter
 
 from trilane.report.plots.interactive import MIME, embedded, script
 from trilane.utils.tables import Html, short
+from trilane.workspace.installation import checkout, stamp
 from trilane.workspace.run_folder import write_text
-from trilane.workspace.study import checkout, stamp
 
 DATA = Path(str(resources.files("trilane"))) / "data/report"
 # The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP Level 3,

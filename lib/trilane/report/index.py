@@ -12,9 +12,10 @@ import jinja2
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, title
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
+from trilane.workspace.installation import stamp
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status, known_status, status_problem
-from trilane.workspace.study import PATIENCE_S, Study, stamp
+from trilane.workspace.study import PATIENCE_S, Study
 
 SESSION = "-session.html"  # ends the name of a report made in a session
 FIRST = "08_decision"  # what the index lists first

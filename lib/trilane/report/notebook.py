@@ -23,8 +23,9 @@ from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import environment_set
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
+from trilane.workspace.installation import outputs_root, shipped, stamp
 from trilane.workspace.run_folder import keep_earlier
-from trilane.workspace.study import Study, outputs_root, shipped, stamp
+from trilane.workspace.study import Study
 
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
 

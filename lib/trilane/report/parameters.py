@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trilane.utils.validation import read_object, require_known
+from trilane.workspace.installation import checkout, shipped
 from trilane.workspace.run_folder import write_text
-from trilane.workspace.study import Study, checkout, shipped
+from trilane.workspace.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)

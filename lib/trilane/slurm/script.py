@@ -16,7 +16,7 @@ from trilane.config.plan import Plan
 from trilane.slurm.sites import JobRequest, Site, plain
 from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
-from trilane.workspace.study import checkout, shipped
+from trilane.workspace.installation import checkout, shipped
 
 NAMES = ("train", "sweep", "bench", "monitor", "interactive")
 SCRIPT = "job.sbatch"  # the file name in a run folder

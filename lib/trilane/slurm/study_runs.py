@@ -19,8 +19,9 @@ from trilane.slurm.preflight.finding import REFUSAL, JobFinding
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
+from trilane.workspace.installation import outputs_root
 from trilane.workspace.status import Status
-from trilane.workspace.study import Study, outputs_root
+from trilane.workspace.study import Study
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,20 +3,15 @@
 import contextlib
 import hashlib
 import json
-import os
-import platform
 import re
 import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import trilane
 from trilane.config import cluster
 from trilane.config.cluster import Cluster
 from trilane.config.model import ModelShape
@@ -25,51 +20,10 @@ from trilane.config.shapes import GivenShape, read_shape
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
+from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run_folder import is_completed, is_started, write_text
 
-HERE = Path(__file__).resolve()
 PATIENCE_S = 20.0  # of a process that saves a file which another one saves at this moment
-
-
-def checkout() -> Path | None:
-    """The repository's checkout: $TRILANE_HOME, else the one that holds this file; None for an installed wheel."""
-    if home := os.environ.get("TRILANE_HOME"):
-        return Path(home).absolute()
-    return HERE.parents[3] if (HERE.parents[3] / "lib/trilane").is_dir() else None
-
-
-def shipped(folder: str) -> Path:
-    """The folder `notebooks` or `slurm_templates`: of the checkout, else of the wheel, which installs share/trilane/.
-
-    Raises ValueError where there is neither.
-    """
-    root = checkout()
-    places = [root] if root else [parent / "share/trilane" for parent in HERE.parents]
-    found = next((place / folder for place in places if (place / folder).is_dir()), None)
-    if found is None:
-        raise ValueError(f"TRILANE_HOME={root or ''}: has no {folder}/; clone the repository and name its folder")
-    return found
-
-
-def outputs_root() -> Path:
-    """The folder of all studies: $TRILANE_OUTPUTS, else `outputs/` of the checkout, or of the current folder."""
-    return Path(os.environ.get("TRILANE_OUTPUTS") or (checkout() or Path.cwd()) / "outputs")
-
-
-def stamp() -> dict[str, str]:
-    """What made a file: trilane's version and git revision, Python, host, and the time (UTC)."""
-    root, revision = checkout(), ""
-    if root:  # a wheel may lie in the venv of another repository
-        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "trilane": trilane.__version__,
-        "revision": revision or "unknown (not a git checkout)",
-        "python": platform.python_version(),
-        "numpy": metadata.version("numpy"),
-        "host": platform.node(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)

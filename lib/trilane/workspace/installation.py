@@ -1,0 +1,53 @@
+"""Where trilane and its outputs lie, and the stamp that says what made a file."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import trilane
+
+HERE = Path(__file__).resolve()
+
+
+def checkout() -> Path | None:
+    """The repository's checkout: $TRILANE_HOME, else the one that holds this file; None for an installed wheel."""
+    if home := os.environ.get("TRILANE_HOME"):
+        return Path(home).absolute()
+    return HERE.parents[3] if (HERE.parents[3] / "lib/trilane").is_dir() else None
+
+
+def shipped(folder: str) -> Path:
+    """The folder `notebooks` or `slurm_templates`: of the checkout, else of the wheel, which installs share/trilane/.
+
+    Raises ValueError where there is neither.
+    """
+    root = checkout()
+    places = [root] if root else [parent / "share/trilane" for parent in HERE.parents]
+    found = next((place / folder for place in places if (place / folder).is_dir()), None)
+    if found is None:
+        raise ValueError(f"TRILANE_HOME={root or ''}: has no {folder}/; clone the repository and name its folder")
+    return found
+
+
+def outputs_root() -> Path:
+    """The folder of all studies: $TRILANE_OUTPUTS, else `outputs/` of the checkout, or of the current folder."""
+    return Path(os.environ.get("TRILANE_OUTPUTS") or (checkout() or Path.cwd()) / "outputs")
+
+
+def stamp() -> dict[str, str]:
+    """What made a file: trilane's version and git revision, Python, host, and the time (UTC)."""
+    root, revision = checkout(), ""
+    if root:  # a wheel may lie in the venv of another repository
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "trilane": trilane.__version__,
+        "revision": revision or "unknown (not a git checkout)",
+        "python": platform.python_version(),
+        "numpy": metadata.version("numpy"),
+        "host": platform.node(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
