@@ -130,3 +130,14 @@ def test_in_a_notebook_text_of_rows_is_escaped():
     named = dataclasses.replace(why.prediction.support, nearest=(("<b>x</b> [a](b)", 0.1),))
     shown = dataclasses.replace(why, prediction=dataclasses.replace(why.prediction, support=named))._repr_markdown_()
     assert "<b>" not in shown and Text.escape("<b>x</b> [a](b)") in shown
+
+
+def test_selective_recomputation_of_a_flash_kernel_is_held_against_none_and_full():
+    why = explain(plan_of(recompute="selective"))
+    none, full = why.recomputed["none"].prediction, why.recomputed["full"].prediction
+    assert none.sec_per_it < why.prediction.sec_per_it < full.sec_per_it
+    assert none.memory_bytes == why.prediction.memory_bytes > full.memory_bytes
+    line = next(line for line in why.as_lines() if line.startswith("Selective"))
+    assert f"{full.sec_per_it - why.prediction.sec_per_it:+.3g} s" in line
+    for other in (plan_of(recompute="selective", attention="scores"), plan_of(recompute="full")):
+        assert not any(line.startswith("Selective") for line in explain(other).as_lines())

@@ -30,12 +30,15 @@ class Explanation:
     change      the fastest topology that differs in one choice on as many GPUs and does not risk the memory, which may
                 be slower than the plan; None where none fits
     more        the same plan on twice the GPUs, None where the cluster has none or the batch cannot be divided
+    recomputed  by their names, the plans with no and with full recomputation, where a flash kernel leaves selective
+                recomputation little to save; else empty
     """
 
     plan: Plan
     prediction: Prediction
     change: Candidate | None
     more: Candidate | None
+    recomputed: dict[str, Candidate] = dataclasses.field(default_factory=dict)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -64,7 +67,8 @@ class Explanation:
 
     def sentences(self) -> list[Sentence]:
         """What limits the plan, what a change would bring, how sure that is, on what it rests."""
-        found = [self._limits(), self._memory(), self._changed(), self._more(), self._sure(), self._rests()]
+        found = [self._limits(), self._memory(), self._recomputed(), self._changed(), self._more()]
+        found += [self._sure(), self._rests()]
         only = ("Predicted only: {}.", (self.predicted_only,)) if self.predicted_only else None
         return [sentence for sentence in (only, *found) if sentence]
 
@@ -114,6 +118,20 @@ class Explanation:
         values = (where, used / 2**30, limit / 2**30, part, share)
         return "Memory: {}, {:.1f} of {:.1f} GiB, most of it {} ({:.0%}).", values
 
+    def _recomputed(self) -> Sentence | None:
+        """That selective recomputation, which is there to drop the s x s scores, drops none of a flash kernel's.
+
+        Korthikanti et al. 2022, arXiv:2205.05198, section 5, drop the scores; flash attention recomputes them in
+        its own backward pass (Dao et al. 2022, arXiv:2205.14135, section 3.1).
+        """
+        if not self.recomputed:
+            return None
+        found = []
+        for name, other in self.recomputed.items():
+            seconds = other.prediction.sec_per_it - self.prediction.sec_per_it
+            found.append(f"{name} would take {seconds:+.3g} s, memory {self._gain(other)[1]:+.1f} GiB")
+        return "Selective recomputation saves little here, for a flash kernel keeps no scores: {}.", ("; ".join(found),)
+
     def _changed(self) -> Sentence:
         if self.change is None:
             return "Best change: no single change of its topology on these GPUs fits the memory.", ()
@@ -160,11 +178,13 @@ def explain(plan: Plan, calibration: Calibration | None = None) -> Explanation:
     prediction = predict(plan, calibration)
     changed = _predicted(plan, neighbours(plan), calibration)
     double = [{"dp": 2 * plan.topology.dp}]
+    others = ("none", "full") if (plan.topology.recompute, plan.topology.attention) == ("selective", "fused") else ()
     return Explanation(
         plan=plan,
         prediction=prediction,
         change=min(changed, key=lambda c: c.prediction.sec_per_it, default=None),
         more=next(iter(_predicted(plan, double, calibration)), None),
+        recomputed={c.topology.recompute: c for c in _predicted(plan, [{"recompute": r} for r in others], calibration)},
     )
 
 
