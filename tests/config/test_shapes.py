@@ -105,6 +105,18 @@ def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
         assert shape_of_config(bare | {"model_type": kind}, 8192).shape.seq_length == 8192
 
 
+def test_what_decides_the_function_beside_the_sizes_is_read() -> None:
+    """Llama 1 has 1e-6 and 10000, Llama 3 1e-5 and 500000 (transformers 5 keeps it deeper); GPT-2 has tanh."""
+    shape = shape_of_config(LLAMA).shape
+    assert (shape.norm_epsilon, shape.rotary_base) == (1e-6, 1e4)
+    for theta in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000}}):
+        shape = shape_of_config(LLAMA3 | {"rms_norm_eps": 1e-5} | theta).shape
+        assert (shape.norm_epsilon, shape.rotary_base) == (1e-5, 5e5)
+    assert shape_of_config(GPT2).shape.norm_epsilon == 1e-5
+    found = [shape_of_config(GPT2 | act).shape.activation for act in ({}, {"activation_function": "gelu"})]
+    assert [*found, shape_of_config(BLOOM).shape.activation] == ["gelu-tanh", "gelu", "gelu-tanh"]
+
+
 def _file(folder: Path, values: object) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps(values))

@@ -76,11 +76,12 @@ LLAMA = replace(LLAMA, biases="none", tied_embeddings=False, ffn_hidden_size=896
 KINDS = [
     (LM, LLAMA),
     (LM, replace(LLAMA, ffn_hidden_size=None, biases="qkv", num_key_value_heads=1)),
+    (LM, replace(LLAMA, norm_epsilon=1e-6, rotary_base=5e5)),
     (LM, replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none")),
     (LM, replace(SHAPE, activation="squared-relu", positions="rotary")),
     (DEEPSPEED, replace(SHAPE, embedding_layernorm=True, positions="alibi")),
     (DEEPSPEED, replace(SHAPE, activation="swiglu", ffn_hidden_size=640, positions="rotary")),
-    (DEEPSPEED, replace(SHAPE, activation="geglu", ffn_hidden_size=1024)),
+    (DEEPSPEED, replace(SHAPE, activation="geglu", ffn_hidden_size=1024, norm_epsilon=1e-6)),
 ]
 
 
@@ -307,7 +308,7 @@ BAD = [
     ),
     (
         lambda: megatron_args(plan(LM, {}, shape=replace(LLAMA, activation="geglu"))),
-        "activation=geglu: Megatron-LM has gelu, squared-relu, swiglu",
+        "activation=geglu: Megatron-LM has gelu, gelu-tanh, squared-relu, swiglu",
     ),
     (
         lambda: megatron_args(plan(LM, {}, shape=replace(SHAPE, positions="alibi"))),

@@ -83,8 +83,9 @@ def untrainable_reason(shape: ModelShape, topology: Topology) -> str | None:
 
     Of the dense decoders they train GPT-2's, also with BLOOM's norm of the embedding.
     """
-    usual = {"num_key_value_heads": None, "ffn_hidden_size": None, "activation": "gelu"}
+    usual: dict[str, object] = {"num_key_value_heads": None, "ffn_hidden_size": None, "activation": "gelu"}
     usual |= {"normalization": "layernorm", "positions": "learned", "biases": "all"}
+    usual |= {"norm_epsilon": 1e-5, "rotary_base": 1e4}
     for name, value in usual.items():
         if getattr(shape, name) != value:
             theirs = f"{value} alone" if value else "the usual number alone"

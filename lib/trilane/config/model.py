@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trilane.utils.validation import is_count, require, require_integer, require_known
+from trilane.utils.validation import is_count, require, require_integer, require_known, require_positive
 
 # Beyond these a file has a size wrong: a hundred times what has been trained.
 LARGEST = {"num_layers": 1 << 16, "hidden_size": 1 << 18, "num_attention_heads": 1 << 18}
@@ -10,7 +10,7 @@ LARGEST |= {"seq_length": 1 << 24, "vocab_size": 1 << 24}
 MOST_FFN = 1 << 22
 
 GATED = ("swiglu", "geglu")
-ACTIVATIONS = ("gelu", "relu", "squared-relu", *GATED)
+ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "squared-relu", *GATED)
 NORMALIZATIONS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rotary", "alibi", "none")
 BIASES = ("all", "qkv", "none")
@@ -26,9 +26,11 @@ class ModelShape:
 
     num_key_value_heads   heads of keys and values that groups of query heads share; None: one for each query head
     ffn_hidden_size       channels inside the MLP; None: 4 h, or what a gated MLP of as many parameters has
-    activation            of the MLP; "swiglu" and "geglu" have a second matrix of the same size, the gate
+    activation            of the MLP; "gelu-tanh" is the approximation in GPT-2's and BLOOM's code; "swiglu" and
+                          "geglu" have a second matrix of the same size, the gate
     positions             "learned" is a table of seq_length rows; "rotary" and "alibi" have no parameters
     biases                "all" linear layers have one, "qkv" queries, keys and values alone, or "none"
+    norm_epsilon          what norms add to the variance; rotary_base: the longest wavelength is 2 pi times almost that
 
     Raises ValueError for a size below 1 or beyond LARGEST, for heads that do not divide, and an MLP narrower than h.
     """
@@ -46,6 +48,8 @@ class ModelShape:
     normalization: str = "layernorm"
     positions: str = "learned"
     biases: str = "all"
+    norm_epsilon: float = 1e-5
+    rotary_base: float = 1e4
 
     def __post_init__(self) -> None:
         for field, most in LARGEST.items():
@@ -65,6 +69,8 @@ class ModelShape:
         if ffn is not None:
             require_integer("ffn_hidden_size", ffn, 1, MOST_FFN)
             require(ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
+        for name in ("norm_epsilon", "rotary_base"):
+            require_positive(name, getattr(self, name))
         # one shape has one way to be written: what is usual is None
         if kv == heads:
             object.__setattr__(self, "num_key_value_heads", None)

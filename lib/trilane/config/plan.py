@@ -71,7 +71,8 @@ class Plan:
         """
         topology = to_mapping(self.topology) | {"fp32_gradients": sums_in_fp32(self.engine, self.topology)}
         cluster = {k: v for k, v in to_mapping(self.cluster).items() if k not in ("sources", "max_nodes")}
-        facts = {"shape": to_mapping(self.shape), "cluster": cluster, "topology": topology, "engine": self.engine}
+        shape = {k: v for k, v in to_mapping(self.shape).items() if k not in ("norm_epsilon", "rotary_base")}
+        facts = {"shape": shape, "cluster": cluster, "topology": topology, "engine": self.engine}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:10]
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
-from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known
+from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known, require_positive
 
 # A size's names in transformers' configurations, the common one first.
 NAMES = {
@@ -25,7 +25,9 @@ LATENT = "a shape has heads of queries, keys and values, no latent attention"
 NOT_DENSE = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
 NOT_DENSE |= {"kv_lora_rank": LATENT, "q_lora_rank": LATENT}
 FLAGS = ("tie_word_embeddings", "use_sliding_window", "multi_query", "alibi")
-ACTIVATIONS = dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python"), "gelu")
+EPSILONS = ("layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu")
+ACTIVATIONS |= dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu-tanh")
 ACTIVATIONS |= {"relu": "relu", "relu2": "squared-relu"}
 GATED = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(("gelu", "gelu_new", "gelu_pytorch_tanh"), "geglu")
 SERIAL = "a shape has the MLP after attention, not beside it"
@@ -47,6 +49,7 @@ class Family:
 
     act: str
     normalization: str = "rmsnorm"
+    epsilon: float = 1e-6
     positions: str = "rotary"
     biases: str = "none"
     gated: bool = True
@@ -59,7 +62,7 @@ class Family:
     note: str = ""
 
 
-PLAIN: dict[str, Any] = {"normalization": "layernorm", "biases": "all", "gated": False}  # LayerNorm, biases, no gate
+PLAIN: dict[str, Any] = {"normalization": "layernorm", "biases": "all", "gated": False, "epsilon": 1e-5}
 BIASES = ("attention_bias", "mlp_bias")
 POST_NORM = ("apply_residual_connection_post_layernorm", False, False, BEFORE)
 HEAD_NORMS = "the norms of queries and keys (2 head_dim a layer) are not counted"
@@ -76,7 +79,9 @@ FAMILIES = {
             ("attention_bias", True, True, "a shape has biases everywhere, or for queries, keys and values, or none"),
         ),
     ),
-    "bloom": Family(**PLAIN, act="gelu", positions="alibi", tied=True, embedding_layernorm=True, needs=(POST_NORM,)),
+    "bloom": Family(
+        **PLAIN, act="gelu_new", positions="alibi", tied=True, embedding_layernorm=True, needs=(POST_NORM,)
+    ),
     "opt": Family(
         **PLAIN,
         act="relu",
@@ -108,7 +113,7 @@ FAMILIES = {
     "qwen2": Family(act="silu", biases="qkv", window=4096, slides=False),
     "qwen3": Family(act="silu", bias_keys=BIASES, window=4096, slides=False, note=HEAD_NORMS),
     "gemma": Family(act="gelu_pytorch_tanh", tied=True, bias_keys=BIASES),
-    "phi3": Family(act="silu"),
+    "phi3": Family(act="silu", epsilon=1e-5),
 }
 
 
@@ -185,6 +190,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
         biases=_biases(values, family),
         tied_embeddings=values.get("tie_word_embeddings", family.tied) is not False,
         embedding_layernorm=family.embedding_layernorm,
+        norm_epsilon=_number(values, EPSILONS, family.epsilon),
+        rotary_base=_number(values, ("rope_theta", "rotary_emb_base"), ModelShape.rotary_base),
     )
     _require_plain_attention(values, family, shape)
     longest = _size(values, NAMES["seq_length"])
@@ -201,6 +208,17 @@ def _size(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
             require_integer(key, values[key], 1)
             return int(values[key])
     return None
+
+
+def _number(values: Mapping[str, Any], keys: tuple[str, ...], usual: float) -> float:
+    """The first of the keys that has a value above zero, also inside `rope_parameters` (transformers 5); or `usual`."""
+    inside = values.get("rope_parameters")
+    values = {**values, **inside} if isinstance(inside, Mapping) else values
+    key = next((key for key in keys if values.get(key) is not None), None)
+    if key is None:
+        return usual
+    require_positive(key, values[key])
+    return float(values[key])
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> str:

@@ -28,8 +28,8 @@ RECOMPUTE: dict[str, dict[str, object]] = {
 PROGRAM = {LM: "Megatron-LM", DEEPSPEED: "Megatron-DeepSpeed"}
 # What each program has of a shape's fields, and its words for it.
 ACTIVATION: dict[str, dict[str, list[str]]] = {
-    LM: {"gelu": [], "squared-relu": ["squared-relu"], "swiglu": ["swiglu"]},
-    DEEPSPEED: {"gelu": [], "swiglu": ["glu-activation", "swiglu"], "geglu": ["glu-activation", "geglu"]},
+    LM: {"gelu": [], "gelu-tanh": [], "squared-relu": ["squared-relu"], "swiglu": ["swiglu"]},
+    DEEPSPEED: {"gelu": [], "gelu-tanh": []} | {gate: ["glu-activation", gate] for gate in GATED},
 }
 NORM = {LM: {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}, DEEPSPEED: {"layernorm": "LayerNorm"}}
 POSITION = {
@@ -40,6 +40,8 @@ BIAS: dict[str, dict[str, list[str]]] = {
     LM: {"all": [], "qkv": ["disable-bias-linear", "add-qkv-bias"], "none": ["disable-bias-linear"]},
     DEEPSPEED: {"all": []},
 }
+EPSILON = {LM: "norm-epsilon", DEEPSPEED: "layernorm-epsilon"}
+EPSILONS = [name.replace("-", "_") for name in EPSILON.values()]
 
 Arguments = dict[str, list[str]]  # name without leading dashes -> values; empty for a switch
 
@@ -48,7 +50,7 @@ def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -
     """The arguments for the plan, without the launcher's. Raises ValueError for what the program cannot do.
 
     `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default. The model is that of
-    our engines: exact GELU (their fused kernel has the tanh form), initial standard deviation 0.02.
+    our engines: exact GELU unless it is gelu-tanh, the form of their fused kernel; initial standard deviation 0.02.
     """
     require_known("flavour", flavour, ENGINE_OF)
     if reason := unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology):
@@ -56,7 +58,7 @@ def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -
     own = _megatron_lm(plan) if flavour == LM else _megatron_deepspeed(plan)
     # in fp8 weights, gradients and all but the matmuls stay in bf16
     switches = {"fp16": ["fp16"], "bf16": ["bf16"], "fp8": ["bf16"]}.get(plan.topology.precision, [])
-    switches += ["no-bias-gelu-fusion"]
+    switches += ["no-bias-gelu-fusion"] * (plan.shape.activation != "gelu-tanh")
     shape = {**_shape(plan), **_kind(plan.shape, flavour)}
     return {**shape, **_batch(plan), **_optimizer(plan), **_data(plan, prefixes), **own, **_switches(switches)}
 
@@ -90,6 +92,11 @@ def _kind(s: ModelShape, flavour: str) -> Arguments:
     values |= {"normalization": NORM[flavour][s.normalization]} if s.normalization != "layernorm" else {}
     values |= {"position-embedding-type": POSITION[flavour][s.positions]} if s.positions != "learned" else {}
     values |= {"num-query-groups": s.kv_heads} if shared else {}
+    values |= {EPSILON[flavour]: s.norm_epsilon} if s.norm_epsilon != ModelShape.norm_epsilon else {}
+    if s.positions == "rotary" and s.rotary_base != ModelShape.rotary_base:
+        is_whole = flavour == LM and s.rotary_base.is_integer()
+        require(is_whole, "rotary_base", s.rotary_base, "Megatron-LM has whole numbers, Megatron-DeepSpeed 10000 alone")
+        values |= {"rotary-base": int(s.rotary_base)}
     return {**found, **_switches(["group-query-attention"] * shared), **_options(values)}
 
 
@@ -120,6 +127,8 @@ def read_kind(given: Given) -> dict[str, Any]:
         "num_key_value_heads": (groups or given.get("num_key_value_heads", int, 0)) or None,
         "tied_embeddings": not given.has("untie_embeddings_and_output_weights"),
         "embedding_layernorm": given.has("embed_layernorm"),
+        "norm_epsilon": next((given.get(n, float) for n in EPSILONS if given.has(n)), ModelShape.norm_epsilon),
+        "rotary_base": given.get("rotary_base", float, ModelShape.rotary_base),
     }
 
 

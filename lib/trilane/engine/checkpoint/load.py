@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.slices import assemble
 from trilane.engine.distributed.world import World, call_on_first, gather_values
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.engine.model.rng import seed_streams
-from trilane.utils.validation import require, to_mapping
+from trilane.utils.validation import from_mapping, require, to_mapping
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import FOLDER, KINDS
 
@@ -36,6 +37,7 @@ def require_same(where: str, held: dict[str, Any], plan: Plan, iteration: int, c
     A checkpoint without training, such as an imported one, has no data to compare.
     """
     common = {name: value for name, value in identity(plan).items() if name in held}
+    held = held | {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
     for name, value, wanted in _differences("", held, common):
         raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
     expected = plan.run.ramp.consumed(iteration, plan.topology.gbs)
