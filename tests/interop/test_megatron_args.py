@@ -42,7 +42,7 @@ TOPOLOGIES = [
 ]
 RUNS = [
     Run(train_iters=70, log_interval=10, seed=7, timers=True, tensorboard=True),
-    Run(train_iters=90, ramp=Ramp(start=8, increment=8, samples=100)),
+    Run(train_iters=90, ramp=Ramp(start=8, increment=8, samples=100), eval_interval=30, eval_iters=4),
 ]
 
 
@@ -57,7 +57,8 @@ def plan(flavour: str, topology: dict, **changes: object) -> Plan:
 def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> None:
     plain = plan(flavour, topology)
     run = replace(RUNS[0], timers=flavour == LM)  # the fork of 2023 has no such choice
-    ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=BLENDED)
+    split = replace(BLENDED, split="949,50.5,1")
+    ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=split)
     for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer()), ramped):
         said = "torchrun --nproc_per_node 1 pretrain_gpt.py \\\n" + megatron_text(megatron_args(original, flavour))
         found = parse_plan(read_arguments(said), cluster=original.cluster, gpus=original.topology.gpus)

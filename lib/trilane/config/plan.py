@@ -47,6 +47,8 @@ class Plan:
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
         self._check_ramp()
+        evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
+        require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
 
     def _check_ramp(self) -> None:
         """Each replica gets whole microbatches at every step, and with interleaving rounds of pp of them.
@@ -79,6 +81,11 @@ class Plan:
     def samples(self) -> int:
         """Samples that the whole run consumes, its ramp-up counted."""
         return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
+
+    @property
+    def validation_samples(self) -> int:
+        """Samples of one evaluation; 0 where there is none."""
+        return self.run.eval_iters * self.topology.gbs
 
     def batches(self, done: int = 0) -> Iterator[Batch]:
         """The iterations left to this plan after `done` of them, each with its batch size and its first sample."""

@@ -1,12 +1,14 @@
 """What a plan says of the training itself: data, optimizer, dropout, how long the run is and what it leaves behind."""
 
 import math
+import re
 from dataclasses import dataclass, field
 
 from trilane.config.batch_rampup import Ramp
 from trilane.utils.validation import require, require_integer, require_path, require_positive
 
 BLEND = "blend"
+SHARE = re.compile(r"\s*\d{1,9}(\.\d{1,9})?\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +33,36 @@ class Data:
     blend       the sources of "blend", mixed sample by sample so that their shares stay close to their weights
     tokenizer   "bytes" (256 bytes and an end-of-document token), or a local folder with a Hugging Face tokenizer.json
     folder      where prepared .bin/.idx pairs are kept
+    split       shares of the documents of each source, in their order, for training, validation and test, as
+                Megatron-LM's --split: "949,50,1"; "" trains on all documents. Nothing is computed on the test share
     """
 
     source: str = "stdlib"
     tokenizer: str = "bytes"
     folder: str = "outputs/data"
     blend: tuple[Part, ...] = ()
+    split: str = ""
 
     def __post_init__(self) -> None:
+        assert self.shares  # checked on the way
         for name in ("source", "tokenizer", "folder"):
             require_path(f"data.{name}", getattr(self, name))
         parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
         require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
         require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """The shares of training, validation and test, which add up to 1; ValueError where `split` is malformed."""
+        if not self.split:
+            return 1.0, 0.0, 0.0
+        words = self.split.split(",")
+        ok = len(words) in (2, 3) and all(map(SHARE.fullmatch, words))
+        require(ok, "data.split", self.split, 'must be shares of training, validation and test, such as "949,50,1"')
+        training, validation, test = (float(word) for word in [*words, "0"][:3])
+        require(training > 0, "data.split", self.split, "leaves nothing to train on")
+        total = training + validation + test
+        return training / total, validation / total, test / total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +129,9 @@ class Run:
     load                    a checkpoint, or a folder of them, to start from where this run has none of its own yet
     start_iteration         so many iterations are done by the plan before, whose checkpoint is `load`
     exit_iteration          save and end after this iteration, for another plan to go on (0: the last)
+    eval_interval           iterations from one evaluation to the next, on the validation share of data.split (0: none);
+                            a run that evaluates does so after its last iteration too
+    eval_iters              batches of topology.gbs samples in an evaluation, the same ones each time
     timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
     tensorboard             also an event file for TensorBoard
     hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
@@ -132,16 +154,20 @@ class Run:
     trace_calls: int = 500
     start_iteration: int = 0
     exit_iteration: int = 0
+    eval_interval: int = 0
+    eval_iters: int = 0
 
     def __post_init__(self) -> None:
         require_path("load", self.load)
         for name in ("train_iters", "log_interval", "trace_calls"):
             require_integer(name, getattr(self, name), 1)
-        for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration"):
+        for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration", "eval_interval", "eval_iters"):
             require_integer(name, getattr(self, name), 0)
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
         require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
         require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
+        both = (self.eval_interval > 0) == (self.eval_iters > 0)
+        require(both, "eval_iters", self.eval_iters, f"needs eval_interval, which is {self.eval_interval}, or neither")
         minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
         require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
@@ -152,6 +178,10 @@ class Run:
     def saves_at_end(self) -> bool:
         """Whether a checkpoint of the goal belongs to the run: it saves in between, or another plan goes on."""
         return self.save_interval > 0 or self.exit_iteration > 0
+
+    def evaluates_after(self, iteration: int) -> bool:
+        """Whether the validation loss is computed after this iteration."""
+        return self.eval_interval > 0 and (iteration % self.eval_interval == 0 or iteration == self.train_iters)
 
     @property
     def goal(self) -> int:

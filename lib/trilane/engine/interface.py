@@ -50,6 +50,12 @@ class Engine(Protocol):
     def step(self, microbatches: Sequence[Microbatch], lr: float) -> Step:
         """Forward, backward and optimizer step over this replica's share of one global batch."""
 
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss in nats of one global batch, of which this is the replica's share; 0 on ranks without it.
+
+        Forward alone and without dropout: weights, optimizer and generators stay as they are.
+        """
+
 
 def build(plan: Plan, world: World) -> Engine:
     """The plan's engine with its model in the initial state; collective over all ranks."""

@@ -1,6 +1,7 @@
 """The training loop: the same for every engine."""
 
 import contextlib
+import math
 import time
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from trilane.engine.data.loader import SampleLoader
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import build
 from trilane.engine.monitor import heartbeat
-from trilane.engine.monitor.phases import DATA, SAVE, phase
-from trilane.engine.monitor.report import TrainingLog, iteration, memory_line
+from trilane.engine.monitor.phases import DATA, EVALUATE, SAVE, phase
+from trilane.engine.monitor.report import TrainingLog, Validation, iteration, memory_line
 from trilane.engine.signals import Signals
 from trilane.engine.stop_requests import StopRequest, StopRequests
 from trilane.workspace.checkpoints import FOLDER, name_of
@@ -71,6 +72,9 @@ class Training:
             begin = self._step(batch, log, begin)
             if batch.number in (first, self._plan.run.goal):  # the optimizer's states exist from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
+            if self._plan.run.evaluates_after(batch.number):
+                self._evaluate(batch, log)
+                begin = time.perf_counter()  # not counted in any iteration
             request = self._requests.now()
             if self._is_due(batch, request):
                 self._save(batch)
@@ -91,6 +95,16 @@ class Training:
         self._done = batch.number
         log.write(iteration(self._plan, batch, end - begin, lr, step))
         return end
+
+    def _evaluate(self, batch: Batch, log: TrainingLog) -> None:
+        """The mean loss over the samples held out, the same ones after each `batch`."""
+        begin, losses = time.perf_counter(), list[float]()
+        with phase(EVALUATE):
+            for microbatches in self._loader.validation():
+                losses.append(self._engine.evaluate(microbatches))
+                heartbeat.at(batch.number)
+        seconds, loss = time.perf_counter() - begin, math.fsum(losses) / len(losses)
+        log.evaluated(Validation(iteration=batch.number, consumed_samples=batch.end, lm_loss=loss, seconds=seconds))
 
     def _is_due(self, batch: Batch, request: StopRequest) -> bool:
         """Whether to save now: on request, at save_interval, or at the end of the run."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import prepare_all
-from trilane.engine.data.loader import build_dataset
+from trilane.engine.data.samples import Samples, training_set, validation_set
 from trilane.engine.distributed.world import World
 from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
 
@@ -41,26 +41,39 @@ def loss(w: Mapping[str, torch.Tensor], shape: ModelShape, tokens: torch.Tensor,
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def train(plan: Plan) -> list[tuple[float, float]]:
-    """(loss, gradient norm before clipping) of each iteration; the whole global batch at once, on the CPU in fp32."""
+def train(plan: Plan) -> tuple[list[tuple[float, float]], list[tuple[int, float]]]:
+    """(loss, gradient norm before clipping) of each iteration, and (iteration, validation loss) of each evaluation.
+
+    The whole global batch at once, on the CPU in fp32.
+    """
     w, o = initial_weights(plan), plan.optimizer
     single = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    samples = build_dataset(plan, single, prepare_all(plan.data, plan.shape))
+    prefixes = prepare_all(plan.data, plan.shape)
+    samples, held_out = training_set(plan, single, prefixes), range(plan.validation_samples)
+    validation = batch_of(validation_set(plan, single, prefixes), held_out) if held_out else ()
     plain = [n for n in w if n.endswith("bias") or "layernorm" in n]  # repeated here: the reference uses no engine code
     groups = [
         {"params": [p for n, p in w.items() if n not in plain], "weight_decay": o.weight_decay},
         {"params": [w[n] for n in plain], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    history = []
+    history, evaluations = [], []
     for batch in plan.batches():
         for group in adam.param_groups:
             group["lr"] = o.learning_rate(batch.end, plan.samples)
-        rows = [samples[k] for k in range(batch.first, batch.end)]
-        tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
         adam.zero_grad()
-        value = loss(w, plan.shape, tokens, labels)
+        value = loss(w, plan.shape, *batch_of(samples, range(batch.first, batch.end)))
         value.backward()
         history.append((value.item(), torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()))
         adam.step()
-    return history
+        if plan.run.evaluates_after(batch.number):
+            with torch.no_grad():
+                evaluations.append((batch.number, loss(w, plan.shape, *validation).item()))
+    return history, evaluations
+
+
+def batch_of(samples: Samples, numbers: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, both (B, T), of these samples."""
+    rows = [samples[k] for k in numbers]
+    tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
+    return tokens, labels

@@ -31,7 +31,11 @@ def worker_environment(rank: int, size: int, port: str, folder: str) -> dict[str
 
 
 def work(size: int, folder: str) -> int:
-    """Run the engine, or the reference, which writes truth.json: [loss, gradient norm] of each iteration."""
+    """Run the engine, or the reference.
+
+    That writes truth.json, [loss, gradient norm] of each iteration, and truth-validation.json, [iteration, loss] of
+    each evaluation.
+    """
     if size:
         from trilane.engine.__main__ import main
 
@@ -46,7 +50,9 @@ def work(size: int, folder: str) -> int:
     from trilane.engine import reference
 
     torch.set_num_threads(1)
-    Path(folder, "truth.json").write_text(json.dumps(reference.train(read_plan(f"{folder}/plan.json"))))
+    steps, evaluations = reference.train(read_plan(f"{folder}/plan.json"))
+    Path(folder, "truth.json").write_text(json.dumps(steps))
+    Path(folder, "truth-validation.json").write_text(json.dumps(evaluations))
     return 0
 
 

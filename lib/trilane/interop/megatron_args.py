@@ -153,13 +153,15 @@ def _optimizer(plan: Plan) -> Arguments:
 
 
 def _data(plan: Plan, prefixes: Sequence[str]) -> Arguments:
-    """All samples are for training, as in our engines."""
+    """Without a split all documents are for training, as in our engines."""
     blend = plan.data.blend
     sources = list(prefixes) or [part.source for part in blend] or [plan.data.source]
     require(len(sources) == max(1, len(blend)), "prefixes", len(sources), f"the plan has {max(1, len(blend))} sources")
     pairs = [(repr(float(part.weight)), source) for part, source in zip(blend, sources, strict=False)]
     weighted = [word for pair in pairs for word in pair]
-    return {"data-path": weighted or sources, **_options({"split": "100,0,0", "eval-iters": 0, "eval-interval": 1000})}
+    values: dict[str, object] = {"split": plan.data.split or "100,0,0"}
+    values |= {"eval-iters": plan.run.eval_iters, "eval-interval": plan.run.eval_interval or 1000}
+    return {"data-path": weighted or sources, **_options(values)}
 
 
 def _megatron_lm(plan: Plan) -> Arguments:

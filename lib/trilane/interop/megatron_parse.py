@@ -1,7 +1,7 @@
 """The plan that arguments of Megatron-LM or Megatron-DeepSpeed describe, and those that a plan cannot represent."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster
@@ -44,15 +44,17 @@ def parse_plan(
     given = Given(values)
     _require_dense(given)
     flavour = DEEPSPEED if given.has("deepspeed") else LM
-    topology = _topology(given, flavour, gpus or _gpus(given))
+    topology, data = _topology(given, flavour, gpus or _gpus(given)), _data(given)
     optimizer, run = _optimizer_and_run(given, topology.gbs)
+    interval, batches = _evaluation(given, data)
+    run = replace(run, eval_interval=interval, eval_iters=batches)
     plan = Plan(
         label=label,
         engine=ENGINE_OF[flavour],
         shape=_shape(given, vocab_size),
         cluster=cluster,
         topology=topology,
-        data=_data(given),
+        data=data,
         optimizer=optimizer,
         dropout=Dropout(
             hidden=given.get("hidden_dropout", float, 0.1), attention=given.get("attention_dropout", float, 0.1)
@@ -212,16 +214,25 @@ def _data(given: Given) -> Data:
     coder = next((given.get(n, str) for n in ("tokenizer_model", "tokenizer_name_or_path") if given.has(n)), "bytes")
     given.read |= {"tokenizer_type", "vocab_size"}
     words = given.all("data_path")
+    split = Data(split="".join(given.all("split")) or SPLIT)
+    data = Data(tokenizer=coder, split=split.split if split.shares[0] < 1 else "")
     if len(words) < 2:
-        return Data(source=words[0], tokenizer=coder) if words else Data(tokenizer=coder)
+        return replace(data, source=words[0]) if words else data
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
         raise ValueError(f"--data-path={' '.join(words)}: must be WEIGHT PREFIX WEIGHT PREFIX ...") from None
     parts = zip(weights, words[1::2], strict=True)
-    return Data(source=BLEND, tokenizer=coder, blend=tuple(Part(source=s, weight=w) for w, s in parts))
+    return replace(data, source=BLEND, blend=tuple(Part(source=s, weight=w) for w, s in parts))
 
 
+def _evaluation(given: Given, data: Data) -> tuple[int, int]:
+    """eval_interval and eval_iters of a Run: 0 where no document or batch is left for it."""
+    interval, batches = given.get("eval_interval", int, 1000), given.get("eval_iters", int, 100)
+    return (interval, batches) if data.shares[1] and interval and batches else (0, 0)
+
+
+SPLIT = "969,30,1"  # the programs' default
 # The programs' defaults for the numbers of an Optimizer.
 USUAL = {"min_lr": 0.0, "weight_decay": 0.01, "clip_grad": 1.0}
 USUAL |= {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}

@@ -7,13 +7,14 @@ from trilane.workspace.status import Status, known_status
 
 STOP = "stop"  # a file of that name in the run folder: save and end; no later run starts there until it is removed
 SAVE = "save"  # a file of that name: save once; the run removes it
-LEFT = ("run.log", "steps.jsonl", "env.json", "ranks")  # what an attempt leaves, besides status.json
+STEPS, VALIDATION = "steps.jsonl", "validation.jsonl"  # a line for each iteration, and for each evaluation
+LEFT = ("run.log", STEPS, VALIDATION, "env.json", "ranks")  # what an attempt leaves, besides status.json
 MOST_ITERATIONS = 1 << 40  # a larger number is a damaged one
 
 
 def iteration(folder: Path) -> int:
     """The last iteration in steps.jsonl; 0 where there is none. Damaged lines do not count."""
-    path = folder / "steps.jsonl"
+    path = folder / STEPS
     if not path.is_file():
         return 0
     with path.open("rb") as file:
@@ -26,12 +27,16 @@ def iteration(folder: Path) -> int:
 
 
 def cut_steps(folder: Path, done: int) -> None:
-    """Keep the first `done` iterations in steps.jsonl; the others will be trained again.
+    """Keep the first `done` iterations in steps.jsonl and validation.jsonl; the others will be trained again.
 
     What is removed, also a line that a killed run left half-written or a crash damaged, goes to
     earlier/steps.jsonl.1, .2, ...
     """
-    path = folder / "steps.jsonl"
+    for name in (STEPS, VALIDATION):
+        _cut(folder / name, done)
+
+
+def _cut(path: Path, done: int) -> None:
     if path.is_dir():
         set_aside(path)
     text = path.read_bytes() if path.exists() else b""

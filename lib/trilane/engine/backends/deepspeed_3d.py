@@ -87,6 +87,12 @@ class DeepSpeed3D:
         loss = self._engine.train_batch(iter([(batch.tokens, batch.labels) for batch in microbatches]))
         return step_of(self._engine, loss.item(), scale, self._clipping.norm if self._clipping else None)
 
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss of one batch by DeepSpeed's inference schedule; every rank gets it."""
+        feed = iter([(batch.tokens, batch.labels) for batch in microbatches])
+        loss = self._engine.eval_batch(feed, num_micro_batches=len(microbatches))
+        return loss.item()
+
 
 def _stage(plan: Plan) -> PipelineModule:
     """This rank's layers, not yet initialized."""

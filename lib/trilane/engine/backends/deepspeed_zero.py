@@ -84,12 +84,23 @@ class DeepSpeedZero:
         for number, batch in enumerate(microbatches, 1):
             # DeepSpeed counts microbatches since the start of the run, which is wrong once the batch has grown.
             self._engine.set_gradient_accumulation_boundary(number == len(microbatches))
-            loss = self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
+            loss = self._loss(batch)
             self._engine.backward(loss)
             losses.append(loss.detach())
             self._engine.step()
         norm = self._clipping.norm if self._clipping else None
         return step_of(self._engine, self._mean(losses), scale, norm)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss of one batch, forward alone."""
+        self._engine.eval()
+        with torch.no_grad():
+            losses = [self._loss(batch) for batch in microbatches]
+        self._engine.train()
+        return self._mean(losses)
+
+    def _loss(self, batch: Microbatch) -> torch.Tensor:
+        return self._engine(batch.tokens, self._positions, None, labels=batch.labels).float().mean()
 
     def _mean(self, losses: list[torch.Tensor]) -> float:
         """Mean over microbatches and replicas."""

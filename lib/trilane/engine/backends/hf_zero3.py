@@ -89,11 +89,23 @@ class HfZero3:
         trainer.current_gradient_accumulation_steps = len(microbatches)
         for number, batch in enumerate(microbatches, 1):
             trainer.accelerator.gradient_state._set_sync_gradients(number == len(microbatches))
-            # `shift_labels` are already shifted; without `labels` the model returns no loss.
-            inputs = {"input_ids": batch.tokens, "labels": batch.labels, "shift_labels": batch.labels}
-            losses.append(trainer.training_step(self._engine, inputs))  # divided by the number of microbatches
+            losses.append(trainer.training_step(self._engine, _inputs(batch)))  # divided by the number of microbatches
         norm = self._clipping.norm if self._clipping else None
         return step_of(self._engine, _mean(torch.stack(losses).sum()), scale, norm)
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss of one batch, as the Trainer computes it in its training step."""
+        loss_of: Any = self._trainer.compute_loss
+        self._engine.eval()
+        with torch.no_grad():
+            losses = [loss_of(self._engine, _inputs(batch)).float() for batch in microbatches]
+        self._engine.train()
+        return _mean(torch.stack(losses).mean())
+
+
+def _inputs(batch: Microbatch) -> dict[str, torch.Tensor]:
+    """What the model takes: `shift_labels` are already shifted; without `labels` it returns no loss."""
+    return {"input_ids": batch.tokens, "labels": batch.labels, "shift_labels": batch.labels}
 
 
 def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArguments:

@@ -80,12 +80,27 @@ class Megatron:
             updated, grad_norm, _ = self._optimizer.step()
         return Step(loss=self._mean(losses), grad_norm=float(grad_norm or 0.0), loss_scale=scale, skipped=not updated)
 
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> float:
+        """Mean loss of one batch: the same schedule, forward alone."""
+        gathers = self._plan.topology.overlap_param_gather
+        for chunk in self._chunks:
+            chunk.eval()
+            if gathers:  # the gathering of parameters, which the last step left to the next forward pass
+                chunk.disable_forward_pre_hook()
+        with torch.no_grad():
+            losses = self._forward_backward(microbatches, forward_only=True)
+        for chunk in self._chunks:
+            chunk.train()
+            if gathers:
+                chunk.enable_forward_pre_hook()
+        return self._mean(losses)
+
     def _zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _forward_backward(self, microbatches: Sequence[Microbatch]) -> list[torch.Tensor]:
+    def _forward_backward(self, microbatches: Sequence[Microbatch], forward_only: bool = False) -> list[torch.Tensor]:
         """The loss of each microbatch on the last stage; an empty list elsewhere."""
         interleaved = len(self._chunks) > 1
         feeds = [iter(microbatches) for _ in self._chunks]
@@ -96,7 +111,7 @@ class Megatron:
             num_microbatches=len(microbatches),
             seq_length=self._plan.shape.seq_length,
             micro_batch_size=self._plan.topology.mbs,
-            forward_only=False,
+            forward_only=forward_only,
         )
         return [result["loss"] for result in results]
 

@@ -22,6 +22,8 @@ from trilane.workspace.checkpoints import FOLDER, KINDS
 def identity(plan: Plan) -> dict[str, Any]:
     """What must not change between a checkpoint and the run that loads it: the model and the order of samples."""
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
+    if not plan.data.split:  # checkpoints of before it existed have none
+        del data["split"]
     return {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data, "samples of the run": plan.samples}
 
 

@@ -101,7 +101,8 @@ def prepare(data: Data, shape: ModelShape) -> str:
     """The prefix of the .bin/.idx pair of `data`, made unless it exists; safe to call concurrently.
 
     An existing pair given as source is checked and used as it is. Raises ValueError, one line, where the source is
-    missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary.
+    missing, empty, not UTF-8, shorter than one sample of `shape`, truncated, or has ids beyond the vocabulary, or where
+    data.split leaves less than a sample.
     """
     coder = tokenizer(data.tokenizer)
     rule = f"tokenizer {shown(coder.name)} has {coder.size} ids; pad the vocabulary up, not down"
@@ -113,7 +114,24 @@ def prepare(data: Data, shape: ModelShape) -> str:
     require(tokens > shape.seq_length, "data.source", data.source, rule)
     rule = f"holds token {largest}, the vocabulary ends before vocab_size={shape.vocab_size}"
     require(largest < shape.vocab_size, "data.source", data.source, rule)
+    _require_shares(data, prefix, shape.seq_length + 1)
     return prefix
+
+
+def _require_shares(data: Data, prefix: str, needed: int) -> None:
+    """ValueError where training or validation has a share, and in its documents less than the `needed` tokens.
+
+    The shares are cut at whole documents, as megatron-core cuts them.
+    """
+    index = Path(f"{prefix}.idx")
+    with index.open("rb") as file:
+        _, _, _, sequences, _ = HEADER.unpack(file.read(HEADER.size))
+    lengths, (training, validation, _) = np.memmap(index, np.int32, "r", HEADER.size, (sequences,)), data.shares
+    for name, begin, share in (("training", 0.0, training), ("validation", training, validation)):
+        part = lengths[round(begin * sequences) : round((begin + share) * sequences)]
+        tokens = int(part.sum(dtype=np.int64))
+        rule = f"leaves {len(part)} documents of {data.source} for {name}, {tokens} tokens; a sample needs {needed}"
+        require(share == 0 or tokens >= needed, "data.split", data.split, rule)
 
 
 def prepare_all(data: Data, shape: ModelShape) -> list[str]:

@@ -20,7 +20,7 @@ DATA, FORWARD, BACKWARD = "batch-generator", "forward-compute", "backward-comput
 P2P, REDUCE, OPTIMIZER = "p2p-wait", "all-grads-sync", "optimizer"
 
 
-SAVE = "save-checkpoint"  # outside of every iteration, so no timer counts it
+SAVE, EVALUATE = "save-checkpoint", "evaluate"  # outside of every iteration, so no timer counts them
 NAMES = (DATA, FORWARD, BACKWARD, P2P, REDUCE, OPTIMIZER)
 
 
@@ -140,6 +140,11 @@ class Timers:
                 self._seconds[name] += seconds
         del self._marks[:-1]
         self._iterations += 1
+
+    def skip(self) -> None:
+        """Drop what happened since the last iteration, such as the phases of an evaluation."""
+        self._marks.clear()
+        self._mark(current())
 
     def own(self) -> dict[str, float]:
         """Phase -> seconds per iteration on this rank since the last over_ranks(); only phases that occurred."""

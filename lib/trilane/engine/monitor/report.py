@@ -2,12 +2,13 @@
 
 import io
 import json
+import math
 import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from trilane.engine.interface import Step
 from trilane.engine.monitor.phases import Spread, Timers, timing_table
 from trilane.utils.files import Appended
 from trilane.workspace import phase_times
+from trilane.workspace.run_folder import STEPS, VALIDATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,27 @@ class Iteration:
         return " | ".join(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """One evaluation after `iteration`: the mean loss in nats, and the seconds that it took.
+
+    Its fields are a line of validation.jsonl.
+    """
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    seconds: float
+
+    def lines(self) -> str:
+        """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's fork."""
+        perplexity = math.exp(min(20.0, self.lm_loss))
+        parts = f" validation loss at iteration {self.iteration} | lm loss value: {self.lm_loss:.6E} | "
+        parts += f"lm loss PPL: {perplexity:.6E} | "
+        rule = "-" * (len(parts) + 1)
+        return f"{rule}\n{parts}\n{rule}"
+
+
 def iteration(plan: Plan, batch: Batch, seconds: float, lr: float, step: Step) -> Iteration:
     """The report of the engine's step over `batch`, which took `seconds`."""
     t = plan.topology
@@ -101,6 +124,7 @@ SCALARS = {
     "iteration-time": "sec_per_it",
     "throughput": "tflops",
 }
+VALIDATION_SCALAR = "lm loss validation"
 
 
 class TensorBoard:
@@ -119,11 +143,11 @@ class TensorBoard:
         self._file, self._event, self._record = Appended(folder / "tensorboard" / name, say), Event, RecordWriter
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
-    def add(self, step: Iteration) -> None:
-        """All scalars of one iteration."""
-        event = self._event(wall_time=time.time(), step=step.iteration)
-        for name, field in SCALARS.items():
-            event.summary.value.add(tag=name, simple_value=getattr(step, field))
+    def add(self, iteration: int, scalars: Mapping[str, float]) -> None:
+        """Scalars of one iteration by their tags."""
+        event = self._event(wall_time=time.time(), step=iteration)
+        for tag, value in scalars.items():
+            event.summary.value.add(tag=tag, simple_value=value)
         self._append(event)
 
     def _append(self, event: Any) -> None:
@@ -138,14 +162,16 @@ def say(text: str) -> None:
 
 
 class TrainingLog:
-    """The terminal and steps.jsonl of a run, written by the last rank, which has the loss; TensorBoard on request.
+    """The terminal, steps.jsonl and validation.jsonl of a run, written by the last rank, which has the loss.
+
+    TensorBoard on request.
 
     A full disk does not end the training: what cannot be written is kept for later.
     """
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
         self._run, self._writes = plan.run, world.is_last
-        self._steps = Appended(folder / "steps.jsonl", say)
+        self._steps, self._evaluations = Appended(folder / STEPS, say), Appended(folder / VALIDATION, say)
         self._window: list[Iteration] = []
         self._timers = Timers(world.device) if plan.run.timers else None
         if self._timers:
@@ -167,8 +193,19 @@ class TrainingLog:
             if due:
                 self._print(spread)
 
+    def evaluated(self, validation: Validation) -> None:
+        """Append and print an evaluation, which no timer counts; a NaN too."""
+        if self._timers:
+            self._timers.skip()
+        if self._writes:
+            self._evaluations.add(json.dumps(validation.__dict__).encode() + b"\n")
+            print(validation.lines(), flush=True)
+            if self._board:
+                self._board.add(validation.iteration, {VALIDATION_SCALAR: validation.lm_loss})
+
     def close(self) -> None:
         """Write what waits for free space on the disk; report what still cannot be written."""
+        self._evaluations.flush()
         self._steps.flush()
         if waiting := self._steps.waiting:
             say(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
@@ -178,7 +215,7 @@ class TrainingLog:
         self._steps.add(json.dumps(values).encode() + b"\n")
         self._window.append(step)
         if self._board:
-            self._board.add(step)
+            self._board.add(step.iteration, {tag: getattr(step, field) for tag, field in SCALARS.items()})
 
     def _print(self, spread: Spread) -> None:
         print(average(self._window).line(self._run.train_iters, datetime.now()), flush=True)
