@@ -88,6 +88,28 @@ def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
     assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
 
 
+EVALUATED = [  # Megatron-LM and BigScience's fork; a rank's prefix; the first Megatron; gpt-neox of 2024; the test set
+    " validation loss at iteration 4 | lm loss value: 5.700000E+00 | lm loss PPL: 2.988674E+02 | ",
+    "[default7]: validation loss at iteration 4 | lm loss value: 5.700000E+00 | lm loss PPL: 2.988674E+02 | ",
+    " validation loss at iteration 6 | LM loss: 5.650000E+00 | LM PPL: 2.842915E+02",
+    " validation results at iteration 8 | lm_loss value: 5.600000E+00 | lm_loss_ppl value: 2.704264E+02 | ",
+    " validation loss at iteration 10 on validation set | lm loss value: nan | lm loss PPL: nan | ",
+    " validation loss at iteration 10 on test set | lm loss value: 5.400000E+00 | lm loss PPL: 2.214064E+02 | ",
+]
+
+
+def test_validation_losses_are_read_once_each_and_without_the_test_set(tmp_path, capsys):
+    text = "".join(map(m2021, range(1, 11))) + "".join(f"{'-' * 99}\n{line}\n{'-' * 99}\n" for line in EVALUATED)
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=text))
+    assert [(row["iteration"], row["lm_loss"]) for row in run["validation"]] == [
+        (4, 5.7),
+        (6, 5.65),
+        (8, 5.6),
+        (10, None),
+    ]
+    assert run["status"] == "completed" and run["iterations"] == 10
+
+
 HUGE = "1e400"
 ABSURD = [
     (m2021(8) + m2021(9)).replace("skipped iterations:   0", f"skipped iterations: {HUGE}"),

@@ -113,3 +113,14 @@ def test_whole_numbers_stay_whole(tmp_path):
     (tmp_path / "run.log").write_text(log_text())
     iterations = read_log(tmp_path / "run.log").iterations
     assert pd.api.types.is_integer_dtype(iterations["consumed_samples"])
+
+
+def test_a_resumed_run_has_each_evaluation_once(tmp_path):
+    """Those after the iteration at which it went on were made again."""
+    held_out = " validation loss at iteration {} | lm loss value: {:.6E} | lm loss PPL: 1.0E+00 | \n"
+    first = log_text(iterations=8) + held_out.format(4, 5.5) + held_out.format(8, 5.25)
+    again = "".join(LINE.format(i=i, n=10, s=4 * i, ms=200, loss=6 - i / 10) for i in range(6, 11))
+    (tmp_path / "run.log").write_text(first + again + held_out.format(8, 5.125) + held_out.format(10, 5.0))
+    log = read_run_folder(tmp_path)
+    assert log.validation.to_numpy().tolist() == [[4, 5.5], [8, 5.125], [10, 5.0]]
+    assert join([log]).validation.equals(log.validation)

@@ -1,5 +1,6 @@
 """The figure of a study's trainings: what is drawn of long, resumed and damaged logs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +98,14 @@ def test_names_are_data_and_never_part_of_an_expression():
 def test_a_loss_that_never_changes_is_drawn_too():
     (series,), _, _ = drawn({"a": join([log(9, lm_loss=7.0, grad_norm=1.0)])})
     assert series["loss0"] == [7] * 9
+
+
+def test_validation_losses_are_dots_on_every_axis_of_the_loss_alone():
+    held_out = pd.DataFrame({"iteration": [10, 30], "lm_loss": [2.95, 2.75]})
+    curves = {"a": join([replace(log(), validation=held_out)]), "b": join([log()])}
+    first, *others = drawn(curves)[1]["concat"]
+    (dots,) = [x for x in first["layer"] if x["mark"]["type"] == "point" and x.get("data")]
+    at = {"iterations": 10, "samples": 40, "hours": 10}
+    assert dots["data"]["values"][0] == {"run": "a", **at, "validation": 2.95} and len(dots["data"]["values"]) == 2
+    assert len(first["layer"]) == len(others[0]["layer"]) + 2
+    assert "Dots are validation losses, the last of each: a 2.75." in explorer(curves).text

@@ -1,14 +1,14 @@
 """Curve: the loss of one training over iterations, samples, tokens or hours, its logs joined at restarts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
 
 from trilane.analysis.run_config import run_config
 from trilane.analysis.steady_state import interval
-from trilane.logs.run import RunLog
+from trilane.logs.run import RunLog, continued
 from trilane.utils.validation import require
 
 COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "sec_per_it")
@@ -29,12 +29,14 @@ class Curve:
     """One training. `table` has each iteration once, rising: iteration, log (its number), COLUMNS where they are known.
 
     `redone` has the iterations that a later log repeated, as the earlier one had them: the loss should be the same.
+    `validation` has iteration and lm_loss of each evaluation, empty where there was none.
     """
 
     table: pd.DataFrame
     redone: pd.DataFrame
     restarts: tuple[Restart, ...]
     names: tuple[str, ...]
+    validation: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def axes(self) -> dict[str, np.ndarray]:
         """Where each row of `table` is, by iterations, and by samples, tokens and hours where all its rows have them.
@@ -79,8 +81,11 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
         restarts += [Restart(iteration=at, redone=len(rows), log=log.source.name) for at, rows in again]
         redone += [rows for _, rows in again]
         kept = pd.concat([kept, table], ignore_index=True) if len(kept) else table
-    names = tuple(log.source.name for log in logs)
-    return Curve(table=kept, redone=pd.concat(redone or [kept.iloc[:0]]), restarts=tuple(restarts), names=names)
+    names, validation = tuple(log.source.name for log in logs), pd.DataFrame()
+    for log in logs:
+        validation = continued(validation, log)
+    repeated = pd.concat(redone or [kept.iloc[:0]])
+    return Curve(table=kept, redone=repeated, restarts=tuple(restarts), names=names, validation=validation)
 
 
 def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:

@@ -136,6 +136,7 @@ class Measurement:
             "hfu": self.utilization.get("hfu"),
             "max_memory_gib": self.memory_bytes / 2**30,
             "last_loss": self.last_loss,
+            "validation": [{n: _finite(v) for n, v in row.items()} for row in log.validation.to_dict("records")],
             "skipped_iterations": self.numerics.skipped,
             "nan_iterations": self.numerics.nan_iterations,
             "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],

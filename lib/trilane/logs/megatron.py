@@ -11,6 +11,10 @@ ITERATION = re.compile(rb"iteration\s+(\d{1,18})\s*/\s*(\d{1,18}|infinity)\s*\|"
 MEMORY = re.compile(rb"(?:\[Rank (\d{1,9})\] )?\(?after (\d{1,18}) iterations\)? memory \(MB\) \|")
 TIMERS = re.compile(rb"\btime \(ms\) \|")
 TIMER = re.compile(rb"^\s*(?:\S+:\s+)?([A-Za-z][\w/-]*) ?\.{2,}:\s+\(?(\d+(?:\.\d*)?)(?:,\s+(\d+(?:\.\d*)?)\))?\s*$")
+VALIDATION = re.compile(  # not of the test set; gpt-neox prints "results" and "lm_loss"
+    rb"validation(?: [\w./-]+)? (?:loss|results) at iteration\s+(\d{1,18})(?! on test)[^|]{0,60}\|\s*"
+    rb"(?:lm|LM)[ _-]loss(?: value)?:\s*([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|(?i:nan|inf)))"
+)
 FIELD = re.compile(
     rb"\s*+([^:|\s][^:|]*?)(?<!\s)\s*+(:?)\s*+([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
@@ -103,6 +107,12 @@ def memories(line: bytes) -> Iterator[dict[str, float]]:
             if field := re.match(rb"\s*((?:max )?(?:allocated|reserved)):\s*(\d+(?:\.\d*)?)", part):
                 row[field[1].decode().replace(" ", "_")] = float(field[2]) * 2**20
         yield row
+
+
+def validation(line: bytes) -> dict[str, float] | None:
+    """Iteration and loss of an evaluation; None for other lines."""
+    found = VALIDATION.search(line)
+    return {"iteration": float(found[1]), "lm_loss": float(found[2])} if found else None
 
 
 def timers(line: bytes) -> list[Span]:

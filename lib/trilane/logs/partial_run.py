@@ -23,6 +23,7 @@ class PartialRun:
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self.iterations, self.companion = NumericTable(keep, spill), NumericTable(keep, spill)
         self.timers, self.bandwidth = NumericTable(keep), NumericTable()
+        self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
@@ -70,6 +71,7 @@ class PartialRun:
         ends = [replace(e, rows=e.rows + self.rows) for e in late.endings]
         self.iterations.append(late.iterations)
         self.timers.append(late.timers)
+        self.validation.append(late.validation)
         self.dialects += late.dialects
         self.last_line = late.last_line
         self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
@@ -147,6 +149,11 @@ class PartialRun:
             at, values = at[1:], values[:, 1:]
         if len(at):
             self.timers.extend(["iteration", *names], np.vstack([at, values]))
+
+    def add_validation(self, row: dict[str, float]) -> None:
+        """Add an evaluation, which several ranks may print."""
+        if not self.validation.rows or self.validation.last("iteration") < row["iteration"]:
+            self.validation.add(row)
 
     def add_memory(self, report: Mapping[str, float]) -> None:
         """Update the memory of a rank: the current bytes, and the most that it ever reported."""

@@ -45,6 +45,7 @@ class RunLog(Table):
 
     iterations   a row per iteration line: iteration, consumed_samples, sec_per_it, lm_loss, grad_norm, ...; NaN where a
                  missing (a skipped iteration has no loss)
+    validation   a row per evaluation: iteration, lm_loss
     memory       a row per rank: rank, iteration, allocated, max_allocated, reserved, max_reserved; `max_` is the most
                  that the rank ever reported
     timers       a row per iteration: iteration, and each timer of the framework
@@ -61,6 +62,7 @@ class RunLog(Table):
 
     source: Path
     iterations: "pd.DataFrame" = field(default_factory=_empty)
+    validation: "pd.DataFrame" = field(default_factory=_empty)
     memory: "pd.DataFrame" = field(default_factory=_empty)
     status: Status
     evidence: str
@@ -135,8 +137,19 @@ def _joined(parts: list[RunLog]) -> RunLog:
         if len(part.iterations) and len(whole.iterations):
             first = int(part.iterations["iteration"].iloc[0])
             resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
-        whole = replace(part, iterations=iterations, timers=timers, resumes=resumes)
+        held = continued(whole.validation, part)
+        whole = replace(part, iterations=iterations, validation=held, timers=timers, resumes=resumes)
     return whole
+
+
+def continued(before: "pd.DataFrame", log: RunLog) -> "pd.DataFrame":
+    """The evaluations of earlier logs before the first iteration of `log`, and its own."""
+    import pandas as pd
+
+    if len(before) and len(log.iterations):
+        before = before[before["iteration"] < log.iterations["iteration"].iloc[0]]
+    parts = [part for part in (before, log.validation) if len(part)]
+    return pd.concat(parts, ignore_index=True) if parts else before
 
 
 def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
@@ -161,6 +174,7 @@ def finish(run: PartialRun, path: Path, age: float) -> RunLog:
         source=path,
         spilled=table.spilled(),
         iterations=table.frame(INTEGERS),
+        validation=run.validation.frame(("iteration",)),
         memory=memory.frame(("rank", "iteration")),
         status=status,
         evidence=evidence,

@@ -43,6 +43,8 @@ class RunFacts:
         elif b"MA " in line or b"MemAllocated" in line:
             for report in trainers.deepspeed_memories(line):
                 run.add_memory({"rank": reporter, **report})
+        elif b"validation" in line and (row := megatron.validation(line)):
+            run.add_validation(row)
         elif spans := megatron.timers(line):
             values = np.array([[span.value(line)] for span in spans])
             run.add_timers([span.column for span in spans], np.array([run.iteration]), values)

@@ -8,7 +8,7 @@ import altair as alt
 
 from trilane.analysis.loss_curve import Curve
 from trilane.report.plots.interactive import Interactive
-from trilane.report.plots.run_explorer_rows import COLUMN, restarts_of, series_of, varies, widths
+from trilane.report.plots.run_explorer_rows import COLUMN, restarts_of, series_of, validation_of, varies, widths
 from trilane.report.plots.style import COLORS, plain
 from trilane.utils.tables import Text
 
@@ -26,7 +26,7 @@ TICKS = "across == 'hours' ? format(datum.value, '.3~g') : replace(format(datum.
 
 
 def explorer(curves: Mapping[str, Curve]) -> Interactive | Text:
-    """Loss, gradient norm and learning rate of the trainings, where their logs have them.
+    """Loss, gradient norm and learning rate of the trainings, where their logs have them; validation losses as dots.
 
     To choose: what lies on the x axis, how many lines a value is smoothed over (exponentially; the lines as printed
     stay behind it, pale), and a logarithmic axis. A click on a name in the legend shows that training alone. Dashed
@@ -53,7 +53,8 @@ def explorer(curves: Mapping[str, Curve]) -> Interactive | Text:
     columns = [name for name in columns if name != "iterations"]
     given = [{name: s[name] for name in ("run", "piece", "thick", "iterations", *columns)} for s in series]
     marks = _marks(restarts_of(curves))
-    panels = [_panel(key, given, list(curves), marks) for key in shown]
+    held_out = validation_of(curves)
+    panels = [_panel(key, given, list(curves), marks + _dots(held_out) * (key == "loss")) for key in shown]
     panels[0] = panels[0].add_params(alt.selection_point(name=ONLY["param"], fields=["run"], bind="legend"))
     chart = alt.concat(*panels, columns=2, data=alt.Data(values=given)).add_params(*picks)
     chart = chart.transform_flatten(["iterations", *columns]).transform_calculate(at="datum[across]")
@@ -151,6 +152,18 @@ def _marks(restarts: Sequence[Mapping[str, Any]]) -> list[Any]:
     return [rule.encode(x="at:Q", color="run:N", tooltip=tooltips, opacity=seen)] if restarts else []
 
 
+def _dots(evaluations: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The validation losses, joined by a thin line; none where there is none."""
+    names = [alt.Tooltip("run:N", title="training"), alt.Tooltip("iterations:Q", format=",")]
+    tooltips = [*names, alt.Tooltip("validation:Q", title="validation loss", format=".5~g")]
+    drawn = alt.Chart(alt.Data(values=list(evaluations))).transform_filter(ONLY)
+    drawn = drawn.transform_calculate(at="datum[across]", value=_value("loss", "'validation'"))
+    common = {"x": "at:Q", "y": "value:Q", "color": "run:N"}
+    line = drawn.mark_line(strokeDash=[2, 2], strokeWidth=1, tooltip=None).encode(**common)
+    dots = drawn.mark_point(filled=True, size=40, stroke="black", strokeWidth=0.7).encode(tooltip=tooltips, **common)
+    return [line, dots] if evaluations else []
+
+
 def _colours(count: int) -> list[str]:
     return [COLORS[i % len(COLORS)] for i in range(count)]
 
@@ -165,4 +178,8 @@ def _text(curves: Mapping[str, Curve], series: Sequence[Mapping[str, Any]]) -> s
         f" Of {lines:,} lines {points:,} are drawn: the lowest and highest of each stretch." if points < lines else ""
     )
     more = f" and {len(ends) - NAMED} more" if len(ends) > NAMED else ""
-    return f"Loss of {len(ends)} trainings, first to last: {losses}{more}. {resumed} restarts are marked.{thin}"
+    last = {name: c.validation["lm_loss"].iloc[-1] for name, c in curves.items() if len(c.validation)}
+    words = "; ".join(f"{name} {loss:.4g}" for name, loss in list(last.items())[:NAMED])
+    held_out = f" Dots are validation losses, the last of each: {words}." if last else ""
+    found = f"Loss of {len(ends)} trainings, first to last: {losses}{more}. {resumed} restarts are marked."
+    return f"{found}{held_out}{thin}"

@@ -109,3 +109,16 @@ def restarts_of(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def validation_of(curves: Mapping[str, Curve]) -> list[dict[str, Any]]:
+    """Each evaluation of each training, by every axis."""
+    found = []
+    for name, curve in curves.items():
+        if curve.validation.empty:
+            continue
+        at = curve.axes()
+        rows = {x: _rounded(np.interp(_column(curve.validation, "iteration"), at["iterations"], at[x])) for x in at}
+        rows["validation"] = _rounded(_column(curve.validation, "lm_loss"))
+        found += [{"run": name, **dict(zip(rows, row, strict=True))} for row in zip(*rows.values(), strict=True)]
+    return found
