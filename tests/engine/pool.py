@@ -21,11 +21,11 @@ from trilane.launch.local import environment
 
 @contextlib.contextmanager
 def engine_pool() -> Iterator[WorkerPool]:
-    """The pool inside the block; its workers end with it, and DeepSpeed has compiled nothing in any."""
+    """The pool inside the block; its workers end with it, and nothing was compiled in any."""
     command, pipe = [sys.executable, __file__], subprocess.PIPE
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, "built")
-        env = {**environment(8), "TORCH_EXTENSIONS_DIR": str(built)}
+        env = {**environment(8), "TORCH_EXTENSIONS_DIR": str(built), "TORCH_COMPILE_DISABLE": "1"}
         with subprocess.Popen(command, env=env, text=True, stdin=pipe, stdout=pipe) as process:
             assert process.stdout is not None
             yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))

@@ -5,10 +5,11 @@ import re
 from dataclasses import dataclass, field
 
 from trilane.config.batch_rampup import Ramp
-from trilane.utils.validation import require, require_integer, require_path, require_positive
+from trilane.utils.validation import require, require_integer, require_known, require_path, require_positive
 
 BLEND = "blend"
 SHARE = re.compile(r"\s*\d{1,9}(\.\d{1,9})?\s*")
+FUSED = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,8 @@ class Run:
     tensorboard             also an event file for TensorBoard
     hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
                             off); longer than the longest iteration, checkpoint included
+    fused                   "auto": fused kernels on cards of compute capability 8.0 and above; "on": wherever
+                            torch.compile works; "off"
     trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
     """
 
@@ -156,9 +159,11 @@ class Run:
     exit_iteration: int = 0
     eval_interval: int = 0
     eval_iters: int = 0
+    fused: str = "auto"
 
     def __post_init__(self) -> None:
         require_path("load", self.load)
+        require_known("fused", self.fused, FUSED)
         for name in ("train_iters", "log_interval", "trace_calls"):
             require_integer(name, getattr(self, name), 1)
         for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration", "eval_interval", "eval_iters"):

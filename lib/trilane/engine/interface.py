@@ -37,6 +37,9 @@ class Engine(Protocol):
     audit: dict[str, str]
     """Every parameter of this rank and its optimizer group, "decay" or "no decay"; checked when the engine is built."""
 
+    path: str
+    """Whether its kernels are fused, why, and how attention is computed; for the log's first lines."""
+
     settings: dict[str, Any]
     """File name -> JSON of the settings that the library received; written to the run folder."""
 

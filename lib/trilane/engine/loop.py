@@ -37,6 +37,7 @@ class Training:
         self._plan, self._world, self._folder, self._begin = plan, world, folder, begin
         self._requests = StopRequests(folder, plan.run, world, signals, begin)
         self._engine = build(plan, world)
+        self._print(self._engine.path)
         if world.is_first:
             for name, settings in self._engine.settings.items():
                 write_json(folder / name, settings)

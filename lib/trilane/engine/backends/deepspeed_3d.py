@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -28,7 +29,7 @@ from trilane.engine.backends.deepspeed_states import DeepSpeedStates
 from trilane.engine.backends.optimizers import deepspeed_audit
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
-from trilane.engine.model import pipeline_layers
+from trilane.engine.model import fused_path, pipeline_layers
 from trilane.engine.model.gpt import fill_parameters, transformer_config
 from trilane.engine.model.rng import seed_streams
 from trilane.engine.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2P, REDUCE, during
@@ -47,19 +48,21 @@ def build(plan: Plan, world: World) -> "DeepSpeed3D":
     parallel_state.initialize_model_parallel(plan.topology.tp, plan.topology.pp, create_gloo_process_groups=False)
     seed_streams(plan.run.seed)
     start()
-    return DeepSpeed3D(plan)
+    return DeepSpeed3D(plan, world)
 
 
 class DeepSpeed3D:
     """TP, PP and DP of one plan; `step` runs one iteration, collectively."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, world: World) -> None:
         self._plan = plan
+        path = fused_path.choose(plan, world)
+        self.path = str(path)
         ds_config = settings(plan)
         self.settings: dict[str, Any] = {CONFIG: ds_config}
         decay = plan.optimizer.weight_decay
         with quiet():
-            stage = _stage(plan)
+            stage = _stage(plan, path)
             named = list(pipeline_layers.canonical_parameters(stage))
             fill_parameters(named, plan)
             sum_shared_gradients(parameter for _, parameter in named)
@@ -94,15 +97,15 @@ class DeepSpeed3D:
         return loss.item()
 
 
-def _stage(plan: Plan) -> PipelineModule:
+def _stage(plan: Plan, path: fused_path.Path) -> PipelineModule:
     """This rank's layers, not yet initialized."""
     t = plan.topology
     # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.
     one_stage = replace(plan, topology=replace(t, pp=1, recompute="none", partition="uniform"))
     return PipelineModule(
-        pipeline_layers.layers(plan, transformer_config(one_stage)),
+        pipeline_layers.layers(plan, fused_path.apply(path, transformer_config(one_stage))),
         topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
-        loss_fn=pipeline_layers.mean_loss,
+        loss_fn=partial(pipeline_layers.mean_loss, fused=path.fused),
         partition_method=METHODS[t.partition],
         activation_checkpoint_interval=1 if t.recompute == "full" else 0,
         activation_checkpoint_func=_recomputed,

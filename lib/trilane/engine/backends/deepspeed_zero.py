@@ -8,6 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.deepspeed_common import (
@@ -27,6 +28,7 @@ from trilane.engine.backends.deepspeed_states import DeepSpeedStates
 from trilane.engine.backends.optimizers import deepspeed_audit
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model import fused_path
 from trilane.engine.model.gpt import canonical_parameters, empty_chunk, fill, transformer_config
 from trilane.engine.model.rng import seed_streams
 
@@ -57,7 +59,9 @@ class DeepSpeedZero:
         self._plan = plan
         ds_config = settings(plan)
         self.settings: dict[str, Any] = {CONFIG: ds_config}
-        model = _model(plan, ds_config)
+        path = fused_path.choose(plan, world)
+        self.path = str(path)
+        model = _model(plan, ds_config, fused_path.apply(path, transformer_config(plan)))
         named = list(canonical_parameters(model, plan.shape.tied_embeddings))
         sum_shared_gradients(parameter for _, parameter in named)
         decay = plan.optimizer.weight_decay
@@ -110,17 +114,17 @@ class DeepSpeedZero:
         return mean.item() / group.size()
 
 
-def _model(plan: Plan, ds_config: dict[str, Any]) -> torch.nn.Module:
+def _model(plan: Plan, ds_config: dict[str, Any], megatron: TransformerConfig) -> torch.nn.Module:
     """The GPT in its initial state. Under stage 3 no rank ever holds more than one whole parameter."""
     if plan.topology.zero < 3:
-        model = empty_chunk(plan, transformer_config(plan), None)
+        model = empty_chunk(plan, megatron, None)
         fill(model, plan)
         return model
     import torch._dynamo  # its first import fails inside zero.Init, which replaces Tensor.__new__
 
     replicas = parallel_state.get_data_parallel_group()
     with deepspeed.zero.Init(config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu()):
-        model = empty_chunk(plan, transformer_config(plan), None)
+        model = empty_chunk(plan, megatron, None)
 
     def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
         # Every replica writes the same values; modifier_rank, a rank among the replicas, decides whose are kept.

@@ -40,6 +40,7 @@ from trilane.engine.backends.optimizers import deepspeed_audit
 from trilane.engine.checkpoint.gpt2_names import canonical_name, canonical_tensor, gpt2_tensor
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model import fused_path
 from trilane.engine.model.parameters import Piece, initial_tensor, whole_sizes
 from trilane.engine.model.rng import seed_streams
 
@@ -50,14 +51,15 @@ def build(plan: Plan, world: World) -> "HfZero3":
     start()
     # It warns that the number of microbatches is given both to the Trainer and in DeepSpeed's JSON.
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
-    return HfZero3(plan)
+    return HfZero3(plan, world)
 
 
 class HfZero3:
     """ZeRO of one plan; `step` runs one iteration, collectively."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, world: World) -> None:
         self._plan = plan
+        self.path = str(fused_path.choose(plan, world))
         ds_config = settings(plan)
         self.settings: dict[str, Any] = {CONFIG: ds_config}
         decay = plan.optimizer.weight_decay

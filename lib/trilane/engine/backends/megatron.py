@@ -14,9 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
 from trilane.engine.backends.megatron_states import MegatronStates
-from trilane.engine.backends.optimizers import decay_audit
+from trilane.engine.backends.optimizers import decay_audit, fuse_adam, use_foreach
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
+from trilane.engine.model import fused_path
 from trilane.engine.model.gpt import DTYPES, build_chunks, canonical_parameters, transformer_config
 from trilane.engine.model.rng import seed_streams
 from trilane.engine.monitor.phases import OPTIMIZER, MegatronTimers, phase
@@ -46,12 +47,17 @@ class Megatron:
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
         self.settings: dict[str, Any] = {}
-        settings = transformer_config(plan)
+        path = fused_path.choose(plan, world)
+        self.path = str(path)
+        settings = fused_path.apply(path, transformer_config(plan))
+        use_foreach()
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._chunks = [_distributed(model, settings, plan) for model in models]
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
         _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
+        if path.fused:
+            fuse_adam(chained.optimizer for chained in self._optimizer.chained_optimizers)
         self.audit = decay_audit(self._chunks, self._optimizer.chained_optimizers, plan.optimizer.weight_decay)
         settings.timers = MegatronTimers(pipeline=plan.topology.pp > 1)
         self.states = MegatronStates(named, self._optimizer.chained_optimizers, self._chunks)

@@ -1,9 +1,15 @@
-"""What lies inside an optimizer of any make: Adam's moments and step, and the weight decay of each parameter."""
+"""What lies inside an optimizer of any make: Adam's moments and step, and the weight decay of each parameter.
+
+And megatron-core's passes over all gradients, each as one operation over many tensors.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core import utils as megatron_utils
+from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from trilane.workspace.fingerprints import must_decay
 
@@ -18,7 +24,7 @@ def init_moments(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
     for parameter in parameters:
         state = optimizer.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = _step(optimizer, 0.0)
+            state["step"] = _step(optimizer, 0.0, parameter)
             state |= {kind: torch.zeros_like(parameter, dtype=torch.float32) for kind in MOMENTS}
 
 
@@ -31,16 +37,58 @@ def step_of(optimizers: Iterable[torch.optim.Optimizer]) -> float:
 def set_step(optimizers: Iterable[torch.optim.Optimizer], step: float) -> None:
     """Set the number of steps taken to `step`."""
     for optimizer in optimizers:
-        counted: list[Any] = [*optimizer.state.values()]
-        counted += [] if isinstance(optimizer, torch.optim.Adam) else optimizer.param_groups
-        for counts in counted:
-            counts["step"] = _step(optimizer, step)
+        for parameter, counts in optimizer.state.items():
+            counts["step"] = _step(optimizer, step, parameter)
+        for group in [] if isinstance(optimizer, torch.optim.Adam) else optimizer.param_groups:
+            group["step"] = _step(optimizer, step)
 
 
-def _step(optimizer: torch.optim.Optimizer, step: float) -> Any:
-    """torch counts in a tensor, the other optimizers in an int."""
-    is_torch = isinstance(optimizer, torch.optim.Adam)  # AdamW is one of them
-    return torch.tensor(step, dtype=torch.float32) if is_torch else int(step)
+def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor | None = None) -> Any:
+    """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an int."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
+        return int(step)
+    fused = parameter is not None and any(group.get("fused") for group in optimizer.param_groups)
+    return torch.tensor(step, dtype=torch.float32, device=parameter.device if fused and parameter is not None else None)
+
+
+def fuse_adam(optimizers: Iterable[torch.optim.Optimizer | None]) -> None:
+    """Let torch's AdamW, not yet stepped, update each parameter in one pass: every state is read and written once."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.Adam):
+            for group in [optimizer.defaults, *optimizer.param_groups]:
+                group["fused"], group["foreach"] = True, False
+
+
+def use_foreach() -> None:
+    """Replace megatron-core's loops over gradients, where neither apex nor Transformer Engine did.
+
+    Its own norm copies each tensor's to the host, which waits for the device as often as there are parameters; here
+    the only wait is that for the result.
+    """
+    if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = foreach_norm
+        clip_grads.multi_tensor_scale_impl = megatron_optimizer.multi_tensor_scale_impl = foreach_scale
+        megatron_optimizer._multi_tensor_copy_this_to_that = foreach_copy
+
+
+def foreach_norm(chunk: int, noop: torch.Tensor, lists: Sequence[list[torch.Tensor]], *_: Any) -> tuple[Any, None]:
+    """The 2-norm of all tensors of the first list together, (1,), by amp_C.multi_tensor_l2norm's interface."""
+    return torch.stack(torch._foreach_norm(lists[0])).norm().reshape(1), None
+
+
+def foreach_scale(chunk: int, noop: torch.Tensor, lists: Sequence[list[torch.Tensor]], scale: float) -> None:
+    """Write `scale` times each tensor of the first list into that of the second: amp_C.multi_tensor_scale."""
+    source, target = lists
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    if scale != 1.0:
+        torch._foreach_mul_(target, scale)
+
+
+def foreach_copy(this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None) -> None:
+    """Copy each tensor of `this` into that of `that`, in its precision."""
+    if this:
+        torch._foreach_copy_(that, this)
 
 
 def decay_audit(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any], decay: float) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+COMPILE = torch.compile  # enable_cpu() replaces it
 # megatron-core warns so in four modules. torch's own optimizer and norm are used on purpose, and the attention that
 # selective recomputation repeats is not Transformer Engine's.
 EXPECTED = "(Transformer Engine and Apex are|Apex is) not installed|If you are using transformer_engine as"

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
+from trilane.engine.model.fused import GPT, FusedMLP, QkvLinear, bias_dropout_add
 from trilane.engine.model.parameters import STD, initial_slice, split_dim
 
 
@@ -73,6 +74,9 @@ def layer_spec() -> ModuleSpec:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = Attention
+    parts.self_attention.submodules.linear_qkv = QkvLinear
+    parts.mlp = FusedMLP
+    parts.self_attn_bda = parts.mlp_bda = bias_dropout_add
     return spec
 
 
@@ -152,7 +156,7 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
     """The same chunk, not yet initialized."""
     shape = plan.shape
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    model = GPTModel(
+    model = GPT(
         config=settings,
         transformer_layer_spec=block_spec(settings, vp_stage),
         vocab_size=shape.vocab_size,

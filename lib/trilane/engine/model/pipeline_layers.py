@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.plan import Plan
+from trilane.engine.model.fused import token_losses
 from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec
 from trilane.engine.model.rng import sequence_stream
 
@@ -111,9 +112,9 @@ def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def mean_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool = False) -> torch.Tensor:
     """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
-    return tensor_parallel.vocab_parallel_cross_entropy(scores.float(), labels.transpose(0, 1).contiguous()).mean()
+    return token_losses(scores, labels.transpose(0, 1).contiguous(), fused).mean()
 
 
 def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:

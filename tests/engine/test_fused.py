@@ -1,0 +1,109 @@
+"""The fused path trains what the unfused one does: each part alone, and a whole training on several topologies."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import HERE, changed, small_plan
+
+from trilane.config.training import Run
+from trilane.experiments.parity import BOUNDS, CALM, PLAIN
+
+# Parts are compared uncompiled: the same functions, without the 20 s that a compiler takes.
+PARTS = """
+import torch, torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from trilane.engine.backends.optimizers import foreach_norm, foreach_scale
+from trilane.engine.model.fused import activate, add_dropped, token_losses
+from trilane.engine.model.fused_path import WeightGradients, adds_into_gradients
+parallel_state.initialize_model_parallel(plan.topology.tp)
+tp, rank = plan.topology.tp, world.rank
+torch.manual_seed(0)
+x, bias = torch.randn(5, 2, 24), torch.randn(24)
+gate, up = (x + bias).chunk(2, -1)
+assert torch.equal(activate(x, bias, F.gelu, False), F.gelu(x + bias))
+assert torch.equal(activate(x, bias, F.silu, True), F.silu(gate) * up)
+assert torch.equal(activate(x, None, F.gelu, False), F.gelu(x))
+assert torch.equal(add_dropped(x, bias, x, 0.0, True), x + (x + bias))
+whole, labels = 5 * torch.randn(5, 2, 32), torch.randint(0, 32, (5, 2))
+for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+    mine = [whole.chunk(tp, -1)[rank].to(dtype).clone().requires_grad_() for _ in range(3)]
+    losses = [token_losses(m.clone(), labels, fused) for m, fused in zip(mine, (True, False))]
+    right = F.cross_entropy(whole.to(dtype).float().flatten(0, 1), labels.flatten(), reduction="none").view(5, 2)
+    assert (losses[0] - right).abs().max() < 1e-5, dtype
+    for loss in losses:
+        (loss * torch.arange(1.0, 11).view(5, 2)).sum().backward()
+    assert mine[0].grad.dtype == dtype
+    assert (mine[0].grad - mine[1].grad).abs().max() <= bound * mine[1].grad.abs().max(), dtype
+grads = [torch.randn(3, 4), torch.randn(7)]
+assert abs(foreach_norm(0, None, [grads])[0].item() - torch.cat([g.flatten() for g in grads]).norm().item()) < 1e-6
+foreach_scale(0, None, [grads, out := [torch.empty_like(g) for g in grads]], 0.5)
+assert all(torch.equal(o, g / 2) for o, g in zip(out, grads))
+total, x, grad = torch.ones(6, 4), torch.randn(9, 4), torch.randn(9, 6)
+WeightGradients.wgrad_gemm_accum_fp32(x, grad, total)
+assert torch.allclose(total, 1 + grad.T @ x, atol=1e-6) and adds_into_gradients(torch.device("cpu"))
+print("same")
+"""
+
+
+COMPILED = """
+import os; os.environ.pop("TORCH_COMPILE_DISABLE")
+import torch, torch.nn.functional as F
+from trilane.engine.model.fused import activate, compiled, logit_gradient, partial_sums
+from trilane.engine.model.fused_path import compile_problem
+assert not compile_problem(torch.device("cpu"))
+logits, labels = torch.randn(5, 2, 24).bfloat16(), torch.randint(0, 24, (5, 2))
+largest, total, found = compiled(partial_sums)(logits, labels, 0)
+log_sum = largest + total.log()
+given = (logits, labels, log_sum, torch.ones(5, 2), 0)
+assert (log_sum - found - F.cross_entropy(logits.float().mT, labels, reduction="none")).abs().max() < 1e-5
+assert (compiled(logit_gradient)(*given) - logit_gradient(*given)).abs().max() < 1e-2
+print("same")
+"""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_fused_part_computes_what_it_replaces(ask: Callable, tp: int) -> None:
+    """Values and gradients, the vocabulary whole and divided over two ranks."""
+    assert ask(small_plan(Path("data"), tp=tp), PARTS) == "same\n" * tp
+
+
+@pytest.mark.slow
+def test_the_compiled_parts_compute_what_the_functions_do(ask: Callable) -> None:
+    """torch.compile with this host's C++ compiler; about 10 s."""
+    assert ask(small_plan(Path("data")), COMPILED, joined=False).endswith("same\n")
+
+
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "TP2 SP, recomputed": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
+    "PP2 interleaved": {"pp": 2, "interleaving": 2},
+    "DeepSpeed 3D": {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
+    "DP2 distributed optimizer, bf16": {
+        "dp": 2,
+        "zero": 1,
+        "precision": "bf16",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_a_fused_training_follows_one_process(
+    train: Callable, truth: Callable, data: Path, tmp_path: Path, topology: dict[str, Any]
+) -> None:
+    """fp32 within 1e-5, bf16 within 2e-3, as the unfused path: experiments/parity.BOUNDS."""
+    task, precision = (CALM, "bf16") if "precision" in topology else (PLAIN, "fp32")
+    plan = changed(task.plan(HERE, str(data), **topology), "run", train_iters=6, fused="on")
+    losses = [step["lm_loss"] for step in train(plan)]
+    assert losses == pytest.approx([loss for loss, _ in truth(task, 6)], abs=BOUNDS[precision], rel=0)
+    logs = "".join(log.read_text() for log in (tmp_path / "run").glob("*.log"))
+    assert logs.count("trilane: fused path (run.fused=on)") == 1  # of all ranks
+
+
+def test_a_plan_says_on_off_or_auto() -> None:
+    """One line before anything starts."""
+    with pytest.raises(ValueError, match="fused=fast: known: auto, off, on"):
+        Run(fused="fast")
