@@ -13,6 +13,7 @@ from plans import ELSEWHERE, changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.launch.local import environment
+from trilane.workspace.checkpoints import digest, read_manifest, write_manifest
 from trilane.workspace.status import read_status
 
 pytestmark = pytest.mark.slow
@@ -281,11 +282,32 @@ draw()
 import json
 said = json.dumps(rng.states())
 first, other = draw(), draw()
-rng.restore(json.loads(said))
-print(draw() == first != other)
+print(rng.restore(json.loads(said)), draw() == first != other)
+of_a_gpu = json.loads(said) | {"cuda": "00" * 16, "tracked": {"model-parallel-rng": "00" * 16}}
+for elsewhere in (of_a_gpu, json.loads(said) | {"tracked": of_a_gpu["tracked"]}, {"cpu": "", "tracked": {}}):
+    print(rng.restore(elsewhere), end=" ")
 """
 
 
 def test_every_generator_goes_on_where_it_was(ask: Callable, data: Path) -> None:
-    """torch's own and that of megatron-core's tensor-parallel regions, through text."""
-    assert ask(small_plan(data), GENERATORS) == "True\n"
+    """torch's own and that of megatron-core's tensor-parallel regions, through text; not those of a GPU on a CPU."""
+    assert ask(small_plan(data), GENERATORS) == "True True\nFalse False False "
+
+
+def test_a_checkpoint_of_a_gpu_goes_on_here_with_new_draws_and_says_so(
+    whole: Whole, fork: Fork, data: Path, tmp_path: Path
+) -> None:
+    """Its generators have 16 bytes each (torch's philox: seed and offset); weights and moments are the same."""
+    plan = saving(data)
+    again = halfway(whole(plan), plan, tmp_path / "again")
+    checkpoint = again / f"checkpoints/iter_{HALFWAY:07d}"
+    path = checkpoint / "rank_00000.json"
+    states = json.loads(path.read_text())
+    states |= {"cuda": "00" * 16, "tracked": dict.fromkeys(states["tracked"], "00" * 16)}
+    path.write_text(json.dumps(states))
+    manifest = read_manifest(checkpoint)
+    manifest["files"][path.name] = [path.stat().st_size, digest(path)]
+    write_manifest(checkpoint, manifest)
+    fork(1, again)
+    assert losses(again) == losses(whole(plan)), "without dropout nothing is drawn"
+    assert "its random generators are not those of a CPU" in "".join(p.read_text() for p in again.glob("*.log"))

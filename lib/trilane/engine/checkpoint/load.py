@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.slices import assemble
@@ -103,9 +105,14 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
         states.write(number, {kind: assemble(checkpoint.path, slices, kind, piece.box) for kind in KINDS})
     states.set_scalars(manifest["scalars"])
     if manifest["layout"] == layout(plan):
-        rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text()))
-    else:  # another layout: new seeds, so as not to repeat the draws of the first iterations
-        seed_streams(plan.run.seed + checkpoint.iteration)
+        if rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text())):
+            return
+        if world.is_first:
+            here = "a GPU" if torch.cuda.is_available() else "a CPU"
+            rule = f"its random generators are not those of {here}: dropout draws anew from here"
+            print(f"trilane: checkpoint {checkpoint.path.name}: {rule}", file=sys.stderr, flush=True)
+    # another layout, or other generators: new seeds, so as not to repeat the draws of the first iterations
+    seed_streams(plan.run.seed + checkpoint.iteration)
 
 
 def _candidates(folder: Path, plan: Plan) -> list[Path]:

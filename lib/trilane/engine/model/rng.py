@@ -29,12 +29,19 @@ def states() -> dict[str, Any]:
     }
 
 
-def restore(states: dict[str, Any]) -> None:
-    """Set every generator to its state, as `states()` returned it."""
+def restore(states: dict[str, Any]) -> bool:
+    """Set every generator to its state, as `states()` returned it; False, with none set, where they are of other kinds.
+
+    Those of a GPU have 16 bytes, a seed and an offset; the CPU's, which stand for them without one, have 5056.
+    """
+    device = [states.get("cuda", ""), *states["tracked"].values()]
+    if {len(text) // 2 for text in device} != {len(torch.cuda.get_rng_state())}:
+        return False
     torch.set_rng_state(_state(states["cpu"]))
     if torch.cuda.is_available():  # without a GPU enable_cpu() made the CPU's generator stand for the card's
         torch.cuda.set_rng_state(_state(states["cuda"]))
     tensor_parallel.get_cuda_rng_tracker().set_states({n: _state(text) for n, text in states["tracked"].items()})
+    return True
 
 
 def _text(state: torch.Tensor) -> str:
