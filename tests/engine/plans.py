@@ -7,34 +7,42 @@ from typing import Any
 
 from support import small_cluster
 
+from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Run
+from trilane.experiments.parity import LLAMA_SHAPE as LLAMA
 from trilane.experiments.parity import OPTIMIZER, SHAPE
 
 HERE = small_cluster()
 # From a topology and engine to another, with the same model and batch: settings of small_plan().
 ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "megatron TP2 PP2 DP2 -> one process": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, {}),
-    "megatron interleaved -> ZeRO-3 TP2 DP2": (
-        {"pp": 2, "interleaving": 2},
-        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3},
+    "megatron interleaved -> ZeRO-3 TP2 DP2, Llama": (
+        {"pp": 2, "interleaving": 2, "shape": LLAMA},
+        {"engine": "deepspeed-zero", "tp": 2, "dp": 2, "zero": 3, "shape": LLAMA},
     ),
-    "3D TP2 PP2 -> megatron DP2 distributed optimizer": (
-        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1},
-        {"dp": 2, "zero": 1},
+    "3D TP2 PP2 -> megatron DP2 distributed optimizer, Llama": (
+        {"engine": "deepspeed-3d", "tp": 2, "pp": 2, "zero": 1, "shape": LLAMA},
+        {"dp": 2, "zero": 1, "shape": LLAMA},
     ),
 }
 
 
 def small_plan(
-    data: Path, *, iters: int = 20, source: str = "stdlib", engine: str = "megatron", **topology: Any
+    data: Path,
+    *,
+    iters: int = 20,
+    source: str = "stdlib",
+    engine: str = "megatron",
+    shape: ModelShape = SHAPE,
+    **topology: Any,
 ) -> Plan:
     """A plan for a GPT of 4 x 64 over `source`, prepared in the folder `data`; the rest is the topology."""
     return Plan(
         label="small",
         engine=engine,
-        shape=SHAPE,
+        shape=shape,
         cluster=HERE,
         topology=Topology(**{"mbs": 2, "gbs": 8, **topology}),
         data=Data(source=source, folder=str(data)),

@@ -3,9 +3,11 @@
 import dataclasses
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plans import HERE
@@ -25,6 +27,24 @@ LAYERS = {"uniform": 16, EMBEDDING: 14}
 def formula(shape: ModelShape, topology: Topology) -> list[float]:
     """The prediction's parameters of one GPU of each stage: the only line that knows its signature."""
     return [float(stage_parameters(columns_of(shape, topology), stage)) for stage in range(topology.pp)]
+
+
+RMS = {"normalization": "rmsnorm", "positions": "rotary"}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {**RMS, "activation": "swiglu", "biases": "none", "num_key_value_heads": 4, "ffn_hidden_size": 1216},
+    "qwen": {**RMS, "activation": "swiglu", "biases": "qkv", "num_key_value_heads": 2},
+    "bloom": {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"},
+    "shared": {"positions": "none", "activation": "geglu", "num_key_value_heads": 2, "tied_embeddings": False},
+    "nemotron": {"positions": "rotary", "activation": "squared-relu", "biases": "none", "ffn_hidden_size": 2176},
+    "opt": {"activation": "relu", "ffn_hidden_size": 1088, "biases": "qkv"},
+}
+
+
+def kind_of(name: str, tp: int, pp: int, **fields: Any) -> Plan:
+    """A plan for a decoder of another kind than GPT-2."""
+    small = plan("uniform", True, tp, pp, 1, 4)
+    shape = dataclasses.replace(small.shape, **{"embedding_layernorm": False, "num_attention_heads": 8, **fields})
+    return dataclasses.replace(small, label=f"{name}-tp{tp}-pp{pp}", shape=shape)
 
 
 def plan(
@@ -54,6 +74,8 @@ PLANS = [
     plan("uniform", False, 1, 4, 2, 12, last=6),
     plan("uniform", True, 1, 4, 2, 12, first=2, last=2),
     plan("uniform", True, 1, 4, 1, 11, first=1, last=4),
+    # With fewer key-value heads than ranks the prediction counts a copy for each rank, megatron-core 0.16.1 cuts rows.
+    *(kind_of(name, tp, pp, **fields) for name, fields in KINDS.items() for tp, pp in ((1, 2), (2, 1))),
 ]
 
 
@@ -72,6 +94,13 @@ def test_the_formula_counts_the_parameters_of_every_rank_exactly(plan: Plan, bui
     """sum(p.numel()) of the engine's GPTModel, on the meta device."""
     predicted = formula(plan.shape, plan.topology)
     assert built[plan.label] == [[stage] * plan.topology.tp for stage in predicted]
+
+
+@pytest.mark.parametrize("shape", [p.shape for p in PLANS[::7]] + [p.shape for p in PLANS[-12::2]], ids=str)
+def test_the_canonical_tensors_are_as_many_numbers_as_the_shape_counts(shape: ModelShape) -> None:
+    from trilane.engine.model.parameters import whole_sizes
+
+    assert sum(map(math.prod, whole_sizes(shape).values())) == shape.parameters
 
 
 def test_stages_sum_to_the_shape_and_the_second_copy_of_a_tied_embedding() -> None:

@@ -96,22 +96,23 @@ def test_a_plan_that_is_like_no_measured_run_says_so(capsys):
     assert "rests on measured runs" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("shape", "only"), [(LLAMA, True), (SMALL, False)])
-def test_what_no_engine_trains_is_said_before_the_launch(shape, only):
-    why, found = explain(plan_of(shape)), search(shape, A100, gpus=8, gbs=64, top=2)
+@pytest.mark.parametrize("only", [True, False])
+def test_what_no_engine_trains_is_said_before_the_launch(only):
+    cp = 2 if only else 1
+    why, found = explain(plan_of(LLAMA, cp=cp)), search(LLAMA, A100, gpus=8, gbs=64, top=2, cp=cp)
     said = [*why.as_lines(), found.as_text(), found.summary()]
-    assert [("redicted only: activation=swiglu" in text) for text in said].count(True) == 3 * only
+    assert [("redicted only: cp=2" in text) for text in said].count(True) == 3 * only
     assert bool(why.to_json()["predicted_only"]) is bool(found.listing()["predicted_only"]) is only
 
 
-@pytest.mark.parametrize("like", ["llama", "gpt2"])
-def test_sizes_of_what_no_engine_trains_say_so(like):
-    few = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none", "mbs": 1, "pp": 1}
+@pytest.mark.parametrize("cp", [1, 2])
+def test_sizes_of_what_no_engine_trains_say_so(cp):
+    few = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none", "mbs": 1, "pp": 1, "cp": cp}
     asked = SizeRequest(
-        parameters=1e9, vocabulary=32_000, gpus=8, cluster=A100, gbs=64, like=like, choices=few, tokens=2e9
+        parameters=1e9, vocabulary=32_000, gpus=8, cluster=A100, gbs=64, like="llama", choices=few, tokens=2e9
     )
-    assert ("predicted only: " in proposals_text(asked, propose(asked))) is (like == "llama")
-    assert ("predicted only: " in sizes_within(1.0, **_without_size(asked)).as_text()) is (like == "llama")
+    assert ("predicted only: cp=2" in proposals_text(asked, propose(asked))) is (cp == 2)
+    assert ("predicted only: cp=2" in sizes_within(1.0, **_without_size(asked)).as_text()) is (cp == 2)
 
 
 def _without_size(asked):

@@ -270,8 +270,7 @@ def test_the_fused_softmax_takes_what_megatrons_kernel_takes(seq, heads, mbs, fu
 
 
 def test_the_proposals_tell_which_measured_runs_the_best_of_them_rests_on():
-    found = propose_shapes(
-        cluster("dgx-h100"), parameters=7e9, gpus=8, gbs=512, vocabulary=32000, tokens=1e11, like="llama"
-    )
+    asked = {"parameters": 7e9, "gpus": 8, "gbs": 512, "vocabulary": 32000, "tokens": 1e11, "like": "llama"}
+    found = propose_shapes(cluster("dgx-h100"), **asked, choices={"cp": 2})
     words = found.best.prediction.support.words
-    assert Text.of("The first of them: {}.", words) in found.support() and "Predicted only: num" in found.support()
+    assert Text.of("The first of them: {}.", words) in found.support() and "Predicted only: cp=2" in found.support()

@@ -78,26 +78,19 @@ def label_of(shape: ModelShape, cluster: Cluster, topology: Topology, engine: st
     return "-".join([t.label, *(word for word, chosen in named.items() if chosen)])
 
 
-def untrainable_reason(shape: ModelShape, topology: Topology) -> str | None:
+def untrainable_reason(topology: Topology) -> str | None:
     """Why no engine here can train what may be planned and run by other programs, as `field=value: the rule`; or None.
 
-    Of the dense decoders they train GPT-2's, also with BLOOM's norm of the embedding.
+    They train every shape of a dense decoder but those that the engine's own rules name.
     """
-    usual: dict[str, object] = {"num_key_value_heads": None, "ffn_hidden_size": None, "activation": "gelu"}
-    usual |= {"normalization": "layernorm", "positions": "learned", "biases": "all"}
-    usual |= {"norm_epsilon": 1e-5, "rotary_base": 1e4}
-    for name, value in usual.items():
-        if getattr(shape, name) != value:
-            theirs = f"{value} alone" if value else "the usual number alone"
-            return f"{name}={getattr(shape, name)}: the engines here train {theirs} so far"
     if topology.cp > 1:
         return f"cp={topology.cp}: the engines here cannot share a sequence so far"
     return "precision=fp8: the engines here have none so far" if topology.precision == "fp8" else None
 
 
-def require_trainable(shape: ModelShape, topology: Topology) -> None:
+def require_trainable(topology: Topology) -> None:
     """Raise ValueError where no engine here can train it."""
-    if reason := untrainable_reason(shape, topology):
+    if reason := untrainable_reason(topology):
         raise ValueError(reason)
 
 
@@ -129,9 +122,21 @@ def _hf_zero3(shape: ModelShape, t: Topology) -> list[Rule]:
         (t.tp == 1, "tp", t.tp, "has no tensor parallelism"),
         *_no_pipeline(t),
         (not shape.embedding_layernorm, "embedding_layernorm", True, "has none: GPT-2 of transformers lacks it"),
+        *[(getattr(shape, name) == usual, name, getattr(shape, name), rule) for name, usual, rule in GPT2],
         (t.recompute != "selective", "recompute", t.recompute, "recomputes whole layers or nothing"),
         *_deepspeed(shape, t),
     ]
+
+
+GPT2: tuple[tuple[str, object, str], ...] = (
+    ("num_key_value_heads", None, "trains GPT-2: keys and values for each head"),
+    ("ffn_hidden_size", None, "trains GPT-2: an MLP of 4 h"),
+    ("activation", "gelu", "trains GPT-2: gelu"),
+    ("normalization", "layernorm", "trains GPT-2: layernorm"),
+    ("positions", "learned", "trains GPT-2: learned positions"),
+    ("biases", "all", "trains GPT-2: all biases"),
+    ("norm_epsilon", 1e-5, "trains GPT-2: an epsilon of 1e-5"),
+)
 
 
 def _no_pipeline(t: Topology) -> list[Rule]:

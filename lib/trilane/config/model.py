@@ -71,6 +71,8 @@ class ModelShape:
             require(ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
         for name in ("norm_epsilon", "rotary_base"):
             require_positive(name, getattr(self, name))
+        rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
+        require(self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", heads, rule)
         # one shape has one way to be written: what is usual is None
         if kv == heads:
             object.__setattr__(self, "num_key_value_heads", None)

@@ -24,6 +24,8 @@ EXPERTS = "a shape has one MLP a layer, no experts"
 LATENT = "a shape has heads of queries, keys and values, no latent attention"
 NOT_DENSE = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
 NOT_DENSE |= {"kv_lora_rank": LATENT, "q_lora_rank": LATENT}
+BASES = ("rope_theta", "rotary_emb_base")
+PARTIAL = {"gpt_neox": 0.25, "nemotron": 0.5}  # of a head's channels, where the configuration does not tell
 FLAGS = ("tie_word_embeddings", "use_sliding_window", "multi_query", "alibi")
 EPSILONS = ("layer_norm_epsilon", "rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 ACTIVATIONS = dict.fromkeys(("gelu", "gelu_python"), "gelu")
@@ -182,23 +184,45 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     require(
         has_usual or sizes["ffn_hidden_size"] is not None, "intermediate_size", "missing", "is not in the configuration"
     )
+    positions = _positions(values, family)
     shape = ModelShape(
         **sizes,
         activation=_activation(values, family),
         normalization=family.normalization,
-        positions="alibi" if values.get("alibi") is True else family.positions,
+        positions=positions,
         biases=_biases(values, family),
         tied_embeddings=values.get("tie_word_embeddings", family.tied) is not False,
         embedding_layernorm=family.embedding_layernorm,
         norm_epsilon=_number(values, EPSILONS, family.epsilon),
-        rotary_base=_number(values, ("rope_theta", "rotary_emb_base"), ModelShape.rotary_base),
+        rotary_base=_number(values, BASES, ModelShape.rotary_base),
     )
     _require_plain_attention(values, family, shape)
     longest = _size(values, NAMES["seq_length"])
     notes = [] if seq_length else [f"seq={longest}: the longest of the configuration, as no other is given"]
-    return GivenShape(
-        shape=shape, notes=(*notes, *[f"model_type={values['model_type']}: {family.note}"] * bool(family.note))
-    )
+    notes += [f"model_type={values['model_type']}: {family.note}"] * bool(family.note)
+    return GivenShape(shape=shape, notes=(*notes, *(_rotary_notes(values) if positions == "rotary" else ())))
+
+
+def _positions(values: Mapping[str, Any], family: Family) -> str:
+    """The family's, but where Falcon chooses ALiBi; ValueError for two kinds at once."""
+    alibi, kind = values.get("alibi") is True, values["model_type"]
+    rule = f"a model of type {kind} has {family.positions} positions"
+    require(not alibi or family.positions == "alibi" or kind == "falcon", "alibi", "true", rule)
+    given = next((key for key in (*BASES, "rope_parameters") if values.get(key)), "")
+    require(not given or family.positions == "rotary", given, values.get(given), rule)
+    return "alibi" if alibi else family.positions
+
+
+def _rotary_notes(values: Mapping[str, Any]) -> list[str]:
+    """Where the model turns a part of the channels alone, or by other angles."""
+    nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    require(isinstance(nested, Mapping), "rope_parameters", nested, "must be an object")
+    known = {**values, **nested}
+    usual = PARTIAL.get(str(values["model_type"]), 1.0)
+    share = next((known[key] for key in ("partial_rotary_factor", "rotary_pct") if known.get(key) is not None), usual)
+    notes = [f"partial_rotary_factor={share}: a shape turns all channels of a head"] * (share != 1)
+    kind = known.get("rope_type", known.get("type", "default"))
+    return notes + [f"rope_type={kind}: a shape has angles as they are"] * (kind != "default")
 
 
 def _size(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -1,5 +1,6 @@
 """The reference for every engine and topology: a plain torch GPT in one process with torch's AdamW."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,7 @@ from trilane.engine.distributed.world import World
 from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
 
 WORDS = "embedding.word_embeddings.weight"
+Weights = Mapping[str, torch.Tensor]
 
 
 def initial_weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
@@ -21,24 +23,80 @@ def initial_weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
     return {n: torch.nn.Parameter(initial_tensor(n, size, plan.run.seed, plan.shape)) for n, size in sizes}
 
 
-def loss(w: Mapping[str, torch.Tensor], shape: ModelShape, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats; tokens and labels (B, T), H heads of D channels."""
-    (B, T), H = tokens.shape, shape.num_attention_heads
-    linear = lambda x, name: F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])  # noqa: E731
-    norm = lambda x, name: F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])  # noqa: E731
-    x = w[WORDS][tokens] + w["embedding.position_embeddings.weight"][:T]
-    x = norm(x, EMBEDDING_NORM) if shape.embedding_layernorm else x
+def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens (B, T) -> logits (B, T, V)."""
+    x = w[WORDS][tokens]
+    if shape.positions == "learned":
+        x = x + w["embedding.position_embeddings.weight"][: tokens.shape[1]]
+    x = norm(w, shape, EMBEDDING_NORM, x) if shape.embedding_layernorm else x
     for i in range(shape.num_layers):
         layer = f"decoder.layers.{i}"
-        qkv = linear(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attention.linear_qkv")
-        q, k, v = qkv.view(B, T, H, 3, -1).permute(3, 0, 2, 1, 4)  # (B, H, T, D) each
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1)
-        x = x + linear(attended, f"{layer}.self_attention.linear_proj")
-        inner = F.gelu(linear(norm(x, f"{layer}.pre_mlp_layernorm"), f"{layer}.mlp.linear_fc1"))
-        x = x + linear(inner, f"{layer}.mlp.linear_fc2")
+        x = x + attention(w, f"{layer}.self_attention", shape, norm(w, shape, f"{layer}.input_layernorm", x))
+        x = x + mlp(w, f"{layer}.mlp", shape, norm(w, shape, f"{layer}.pre_mlp_layernorm", x))
     head = w[WORDS] if shape.tied_embeddings else w["output_layer.weight"]
-    logits = norm(x, "decoder.final_layernorm") @ head.T
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return norm(w, shape, "decoder.final_layernorm", x) @ head.T
+
+
+def loss(w: Weights, shape: ModelShape, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats; tokens and labels (B, T)."""
+    return F.cross_entropy(logits(w, shape, tokens).flatten(0, 1), labels.flatten())
+
+
+def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A matrix, and its bias where it has one."""
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def norm(w: Weights, shape: ModelShape, name: str, x: torch.Tensor) -> torch.Tensor:
+    """LayerNorm, or RMSNorm, which subtracts no mean and adds no bias."""
+    if shape.normalization == "layernorm":
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], shape.norm_epsilon)
+    return x * (x.square().mean(-1, keepdim=True) + shape.norm_epsilon).rsqrt() * w[f"{name}.weight"]
+
+
+def attention(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
+    """Causal attention written out; G groups of heads of D channels share keys and values."""
+    (B, T, _), G, D = x.shape, shape.kv_heads, shape.head_dim
+    qkv = linear(w, f"{name}.linear_qkv", x).view(B, T, G, -1, D).permute(0, 2, 3, 1, 4)  # (B, G, heads + 2, T, D)
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+    if shape.positions == "rotary":
+        q, k = turned(q, shape.rotary_base), turned(k, shape.rotary_base)
+    scores = q @ k.transpose(-1, -2) / D**0.5  # (B, G, heads of a group, T, T)
+    if shape.positions == "alibi":
+        scores = scores + (slopes(shape.num_attention_heads)[:, None, None] * torch.arange(T)).view(G, -1, 1, T)
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    attended = scores.masked_fill(later, -torch.inf).softmax(-1) @ v
+    return linear(w, f"{name}.linear_proj", attended.permute(0, 3, 1, 2, 4).reshape(B, T, -1))
+
+
+def turned(x: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary positions: the pair of channels i, i + D / 2 as a complex number, times e^(i position base^(-2 i / D))."""
+    T, D = x.shape[-2:]
+    angles = torch.outer(torch.arange(T), base ** (-torch.arange(0, D, 2) / D))
+    found = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((found.real, found.imag), -1)
+
+
+def slopes(heads: int) -> torch.Tensor:
+    """ALiBi's geometric series from 2^(-8 / n); what goes beyond a power of two takes every other term of the next."""
+    power = 2 ** int(math.log2(heads))
+    first = [2.0 ** -(8 / power * i) for i in range(1, power + 1)]
+    return torch.tensor(first + [2.0 ** -(4 / power * i) for i in range(1, 2 * power + 1)][::2][: heads - power])
+
+
+def mlp(w: Weights, name: str, shape: ModelShape, x: torch.Tensor) -> torch.Tensor:
+    """Two matrices and the activation between, or three, where the second and a gate make its input."""
+    up, act = w[f"{name}.linear_fc1.weight"], shape.activation
+    bias = w.get(f"{name}.linear_fc1.bias")
+    if shape.is_gated:
+        parts = zip(up, [None, None] if bias is None else bias, strict=True)
+        gate, inner = (F.linear(x, matrix, b) for matrix, b in parts)
+        return linear(w, f"{name}.linear_fc2", (F.silu(gate) if act == "swiglu" else F.gelu(gate)) * inner)
+    inner = F.linear(x, up, bias)
+    if act in ("gelu", "gelu-tanh"):
+        return linear(w, f"{name}.linear_fc2", F.gelu(inner, approximate="tanh" if act == "gelu-tanh" else "none"))
+    inner = F.relu(inner) ** (2 if act == "squared-relu" else 1)
+    return linear(w, f"{name}.linear_fc2", inner)
 
 
 def train(plan: Plan) -> tuple[list[tuple[float, float]], list[tuple[int, float]]]:

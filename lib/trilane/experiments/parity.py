@@ -52,11 +52,20 @@ class Task:
 
 
 PLAIN = Task()
-NORMED = Task(shape=replace(SHAPE, embedding_layernorm=True))  # as BLOOM
+BLOOM = Task(shape=replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh"))
+LLAMA_SHAPE = replace(SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, biases="none")
+LLAMA_SHAPE = replace(LLAMA_SHAPE, normalization="rmsnorm", positions="rotary", tied_embeddings=False)
+LLAMA_SHAPE = replace(LLAMA_SHAPE, norm_epsilon=1e-6, rotary_base=5e5)
+LLAMA = Task(shape=LLAMA_SHAPE)
 # A learning rate and batch that 8 bits of mantissa can follow: on the plain task, where the loss falls from 6.2 to 4.3
 # in 20 iterations, bf16 differs by up to 3.8e-3 in every engine.
 CALM = Task(optimizer=replace(OPTIMIZER, lr=5e-4, min_lr=5e-5), mbs=4, gbs=32)
-TASKS = {"plain": PLAIN, "normed": NORMED, "calm": CALM}  # as data/equality.json calls them
+TASKS = {
+    "plain": PLAIN,
+    "calm": CALM,
+    "bloom": BLOOM,
+    "llama": LLAMA,
+}  # as data/equality.json calls them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,9 @@ def read_kind(given: Given) -> dict[str, Any]:
     gate = given.get("glu_activation", str, "gelu")
     require_known("--normalization", norm.lower(), norms)
     require_known("--position-embedding-type", position, positions)
+    turned = given.has("use_rotary_position_embeddings")
+    rule = f"contradicts --position-embedding-type {position}: a model has one kind of positions"
+    require(not turned or positions[position] not in ("alibi", "none"), "--use-rotary-position-embeddings", "yes", rule)
     require(gate in ("gelu", *GATED), "--glu-activation", gate, f"a plan has {', '.join(GATED)}")
     activation = next((kind for kind in ("swiglu", "squared-relu") if given.has(kind.replace("-", "_"))), gate)
     no_bias, qkv = given.has("disable_bias_linear"), given.has("add_qkv_bias")
@@ -121,7 +124,7 @@ def read_kind(given: Given) -> dict[str, Any]:
     return {
         "activation": activation,
         "normalization": norm.lower(),
-        "positions": "rotary" if given.has("use_rotary_position_embeddings") else positions[position],
+        "positions": "rotary" if turned else positions[position],
         "biases": "all" if not no_bias else "qkv" if qkv else "none",
         "ffn_hidden_size": given.get("ffn_hidden_size", int, usual) or None,
         "num_key_value_heads": (groups or given.get("num_key_value_heads", int, 0)) or None,

@@ -30,7 +30,7 @@ def differing(values: Mapping[str, list[str]], plan: Plan) -> tuple[str, ...]:
     wanted: dict[str, Any] = known_arguments()["one_way"]
     if plan.shape.positions == "learned":  # a table of so many rows
         wanted = wanted | {"max_position_embeddings": plan.shape.seq_length}
-    given = {name: " ".join(values.get(name, [ASSUMED.get(name, str(value))])) for name, value in wanted.items()}
+    given = {n: " ".join(values.get(n, [ASSUMED.get(n, str(value))])) or "yes" for n, value in wanted.items()}
     found = [f"{n}={given[n]}: a plan has {value}" for n, value in wanted.items() if not _same(given[n], value)]
     coder = " ".join(values.get("tokenizer_type", ["its own"] if "vocab_file" in values else []))
     ours = coder == "NullTokenizer" and values.get("vocab_size") == [BYTES]

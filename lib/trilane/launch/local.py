@@ -41,7 +41,7 @@ def train_local(
     """
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
-    require_trainable(plan.shape, plan.topology)
+    require_trainable(plan.topology)
     _require_ready(folder, resume)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"

@@ -63,7 +63,7 @@ class Explanation:
     @property
     def predicted_only(self) -> str | None:
         """Why no engine here can train the plan; None where one can."""
-        return untrainable_reason(self.plan.shape, self.plan.topology)
+        return untrainable_reason(self.plan.topology)
 
     def sentences(self) -> list[Sentence]:
         """What limits the plan, what a change would bring, how sure that is, on what it rests."""

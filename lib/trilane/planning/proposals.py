@@ -197,6 +197,6 @@ def proposals_text(request: SizeRequest, proposals: list[Proposal]) -> str:
 
 def support_lines(proposals: Sequence[Proposal]) -> list[str]:
     """Which measured runs the first shape rests on, and why no engine here can train such shapes, where that is so."""
-    reasons = [reason for p in proposals[:1] if (reason := untrainable_reason(p.shape, p.topology))]
+    reasons = [reason for p in proposals[:1] if (reason := untrainable_reason(p.topology))]
     rests = [f"the first of them: {p.prediction.support.words}" for p in proposals[:1]]
     return [*rests, *(f"predicted only: {reason}" for reason in reasons)]

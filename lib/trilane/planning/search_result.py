@@ -131,7 +131,7 @@ class SearchResult(Table):
     @property
     def predicted_only(self) -> str | None:
         """Why no engine here can train these plans, by the best of them; None where one can."""
-        return next((untrainable_reason(c.plan.shape, c.topology) for c in (*self.candidates, *self.risky)), None)
+        return next((untrainable_reason(c.topology) for c in (*self.candidates, *self.risky)), None)
 
     def risks(self) -> Candidates | Text:
         """The best plans that may well run out of memory; a word where there is none."""

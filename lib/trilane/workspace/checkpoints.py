@@ -120,7 +120,7 @@ def is_sound(content: dict[str, Any]) -> bool:
         for piece in tensor["slices"]:
             inside = [0 <= first <= end <= n for (first, end), n in zip(piece["box"], tensor["shape"], strict=True)]
             count = math.prod(end - first for first, end in piece["box"])
-            if not all(inside) or len(inside) not in (1, 2) or min(piece["at"].values()) < 0:
+            if not all(inside) or len(inside) not in (1, 2, 3) or min(piece["at"].values()) < 0:
                 return False
             held += count
         if math.prod(tensor["shape"]) > held:

@@ -11,7 +11,9 @@ hashing (Carter and Wegman 1979), the sketch that of Alon, Matias and Szegedy 19
 columns. With eight sketches the estimate of |a - b| is about a quarter off. Left out: which of the values differ.
 """
 
+import functools
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ FOLDER = "fingerprints"  # in a run folder: the state in memory after a load
 COPY = "copy"  # the weight that the model computes with, where the optimizer holds a master weight
 SKETCHES = 8
 WORD = 1 << 64
+PLANE = 1 << 32  # rows from one matrix of a tensor of three dimensions to the next
 ROWS = 64  # processed at a time, so that temporary arrays fit in the processor's cache
 Box = Sequence[Sequence[int]]
 
@@ -126,8 +129,16 @@ def sides(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
     return (rows[0], rows[1]), (columns[0], columns[1])
 
 
+def planes(box: Box) -> list[Box]:
+    """A part of three dimensions as matrices, one for each index of the first; their rows have numbers of their own."""
+    (first, end), (top, bottom), columns = box
+    return [((PLANE * i + top, PLANE * i + bottom), columns) for i in range(first, end)]
+
+
 def mark(part: np.ndarray, box: Box) -> Mark:
     """The Mark of `part`, fp32, the part `box` of its tensor; engine.checkpoint.fingerprints has the same in torch."""
+    if len(box) == 3:
+        return functools.reduce(operator.add, map(mark, part, planes(box)))
     (first, end), (left, right) = sides(box)
     u, s = weights(first, end, 1)
     v, t = weights(left, right, 2)
@@ -162,9 +173,9 @@ class Part:
 
 
 def _box(values: Sequence[Sequence[Any]], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The part of a tensor of that shape, of one or two dimensions; ValueError or TypeError for any other."""
+    """The part of a tensor of that shape, of one to three dimensions; ValueError or TypeError for any other."""
     box = tuple((int(first), int(end)) for first, end in values)
-    if not 1 <= len(box) <= 2 or any(not 0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
+    if not 1 <= len(box) <= 3 or any(not 0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
         raise ValueError(f"no part of {shape}")
     return box
 

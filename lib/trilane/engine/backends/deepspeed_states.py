@@ -97,7 +97,8 @@ class DeepSpeedStates:
 
     def _from_piece(self, number: int, value: torch.Tensor) -> torch.Tensor:
         """The piece in the parameter's layout."""
-        return value
+        parameter: Any = self._parameters[number]
+        return value.view(tuple(getattr(parameter, "ds_shape", parameter.shape)))
 
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         yield self._optimizer if self._stage == 0 else self._optimizer.optimizer

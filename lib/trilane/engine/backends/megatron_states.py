@@ -71,7 +71,8 @@ class MegatronStates:
         self._start()
         shard = self._shard(number)
         with torch.no_grad():
-            self._parameters[number].copy_(values["weight"])
+            parameter = self._parameters[number]
+            parameter.copy_(values["weight"].view_as(parameter))
             if shard:
                 for kind, value in values.items():
                     shard.held(kind).copy_(value.reshape(-1)[shard.first : shard.end])

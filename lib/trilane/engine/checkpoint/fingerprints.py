@@ -4,8 +4,10 @@ Marks are computed on the tensors' device and equal those of workspace.fingerpri
 """
 
 import contextlib
+import functools
 import hashlib
 import json
+import operator
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -135,6 +137,8 @@ def mark(part: torch.Tensor, box: Box) -> Mark:
 
 def mark_on_device(part: torch.Tensor, box: Box) -> Mark:
     """The same in torch, on the device of `part`, fp32."""
+    if len(box) == 3:
+        return functools.reduce(operator.add, map(mark_on_device, part, fingerprints.planes(box)))
     (first, end), (left, right) = sides(box)
     x = part.reshape(end - first, right - left).contiguous()
     u, s = (torch.from_numpy(side).to(x.device) for side in weights(first, end, 1))

@@ -89,6 +89,8 @@ def _attention(plan: Plan, device: torch.device) -> str:
         order = [SDPBackend.CUDNN_ATTENTION, flash, efficient, plain]
     elif capability < CAPABILITY:
         order = [efficient, plain]
+    if plan.shape.positions == "alibi":  # a mask, which flash attention does not take
+        order = [efficient, plain]
     dtype = DTYPES[plan.topology.precision]
     first = next(kernel for kernel in order if _works(kernel, plan.shape.head_dim, dtype, plan.dropout.attention))
     sdpa_kernel([first, *(kernel for kernel in order if kernel is not first)], set_priority=True).__enter__()

@@ -1,17 +1,19 @@
 """The GPT that every engine trains: megatron-core's GPTModel for this rank's part of the layers and of each matrix.
 
 Its layers are megatron-core's linear layers around our norm and attention core, without Transformer Engine or apex.
-S sequence, B microbatch, C hidden size, H heads of this rank, D channels of a head.
+S sequence, B microbatch, C hidden size.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -19,76 +21,68 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
+from trilane.engine.model.attention import Attention
 from trilane.engine.model.fused import GPT, FusedMLP, QkvLinear, bias_dropout_add
-from trilane.engine.model.parameters import STD, initial_slice, split_dim
+from trilane.engine.model.parameters import STD, initial_slice, is_gated_fc1, split_dim
 
 
-class Norm(torch.nn.LayerNorm):
-    """torch's LayerNorm, marked for sequence parallelism (which megatron-core's own torch norm refuses).
+class Norm(torch.nn.Module):
+    """torch's LayerNorm or RMSNorm, marked for sequence parallelism (which megatron-core's own torch norm refuses).
 
     Under sequence parallelism each rank sees a part of the sequence, so its gradients are partial: the mark on the
     parameters makes finalize_model_grads sum them over the tensor-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__()
+        self.eps, self.size = config.layernorm_epsilon, (hidden_size,)
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        bias = None
+        if config.normalization == "LayerNorm":
+            bias = torch.nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        self.register_parameter("bias", bias)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-
-class Attention(torch.nn.Module):
-    """Causal attention by torch's scaled_dot_product_attention: flash, memory-efficient or plain, by device."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self.splits_sequence = config.sequence_parallel
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.scale = softmax_scale
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **_: Any
-    ) -> torch.Tensor:
-        """(S, B, H, D) three times -> (S, B, H D)."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (B, H, S, D)
-        # The tracker's generator differs on each tensor-parallel rank, as its heads do; recomputation rewinds it. Under
-        # sequence parallelism the whole layer already draws from it: forked twice it would be rewound wrongly.
-        forked = self.dropout and self.training and not self.splits_sequence
-        with tensor_parallel.get_cuda_rng_tracker().fork() if forked else nullcontext():
-            out = self._attend(q, k, v, self.dropout if self.training else 0.0)
-        return out.permute(2, 0, 1, 3).flatten(2)  # (S, B, H D)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, scale=self.scale)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(S, B, C) -> (S, B, C)."""
+        if self.bias is None:
+            return F.rms_norm(x, self.size, self.weight, self.eps)
+        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
 
-def layer_spec() -> ModuleSpec:
-    """One GPT-2 layer: norm, attention, norm, MLP."""
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The approximation of GELU in GPT-2's and BLOOM's code. Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2."""
+    return F.gelu(x, approximate="tanh")
+
+
+def layer_spec(shape: ModelShape) -> ModuleSpec:
+    """One layer: norm, attention, norm, MLP."""
     spec = get_gpt_layer_local_spec()
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = Attention
+    parts.self_attention.submodules.core_attention = partial(Attention, shape=shape)
     parts.self_attention.submodules.linear_qkv = QkvLinear
     parts.mlp = FusedMLP
     parts.self_attn_bda = parts.mlp_bda = bias_dropout_add
     return spec
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage (or of its chunk `vp_stage`), and the norm after the last layer."""
     layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec()] * layers, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape)] * layers, layer_norm=Norm)
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ACTIVATIONS = {"gelu": F.gelu, "gelu-tanh": gelu_tanh, "relu": F.relu, "squared-relu": squared_relu}
+ACTIVATIONS |= {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
+NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 Gather = Callable[[torch.nn.Parameter], AbstractContextManager[Any]]
-
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -106,10 +100,16 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
-        activation_func=F.gelu,
+        num_query_groups=shape.kv_heads,
+        ffn_hidden_size=shape.ffn,
+        activation_func=ACTIVATIONS[shape.activation],
+        gated_linear_unit=shape.is_gated,
+        normalization=NORMS[shape.normalization],
+        add_bias_linear=shape.biases == "all",
+        add_qkv_bias=shape.biases == "qkv",
         hidden_dropout=plan.dropout.hidden,
         attention_dropout=plan.dropout.attention,
-        layernorm_epsilon=1e-5,
+        layernorm_epsilon=shape.norm_epsilon,
         init_method_std=STD,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -158,13 +158,14 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPT(
         config=settings,
-        transformer_layer_spec=block_spec(settings, vp_stage),
+        transformer_layer_spec=block_spec(settings, shape, vp_stage),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="learned_absolute",
+        # Rotary positions and ALiBi are the attention core's.
+        position_embedding_type="learned_absolute" if shape.positions == "learned" else "none",
         vp_stage=vp_stage,
     )
     if shape.embedding_layernorm and model.pre_process:
@@ -200,9 +201,9 @@ def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan,
     """The same for parameters by whole-model names; inside `gather(parameter)` the parameter is unsharded."""
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
-        dim = split_dim(name)
+        dim, stride = split_dim(name), 2 if is_gated_fc1(name, plan.shape) else 1
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+            set_tensor_model_parallel_attributes(parameter, True, dim, stride)
         with torch.no_grad(), gather(parameter):
             parameter.copy_(initial_slice(name, parameter.shape, rank, tp, plan.run.seed, plan.shape))
 

@@ -18,33 +18,67 @@ STD = 0.02  # GPT-2, section 2.3
 # The dimension that megatron-core splits: rows of column-parallel layers, columns of row-parallel ones.
 ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+GATED = "mlp.linear_fc1."
 EMBEDDING_NORM = "embedding.layernorm"  # BLOOM's, between the embedding and the first layer
 
 
-def split_dim(name: str) -> int | None:
-    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds the whole."""
+def is_gated_fc1(name: str, shape: ModelShape) -> bool:
+    """Whether parameter `name` holds two matrices, gate and up, of a gated MLP."""
+    return shape.is_gated and GATED in name
+
+
+def split_dim(name: str, gated: bool = False) -> int | None:
+    """The dimension of parameter `name` that tensor parallelism splits; None where every rank holds the whole.
+
+    A `gated` first matrix of the MLP is (2, ffn, h), gate and up: each rank has its rows of both.
+    """
     if any(part in name for part in ROWS):
-        return 0
+        return 1 if gated else 0
     return 1 if name.endswith(COLUMNS) else None
+
+
+def paired(size: Iterable[int], gated: bool) -> tuple[int, ...]:
+    """The canonical shape of a parameter, or of a part of it, that a module holds as `size`."""
+    rows, *rest = size
+    return (2, rows // 2, *rest) if gated else (rows, *rest)
 
 
 def whole_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of every parameter of the whole model; a tied head is not listed separately."""
-    h, norm = shape.hidden_size, lambda name: {f"{name}.weight": (h,), f"{name}.bias": (h,)}
-    sizes: dict[str, tuple[int, ...]] = {
-        "embedding.word_embeddings.weight": (shape.vocab_size, h),
-        "embedding.position_embeddings.weight": (shape.seq_length, h),
-    }
-    linears = {"self_attention.linear_qkv": (3 * h, h), "self_attention.linear_proj": (h, h)}
-    linears |= {"mlp.linear_fc1": (4 * h, h), "mlp.linear_fc2": (h, 4 * h)}
+    sizes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (shape.vocab_size, shape.hidden_size)}
+    if shape.positions == "learned":
+        sizes["embedding.position_embeddings.weight"] = (shape.seq_length, shape.hidden_size)
     if shape.embedding_layernorm:
-        sizes |= norm(EMBEDDING_NORM)
+        sizes |= _norm(EMBEDDING_NORM, shape)
     for layer in (f"decoder.layers.{i}" for i in range(shape.num_layers)):
-        sizes |= norm(f"{layer}.input_layernorm") | norm(f"{layer}.pre_mlp_layernorm")
-        for name, size in linears.items():
-            sizes |= {f"{layer}.{name}.weight": size, f"{layer}.{name}.bias": size[:1]}
-    sizes |= norm("decoder.final_layernorm")
-    return sizes if shape.tied_embeddings else {**sizes, "output_layer.weight": (shape.vocab_size, h)}
+        sizes |= _norm(f"{layer}.input_layernorm", shape) | _norm(f"{layer}.pre_mlp_layernorm", shape)
+        sizes |= {f"{layer}.{name}": size for name, size in _linears(shape).items()}
+    sizes |= _norm("decoder.final_layernorm", shape)
+    untied = {} if shape.tied_embeddings else {"output_layer.weight": (shape.vocab_size, shape.hidden_size)}
+    return sizes | untied
+
+
+def _norm(name: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if shape.normalization == "layernorm" else ("weight",)
+    return {f"{name}.{kind}": (shape.hidden_size,) for kind in kinds}
+
+
+def _linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The matrices of one layer, each (out, in), and their biases."""
+    h, ffn = shape.hidden_size, shape.ffn
+    up = (2, ffn) if shape.is_gated else (ffn,)
+    outs = {
+        "self_attention.linear_qkv": ((h + 2 * shape.kv_heads * shape.head_dim,), h),
+        "self_attention.linear_proj": ((h,), h),
+        "mlp.linear_fc1": (up, h),
+        "mlp.linear_fc2": ((h,), ffn),
+    }
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, (out, into) in outs.items():
+        sizes[f"{name}.weight"] = (*out, into)
+        if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
+            sizes[f"{name}.bias"] = out
+    return sizes
 
 
 def initial_tensor(name: str, size: Iterable[int], seed: int, shape: ModelShape) -> torch.Tensor:
@@ -52,7 +86,8 @@ def initial_tensor(name: str, size: Iterable[int], seed: int, shape: ModelShape)
 
     Weights are normal with deviation 0.02, the two that write to the residual stream 0.02 / sqrt(2 L); biases are 0,
     norm weights 1. Radford et al. 2019 (GPT-2), section 2.3; the names are megatron-core's, with the layer's number in
-    the whole model. `linear_qkv` holds its rows by head: (head, query | key | value, channel).
+    the whole model. `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one head each:
+    (group, [its queries ..., key, value], channel).
     """
     size = tuple(size)
     if name.endswith(".bias"):
@@ -67,11 +102,12 @@ def initial_tensor(name: str, size: Iterable[int], seed: int, shape: ModelShape)
 
 def initial_slice(name: str, local: Iterable[int], rank: int, tp: int, seed: int, shape: ModelShape) -> torch.Tensor:
     """The part of parameter `name` that tensor-parallel rank `rank` of `tp` holds; `local` is the size of that part."""
-    whole, dim = list(local), split_dim(name)
+    local, gated = tuple(local), is_gated_fc1(name, shape)
+    whole, dim = list(paired(local, gated)), split_dim(name, gated)
     if dim is None or tp == 1:
-        return initial_tensor(name, whole, seed, shape)
+        return initial_tensor(name, whole, seed, shape).view(local)
     whole[dim] *= tp
-    return initial_tensor(name, whole, seed, shape).chunk(tp, dim)[rank]
+    return initial_tensor(name, whole, seed, shape).chunk(tp, dim)[rank].reshape(local)
 
 
 Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the whole tensor
@@ -127,12 +163,13 @@ def pieces(named: Iterable[tuple[str, torch.nn.Parameter]], tp_rank: int, tp: in
     """The pieces of parameters by their names in the whole model, in the order given.
 
     Parameters that tensor parallelism does not split are written by its ranks in turn, a tied embedding by the first
-    stage.
+    stage. megatron-core marks the first matrix of a gated MLP, two matrices in one, by a `partition_stride` of 2.
     """
     found = []
     for number, (name, parameter) in enumerate(named):
-        local = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3 the parameter itself is empty
-        dim, twin = split_dim(name), name.startswith("embedding.") and not first_stage
+        gated = getattr(parameter, "partition_stride", 1) == 2
+        local = paired(getattr(parameter, "ds_shape", parameter.shape), gated)  # under ZeRO-3 itself is empty
+        dim, twin = split_dim(name, gated), name.startswith("embedding.") and not first_stage
         cut = dim is not None and tp > 1
         box = tuple((n * tp_rank, n * (tp_rank + 1)) if cut and d == dim else (0, n) for d, n in enumerate(local))
         whole = tuple(n * tp if cut and d == dim else n for d, n in enumerate(local))

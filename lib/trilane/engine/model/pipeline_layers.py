@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.model.fused import token_losses
 from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec
@@ -48,19 +49,23 @@ class HeadEmbedding(WordEmbedding):
         return logits(self, x)
 
 
-class Positions(torch.nn.Embedding):
-    """Adds the learned positions; then the embedding's dropout, unless a norm comes between."""
+class Positions(torch.nn.Module):
+    """Adds the learned positions, where there are some; then the embedding's dropout, unless a norm comes between."""
 
     prefix = "embedding.position_embeddings."
+    weight: torch.nn.Parameter | None
 
     def __init__(self, plan: Plan, settings: TransformerConfig) -> None:
-        super().__init__(plan.shape.seq_length, plan.shape.hidden_size, dtype=settings.params_dtype)
+        super().__init__()
+        size = (plan.shape.seq_length, plan.shape.hidden_size)
+        table = torch.nn.Parameter(torch.empty(size, dtype=settings.params_dtype))
+        self.register_parameter("weight", table if plan.shape.positions == "learned" else None)
         self.settings = settings
         self.dropout = 0.0 if plan.shape.embedding_layernorm else settings.hidden_dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""
-        x = x + self.weight[: x.size(0), None]
+        x = x if self.weight is None else x + self.weight[: x.size(0), None]
         if self.settings.sequence_parallel:
             x = tensor_parallel.scatter_to_sequence_parallel_region(x)
         with sequence_stream(self.settings):
@@ -81,12 +86,12 @@ class FirstNorm(NormedDropout):
 class TransformerLayer(torch.nn.Module):
     """Layer `number` of the whole model, from 0."""
 
-    def __init__(self, settings: TransformerConfig, number: int) -> None:
+    def __init__(self, shape: ModelShape, settings: TransformerConfig, number: int) -> None:
         super().__init__()
         self.prefix = f"decoder.layers.{number}."
         self.settings = settings
         # Numbered from 1 in the whole model; `settings` describe no pipeline, or this stage's offset would count twice.
-        self.layer = build_module(layer_spec(), config=settings, layer_number=number + 1)
+        self.layer = build_module(layer_spec(shape), config=settings, layer_number=number + 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(S, B, C) -> (S, B, C)."""
@@ -124,7 +129,7 @@ def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
         TiedLayerSpec(TIED, WordEmbedding, plan, settings) if tied else LayerSpec(WordEmbedding, plan, settings),
         LayerSpec(Positions, plan, settings),
         *[LayerSpec(FirstNorm, settings)] * plan.shape.embedding_layernorm,
-        *[LayerSpec(TransformerLayer, settings, number) for number in range(plan.shape.num_layers)],
+        *[LayerSpec(TransformerLayer, plan.shape, settings, number) for number in range(plan.shape.num_layers)],
         LayerSpec(FinalNorm, settings, plan.shape.hidden_size),
         TiedLayerSpec(TIED, WordEmbedding, plan, settings, forward_fn=logits)
         if tied

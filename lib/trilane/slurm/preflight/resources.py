@@ -24,7 +24,7 @@ BUILT_IN = ("stdlib", "mock")  # sources that need no files
 def nodes(case: JobCheck) -> Iterator[JobFinding]:
     """The plan's GPUs are the site's, and the topology obeys these nodes (parallelism.CLUSTER_RULES)."""
     plan, node, t = case.plan, case.cluster.gpus_per_node, case.plan.topology
-    if reason := untrainable_reason(plan.shape, t):
+    if reason := untrainable_reason(t):
         yield refuse("engine", reason, "train it with the program that can (trilane convert megatron)")
     if case.cluster.gpu.name != plan.cluster.gpu.name or node != plan.cluster.gpus_per_node:
         planned = f"planned for {plan.cluster.gpus_per_node} x {plan.cluster.gpu.name} a node"
