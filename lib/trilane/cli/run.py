@@ -141,6 +141,9 @@ def train(plan: str, port: int, resume: bool, as_json: bool) -> int:
 NAME = option("--name", default="", help="of the cluster; default: the host's without digits, or local on one machine")
 ITERATIONS = option("--iterations", type=whole(0), default=0, help="train so many at the full batch (0: as planned)")
 LEAVE_OUT = option("--leave-out", type=whole(0), default=5, help="first iterations left out")
+PROFILE = option(
+    "--profile", is_flag=True, help="also the seconds of each part (run.profile, or the last 3 iterations)"
+)
 measure = Group("measure", help="Measure this machine or cluster, the speed of a plan, the equality of the engines.")
 
 
@@ -151,12 +154,12 @@ def machine(out: str, name: str) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.bench", out, name])
 
 
-@command(measure, PLAN, ITERATIONS, LEAVE_OUT, JSON)
-def plan(plan: Path, iterations: int, leave_out: int, as_json: bool) -> int:
+@command(measure, PLAN, ITERATIONS, LEAVE_OUT, PROFILE, JSON)
+def plan(plan: Path, iterations: int, leave_out: int, profile: bool, as_json: bool) -> int:
     """Train PLAN and print how fast it was; the folder of a finished run, also of another machine, is only measured."""
     from trilane.experiments import benchmark
 
-    found = benchmark.benchmark(plan, iterations, leave_out)
+    found = benchmark.benchmark(plan, iterations, leave_out, profile)
     return emit(as_json, found, benchmark.text(found), failed=found["status"] != "completed")
 
 

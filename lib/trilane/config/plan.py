@@ -46,6 +46,9 @@ class Plan:
         if reason:
             raise ValueError(reason)
         self.cluster.gpu.flops_per_s(t.precision)
+        window = self.run.profile_window
+        beyond = max(window.ranks, default=0) >= t.gpus if window else False
+        require(not beyond, "profile", self.run.profile, f"names a rank beyond the last of {t.gpus}")
         self._check_ramp()
         evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)

@@ -10,6 +10,8 @@ from trilane.utils.validation import require, require_integer, require_known, re
 BLEND = "blend"
 SHARE = re.compile(r"\s*\d{1,9}(\.\d{1,9})?\s*")
 FUSED = ("auto", "on", "off")
+PROFILE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,7}(?:,[0-9]{1,7})*))?")
+MOST_PROFILED = 100  # iterations: a trace of one is 0.3 MB and more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,15 @@ class Dropout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileWindow:
+    """Iterations `first` to `last`, and the ranks that record them; (): the first and the last."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """How long the run is and what it leaves behind.
 
@@ -139,6 +150,8 @@ class Run:
                             off); longer than the longest iteration, checkpoint included
     fused                   "auto": fused kernels on cards of compute capability 8.0 and above; "on": wherever
                             torch.compile works; "off"
+    profile                 "10-12": a trace of these iterations by torch's profiler, of the first and the last rank;
+                            "10-12:0,3" of these ranks
     trace_packages          packages, as "megatron,trilane": each rank keeps its last `trace_calls` calls into them
     """
 
@@ -160,6 +173,7 @@ class Run:
     eval_interval: int = 0
     eval_iters: int = 0
     fused: str = "auto"
+    profile: str = ""
 
     def __post_init__(self) -> None:
         require_path("load", self.load)
@@ -176,6 +190,10 @@ class Run:
         minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
         require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
+        window = self.profile_window
+        rule = f"must lie between iterations {self.start_iteration + 1} and {self.goal}, which this plan trains"
+        reached = window is None or self.start_iteration < window.first <= window.last <= self.goal
+        require(reached, "profile", self.profile, rule)
         plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
@@ -187,6 +205,18 @@ class Run:
     def evaluates_after(self, iteration: int) -> bool:
         """Whether the validation loss is computed after this iteration."""
         return self.eval_interval > 0 and (iteration % self.eval_interval == 0 or iteration == self.train_iters)
+
+    @property
+    def profile_window(self) -> "ProfileWindow | None":
+        """The iterations and ranks of `profile`; None without one. ValueError where it is malformed."""
+        if not self.profile:
+            return None
+        found = PROFILE.fullmatch(self.profile)
+        rule = f"must be FIRST-LAST, such as 10-12, at most {MOST_PROFILED} iterations; ranks as in 10-12:0,3"
+        first, last = (int(found[1]), int(found[2])) if found else (1, 0)
+        require(0 < first <= last < first + MOST_PROFILED, "profile", self.profile, rule)
+        ranks = tuple(int(rank) for rank in found[3].split(",")) if found and found[3] else ()
+        return ProfileWindow(first=first, last=last, ranks=ranks)
 
     @property
     def goal(self) -> int:

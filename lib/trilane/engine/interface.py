@@ -40,6 +40,9 @@ class Engine(Protocol):
     path: str
     """Whether its kernels are fused, why, and how attention is computed; for the log's first lines."""
 
+    modules: Sequence[torch.nn.Module]
+    """This rank's part of the model, for the profile to find its parts in."""
+
     settings: dict[str, Any]
     """File name -> JSON of the settings that the library received; written to the run folder."""
 

@@ -18,6 +18,7 @@ from trilane.engine.distributed.world import World
 from trilane.engine.interface import build
 from trilane.engine.monitor import heartbeat
 from trilane.engine.monitor.phases import DATA, EVALUATE, SAVE, phase
+from trilane.engine.monitor.profile import Profiler
 from trilane.engine.monitor.report import TrainingLog, Validation, iteration, memory_line
 from trilane.engine.signals import Signals
 from trilane.engine.stop_requests import StopRequest, StopRequests
@@ -51,6 +52,9 @@ class Training:
             own = checkpoint.path.parent == folder / FOLDER
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
+        self._profiler = Profiler(plan, world, folder, self._engine.modules, self._done)
+        if self._profiler.note:
+            self._print(self._profiler.note)
         if world.is_last:
             cut_steps(folder, self._done)
 
@@ -70,7 +74,10 @@ class Training:
         request = self._requests.now(begun=False)
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
+            self._profiler.before(batch.number)
             begin = self._step(batch, log, begin)
+            if self._profiler.after(batch.number):
+                begin = time.perf_counter()  # not counted in any iteration
             if batch.number in (first, self._plan.run.goal):  # the optimizer's states exist from the second on
                 print(memory_line(self._world.rank, batch.number, self._world.device), flush=True)
             if self._plan.run.evaluates_after(batch.number):

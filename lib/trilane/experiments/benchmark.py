@@ -13,44 +13,57 @@ from trilane.analysis.measure import Measurement, measure, memory_by_rank
 from trilane.analysis.steady_state import WARM_UP
 from trilane.config.batch_rampup import Ramp
 from trilane.config.plan import Plan, read_plan
+from trilane.costmodel.predict import predict
 from trilane.launch.local import run_folder, train_local
 from trilane.utils.validation import read_json, require, require_integer
+from trilane.workspace.profiles import Profile, read_profiles, table
 
 
-def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP) -> dict[str, Any]:
+def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
     """Train the plan of that file, `iterations` long at its full batch (0: as planned), and return its result().
 
-    For a run folder, also of another machine, nothing is trained. The log goes to stderr.
+    For a run folder, also of another machine, nothing is trained. With `profile` the result has `profiles`, those of
+    the last iterations where the plan names none. The log goes to stderr.
     """
     require_integer("leave_out", leave_out, 0)
     require_integer("iterations", iterations, 0)
     if plan.is_dir():
         require(iterations == 0, "iterations", iterations, "a finished run is measured as it is")
-        return result(plan, leave_out)
+        return result(plan, leave_out, profile)
     read = read_plan(plan)
+    if profile and not read.run.profile:
+        require(iterations > 0, "profile", True, "needs run.profile in the plan, or iterations")
     count = iterations or read.run.train_iters
     require(count > leave_out, "iterations", count, f"must be above leave_out={leave_out}")
-    folder = _short_run(plan, read, iterations) if iterations else run_folder(plan)
+    folder = _short_run(plan, read, iterations, profile) if iterations else run_folder(plan)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result alone
         train_local(folder)
-    return result(folder, leave_out)
+    return result(folder, leave_out, profile)
 
 
-def shortened(plan: Plan, iterations: int) -> Plan:
-    """The plan for that many iterations, all of them at its full batch size."""
-    return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp()))
+def shortened(plan: Plan, iterations: int, profile: bool = False) -> Plan:
+    """The plan for that many iterations, all of them at its full batch size; its window of a profile where it fits.
+
+    With `profile`, and no such window, the last three are profiled.
+    """
+    window = plan.run.profile_window
+    kept = plan.run.profile if window and window.last <= iterations else ""
+    last = f"{max(1, iterations - 2)}-{iterations}" if profile else ""
+    return replace(plan, run=replace(plan.run, train_iters=iterations, ramp=Ramp(), profile=kept or last))
 
 
-def _short_run(path: Path, plan: Plan, iterations: int) -> Path:
+def _short_run(path: Path, plan: Plan, iterations: int, profile: bool) -> Path:
     """A new folder next to the plan, with the shortened plan in it; ValueError where it exists."""
     folder = path.with_name(f"{path.stem}-benchmark-{iterations}")
     require(not folder.exists(), "plan", path, f"would run in {folder}, which exists; move one of them")
     folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(shortened(plan, iterations).to_json(), indent=1), encoding="utf-8")
+    (folder / "plan.json").write_text(
+        json.dumps(shortened(plan, iterations, profile).to_json(), indent=1), encoding="utf-8"
+    )
     return folder
 
 
-def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
+def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
     """The run in `folder` as one JSON object, by its Measurement; null where the run left nothing to count.
 
     Seconds in full (median, quartiles, extremes), rates per second, bytes by rank. `left_out` is how many iterations
@@ -72,7 +85,21 @@ def result(folder: Path, warm_up: int = WARM_UP) -> dict[str, Any]:
         "memory_bytes": {str(rank): int(value) for rank, value in memory_by_rank(m.log).items()},
         "last_loss": m.last_loss if m.last_loss == m.last_loss else None,
         "made_by": stamp,
+        **({"profiles": [_profiled(found, plan) for found in read_profiles(folder)]} if profile else {}),
     }
+
+
+def _profiled(profile: Profile, plan: Plan) -> dict[str, Any]:
+    """A rank's profile, with the seconds that the planner predicts of each kind of work; `table` is its text."""
+    time = predict(plan).time
+    sent = time.tensor_parallel + time.pipeline_p2p + time.data_parallel
+    kinds = {"matmul": time.matmul, "attention": time.attention, "elementwise": time.elementwise}
+    kinds = {
+        name: float(value) for name, value in (kinds | {"communication": sent, "optimizer": time.optimizer}).items()
+    }
+    measured = {"parts": profile.by_part(), "kinds": profile.by_kind(), "rest": profile.rest}
+    names = {"rank": profile.rank, "first": profile.first, "last": profile.last, "sec_per_it": profile.seconds}
+    return {**names, **measured, "predicted_kinds": kinds, "table": table(profile, kinds)}
 
 
 def _rates(m: Measurement) -> dict[str, Any]:
@@ -91,9 +118,10 @@ def _rates(m: Measurement) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     """The result in three lines."""
+    tables = [profile["table"] for profile in found.get("profiles", ())]
     head = f"{found['label']} ({found['engine']}): {found['status']}: {found['evidence']}"
     if found["sec_per_it"] is None:
-        return head
+        return "\n".join([head, *tables])
     seconds = found["sec_per_it"]
     speed = (
         f"{seconds['median']:.4f} s an iteration (quartiles {seconds['low_quartile']:.4f} to "
@@ -104,4 +132,4 @@ def text(found: dict[str, Any]) -> str:
         f"{found['tokens_per_s']:.0f} tokens/s, {found['flops_per_s_per_gpu'] / 1e12:.4g} TFLOP/s per GPU, "
         f"{mfu}fullest rank {max(found['memory_bytes'].values(), default=0) / 2**30:.2f} GiB"
     )
-    return "\n".join([head, speed, rates])
+    return "\n".join([head, speed, rates, *tables])

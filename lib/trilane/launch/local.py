@@ -17,6 +17,7 @@ from trilane.launch.follow import follow
 from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import held_port
 from trilane.utils.validation import read_json, require
+from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, reserved_status, write_status
 
@@ -43,6 +44,7 @@ def train_local(
     plan = read_plan(folder / "plan.json")
     require_trainable(plan.topology)
     _require_ready(folder, resume)
+    _require_profile(folder, plan)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
@@ -90,6 +92,19 @@ def _require_ready(folder: Path, resume: bool) -> None:
     for name in ("run.log", "steps.jsonl", "status.json"):
         rule = f"holds a run already ({name}); resume it, or use a new folder"
         require(not (folder / name).exists(), "run folder", folder, rule)
+
+
+def _require_profile(folder: Path, plan: Plan) -> None:
+    """ValueError where the iterations of run.profile are done already, by the checkpoint that the run starts from.
+
+    A job that the scheduler starts again is not refused: the engine says that nothing is profiled.
+    """
+    window = plan.run.profile_window
+    saved = found_in(folder) or (found_in(Path(plan.run.load)) if plan.run.load else [])
+    if window and saved:
+        done = iteration_of(saved[-1])
+        rule = f"the run starts after iteration {done} of {saved[-1]}, and never reaches these"
+        require(window.last > done, "profile", plan.run.profile, rule)
 
 
 def environment(processes: int) -> dict[str, str]:

@@ -90,7 +90,10 @@ def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
         require(start < end, "stages", stage.gbs, "no iteration has such a batch before the next stage")
         before = str(folder.resolve() / made[-1].label) if made else plan.run.load
         last = 0 if end == plan.run.train_iters else end
-        run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last)
+        window = plan.run.profile_window
+        within = window is not None and start < window.first <= window.last <= (last or plan.run.train_iters)
+        profile = plan.run.profile if within else ""
+        run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last, profile=profile)
         topology = replace(plan.topology, dp=gpus // model_gpus, mbs=stage.mbs)
         made.append(replace(plan, label=f"{plan.label}-{number}-n{stage.nodes}", topology=topology, run=run))
     return made

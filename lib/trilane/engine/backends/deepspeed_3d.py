@@ -73,6 +73,7 @@ class DeepSpeed3D:
             kind: during(PHASES.get(kind.__name__, P2P), function)
             for kind, function in self._engine._INSTRUCTION_MAP.items()
         }
+        self.modules = [stage]
         _check_grid(self._engine, plan)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
         self.audit = deepspeed_audit(named, optimizer, decay)

@@ -72,6 +72,7 @@ class HfZero3:
             # DummyOptim makes accelerate build the optimizer of the JSON over these groups.
             optimizer = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
             self._engine, _ = self._trainer.accelerator.prepare(model, optimizer)
+        self.modules = [model]
         mark_phases(self._engine)
         self.audit = deepspeed_audit(named, self._engine.optimizer, decay)
         self.states = Gpt2States(named, self._engine.optimizer, plan.topology.zero, plan.shape)

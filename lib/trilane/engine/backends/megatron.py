@@ -54,6 +54,7 @@ class Megatron:
         models = build_chunks(plan, settings)
         named = [pair for model in models for pair in canonical_parameters(model, plan.shape.tied_embeddings)]
         self._chunks = [_distributed(model, settings, plan) for model in models]
+        self.modules = self._chunks
         self._optimizer = get_megatron_optimizer(_optimizer_config(plan), self._chunks, use_gloo_process_groups=False)
         _set_weight_decay(self._optimizer, plan.optimizer.weight_decay)
         if path.fused:

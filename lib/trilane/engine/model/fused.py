@@ -25,8 +25,10 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.engine.distributed.cpu import COMPILE
+from trilane.workspace.profiles import MARK
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+HEAD = "head and loss"  # the part that run.profile counts them for
 UNCOMPILED = "TORCH_COMPILE_DISABLE"  # torch's own switch
 
 
@@ -179,9 +181,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool) -> torch.Tensor:
     """Cross-entropy in nats of each token (S, B), fp32; logits (S, B, V) of this rank's part of the vocabulary."""
-    if not fused:
-        return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
-    return _CrossEntropy.apply(logits, labels, parallel_state.get_tensor_model_parallel_group())
+    with torch.profiler.record_function(MARK + HEAD):
+        if not fused:
+            return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
+        return _CrossEntropy.apply(logits, labels, parallel_state.get_tensor_model_parallel_group())
 
 
 class GPT(GPTModel):

@@ -17,9 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model.fused import token_losses
+from trilane.engine.model.fused import HEAD, token_losses
 from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec
 from trilane.engine.model.rng import sequence_stream
+from trilane.workspace.profiles import MARK
 
 TIED = "embedding"
 
@@ -107,14 +108,15 @@ class FinalNorm(Norm):
 
 def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
     """(S, B, C) -> (S, B, V): the embedding's matrix as the head."""
-    return linear_with_grad_accumulation_and_async_allreduce(
-        input=x,
-        weight=embedding.weight,
-        bias=None,
-        gradient_accumulation_fusion=False,
-        allreduce_dgrad=embedding.ranks > 1 and not embedding.parallel,
-        sequence_parallel=embedding.parallel,
-    )
+    with torch.profiler.record_function(MARK + HEAD):
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input=x,
+            weight=embedding.weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=embedding.ranks > 1 and not embedding.parallel,
+            sequence_parallel=embedding.parallel,
+        )
 
 
 def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool = False) -> torch.Tensor:
