@@ -160,7 +160,7 @@ OTHER = {
     "model": ("shape", {"hidden_size": 32}, "shape.hidden_size=32: the checkpoint iter_0000002 was trained with 64"),
     "seed": ("run", {"seed": 7}, "seed=7: the checkpoint iter_0000002 was trained with 1234"),
     "data": ("data", {"source": "stdlib"}, "data.source=stdlib: the checkpoint iter_0000002 was trained with mock"),
-    "order": ("run", {"train_iters": 8}, "samples of the run=64: the checkpoint iter_0000002 was trained with 32"),
+    "order": ("run", {"order_samples": 64}, "samples of the run=64: the checkpoint iter_0000002 was trained with 32"),
 }
 
 

@@ -3,13 +3,12 @@
 import errno
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import Later, small_plan
+from support import Later
 
-torch, load, files = Later("torch"), Later("trilane.engine.checkpoint.load"), Later("trilane.engine.checkpoint.slices")
+torch, files = Later("torch"), Later("trilane.engine.checkpoint.slices")
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcd", "abcdefgh"])
@@ -63,35 +62,3 @@ def test_a_part_is_assembled_from_the_slices_that_overlap_it(tmp_path: Path) -> 
     assert files.assemble(tmp_path, slices, "weight", ((1, 3), (1, 3))).tolist() == whole[1:3, 1:].tolist()
     with pytest.raises(ValueError, match="3 of 6 numbers are in its slices"):
         files.assemble(tmp_path, slices[:1], "weight", ((1, 3), (0, 3)))
-
-
-@pytest.mark.parametrize(
-    ("iteration", "consumed", "message"),
-    [
-        (3, 12, ""),
-        (4, 16, ""),  # all is trained: there is nothing left to do
-        (5, 20, "train_iters=4: the checkpoint x has 5 iterations already"),
-        (3, 11, "gbs=4: the checkpoint x has seen 11 samples in 3 iterations, this plan would have 12"),
-    ],
-)
-def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(
-    iteration: int, consumed: int, message: str
-) -> None:
-    plan = small_plan(train_iters=4)
-    if message:
-        with pytest.raises(ValueError) as refused:
-            load.require_same("x", load.identity(plan), plan, iteration, consumed)
-        assert str(refused.value) == message
-    else:
-        load.require_same("x", load.identity(plan), plan, iteration, consumed)
-
-
-def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
-    plan = small_plan(train_iters=4)
-    others = (
-        ("seed=7", replace(plan, run=replace(plan.run, seed=7))),
-        ("shape.num_layers=4", replace(plan, shape=replace(plan.shape, num_layers=4))),
-    )
-    for name, other in others:
-        with pytest.raises(ValueError, match=f"^{name}: the checkpoint x was trained with "):
-            load.require_same("x", load.identity(plan), other, 2, 8)

@@ -86,6 +86,11 @@ class Plan:
         return self.run.ramp.consumed(self.run.train_iters, self.topology.gbs)
 
     @property
+    def ordered_samples(self) -> int:
+        """Samples of the run for which the order of samples is made; an extended run keeps its first one."""
+        return self.run.order_samples or self.samples
+
+    @property
     def validation_samples(self) -> int:
         """Samples of one evaluation; 0 where there is none."""
         return self.run.eval_iters * self.topology.gbs

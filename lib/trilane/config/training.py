@@ -144,6 +144,8 @@ class Run:
     eval_interval           iterations from one evaluation to the next, on the validation share of data.split (0: none);
                             a run that evaluates does so after its last iteration too
     eval_iters              batches of topology.gbs samples in an evaluation, the same ones each time
+    order_samples           the samples come in the order made for a run of so many, then in further epochs (0: made for
+                            this run's own number, or as in the checkpoint that it starts from)
     timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
     tensorboard             also an event file for TensorBoard
     hang_timeout_s          a run of which a rank gives no sign of life for so long is dumped and ended as a hang (0.0:
@@ -172,6 +174,7 @@ class Run:
     exit_iteration: int = 0
     eval_interval: int = 0
     eval_iters: int = 0
+    order_samples: int = 0
     fused: str = "auto"
     profile: str = ""
 
@@ -180,7 +183,8 @@ class Run:
         require_known("fused", self.fused, FUSED)
         for name in ("train_iters", "log_interval", "trace_calls"):
             require_integer(name, getattr(self, name), 1)
-        for name in ("save_interval", "keep_last", "start_iteration", "exit_iteration", "eval_interval", "eval_iters"):
+        counts = ("save_interval", "keep_last", "start_iteration", "exit_iteration", "eval_interval", "eval_iters")
+        for name in (*counts, "order_samples"):
             require_integer(name, getattr(self, name), 0)
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
         require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)

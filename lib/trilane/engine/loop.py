@@ -23,6 +23,7 @@ from trilane.engine.monitor.report import TrainingLog, Validation, iteration, me
 from trilane.engine.signals import Signals
 from trilane.engine.stop_requests import StopRequest, StopRequests
 from trilane.workspace.checkpoints import FOLDER, name_of
+from trilane.workspace.continuation import extension, in_order_of
 from trilane.workspace.run_folder import cut_steps
 from trilane.workspace.status import RunStatus, Status, reserved_status, write_status
 
@@ -35,15 +36,16 @@ class Training:
     """
 
     def __init__(self, plan: Plan, world: World, folder: Path, signals: Signals, begin: float) -> None:
-        self._plan, self._world, self._folder, self._begin = plan, world, folder, begin
+        self._world, self._folder, self._begin = world, folder, begin
         self._requests = StopRequests(folder, plan.run, world, signals, begin)
+        checkpoint = find(folder, plan, world)  # before a large model is built for nothing
+        plan = self._plan = in_order_of(checkpoint.manifest, plan) if checkpoint else plan
         self._engine = build(plan, world)
         self._print(self._engine.path)
         if world.is_first:
             for name, settings in self._engine.settings.items():
                 write_json(folder / name, settings)
         self._loader = SampleLoader(plan, world, self._engine.replica)
-        checkpoint = find(folder, plan, world)
         self._done, self._saved = 0, ""
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
@@ -52,6 +54,8 @@ class Training:
             own = checkpoint.path.parent == folder / FOLDER
             self._saved = checkpoint.path.name if own else ""
             self._print(f"resumes after iteration {self._done} of {checkpoint.path}")
+            if text := extension(checkpoint.manifest, plan):
+                self._print(text)
         self._profiler = Profiler(plan, world, folder, self._engine.modules, self._done)
         if self._profiler.note:
             self._print(self._profiler.note)

@@ -18,6 +18,7 @@ from trilane.launch.watchdog import Hang, HangMonitor
 from trilane.utils.process import held_port
 from trilane.utils.validation import read_json, require
 from trilane.workspace.checkpoints import found_in, iteration_of
+from trilane.workspace.continuation import require_continuable
 from trilane.workspace.run_folder import STOP, reopen
 from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, reserved_status, write_status
 
@@ -33,7 +34,7 @@ def train_local(
     Writes run.log (the output of all ranks, whole lines), ranks/<rank>.log, steps.jsonl, env.json, status.json and
     checkpoints/ to the folder. `port` is torchrun's, 0 for a free one. Raises ValueError, before anything starts, for
     an invalid plan or corpus, a folder with an earlier run (unless `resume`: it continues from its newest checkpoint,
-    see workspace/resume.py), or a port in use.
+    see workspace/continuation.py), or a port in use.
 
     Ctrl-C ends all processes, records the status "cancelled" and is raised again; a run longer than `timeout_s` is
     ended as "timeout", one without progress for the plan's hang_timeout_s as "hang", with its stacks in stacks/.
@@ -43,7 +44,7 @@ def train_local(
     folder = Path(folder).resolve()
     plan = read_plan(folder / "plan.json")
     require_trainable(plan.topology)
-    _require_ready(folder, resume)
+    _require_ready(folder, plan, resume)
     _require_profile(folder, plan)
     node = plan.cluster.gpus_per_node
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
@@ -84,8 +85,9 @@ def _record(folder: Path, outcome: RunStatus) -> None:
         print(f"trilane: {line}", file=sys.stderr, flush=True)
 
 
-def _require_ready(folder: Path, resume: bool) -> None:
-    """ValueError where a run must not start, or not resume, in that folder."""
+def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
+    """ValueError where a run must not start, or not resume, in that folder, or not from its checkpoints."""
+    require_continuable(folder, plan)
     if resume:
         require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; remove it to resume")
         return

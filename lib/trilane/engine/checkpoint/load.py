@@ -9,55 +9,22 @@ from typing import Any
 
 import torch
 
-from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.slices import assemble
 from trilane.engine.distributed.world import World, call_on_first, gather_values
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.engine.model.rng import seed_streams
-from trilane.utils.validation import from_mapping, require, to_mapping
+from trilane.utils.validation import require
 from trilane.workspace import checkpoints
-from trilane.workspace.checkpoints import FOLDER, KINDS
-
-
-def identity(plan: Plan) -> dict[str, Any]:
-    """What must not change between a checkpoint and the run that loads it: the model and the order of samples."""
-    data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
-    if not plan.data.split:  # checkpoints of before it existed have none
-        del data["split"]
-    return {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data, "samples of the run": plan.samples}
+from trilane.workspace.checkpoints import KINDS
+from trilane.workspace.continuation import candidates, require_same
 
 
 def layout(plan: Plan) -> list[Any]:
     """What must be the same for each rank to restore its own random number generators."""
     t = plan.topology
     return [plan.engine, t.tp, t.pp, t.dp, t.interleaving]
-
-
-def require_same(where: str, held: dict[str, Any], plan: Plan, iteration: int, consumed: int) -> None:
-    """ValueError that names the first thing in which the plan differs from the checkpoint `where`.
-
-    A checkpoint without training, such as an imported one, has no data to compare.
-    """
-    common = {name: value for name, value in identity(plan).items() if name in held}
-    held = held | {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
-    for name, value, wanted in _differences("", held, common):
-        raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
-    expected = plan.run.ramp.consumed(iteration, plan.topology.gbs)
-    rule = (
-        f"the checkpoint {where} has seen {consumed} samples in {iteration} iterations, this plan would have {expected}"
-    )
-    require(expected == consumed, "gbs", plan.topology.gbs, rule)
-    rule = f"the checkpoint {where} has {iteration} iterations already"
-    require(iteration <= plan.run.train_iters, "train_iters", plan.run.train_iters, rule)
-
-
-def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
-    if isinstance(held, dict) and isinstance(wanted, dict):
-        names = [*wanted, *(n for n in held if n not in wanted)]
-        return [d for n in names for d in _differences(f"{name}.{n}".lstrip("."), held.get(n), wanted.get(n))]
-    return [] if held == wanted else [(name, held, wanted)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +48,14 @@ def find(folder: Path, plan: Plan, world: World) -> Checkpoint | None:
     trained with another model or other data.
     """
     faults: list[str] = []
-    for path in call_on_first(world, lambda: _candidates(folder, plan)):
+    for path in call_on_first(world, lambda: candidates(folder, plan)):
         try:
             manifest = call_on_first(world, lambda path=path: checkpoints.read_manifest(path))  # type: ignore[misc]
             problem = _problem(path, manifest, world)
         except ValueError as error:
             problem = str(error)
         if not problem:
-            require_same(path.name, manifest["identity"], plan, manifest["iteration"], manifest["consumed_samples"])
+            require_same(path.name, manifest, plan)
             return Checkpoint(path=path, manifest=manifest)
         faults.append(f"{path.name}: {problem}")
         if world.is_first:
@@ -113,16 +80,6 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
             print(f"trilane: checkpoint {checkpoint.path.name}: {rule}", file=sys.stderr, flush=True)
     # another layout, or other generators: new seeds, so as not to repeat the draws of the first iterations
     seed_streams(plan.run.seed + checkpoint.iteration)
-
-
-def _candidates(folder: Path, plan: Plan) -> list[Path]:
-    """Candidate checkpoints, the newest first."""
-    own = checkpoints.complete(folder / FOLDER)
-    if own or not plan.run.load:
-        return own[::-1]
-    found = checkpoints.found_in(Path(plan.run.load))
-    require(bool(found), "run.load", plan.run.load, "holds no complete checkpoint")
-    return found[::-1]
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.fingerprints import Marks, fingerprint
-from trilane.engine.checkpoint.load import identity, layout
+from trilane.engine.checkpoint.load import layout
 from trilane.engine.checkpoint.slices import SliceFile, error_text
 from trilane.engine.distributed.world import World, call_on_first, gather_values
 from trilane.engine.interface import Engine
@@ -23,6 +23,7 @@ from trilane.engine.model import rng
 from trilane.utils.files import replace_text
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
+from trilane.workspace.continuation import identity
 from trilane.workspace.fingerprints import file_of
 
 T = TypeVar("T")

@@ -1,30 +1,41 @@
 """The order of samples, one for every engine and topology: megatron-core's GPT datasets for training and validation."""
 
+import contextlib
+import copy
 import hashlib
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.utils import Split, normalize
 
 from trilane.config.plan import Plan
 from trilane.engine.data.corpus import locked
 from trilane.engine.data.text import tokenizer
 from trilane.engine.distributed.world import World
 
-Samples: TypeAlias = GPTDataset | BlendedDataset
+Samples: TypeAlias = "GPTDataset | BlendedDataset | Epochs"
 
 
 def training_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
-    """The documents for training as plan.samples samples of seq_length + 1 tokens each."""
-    return _built(plan, world, prefixes, Split.train, plan.samples)
+    """The documents for training as plan.samples samples of seq_length + 1 tokens each.
+
+    megatron-core shuffles all epochs together that a run needs, the last one apart where little of it is read: beyond
+    one epoch the order depends on the number of samples. So a run that is extended reads on in the order made for its
+    first number, to the end of its last epoch, then in further epochs, each shuffled alone by a seed of its own. No
+    sample's place depends on how far, or how often, the run is extended.
+    """
+    first = _built(plan, world, prefixes, Split.train, plan.ordered_samples)
+    return first if plan.samples <= len(first) else _extended(plan, world, prefixes, first)
 
 
 def validation_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
@@ -33,22 +44,87 @@ def validation_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples
 
 
 def _built(plan: Plan, world: World, prefixes: Sequence[str], part: Split, samples: int) -> Samples:
-    """One part of the documents of the pairs as so many samples.
-
-    Rank 0 builds megatron-core's sample index under a lock against other runs; the other ranks then map it. An index
-    without the file `complete`, left by a killed run, is rebuilt.
-    """
+    """One part of the documents of the pairs as so many samples."""
     cache = index_folder(plan, prefixes, part, samples)
-    complete = cache / "complete"
-    with locked(cache.with_name(cache.name + ".lock")) if world.is_first else nullcontext():
-        if world.is_first and not complete.is_file():
-            shutil.rmtree(cache, ignore_errors=True)
+    with _complete(cache, world):
         sizes = [samples if split is part else 0 for split in Split]
         config = dataset_config(plan, prefixes, cache, part, samples)
-        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
-        if world.is_first:
-            complete.touch()
-    return built[part.value]
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part.value]
+
+
+@contextlib.contextmanager
+def _complete(cache: Path, world: World) -> Iterator[None]:
+    """Build megatron-core's sample indices in `cache` inside the block.
+
+    Rank 0 builds them under a lock against other runs; the other ranks then map them. What a killed run left, without
+    the file `complete`, is built again.
+    """
+    if not world.is_first:
+        yield
+        return
+    with locked(cache.with_name(cache.name + ".lock")):
+        if not (cache / "complete").is_file():
+            shutil.rmtree(cache, ignore_errors=True)
+        yield
+        (cache / "complete").touch()
+
+
+class Epochs:
+    """The samples of one source: those that `first` holds, then further epochs, each shuffled alone."""
+
+    def __init__(self, first: GPTDataset, later: Sequence[GPTDataset]) -> None:
+        self._parts, self._ends = [first, *later], list(accumulate(map(len, [first, *later])))
+        self.index_split = first.index_split
+        self.unique_identifiers = {"parts": [part.unique_identifiers for part in self._parts]}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        place = bisect_right(self._ends, number)
+        return self._parts[place][int(number) - (self._ends[place - 1] if place else 0)]
+
+
+def _extended(plan: Plan, world: World, prefixes: Sequence[str], first: Samples) -> Samples:
+    """plan.samples samples that begin as `first`; the order of sources in a blend never depends on its length."""
+    sources = first.datasets if isinstance(first, BlendedDataset) else [first]
+    weights = normalize([part.weight for part in plan.data.blend]) if plan.data.blend else [1.0]
+    cache = index_folder(plan, prefixes, Split.train, plan.ordered_samples, extended_to=plan.samples)
+    config = dataset_config(plan, prefixes, cache, Split.train, plan.samples)
+    with _complete(cache, world):
+        whole = []
+        for source, weight in zip(sources, weights, strict=True):
+            # A source of a blend is never more than one sample ahead of its share for each of the others.
+            needed = math.ceil(weight * plan.samples) + (len(sources) if plan.data.blend else 0)
+            whole.append(Epochs(source, list(_epochs(source, config, needed - len(source)))))
+        if not plan.data.blend:
+            return whole[0]
+        return _build(BlendedDataset, whole, weights, plan.samples, config)
+
+
+def _epochs(source: GPTDataset, config: GPTDatasetConfig, needed: int) -> Iterator[GPTDataset]:
+    """Further epochs of a source until `needed` samples are there."""
+    for number in itertools.count(1):
+        if needed <= 0:
+            return
+        seeded = replace_seed(config, config.random_seed + number)
+        epoch = _build(
+            GPTDataset, source.dataset, source.dataset_path, source.indices, None, source.index_split, seeded
+        )
+        needed -= len(epoch)
+        yield epoch
+
+
+def _build(kind: type, *arguments: Any) -> Any:
+    """A dataset of megatron-core, whose indices rank 0 builds before the others map them."""
+    return BlendedMegatronDatasetBuilder.build_generic_dataset(kind, lambda: True, True, *arguments)
+
+
+def replace_seed(config: GPTDatasetConfig, seed: int) -> GPTDatasetConfig:
+    """The settings with another seed; `replace` would make the parts of the split anew."""
+    changed = copy.copy(config)
+    changed.random_seed = seed
+    return changed
 
 
 def dataset_config(plan: Plan, prefixes: Sequence[str], cache: Path, part: Split, samples: int) -> GPTDatasetConfig:
@@ -83,12 +159,13 @@ def surplus(weights: Sequence[float], samples: int) -> float:
     return max([0.005, *((share * len(shares) + 1) / math.ceil(share * samples) for share in shares)])
 
 
-def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, samples: int) -> Path:
+def index_folder(plan: Plan, prefixes: Sequence[str], part: Split, samples: int, extended_to: int = 0) -> Path:
     """The folder of one part's sample index, named by a hash of everything that determines the order."""
     pairs = [str(Path(prefix).resolve()) for prefix in prefixes]
     weights = [part.weight for part in plan.data.blend]
     order: list[Any] = [pairs, weights, plan.run.seed, plan.shape.seq_length, samples]
     order += [plan.data.split, part.name] if plan.data.split else []
+    order += [{"extended to": extended_to}] if extended_to else []
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
     folder = Path(plan.data.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,92 @@
+"""What a checkpoint records of the run that wrote it, and which plans may continue from it; without torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trilane.config.model import ModelShape
+from trilane.config.plan import Plan
+from trilane.utils.validation import from_mapping, require, to_mapping
+from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
+
+ORDER, LENGTH = "samples of the run", "length"  # in samples: the order's, and the run's own once it was extended
+
+
+def identity(plan: Plan) -> dict[str, Any]:
+    """What a checkpoint records of its run: model and order of samples, which must not change, and its length."""
+    data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
+    if not plan.data.split:  # checkpoints of before it existed have none
+        del data["split"]
+    fixed = {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data, ORDER: plan.ordered_samples}
+    return {**fixed, LENGTH: plan.samples}
+
+
+def candidates(folder: Path, plan: Plan) -> list[Path]:
+    """The checkpoints that the run in `folder` may start from, the newest first: its own, else those of run.load."""
+    own = complete(folder / FOLDER)
+    if own or not plan.run.load:
+        return own[::-1]
+    found = found_in(Path(plan.run.load))
+    require(bool(found), "run.load", plan.run.load, "holds no complete checkpoint")
+    return found[::-1]
+
+
+def require_continuable(folder: Path, plan: Plan) -> None:
+    """ValueError where the plan must not continue from the newest readable checkpoint of the run in `folder`."""
+    for path in candidates(folder, plan):
+        try:
+            manifest = read_manifest(path)
+        except ValueError:
+            continue  # the engine reports it, and tries the one before
+        require_same(path.name, manifest, plan)
+        return
+
+
+def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
+    """ValueError that names the first thing in which the plan differs from the checkpoint `where`.
+
+    A checkpoint without training, such as an imported one, has no data to compare.
+    """
+    held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
+    plan = in_order_of(manifest, plan)
+    common = {name: value for name, value in identity(plan).items() if name in held and name != LENGTH}
+    kept = {name: value for name, value in held.items() if name != LENGTH}
+    kept |= {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
+    for name, value, wanted in _differences("", kept, common):
+        raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
+    expected = plan.run.ramp.consumed(iteration, plan.topology.gbs)
+    rule = f"the checkpoint {where} has seen {consumed} samples in {iteration} iterations"
+    require(expected == consumed, "gbs", plan.topology.gbs, f"{rule}, this plan would have {expected}")
+    rule = f"the checkpoint {where} has {iteration} iterations already"
+    require(iteration <= plan.run.train_iters, "train_iters", plan.run.train_iters, rule)
+
+
+def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        names = [*wanted, *(n for n in held if n not in wanted)]
+        return [d for n in names for d in _differences(f"{name}.{n}".lstrip("."), held.get(n), wanted.get(n))]
+    return [] if held == wanted else [(name, held, wanted)]
+
+
+def in_order_of(manifest: Mapping[str, Any], plan: Plan) -> Plan:
+    """The plan with the checkpoint's order of samples, unless it names one itself."""
+    order = manifest["identity"].get(ORDER, 0)
+    return plan if plan.run.order_samples else replace(plan, run=replace(plan.run, order_samples=order))
+
+
+def extension(manifest: Mapping[str, Any], plan: Plan) -> str:
+    """One line on what changes where the plan is longer or shorter than the run that wrote the checkpoint; else ""."""
+    held = manifest["identity"]
+    before, after = held.get(LENGTH, held.get(ORDER, 0)), plan.samples
+    upcoming = next(plan.batches(manifest["iteration"]), None)
+    if not before or before == after or not upcoming:
+        return ""
+    rates = [plan.optimizer.learning_rate(upcoming.end, samples) for samples in (before, after)]
+    text = f"the run has {after} samples instead of {before}"
+    if plan.optimizer.decay_samples:
+        return f"{text}; its learning rate stays as it was, decaying over decay_samples={plan.optimizer.decay_samples}"
+    text += (
+        f"; its learning rate decays to the new end: in iteration {upcoming.number} it is {rates[1]:.6E} instead of "
+    )
+    return f"{text}{rates[0]:.6E}"

@@ -1,0 +1,85 @@
+"""Which plans may continue from a checkpoint, and what is said where the run's length has changed."""
+
+from dataclasses import replace
+
+import pytest
+from support import small_plan
+
+from trilane.workspace.checkpoints import FOLDER, name_of, write_manifest
+from trilane.workspace.continuation import extension, identity, in_order_of, require_continuable, require_same
+
+
+def manifest(plan, iteration, consumed=None):
+    """Of a checkpoint of the plan after that iteration."""
+    consumed = plan.run.ramp.consumed(iteration, plan.topology.gbs) if consumed is None else consumed
+    return {"identity": identity(plan), "iteration": iteration, "consumed_samples": consumed}
+
+
+def run(plan, **fields):
+    return replace(plan, run=replace(plan.run, **fields))
+
+
+@pytest.mark.parametrize(
+    ("iteration", "consumed", "message"),
+    [
+        (3, 12, ""),
+        (4, 16, ""),  # all is trained: there is nothing left to do
+        (5, 20, "train_iters=4: the checkpoint x has 5 iterations already"),
+        (3, 11, "gbs=4: the checkpoint x has seen 11 samples in 3 iterations, this plan would have 12"),
+    ],
+)
+def test_a_checkpoint_of_the_same_samples_and_no_more_iterations_is_taken(iteration, consumed, message) -> None:
+    plan = small_plan(train_iters=4)
+    if message:
+        with pytest.raises(ValueError) as refused:
+            require_same("x", manifest(plan, iteration, consumed), plan)
+        assert str(refused.value) == message
+    else:
+        require_same("x", manifest(plan, iteration, consumed), plan)
+
+
+def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
+    plan = small_plan(train_iters=4)
+    others = (
+        ("seed=7", run(plan, seed=7)),
+        ("shape.num_layers=4", replace(plan, shape=replace(plan.shape, num_layers=4))),
+        ("samples of the run=24", run(plan, order_samples=24)),
+        ("data.split=9,1", replace(plan, data=replace(plan.data, split="9,1"))),
+    )
+    for name, other in others:
+        with pytest.raises(ValueError, match=f"^{name}: the checkpoint x was trained with "):
+            require_same("x", manifest(plan, 2), other)
+
+
+def test_a_longer_run_keeps_the_order_of_its_checkpoint_also_from_one_that_names_no_length() -> None:
+    plan = small_plan(train_iters=4)
+    longer, longest = run(plan, train_iters=6), run(plan, train_iters=9)
+    old = manifest(plan, 3)
+    del old["identity"]["length"]  # as checkpoints were before a run could be extended
+    for before, after in ((old, longer), (manifest(in_order_of(old, longer), 5), longest)):
+        require_same("x", before, after)
+        assert in_order_of(before, after).ordered_samples == 16 < after.samples
+
+
+def test_what_an_extension_does_to_the_learning_rate_is_said_in_a_line() -> None:
+    plan = small_plan(train_iters=4)
+    longer, o = run(plan, train_iters=8), plan.optimizer
+    rates = [o.learning_rate(16, samples) for samples in (16, 32)]
+    assert extension(manifest(plan, 3), plan) == ""
+    text = extension(manifest(plan, 3), longer)
+    assert "32 samples instead of 16" in text and f"{rates[1]:.6E} instead of {rates[0]:.6E}" in text
+    fixed = replace(longer, optimizer=replace(o, decay_samples=20))
+    assert "stays as it was" in extension(manifest(plan, 3), fixed)
+
+
+def test_a_run_that_cannot_continue_is_refused_before_any_process_starts(tmp_path) -> None:
+    plan = small_plan(train_iters=4)
+    folder = tmp_path / FOLDER / name_of(4)
+    folder.mkdir(parents=True)
+    write_manifest(folder, {**manifest(plan, 4), "files": {}, "tensors": {}, "scalars": {"step": 4}})
+    require_continuable(tmp_path, run(plan, train_iters=9))
+    for shorter in (run(plan, train_iters=3), run(plan, train_iters=3, load=str(tmp_path))):
+        with pytest.raises(ValueError, match=r"^train_iters=3: the checkpoint iter_0000004 has 4 iterations already"):
+            require_continuable(tmp_path if not shorter.run.load else tmp_path / "new", shorter)
+    (folder / "manifest.json").write_text("{")
+    require_continuable(tmp_path, run(plan, train_iters=3))  # the engine reports it, and has the one before
