@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support import REPOSITORY
@@ -69,6 +70,7 @@ def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:
     for activations, allocated in ((1e9, 22e9), (6e9, 24.5e9)):
         stage = StageMemory(**values, activations=activations, working=5e8)
         assert gpu_mfu.allocated(stage, 1e9) == allocated
+        assert gpu_mfu.allocated(stage, 1e9, denominator=False) == 22e9 + activations + 5e8
 
 
 def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
@@ -82,11 +84,23 @@ def test_every_fault_of_the_mutation_table_can_still_be_planted() -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_and_the_plain_one_take_turns() -> None:
-    found = said("gpu_mfu.py", "--toy")
-    assert found["card"] == "cpu"
-    for name in ("engine", "plain"):
-        assert len(found[name]["turns"]) == 2
-        assert found[name]["max_bytes"] > 0
-        flops = found[name]["mfu"] * 50e9 * found[name]["sec_per_it"]
+def test_every_step_is_taken_on_a_cpu_and_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    """Equality, both paths and the plain GPT in turns, profile and prediction; `unfused-1` finds its folder taken."""
+    (tmp_path / "unfused-1").mkdir()
+    command = [sys.executable, str(REPOSITORY / "benchmarks/gpu_mfu.py"), "--tiny", "--json", "--out", str(tmp_path)]
+    env = {k: v for k, v in environment(2).items() if k != "TRILANE_PARENT_PID"} | {"TORCH_COMPILE_DISABLE": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert json.loads((tmp_path / "gpu_mfu.json").read_text()) == found
+    assert set(found["failed"]) == {"unfused-1"} and "File exists" in found["failed"]["unfused-1"]
+    assert found["targets"] == {"equality": "met"} and len(found["verify"]["rows"]) == 2
+    assert found["card"] == "cpu" and found["paths"]["fused-2"].startswith("fused path (run.fused=on)")
+    for name in ("fused", "plain"):
+        one = found["measured"][name]
+        assert len(one["turns"]) == 2 and one["max_bytes"] > 0
+        flops = one["mfu"] * 50e9 * one["sec_per_it"]
         assert flops == pytest.approx(72 * 4 * 32 * 2 * 64 * 64 * (1 + 32 / 384 + 512 / (12 * 2 * 64)))
+    assert found["profiles"][0]["parts"]["MLP"] > 0
+    written = (tmp_path / "gpu_mfu.md").read_text()
+    assert "**unfused-1 failed**" in written and found["profiles"][0]["table"] in written
