@@ -16,6 +16,7 @@ from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.config.training import Data, Dropout, Optimizer, Part, Run
 from trilane.utils.validation import from_mapping, parse_integers
 
+BLOOM = {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"}
 SMALL = ModelShape(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=384)
 
 
@@ -160,7 +161,17 @@ BAD = [
                 embedding_layernorm=True,
             ),
         ),
-        "embedding_layernorm=True: engine hf-zero3 has none: GPT-2 of transformers lacks it",
+        "embedding_layernorm=True: engine hf-zero3 trains models of transformers: GPT2LMHeadModel has False",
+    ),
+    (
+        lambda: plan(
+            engine="hf-zero3",
+            topology=Topology(zero=3),
+            shape=replace(SMALL, **BLOOM),
+            dropout=Dropout(hidden=0.1),
+        ),
+        "dropout.hidden=0.1: engine hf-zero3 drops hidden values in GPT-2 alone: "
+        "transformers' other models do not, or not all",
     ),
     (
         lambda: plan(topology=Topology(zero=3)),

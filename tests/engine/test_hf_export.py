@@ -1,6 +1,5 @@
-"""A checkpoint is a GPT-2 of transformers, which computes the same loss; and one of theirs is a checkpoint of ours."""
+"""A trained checkpoint is a model of transformers, which computes the same loss; and one of theirs a checkpoint."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +27,8 @@ def command(capsys: pytest.CaptureFixture) -> Callable[..., str]:
     """The command, and what it prints."""
     from trilane.engine.checkpoint.hf_export import main
 
-    def run(*args: object) -> str:
-        assert main([*map(str, args)]) == 0, capsys.readouterr().err
+    def run(direction: str, source: Path, out: Path) -> str:
+        assert main([direction, str(source), str(out), "0", "0"]) == 0, capsys.readouterr().err
         return capsys.readouterr().out
 
     return run
@@ -60,7 +59,10 @@ def test_transformers_computes_the_loss_of_the_next_iteration(
     trained: Path, command: Callable, ask: Callable, data: Path, tmp_path: Path
 ) -> None:
     """The loss of the last iteration belongs to the weights of the checkpoint before it."""
-    assert command(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2") == f"{tmp_path / 'gpt2'}\n"
+    assert (
+        command("export", trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
+        == f"{tmp_path / 'gpt2'}\n"
+    )
     said = ask(small_plan(data, iters=ITERATIONS, source="mock"), f"FOLDER = {str(tmp_path / 'gpt2')!r}\n{LOSS}")
     assert float(said.split()[-1]) == pytest.approx(steps(trained)[-1]["lm_loss"], abs=1e-5)
 
@@ -69,8 +71,8 @@ def test_there_and_back_is_the_same_model_and_a_plan_starts_from_it(
     trained: Path, command: Callable, fork: Callable, data: Path, tmp_path: Path
 ) -> None:
     """To the last bit; it has learned something already, and begins with the first iteration."""
-    command(trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
-    back = command("--back", tmp_path / "gpt2", tmp_path / "imported")
+    command("export", trained / "checkpoints" / name_of(ITERATIONS - 1), tmp_path / "gpt2")
+    back = command("import", tmp_path / "gpt2", tmp_path / "imported")
     assert back == f"{tmp_path / 'imported/iter_0000000'}\n"
     before, after = weights(trained / "checkpoints" / name_of(ITERATIONS - 1)), weights(Path(back.strip()))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
@@ -87,23 +89,16 @@ def broken(trained: Path, to: Path) -> Path:
     return to
 
 
-def test_what_cannot_be_exported_or_imported_is_one_line(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_exported_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from trilane.engine.checkpoint.hf_export import main
 
     (tmp_path / "there").mkdir()
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2/config.json").write_text(json.dumps({"model_type": "gpt2", "activation_function": "gelu_new"}))
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small/config.json").write_text(json.dumps({"n_layer": 1}))
-    for args, said in [
-        ((tmp_path, tmp_path / "new"), f"checkpoint={tmp_path}: holds no complete checkpoint"),
-        ((trained, tmp_path / "there"), f"out={tmp_path / 'there'}: exists"),
-        ((broken(trained, tmp_path / "broken"), tmp_path / "new"), "bytes, "),
-        (("--back", tmp_path / "gpt2", tmp_path / "new"), "activation_function=gelu_new: our GPT has gelu"),
-        (("--back", tmp_path / "small", tmp_path / "new"), "has no n_embd, n_head, n_positions, vocab_size"),
+    for (source, out, rows), said in [
+        ((tmp_path, tmp_path / "new", 0), f"checkpoint={tmp_path}: holds no complete checkpoint"),
+        ((trained, tmp_path / "there", 0), f"out={tmp_path / 'there'}: exists"),
+        ((broken(trained, tmp_path / "broken"), tmp_path / "new", 0), "bytes, "),
+        ((trained, tmp_path / "new", 513), "vocab_size=513: the checkpoint has 512 rows"),
     ]:
-        assert main([str(arg) for arg in args]) == 2
+        assert main(["export", str(source), str(out), "0", str(rows)]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1, error

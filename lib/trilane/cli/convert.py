@@ -1,4 +1,4 @@
-"""`trilane convert`: plans as DeepSpeed's JSON, Megatron's arguments, Hugging Face's GPT-2, and back."""
+"""`trilane convert`: plans as DeepSpeed's JSON, Megatron's arguments, Hugging Face's transformers, and back."""
 
 import os
 import sys
@@ -89,12 +89,19 @@ def megatron(
         print("trilane:", one_line(line), file=sys.stderr)
 
 
-BACK = option("--back", is_flag=True, help="SOURCE is a folder of GPT-2, OUT a folder of checkpoints")
+@command(
+    convert,
+    click.argument("source", type=FILE),
+    click.argument("out", type=FILE),
+    option("--back", is_flag=True, help="SOURCE is a folder of transformers, OUT a folder of checkpoints"),
+    option("--seq", type=whole(), help="with --back: the sequence to train on (default: the longest of the model)"),
+    option("--vocab-size", type=whole(), help="rows of the embedding in OUT: --back pads with zeros, else cuts"),
+)
+def huggingface(source: Path, out: Path, back: bool, seq: int | None, vocab_size: int | None) -> None:
+    """Write a checkpoint (of a run folder the newest) as a folder of Hugging Face's transformers; with --back read one.
 
-
-@command(convert, click.argument("source", type=FILE), click.argument("out", type=FILE), BACK)
-def huggingface(source: Path, out: Path, back: bool) -> None:
-    """Write a checkpoint as a folder of Hugging Face's GPT-2 (of a run folder the newest), or with --back read one."""
-    options = ["--back"] if back else []
-    command = [sys.executable, "-m", "trilane.engine.checkpoint.hf_export", *options, str(source), str(out)]
-    os.execv(sys.executable, command)
+    It is a GPT-2, BLOOM, Llama or Qwen 2, by the shape; also a Mistral is read.
+    """
+    require(back or seq is None, "seq", seq, "goes with --back")
+    given = ["import" if back else "export", str(source), str(out), str(seq or 0), str(vocab_size or 0)]
+    os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.checkpoint.hf_export", *given])

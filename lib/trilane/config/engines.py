@@ -6,6 +6,7 @@ The defaults of a run have their one place here: precision, attention kernel, gr
 from typing import Any
 
 from trilane.config.cluster import Cluster
+from trilane.config.hf_families import misfit_of
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
 
@@ -117,26 +118,16 @@ def _deepspeed_zero(shape: ModelShape, t: Topology) -> list[Rule]:
 
 
 def _hf_zero3(shape: ModelShape, t: Topology) -> list[Rule]:
-    """transformers' GPT-2 is one whole model: its tensors are cut by ZeRO alone."""
+    """A model of transformers is one whole: its tensors are cut by ZeRO alone."""
+    misfit = misfit_of(shape)
+    field, value, rule = misfit or ("", "", "")
     return [
         (t.tp == 1, "tp", t.tp, "has no tensor parallelism"),
         *_no_pipeline(t),
-        (not shape.embedding_layernorm, "embedding_layernorm", True, "has none: GPT-2 of transformers lacks it"),
-        *[(getattr(shape, name) == usual, name, getattr(shape, name), rule) for name, usual, rule in GPT2],
+        (not misfit, field, value, f"trains models of transformers: {rule}"),
         (t.recompute != "selective", "recompute", t.recompute, "recomputes whole layers or nothing"),
         *_deepspeed(shape, t),
     ]
-
-
-GPT2: tuple[tuple[str, object, str], ...] = (
-    ("num_key_value_heads", None, "trains GPT-2: keys and values for each head"),
-    ("ffn_hidden_size", None, "trains GPT-2: an MLP of 4 h"),
-    ("activation", "gelu", "trains GPT-2: gelu"),
-    ("normalization", "layernorm", "trains GPT-2: layernorm"),
-    ("positions", "learned", "trains GPT-2: learned positions"),
-    ("biases", "all", "trains GPT-2: all biases"),
-    ("norm_epsilon", 1e-5, "trains GPT-2: an epsilon of 1e-5"),
-)
 
 
 def _no_pipeline(t: Topology) -> list[Rule]:

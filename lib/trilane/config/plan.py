@@ -49,6 +49,9 @@ class Plan:
         window = self.run.profile_window
         beyond = max(window.ranks, default=0) >= t.gpus if window else False
         require(not beyond, "profile", self.run.profile, f"names a rank beyond the last of {t.gpus}")
+        drops = self.engine != "hf-zero3" or self.shape.positions == "learned"
+        rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
+        require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
         self._check_ramp()
         evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)

@@ -1,4 +1,4 @@
-"""The `hf-zero3` engine: transformers' GPT2LMHeadModel under DeepSpeed's ZeRO, driven through the Hugging Face Trainer.
+"""The `hf-zero3` engine: transformers' models under DeepSpeed's ZeRO, driven through the Hugging Face Trainer.
 
 Used of the Trainer: TrainingArguments with our DeepSpeed JSON (which it checks against them), the model made under
 zero.Init at stage 3, accelerate's call of deepspeed.initialize, and training_step for each microbatch: inputs, loss,
@@ -19,8 +19,9 @@ import torch._dynamo  # its first import fails inside zero.Init, which replaces 
 import torch.distributed as dist
 from accelerate.utils import DummyOptim
 from megatron.core import parallel_state
-from transformers import AutoModelForCausalLM, GPT2Config, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
+from trilane.config.hf_families import family_of
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.backends.deepspeed_common import (
@@ -37,7 +38,7 @@ from trilane.engine.backends.deepspeed_common import (
 )
 from trilane.engine.backends.deepspeed_states import DeepSpeedStates
 from trilane.engine.backends.optimizers import deepspeed_audit
-from trilane.engine.checkpoint.gpt2_names import canonical_name, canonical_tensor, gpt2_tensor
+from trilane.engine.checkpoint.hf_names import canonical_names, ours, theirs
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
 from trilane.engine.model import fused_path
@@ -66,16 +67,17 @@ class HfZero3:
         with quiet():
             arguments = trainer_arguments(plan, ds_config)
             model = _model(plan)
-            named = [(canonical_name(name), p) for name, p in model.named_parameters()]
+            named = _named(model, plan.shape)
             self._trainer = Trainer(model=model, args=arguments)
             arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, plan.run.train_iters)
             # DummyOptim makes accelerate build the optimizer of the JSON over these groups.
             optimizer = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
             self._engine, _ = self._trainer.accelerator.prepare(model, optimizer)
         self.modules = [model]
+        _reset_angles(model)
         mark_phases(self._engine)
         self.audit = deepspeed_audit(named, self._engine.optimizer, decay)
-        self.states = Gpt2States(named, self._engine.optimizer, plan.topology.zero, plan.shape)
+        self.states = HfStates(named, self._engine.optimizer, plan.topology.zero, plan.shape)
         self._clipping = WholeClipping(self._engine, plan) if plan.topology.zero == 0 else None
         seed_streams(plan.run.seed)  # after the Trainer, which gives every rank the same seed
 
@@ -139,40 +141,43 @@ def trainer_arguments(plan: Plan, ds_config: dict[str, Any]) -> TrainingArgument
 
 
 def _model(plan: Plan) -> torch.nn.Module:
-    """GPT-2 in the plan's initial state; under stage 3 the Trainer's arguments make it sharded."""
-    shape, t = plan.shape, plan.topology
-    config = GPT2Config(
-        vocab_size=shape.vocab_size,
-        n_positions=shape.seq_length,
-        n_embd=shape.hidden_size,
-        n_layer=shape.num_layers,
-        n_head=shape.num_attention_heads,
-        activation_function="gelu",  # the default of transformers' GPT-2 is the tanh form
-        layer_norm_epsilon=1e-5,
-        embd_pdrop=plan.dropout.hidden,
-        resid_pdrop=plan.dropout.hidden,
-        attn_pdrop=plan.dropout.attention,
-        tie_word_embeddings=shape.tied_embeddings,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if t.recompute == "full":
+    """The model of the plan's shape in its initial state; under stage 3 the Trainer's arguments make it sharded."""
+    family = family_of(plan.shape)
+    given = family.config(plan.shape) | {theirs: getattr(plan.dropout, o) for theirs, o in family.dropout.items()}
+    del given["torch_dtype"]  # that of the plan is DeepSpeed's
+    config = AutoConfig.for_model(**given, use_cache=False, bos_token_id=0, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    if plan.topology.recompute == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     _fill(model, plan)
     return model
 
 
 def _fill(model: torch.nn.Module, plan: Plan) -> None:
-    """Set every parameter to its initial tensor in GPT-2's layout."""
-    shape, sizes = plan.shape, whole_sizes(plan.shape)
-    for name, parameter in model.named_parameters():
-        ours = canonical_name(name)
-        whole = initial_tensor(ours, sizes[ours], plan.run.seed, shape)
-        cut = hasattr(parameter, "ds_id")
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0) if cut else nullcontext():
-            parameter.copy_(gpt2_tensor(ours, whole, shape.num_attention_heads))
+    """Set every parameter to its initial tensor in the family's layout."""
+    shape, family = plan.shape, family_of(plan.shape)
+    parameters = dict(model.named_parameters())
+    for name, size in whole_sizes(shape).items():
+        whole = initial_tensor(name, size, plan.run.seed, shape)
+        for part, value in zip(family.their_names(name), theirs(family, name, whole, shape), strict=True):
+            cut = hasattr(parameters[part], "ds_id")
+            gathered = deepspeed.zero.GatheredParameters([parameters[part]], modifier_rank=0) if cut else nullcontext()
+            with torch.no_grad(), gathered:
+                parameters[part].copy_(value)
+
+
+def _named(model: torch.nn.Module, shape: ModelShape) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters by canonical name: those of one name, such as queries, keys and values, in the table's order."""
+    parameters, names = dict(model.named_parameters()), canonical_names(family_of(shape), shape)
+    assert parameters.keys() == names.keys()
+    return [(names[name], parameters[name]) for name in names]
+
+
+def _reset_angles(model: torch.nn.Module) -> None:
+    """Compute rotary frequencies again in fp32: zero.Init and DeepSpeed's cast round them to the model's precision."""
+    rotary: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    for module in rotary:
+        module.inv_freq = module.compute_default_rope_parameters(module.config)[0].to(module.inv_freq.device)
 
 
 def _mean(loss: torch.Tensor) -> float:
@@ -180,23 +185,51 @@ def _mean(loss: torch.Tensor) -> float:
     return loss.item() / dist.get_world_size()
 
 
-class Gpt2States(DeepSpeedStates):
-    """`named` parameters of GPT2LMHeadModel under our names: Conv1D transposed, qkv by head."""
+class HfStates:
+    """Weights and optimizer under our names: each piece is made of the parameters `named` by it, in that order."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], optimizer: Any, stage: int, shape: ModelShape
     ) -> None:
-        super().__init__(named, optimizer, stage)
-        self._heads, sizes = shape.num_attention_heads, whole_sizes(shape)
-        self.pieces = [_whole(name, tuple(sizes[name])) for name, _ in named]
+        self._held = DeepSpeedStates(named, optimizer, stage)
+        self._shape, self._family = shape, family_of(shape)
+        self._parts = [[n for n, (other, _) in enumerate(named) if other == name] for name in whole_sizes(shape)]
+        self.pieces = [_whole(name, size) for name, size in whole_sizes(shape).items()]
 
-    def _to_piece(self, number: int, held: torch.Tensor) -> torch.Tensor:
-        parameter: Any = self._parameters[number]
-        stored = held.view(tuple(getattr(parameter, "ds_shape", parameter.shape)))
-        return canonical_tensor(self.pieces[number].name, stored, self._heads)
+    def finish_step(self) -> None:
+        """Nothing to do."""
 
-    def _from_piece(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        return gpt2_tensor(self.pieces[number].name, value, self._heads)
+    def read(self, number: int, kind: str) -> torch.Tensor:
+        """The piece; DeepSpeed gathers its parameters over the replicas."""
+        return self._joined(number, [self._held.read(part, kind) for part in self._parts[number]])
+
+    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
+        """Set all kinds of the piece's parameters."""
+        name = self.pieces[number].name
+        cut = {kind: theirs(self._family, name, value, self._shape) for kind, value in values.items()}
+        for place, part in enumerate(self._parts[number]):
+            self._held.write(part, {kind: parts[place] for kind, parts in cut.items()})
+
+    def copy(self, number: int) -> torch.Tensor | None:
+        """The model's own parameters; None in stage 3."""
+        parts = [self._held.copy(part) for part in self._parts[number]]
+        return self._joined(number, [part for part in parts if part is not None]) if parts[0] is not None else None
+
+    def decays(self) -> list[float | None]:
+        """Read from DeepSpeed's groups."""
+        found = self._held.decays()
+        return [found[parts[0]] for parts in self._parts]
+
+    def scalars(self) -> dict[str, float]:
+        """Those of DeepSpeedStates."""
+        return self._held.scalars()
+
+    def set_scalars(self, values: dict[str, float]) -> None:
+        """Set them."""
+        self._held.set_scalars(values)
+
+    def _joined(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return ours(self._family, self.pieces[number].name, parts, self._shape)
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Piece:
