@@ -19,7 +19,7 @@ from trilane.experiments import rehearse
 from trilane.experiments.parity import WorkerPool, machine, rows
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
-from trilane.workspace.fingerprints import Part, file_of, mark, must_decay
+from trilane.workspace.fingerprints import COPY, Part, file_of, mark, must_decay, whole_parts
 
 # A model of four tensors on TP 2 x PP 2: name -> shape, the dimension that is cut, the stages that hold it.
 MODEL: dict[str, tuple[tuple[int, ...], int | None, tuple[int, ...]]] = {
@@ -200,6 +200,22 @@ def test_a_rank_that_updates_nothing_has_taken_no_steps_and_is_no_finding(before
     """With many replicas some hold no share of the optimizer."""
     said = edited(0, lambda said: said.update(scalars={"step": 0.0}))
     assert not compare_restart(before, after(tmp_path, said)).findings
+
+
+def test_marks_of_replicas_that_divide_a_part_add_up_to_those_of_it() -> None:
+    """ZeRO's ranges need not end with a row; without one of them only the copies, whole on each, are known."""
+    box, x = ((2, 8), (0, 5)), np.random.default_rng(1).standard_normal((6, 5)).astype(np.float32)
+    whole = Part(name="w", shape=(9, 5), box=box, decay=None, marks={"weight": mark(x, box), COPY: mark(x, box)})
+    replicas = []
+    for shard in ((7, 30), (0, 7), (0, 0)):
+        inside = np.zeros(30, np.float32)
+        inside[slice(*shard)] = x.reshape(-1)[slice(*shard)]  # a zero adds nothing to hash and sketch
+        marks = {"weight": mark(inside.reshape(6, 5), box)} if shard[1] else {}
+        replicas.append(replace(whole, shard=shard, marks={**marks, COPY: whole.marks[COPY]}))
+    for part in whole_parts(replicas):
+        assert part.shard is None and part.marks["weight"].hash == whole.marks["weight"].hash
+        assert part.marks["weight"].apart(whole.marks["weight"]) < 1e-6 and part.marks[COPY] == whole.marks[COPY]
+    assert [{*part.marks} for part in whole_parts(replicas[1:])] == [{COPY}, {COPY}]
 
 
 def test_a_tensor_of_which_a_rank_is_missing_is_not_compared_with_a_whole_one(tmp_path: Path) -> None:

@@ -62,3 +62,19 @@ def test_a_part_is_assembled_from_the_slices_that_overlap_it(tmp_path: Path) -> 
     assert files.assemble(tmp_path, slices, "weight", ((1, 3), (1, 3))).tolist() == whole[1:3, 1:].tolist()
     with pytest.raises(ValueError, match="3 of 6 numbers are in its slices"):
         files.assemble(tmp_path, slices[:1], "weight", ((1, 3), (0, 3)))
+
+
+@pytest.mark.parametrize("box", [((3, 8),), ((2, 6), (1, 4)), ((0, 2), (1, 3), (0, 3))], ids=["1", "2", "3"])
+def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
+    """Every range of a vector, a matrix and a pair of matrices; a matrix's has at most three boxes."""
+    whole = torch.arange(8 ** len(box)).view((8,) * len(box))
+    part = whole[tuple(slice(*side) for side in box)].reshape(-1)
+    for first in range(len(part)):
+        for end in range(first, len(part) + 1):
+            found, at = files.boxes_of(box, (first, end)), 0
+            for inside, place, count in found:
+                values = whole[tuple(slice(*side) for side in inside)].reshape(-1)
+                assert (place, count) == (at, len(values))
+                assert torch.equal(values, part[first + at : first + at + count])
+                at += count
+            assert at == end - first and len(found) <= 2 * len(box) - 1

@@ -11,7 +11,7 @@ from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.fingerprints import lookahead, write_loaded
 from trilane.engine.checkpoint.load import find, load
-from trilane.engine.checkpoint.save import save
+from trilane.engine.checkpoint.save import Saved, Saver
 from trilane.engine.checkpoint.stamp import write_json
 from trilane.engine.data.loader import SampleLoader
 from trilane.engine.distributed.world import World
@@ -61,6 +61,7 @@ class Training:
             self._print(self._profiler.note)
         if world.is_last:
             cut_steps(folder, self._done)
+        self._saver = Saver(folder, plan, world, self._engine)
 
     def run(self) -> None:
         """Train to the last iteration or until a stop is requested; status.json records which.
@@ -87,14 +88,16 @@ class Training:
             if self._plan.run.evaluates_after(batch.number):
                 self._evaluate(batch, log)
                 begin = time.perf_counter()  # not counted in any iteration
-            request = self._requests.now()
-            if self._is_due(batch, request):
-                self._save(batch)
+            request = self._requests.now(writing=self._saver.writing)
+            if self._saves(batch, request):
                 begin = time.perf_counter()  # not counted in any iteration
             if request.stop:
                 break
         log.close()
+        if self._saver.begun:
+            self._finish_save()
         self._end(request)
+        self._saver.close()
 
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
@@ -124,10 +127,24 @@ class Training:
         scheduled = run.save_interval > 0 and batch.number % run.save_interval == 0
         return request.save or scheduled or (last and run.saves_at_end)
 
-    def _save(self, batch: Batch) -> None:
+    def _saves(self, batch: Batch, request: StopRequest) -> bool:
+        """Finish the last save once all ranks have written it, and begin the one that is due; whether it did either."""
+        due, begun = self._is_due(batch, request), self._saver.begun
+        if begun and (due or not request.writing):
+            self._finish_save()
+        if due:
+            with phase(SAVE):
+                failed = self._saver.begin(batch, lookahead(self._plan, self._loader, batch.number))
+            if failed:
+                self._report(failed)
+        return due or (begun and not self._saver.begun)
+
+    def _finish_save(self) -> None:
         with phase(SAVE):
-            upcoming = lookahead(self._plan, self._loader, batch.number)
-            saved = save(self._folder, self._plan, self._world, self._engine, batch, upcoming)
+            saved = self._saver.finish()
+        self._report(saved)
+
+    def _report(self, saved: Saved) -> None:
         if saved.problem:
             self._print(f"CHECKPOINT NOT SAVED: {saved}; the newest is {self._saved or 'none'}")
         else:

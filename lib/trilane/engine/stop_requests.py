@@ -1,7 +1,7 @@
 """Requests to save or to stop, agreed on by all ranks after each iteration."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +15,12 @@ from trilane.workspace.run_folder import SAVE, STOP
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
-    """What is requested, and its source."""
+    """What is requested, and its source; `writing`: a save that has begun is still being written by some rank."""
 
     reason: str = ""
     save: bool = False
     stop: bool = False
+    writing: bool = False
 
 
 # In ascending priority; every stop also saves.
@@ -43,14 +44,16 @@ class StopRequests:
         self._folder, self._world, self._signals = folder, world, signals
         self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else float("inf")
 
-    def now(self, begun: bool = True) -> StopRequest:
-        """The highest request of any rank, the same on all: one all-reduce of one number.
+    def now(self, begun: bool = True, writing: bool = False) -> StopRequest:
+        """The highest request of any rank, and whether any is `writing`, the same on all: one all-reduce.
 
         Before the first iteration (not `begun`) only SIGTERM and the file `stop` count, not the clock.
         """
-        number = torch.tensor(self._pending() if begun else self._stop_requested(), device=self._world.device)
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return REQUESTS[int(number)]
+        mine = [self._pending() if begun else self._stop_requested(), int(writing)]
+        highest = torch.tensor(mine, device=self._world.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        number, some = highest.tolist()
+        return replace(REQUESTS[number], writing=bool(some))
 
     def _pending(self) -> int:
         """The number of the highest request on this rank; requests for one save are consumed."""

@@ -13,9 +13,10 @@ columns. With eight sketches the estimate of |a - b| is about a quarter off. Lef
 
 import functools
 import hashlib
+import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ SKETCHES = 8
 WORD = 1 << 64
 PLANE = 1 << 32  # rows from one matrix of a tensor of three dimensions to the next
 ROWS = 64  # processed at a time, so that temporary arrays fit in the processor's cache
+# Values processed at a time: OpenBLAS multiplies up to 2**18 = values x SKETCHES in the calling thread. Its other
+# threads, on cores shared with a training, took 23 times the processor time (0.3.31, interface/gemm.c; measured here).
+VALUES = (1 << 18) // SKETCHES
 Box = Sequence[Sequence[int]]
 
 
@@ -145,13 +149,14 @@ def mark(part: np.ndarray, box: Box) -> Mark:
     x = np.ascontiguousarray(part, np.float32).reshape(end - first, right - left)
     found, squares, total, sketch = 0, 0.0, 0.0, np.zeros(SKETCHES)
     with np.errstate(over="ignore"):
-        for at in range(0, len(x), ROWS):
-            block = x[at : at + ROWS]
+        rows = max(1, min(ROWS, VALUES // x.shape[1]))
+        for at in range(0, len(x), rows):
+            block = x[at : at + rows]
             lines = (block.view(np.int32) * v).sum(1)
-            found += int((lines * u[at : at + ROWS]).sum())
+            found += int((lines * u[at : at + rows]).sum())
             squares += float(np.einsum("rc,rc->r", block, block).sum(dtype=np.float64))
             total += float(block.sum(dtype=np.float64))
-            sketch += ((block @ t) * s[at : at + ROWS]).sum(0, dtype=np.float64)
+            sketch += ((block @ t) * s[at : at + rows]).sum(0, dtype=np.float64)
     low, high, sums = float(x.min()), float(x.max()), tuple(sketch.tolist())
     return Mark(hash=found % WORD, squares=squares, total=total, low=low, high=high, sketch=sums)
 
@@ -159,17 +164,37 @@ def mark(part: np.ndarray, box: Box) -> Mark:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """The part `box` of tensor `name` of shape `shape`: a mark of each kind, and its weight decay (None: unknown, as
-    where another replica updates it)."""
+    where another replica updates it).
+
+    Where replicas divide the part (ZeRO, a distributed optimizer), the marks of all kinds but COPY are those of the
+    values `shard` of it, flattened, in the rank's file; whole_parts() adds them up.
+    """
 
     name: str
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
     decay: float | None
     marks: Mapping[str, Mark]
+    shard: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         marks = {kind: mark.to_json() for kind, mark in self.marks.items()}
-        return {"name": self.name, "shape": self.shape, "box": self.box, "decay": self.decay, "marks": marks}
+        found = {"name": self.name, "shape": self.shape, "box": self.box, "decay": self.decay, "marks": marks}
+        return found if self.shard is None else {**found, "shard": self.shard}
+
+
+def whole_parts(replicas: Sequence[Part]) -> list[Part]:
+    """The same part on all replicas, with the marks of their shards added up; without them where one is missing."""
+    held = sorted(part.shard for part in replicas if part.shard and part.shard[0] < part.shard[1])
+    size = math.prod(end - first for first, end in replicas[0].box)
+    ends = [0, *(end for _, end in held)]
+    found: dict[str, Mark] = {}
+    if held and [*(first for first, _ in held), size] == ends:
+        divided = [part.marks for part in replicas if part.shard and part.shard[0] < part.shard[1]]
+        kinds = set.intersection(*({*marks} for marks in divided)) - {COPY}
+        found = {kind: functools.reduce(operator.add, (marks[kind] for marks in divided)) for kind in kinds}
+    copies = [{kind: mark for kind, mark in part.marks.items() if kind == COPY} for part in replicas]
+    return [replace(p, marks={**found, **copy}, shard=None) for p, copy in zip(replicas, copies, strict=True)]
 
 
 def _box(values: Sequence[Sequence[Any]], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -188,4 +213,5 @@ def part_from_json(values: Mapping[str, Any]) -> Part:
         box=_box(values["box"], values["shape"]),
         decay=None if values["decay"] is None else float(values["decay"]),
         marks={str(kind): mark_from_json(numbers) for kind, numbers in values["marks"].items()},
+        shard=None if values.get("shard") is None else (int(values["shard"][0]), int(values["shard"][1])),
     )

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
@@ -120,7 +120,19 @@ def _from_prints(folder: Path, moment: str, name: str) -> Snapshot:
         notes = (f"{name}: no fingerprint of rank {', '.join(map(str, missing))}",) if missing else ()
         # A rank that updates no parameters, as some may with many replicas, has taken no steps.
         scalars = max((values["scalars"] for values in prints), key=lambda scalars: scalars["step"])
-        return _snapshot({**first, "scalars": scalars}, name, moment, ranks, notes)
+        return _snapshot({**first, "scalars": scalars}, name, moment, _undivided(ranks), notes)
+
+
+def _undivided(ranks: Iterable[RankPrint]) -> list[RankPrint]:
+    """The ranks with the marks of parts that replicas divide added up."""
+    ranks = list(ranks)
+    held = ((r, number) for r in ranks for number, part in enumerate(r.parts) if part.shard is not None)
+    parts = {r.rank: list(r.parts) for r in ranks}
+    for replicas in grouped(held, lambda h: (h[0].tp, h[0].pp, h[0].parts[h[1]].name, h[0].parts[h[1]].box)).values():
+        whole = fingerprints.whole_parts([r.parts[number] for r, number in replicas])
+        for (r, number), part in zip(replicas, whole, strict=True):
+            parts[r.rank][number] = part
+    return [replace(r, parts=tuple(parts[r.rank])) for r in ranks]
 
 
 def _from_slices(folder: Path, name: str) -> Snapshot:

@@ -31,18 +31,44 @@ class DeepSpeedStates:
         )
         self._parameters = [parameter for _, parameter in named]
         self._optimizer, self._stage, self._started = optimizer, stage, False
+        self.divided = stage > 0
 
     def finish_step(self) -> None:
         """Nothing to do: DeepSpeed's step leaves every weight up to date."""
 
+    def shard(self, number: int) -> tuple[int, int]:
+        """All of the piece in stage 0, else this rank's part of it."""
+        parameter: Any = self._parameters[number]
+        if self._stage == 0:
+            return 0, parameter.numel()
+        if self._stage == 3:
+            zero = parameter._z3_optimizer
+            each, rank = parameter.ds_tensor.ds_numel, zero._get_param_partition_rank(parameter)
+            first, end = (min(n * each, parameter.ds_numel) for n in (rank, rank + 1))
+            return (first, end) if first < end else (0, 0)
+        part = parameter._hp_mapping and parameter._hp_mapping.lp_fragment_address
+        return (part.start, part.start + part.numel) if part else (0, 0)
+
     def read(self, number: int, kind: str) -> torch.Tensor:
-        """The piece; DeepSpeed gathers it over the replicas."""
+        """DeepSpeed's own tensor."""
+        self._start()
+        parameter: Any = self._parameters[number]
+        if self._stage == 0:
+            return (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).detach().view(-1)
+        if self._stage == 3:
+            first, end = self.shard(number)
+            return self._held_in_stage_3(parameter, kind).detach().view(-1)[: end - first]
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return torch.empty(0)
+        return mapping.get_hp_fragment(None if kind == "weight" else kind).detach().view(-1)
+
+    def gathered(self, number: int, kind: str) -> torch.Tensor:
+        """All of the piece, in its shape, gathered over the replicas; collective."""
+        if self._stage == 0:
+            return self._to_piece(number, self.read(number, kind))
         self._start()
         parameter = self._parameters[number]
-        if self._stage == 0:
-            return self._to_piece(
-                number, (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).detach()
-            )
         if kind == "weight":
             found = safe_get_full_fp32_param(parameter)
         else:
@@ -64,8 +90,8 @@ class DeepSpeedStates:
                 parameter.copy_(values["weight"])
 
     def copy(self, number: int) -> torch.Tensor | None:
-        """The model's own parameter; None in stage 3, where no rank holds the whole of it."""
-        return None if self._stage == 3 else self._to_piece(number, self._parameters[number].detach())
+        """The model's own parameter; None in stage 3, where no rank holds the whole of it, and in stage 0."""
+        return None if self._stage in (0, 3) else self._to_piece(number, self._parameters[number].detach())
 
     def decays(self) -> list[float | None]:
         """Read from DeepSpeed's groups."""
@@ -132,10 +158,14 @@ class DeepSpeedStates:
 
     def _write_stage_3(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
         """Write directly: DeepSpeed's own setter fails where dp does not divide the parameter."""
-        zero = parameter._z3_optimizer
-        held, _ = zero._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=False, optim_state_key=None if kind == "weight" else kind
-        )
-        first = held.numel() * zero._get_param_partition_rank(parameter)
+        held = self._held_in_stage_3(parameter, kind)
+        first = held.numel() * parameter._z3_optimizer._get_param_partition_rank(parameter)
         part = value.reshape(-1)[first : first + held.numel()]
         held.detach()[: part.numel()].copy_(part)
+
+    def _held_in_stage_3(self, parameter: Any, kind: str) -> torch.Tensor:
+        """This rank's part of the parameter, padded as DeepSpeed has it."""
+        held, _ = parameter._z3_optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=None if kind == "weight" else kind
+        )
+        return held

@@ -8,6 +8,7 @@ norms and biases would decay.
 """
 
 import logging
+import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -195,13 +196,18 @@ class HfStates:
         self._shape, self._family = shape, family_of(shape)
         self._parts = [[n for n, (other, _) in enumerate(named) if other == name] for name in whole_sizes(shape)]
         self.pieces = [_whole(name, size) for name, size in whole_sizes(shape).items()]
+        self.divided = False  # what ZeRO divides is their layout, in which a range is no part of ours
 
     def finish_step(self) -> None:
         """Nothing to do."""
 
+    def shard(self, number: int) -> tuple[int, int]:
+        """All of the piece."""
+        return 0, math.prod(self.pieces[number].size)
+
     def read(self, number: int, kind: str) -> torch.Tensor:
         """The piece; DeepSpeed gathers its parameters over the replicas."""
-        return self._joined(number, [self._held.read(part, kind) for part in self._parts[number]])
+        return self._joined(number, [self._held.gathered(part, kind) for part in self._parts[number]]).reshape(-1)
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """Set all kinds of the piece's parameters."""

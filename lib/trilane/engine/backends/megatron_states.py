@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
@@ -44,7 +43,7 @@ class MegatronStates:
         )
         self._parameters = [parameter for _, parameter in named]
         self._optimizers, self._chunks = optimizers, chunks
-        self._is_distributed = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
+        self.divided = any(hasattr(optimizer, "model_param_group_index_map") for optimizer in optimizers)
 
     def finish_step(self) -> None:
         """Gather the new weights now: with overlap_param_gather a replica gets the others' in its next forward pass."""
@@ -52,19 +51,16 @@ class MegatronStates:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
+    def shard(self, number: int) -> tuple[int, int]:
+        """All of the piece, or with the distributed optimizer this rank's range of it."""
+        shard = self._shard(number)
+        return (shard.first, shard.end) if shard else (0, 0)
+
     def read(self, number: int, kind: str) -> torch.Tensor:
-        """The piece; the shards of a distributed optimizer are summed, each zero outside its range."""
+        """The optimizer's own tensor."""
         self._start()
-        shard, size = self._shard(number), self.pieces[number].size
-        if not self._is_distributed:
-            assert shard
-            return shard.held(kind).view(size)
-        parameter = self._parameters[number]
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if shard:
-            whole[shard.first : shard.end] = shard.held(kind)
-        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
-        return whole.view(size)
+        shard = self._shard(number)
+        return shard.held(kind) if shard else torch.empty(0)
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
@@ -78,8 +74,11 @@ class MegatronStates:
                     shard.held(kind).copy_(value.reshape(-1)[shard.first : shard.end])
 
     def copy(self, number: int) -> torch.Tensor | None:
-        """The model's own parameter."""
-        return self._parameters[number].detach().view(self.pieces[number].size)
+        """The model's own parameter, where the optimizer has another or only a part of it."""
+        parameter, shard = self._parameters[number], self._shard(number)
+        if not self.divided and shard and shard.main is parameter:
+            return None
+        return parameter.detach().view(self.pieces[number].size)
 
     def decays(self) -> list[float | None]:
         """Read from megatron-core's groups."""

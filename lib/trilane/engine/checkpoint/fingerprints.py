@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 
 from trilane.config.plan import Plan
 from trilane.engine.checkpoint.load import layout
+from trilane.engine.checkpoint.slices import boxes_of
 from trilane.engine.data.loader import SampleLoader
 from trilane.engine.distributed.world import World, call_on_first
 from trilane.engine.interface import Engine
@@ -31,32 +32,49 @@ from trilane.workspace.fingerprints import COPY, FOLDER, SKETCHES, WORD, Box, Ma
 
 
 class Marks:
-    """Marks of the pieces of `states`, collected while they are read piece by piece."""
+    """Marks of what a rank reads of its pieces, collected one by one; and the weight decay of each as it is now."""
 
     def __init__(self, states: States) -> None:
-        self._states, self.seconds = states, 0.0
+        self._pieces, self._decays = states.pieces, states.decays()
+        self._shards = [states.shard(number) for number in range(len(states.pieces))]
+        self._divided, self.seconds = states.divided, 0.0
         self._found: list[dict[str, Mark]] = [{} for _ in states.pieces]
 
-    def add(self, number: int, kind: str, value: torch.Tensor) -> None:
-        """Mark piece `number` of `kind`; with the weight also the copy that the model computes with."""
-        begin, box = time.perf_counter(), self._states.pieces[number].box
-        self._found[number][kind] = mark(value, box)
-        copy = self._states.copy(number) if kind == "weight" else None
-        if copy is not None and copy.data_ptr() != value.data_ptr():
-            self._found[number][COPY] = mark(copy, box)
-        self.seconds += time.perf_counter() - begin
+    def has(self, number: int, kind: str) -> bool:
+        """Whether piece `number` of `kind` is marked."""
+        return kind in self._found[number]
 
-    def read(self) -> "Marks":
-        """Read and mark all pieces; collective."""
-        for number in range(len(self._states.pieces)):
-            for kind in KINDS:
-                self.add(number, kind, self._states.read(number, kind))
-        return self
+    def add(self, number: int, kind: str, values: torch.Tensor) -> None:
+        """Mark piece `number` of `kind`, of which `values`, flat, are this rank's shard; of COPY the whole."""
+        begin, piece = time.perf_counter(), self._pieces[number]
+        shard = (0, len(values)) if kind == COPY else self._shards[number]
+        parts = (
+            (values[at : at + n].view([end - first for first, end in box]), box)
+            for box, at, n in boxes_of(piece.box, shard)
+        )
+        found = [mark(part, box) for part, box in parts]
+        if found:
+            self._found[number][kind] = functools.reduce(operator.add, found)
+        self.seconds += time.perf_counter() - begin
 
     def parts(self) -> list[Part]:
         """The marks of each piece."""
-        named = zip(self._states.pieces, self._found, self._states.decays(), strict=True)
-        return [Part(name=p.name, shape=p.shape, box=p.box, decay=d, marks=found) for p, found, d in named]
+        return [
+            Part(name=p.name, shape=p.shape, box=p.box, decay=d, marks=found, shard=shard if self._divided else None)
+            for p, found, d, shard in zip(self._pieces, self._found, self._decays, self._shards, strict=True)
+        ]
+
+
+def marks_of(states: States) -> Marks:
+    """Read and mark all pieces; collective."""
+    marks = Marks(states)
+    for number in range(len(states.pieces)):
+        for kind in KINDS:
+            marks.add(number, kind, states.read(number, kind).reshape(-1))
+        copy = states.copy(number)
+        if copy is not None:
+            marks.add(number, COPY, copy.reshape(-1))
+    return marks
 
 
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
@@ -74,10 +92,8 @@ def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     return {"next_lr": plan.optimizer.learning_rate(batch.end, plan.samples), "samples": f"{samples % WORD:016x}"}
 
 
-def fingerprint(
-    plan: Plan, world: World, engine: Engine, marks: Marks, iteration: int, upcoming: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The rank's fingerprint as JSON: its coordinates, what it was trained with, and all state to restore."""
+def facts(plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]) -> dict[str, Any]:
+    """The rank's fingerprint as JSON, but for its marks: coordinates, training, and all other state to restore."""
     replica, _ = engine.replica
     return {
         "rank": world.rank,
@@ -94,9 +110,12 @@ def fingerprint(
         "scalars": engine.states.scalars(),
         **upcoming,
         "generators": fingerprints.hashed(rng.states()),
-        "parts": [part.to_json() for part in marks.parts()],
-        "seconds": round(marks.seconds, 6),
     }
+
+
+def fingerprint(known: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
+    """The whole fingerprint: `facts` and marks."""
+    return {**known, "parts": [part.to_json() for part in marks.parts()], "seconds": round(marks.seconds, 6)}
 
 
 def write_loaded(
@@ -106,7 +125,7 @@ def write_loaded(
 
     A full disk does not prevent training.
     """
-    text = json.dumps(fingerprint(plan, world, engine, Marks(engine.states).read(), iteration, upcoming))
+    text = json.dumps(fingerprint(facts(plan, world, engine, iteration, upcoming), marks_of(engine.states)))
     path = call_on_first(world, lambda: _fresh(folder, iteration))
     with contextlib.suppress(OSError):
         if path:

@@ -1,155 +1,221 @@
-"""Saving: every rank writes its share of the state to a temporary folder, which is renamed once complete."""
+"""Saving: the state is copied between two iterations, and a thread of each rank writes its share while the training
+goes on, to a temporary folder, which is renamed once all ranks have written theirs.
+"""
 
 import contextlib
-import errno
-import json
-import os
-import secrets
-import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
-from trilane.engine.checkpoint.fingerprints import Marks, fingerprint
+from trilane.engine.checkpoint.fingerprints import Marks, facts, fingerprint
+from trilane.engine.checkpoint.host_copy import HostCopy
 from trilane.engine.checkpoint.load import layout
-from trilane.engine.checkpoint.slices import SliceFile, error_text
-from trilane.engine.distributed.world import World, call_on_first, gather_values
+from trilane.engine.checkpoint.publish import publish, temporary_folder, try_on_first, write_listed
+from trilane.engine.checkpoint.slices import FLOAT_BYTES, SliceFile, boxes_of
+from trilane.engine.distributed.world import World, gather_values
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
-from trilane.utils.files import replace_text
 from trilane.workspace import checkpoints
 from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import identity
-from trilane.workspace.fingerprints import file_of
-
-T = TypeVar("T")
+from trilane.workspace.fingerprints import COPY, file_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Result of a save: the checkpoint's name, bytes and seconds; or the `problem` that prevented it."""
+    """Result of a save: the checkpoint's name, bytes and seconds; or the `problem` that prevented it.
+
+    `seconds` until the last rank had written its files, `stall_s` those in which the training stood still.
+    """
 
     name: str
     bytes: int
     seconds: float
+    stall_s: float
     problem: str = ""
 
     def __str__(self) -> str:
         if self.problem:
             return f"{self.name} could not be saved: {self.problem}"
-        return f"saved {checkpoints.FOLDER}/{self.name} ({self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s)"
+        size = f"{self.bytes / 1e6:.1f} MB in {self.seconds:.2f} s"
+        return f"saved {checkpoints.FOLDER}/{self.name} ({size}, training stopped for {self.stall_s:.2f} s)"
 
 
-def save(folder: Path, plan: Plan, world: World, engine: Engine, batch: Batch, upcoming: Mapping[str, Any]) -> Saved:
-    """Write the checkpoint after `batch` below the run folder; collective, with the same result on all ranks.
+@dataclass(kw_only=True)
+class Save:
+    """A save that has begun: what this rank's thread has been given, and in `report` what it has done."""
 
-    It contains each rank's fingerprint, with what comes next, `upcoming` (fingerprints.lookahead). A save that fails
-    (a full disk) leaves every earlier checkpoint unchanged.
-    """
-    begin = time.perf_counter()
-    root, name = folder / checkpoints.FOLDER, checkpoints.name_of(batch.number)
-    temporary, problem = _try_on_first(world, lambda: _begin(root, name))
-    if problem:
-        return Saved(name=name, bytes=0, seconds=time.perf_counter() - begin, problem=problem)
-    engine.states.finish_step()
-    marks = Marks(engine.states)
-    report = _write(Path(temporary), world.rank, engine, marks)
-    mine = fingerprint(plan, world, engine, marks, batch.number, upcoming)
-    report["error"] = report["error"] or _write_json(Path(temporary) / file_of(world.rank), mine, report["files"])
-    reports = gather_values(world, report)
-    manifest = {
-        "identity": identity(plan),
-        "layout": layout(plan),
-        "iteration": batch.number,
-        "consumed_samples": batch.end,
-        # With many replicas a rank may update nothing; it has taken no steps.
-        "scalars": max((report["scalars"] for report in reports), key=lambda scalars: scalars["step"]),
-    }
-    size, problem = _try_on_first(
-        world, lambda: _finish(Path(temporary), root / name, manifest, reports, plan.run.keep_last)
-    )
-    return Saved(name=name, bytes=size or 0, seconds=time.perf_counter() - begin, problem=problem)
+    iteration: int
+    consumed: int
+    folder: Path
+    marks: Marks
+    facts: dict[str, Any]
+    generators: dict[str, Any]
+    begin: float
+    thread: threading.Thread
+    stall_s: float = 0.0
+    report: dict[str, Any] | None = None
+    bug: BaseException | None = None
 
 
-def _try_on_first(world: World, function: Callable[[], T]) -> tuple[T, str]:
-    """(result, error text) of rank 0's `function()` on all ranks; "" without an OSError."""
+class Saver:
+    """The saves of one run, one at a time; begin() and finish() are collective and for the main thread alone."""
 
-    def attempt() -> tuple[T | None, str]:
+    def __init__(self, folder: Path, plan: Plan, world: World, engine: Engine) -> None:
+        self._root, self._plan, self._world, self._engine = folder / checkpoints.FOLDER, plan, world, engine
+        self._copy: HostCopy | None = None
+        self._save: Save | None = None
+        self._deletion: threading.Thread | None = None
+        replica, replicas = (0, 1) if engine.states.divided else engine.replica
+        pieces = engine.states.pieces
+        mine = (n for n, piece in enumerate(pieces) if n % replicas == replica and not piece.written_elsewhere)
+        self._mine = [n for n in mine if engine.states.shard(n) != (0, 0)]
+        if plan.run.save_interval or plan.run.saves_at_end:
+            self._allocate()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a save waits for its finish()."""
+        return self._save is not None
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's thread still writes."""
+        return self._save is not None and self._save.thread.is_alive()
+
+    def begin(self, batch: Batch, upcoming: Mapping[str, Any]) -> Saved | None:
+        """Copy the state after `batch` and start to write it below the run folder; a result only where that failed.
+
+        The checkpoint contains each rank's fingerprint, with what comes next, `upcoming` (fingerprints.lookahead).
+        """
+        assert not self.begun
+        begin, name = time.perf_counter(), checkpoints.name_of(batch.number)
+        self._wait_for_deletion()
+        temporary, problem = try_on_first(self._world, lambda: temporary_folder(self._root, name))
+        if problem:
+            seconds = time.perf_counter() - begin
+            return Saved(name=name, bytes=0, seconds=seconds, stall_s=seconds, problem=problem)
+        states = self._engine.states
+        marks = Marks(states)
+        copy = self._allocate()
+        copy.take(marks)
+        self._save = Save(
+            iteration=batch.number,
+            consumed=batch.end,
+            folder=Path(temporary),
+            marks=marks,
+            facts=facts(self._plan, self._world, self._engine, batch.number, upcoming),
+            generators=rng.states(),
+            begin=begin,
+            thread=threading.Thread(target=self._write, args=(copy,), name="save", daemon=True),
+        )
+        self._save.thread.start()
+        self._save.stall_s = time.perf_counter() - begin
+        return None
+
+    def finish(self) -> Saved:
+        """Wait for the threads of all ranks, and publish; the same result on all ranks.
+
+        A save that failed (a full disk) leaves every earlier checkpoint unchanged.
+        """
+        assert self._save
+        begin, save = time.perf_counter(), self._save
+        save.thread.join()
+        if save.bug:
+            raise save.bug
+        assert save.report is not None
+        reports = gather_values(self._world, save.report)
+        manifest = {
+            "identity": identity(self._plan),
+            "layout": layout(self._plan),
+            "iteration": save.iteration,
+            "consumed_samples": save.consumed,
+            # With many replicas a rank may update nothing; it has taken no steps.
+            "scalars": max((report["scalars"] for report in reports), key=lambda scalars: scalars["step"]),
+        }
+        name = checkpoints.name_of(save.iteration)
+        size, problem = try_on_first(self._world, lambda: publish(save.folder, self._root / name, manifest, reports))
+        self._save, now = None, time.perf_counter()
+        if not problem and self._world.is_first:
+            self._delete_old()
+        seconds, stall_s = max(report["seconds"] for report in reports), save.stall_s + now - begin
+        return Saved(name=name, bytes=size or 0, seconds=seconds, stall_s=stall_s, problem=problem)
+
+    def close(self) -> None:
+        """Wait until old checkpoints are deleted."""
+        self._wait_for_deletion()
+
+    def _allocate(self) -> HostCopy:
+        """The room for copies, the same in all saves; from the start where the plan saves, so that it is there then."""
+        if self._copy is None:
+            device, offload = self._world.device, self._plan.topology.offload
+            on_host = device.type == "cpu" or (offload != "none" and self._engine.states.divided)
+            self._copy = HostCopy(self._engine.states, self._mine, device, on_host=on_host)
+        return self._copy
+
+    def _write(self, copy: HostCopy) -> None:
+        """The thread: write this rank's files. No phase and no collective; finish() raises what it raises."""
+        save = self._save
+        assert save
         try:
-            return function(), ""
-        except OSError as error:
-            return None, error_text(error)
+            copy.wait()
+            save.report = self._files(save, copy)
+            save.report["seconds"] = time.perf_counter() - save.begin
+        except BaseException as error:
+            save.bug = error
 
-    return call_on_first(world, attempt)  # type: ignore[return-value]
+    def _files(self, save: Save, copy: HostCopy) -> dict[str, Any]:
+        """Write slices, generators and fingerprint; what was written where, or the `error`."""
+        states, mine, rank = self._engine.states, set(self._mine), self._world.rank
+        file = f"rank_{rank:05d}.safetensors"
+        out = SliceFile(
+            save.folder / file,
+            [(f"{states.pieces[n].name}/{kind}", self._size(n)) for n in self._mine for kind in KINDS],
+        )
+        with ThreadPoolExecutor(1) as marking:
+            marked = [marking.submit(save.marks.add, *held) for held in copy.held() if not save.marks.has(*held[:2])]
+            for number, kind, values in copy.held():
+                if number in mine and kind != COPY:
+                    out.add(values)
+        for future in marked:
+            future.result()
+        files, slices = {file: out.close()}, []
+        for number in self._mine:
+            piece = states.pieces[number]
+            at = {kind: out.at[f"{piece.name}/{kind}"] for kind in KINDS}
+            for box, first, _ in boxes_of(piece.box, states.shard(number)):
+                there = {kind: start + FLOAT_BYTES * first for kind, start in at.items()}
+                slices.append({"name": piece.name, "shape": piece.shape, "box": box, "file": file, "at": there})
+        error = out.error
+        for name, content in (
+            (f"rank_{rank:05d}.json", save.generators),
+            (file_of(rank), fingerprint(save.facts, save.marks)),
+        ):
+            error = error or write_listed(save.folder / name, content, files)
+        return {"files": files, "slices": slices, "scalars": save.facts["scalars"], "error": error}
 
+    def _size(self, number: int) -> tuple[int, ...]:
+        """The shape in the file of what this rank writes of a piece: the piece's, or flat where it is a part."""
+        piece, (first, end) = self._engine.states.pieces[number], self._engine.states.shard(number)
+        return (end - first,) if self._engine.states.divided else piece.size
 
-def _begin(root: Path, name: str) -> str:
-    """A new temporary folder next to the checkpoints; removes what killed saves left."""
-    temporary = root / f".{name}.{secrets.token_hex(4)}"
-    root.mkdir(exist_ok=True)
-    for path in checkpoints.leftovers(root):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    temporary.mkdir()
-    return str(temporary)
+    def _delete_old(self) -> None:
+        """Delete the oldest checkpoints, which takes seconds where they are large, in a thread."""
+        keep = self._plan.run.keep_last
 
+        def delete() -> None:
+            with contextlib.suppress(OSError):  # one checkpoint too many does no harm
+                checkpoints.keep_last(self._root, keep)
 
-def _write(temporary: Path, rank: int, engine: Engine, marks: Marks) -> dict[str, Any]:
-    """Write this rank's files and add marks of all its pieces; what was written where, or the `error`."""
-    states, (replica, replicas) = engine.states, engine.replica
-    mine = [n for n, piece in enumerate(states.pieces) if n % replicas == replica and not piece.written_elsewhere]
-    file = f"rank_{rank:05d}.safetensors"
-    entries = [(f"{states.pieces[n].name}/{kind}", states.pieces[n].size) for n in mine for kind in KINDS]
-    out = SliceFile(temporary / file, entries)
-    for number in range(len(states.pieces)):
-        for kind in KINDS:
-            tensor = states.read(number, kind)
-            marks.add(number, kind, tensor)
-            if number in mine:
-                out.add(tensor)
-    files, slices = {file: out.close()}, []
-    for piece in (states.pieces[n] for n in mine):
-        at = {kind: out.at[f"{piece.name}/{kind}"] for kind in KINDS}
-        slices.append({"name": piece.name, "shape": piece.shape, "box": piece.box, "file": file, "at": at})
-    error = out.error or _write_json(temporary / f"rank_{rank:05d}.json", rng.states(), files)
-    return {"files": files, "slices": slices, "scalars": states.scalars(), "error": error}
+        self._deletion = threading.Thread(target=delete, name="delete", daemon=True)
+        self._deletion.start()
 
-
-def _write_json(path: Path, content: Any, files: dict[str, list[Any]]) -> str:
-    """Write the file and add it to `files`; the error text, or ""."""
-    try:
-        replace_text(path, json.dumps(content))
-        files[path.name] = [path.stat().st_size, checkpoints.digest(path)]
-    except OSError as error:
-        return error_text(error)
-    return ""
-
-
-def _finish(temporary: Path, target: Path, manifest: dict[str, Any], reports: list[dict[str, Any]], keep: int) -> int:
-    """Publish the checkpoint and delete the oldest; its bytes. OSError, with nothing left of it, where that fails."""
-    errors = [f"rank {rank}: {report['error']}" for rank, report in enumerate(reports) if report["error"]]
-    try:
-        if errors:
-            raise OSError(errno.EIO, errors[0])
-        files = {name: facts for report in reports for name, facts in report["files"].items()}
-        checkpoints.write_manifest(temporary, {**manifest, "files": files, "tensors": _tensors(reports)})
-        checkpoints.publish(temporary, target)
-    except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    with contextlib.suppress(OSError):  # one checkpoint too many does no harm
-        checkpoints.keep_last(target.parent, keep)
-    return sum(size for size, _ in files.values()) + os.stat(target / checkpoints.MANIFEST).st_size
-
-
-def _tensors(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tensor name -> shape of the whole and its slices."""
-    tensors: dict[str, Any] = {}
-    for report in reports:
-        for piece in report["slices"]:
-            tensor = tensors.setdefault(piece["name"], {"shape": piece["shape"], "slices": []})
-            tensor["slices"].append({name: piece[name] for name in ("box", "file", "at")})
-    return tensors
+    def _wait_for_deletion(self) -> None:
+        if self._deletion:
+            self._deletion.join()

@@ -131,23 +131,32 @@ class Piece:
 class States(Protocol):
     """Weights and optimizer of one rank, piece by piece in fp32, whatever the engine's own representation.
 
-    A piece is the same on all replicas: where ZeRO or a distributed optimizer divides it, `read` gathers it, so all
-    replicas must call with the same numbers in the same order. Only one tensor is gathered at a time.
+    A piece is the same on all replicas. Of its values, flattened, a rank reads those of `shard(number)`: where the
+    states are `divided` (ZeRO, a distributed optimizer) the part that it updates itself, which no other replica has;
+    else all of them. All replicas must read the same pieces in the same order, since an engine may have to gather them.
     """
 
     pieces: list[Piece]
+    divided: bool
 
     def finish_step(self) -> None:
         """Complete what the last step deferred; collective, before any read."""
 
+    def shard(self, number: int) -> tuple[int, int]:
+        """(first, last + 1) of the values that read() returns; (0, 0) for none."""
+
     def read(self, number: int, kind: str) -> torch.Tensor:
-        """Piece `number` of `kind` (checkpoints.KINDS), in its shape, fp32, on any device."""
+        """These values of piece `number` of `kind` (checkpoints.KINDS), flat, fp32, on any device.
+
+        They may be the engine's own storage, which its next step changes.
+        """
 
     def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
         """Set all kinds of piece `number`, and the weight in the engine's own precision."""
 
     def copy(self, number: int) -> torch.Tensor | None:
-        """The weight that the model computes with, where this rank holds piece `number` whole; else None."""
+        """The weight that the model computes with, in the piece's shape; None where this rank does not hold it whole,
+        or where it is the optimizer's own."""
 
     def decays(self) -> list[float | None]:
         """The current weight decay of each piece's optimizer group; None where this rank updates none of the piece."""
