@@ -10,6 +10,7 @@ import pytest
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster, catalogue, cluster
+from trilane.config.interventions import LrChange
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json, read_plan
@@ -240,6 +241,43 @@ BAD = [
     ),
     (lambda: Optimizer(lr=-1.0), "lr=-1.0: must be a number above zero"),
     (lambda: Run(train_iters=0), "train_iters=0: must be a whole number of at least 1"),
+    (
+        lambda: Run(eval_interval=5),
+        "eval_iters=0: needs eval_interval, which is 5, or neither",
+    ),
+    (
+        lambda: plan(run=Run(eval_interval=5, eval_iters=1)),
+        "eval_interval=5: needs a share for validation in data.split, such as 949,50,1",
+    ),
+    (
+        lambda: plan(data=Data(split="100,0"), run=Run(eval_interval=5, eval_iters=1)),
+        "eval_interval=5: needs a share for validation in data.split, such as 949,50,1",
+    ),
+    *(
+        (
+            lambda split=split: Data(split=split),
+            f'data.split={split}: must be shares of training, validation and test, such as "949,50,1"',
+        )
+        for split in ("949", "1,2,3,4", "9;1", "9,-1", "inf,1", "nan,1,1")
+    ),
+    (lambda: Data(split="0,1,0"), "data.split=0,1,0: leaves nothing to train on"),
+    *(
+        (
+            lambda skip=skip: Run(skip=skip),
+            f"skip={skip}: must be ranges of iterations, such as 101-200,251-300",
+        )
+        for skip in ("x", "5-", "5-6-7", "-5", "5,,6")
+    ),
+    (lambda: Run(skip="0-5"), "skip=0-5: iterations are counted from 1"),
+    (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
+    (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
+    (lambda: Run(skip="40-50"), "skip=40-50: must end before the last iteration, 50"),
+    (lambda: Run(skip="20-30", exit_iteration=25), "skip=20-30: holds exit_iteration=25, which saves"),
+    (lambda: LrChange(samples=8, factor=0.0), "lr_changes factor from sample 8=0.0: must be a number above zero"),
+    (
+        lambda: Optimizer(lr_changes=(LrChange(samples=8, factor=0.5), LrChange(samples=8, factor=0.2))),
+        "lr_changes=[8, 8]: their samples must rise",
+    ),
     (lambda: cluster("jz-a10"), None),
     (lambda: cluster("missing.json"), "cluster=missing.json: no such file"),
     (lambda: from_mapping(Cluster, {"name": "x"}, "cluster"), "cluster.gpu=missing: is required"),

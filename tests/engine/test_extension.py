@@ -1,4 +1,4 @@
-"""A run that is extended: what is done stays, and what follows is what a run of that order would have had."""
+"""A run that is extended, skips iterations or lowers its rate: what is done stays, and what follows is exact."""
 
 import json
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from plans import changed, run_folder, small_plan, steps
 
+from trilane.config.interventions import LrChange
 from trilane.config.training import Part
 
 
@@ -30,6 +31,33 @@ def test_an_extended_run_is_the_one_that_had_its_order_from_the_start(fork, data
     fork(1, whole)
     rows = [[(s["lm_loss"], s["grad_norm"]) for s in steps(f)] for f in (folder, whole)]
     assert len(rows[0]) == 11 and rows[0] == rows[1]
+
+
+def test_after_a_spike_a_run_goes_on_without_those_iterations_at_a_lower_rate(fork, data, tmp_path):
+    """From the checkpoint before, on two replicas, as the reference that skipped them; bit for bit on one layout."""
+    plan = changed(small_plan(data, iters=7, dp=2, zero=1), "run", save_interval=2, keep_last=0)
+    spiked, folder = run_folder(changed(plan, "run", exit_iteration=4), tmp_path / "spiked"), tmp_path / "run"
+    fork(2, spiked)
+    plan = changed(plan, "run", skip="3-4,6")
+    plan = changed(plan, "optimizer", lr_changes=(LrChange(samples=16, factor=0.25),))
+    run_folder(changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002")), folder)
+    fork(2, folder)
+    said = (folder / "0.log").read_text()
+    assert "skips iterations 3 to 4: next is sample 32" in said and "skips iterations 6 to 6" in said
+    found = steps(spiked)[:2] + steps(folder)
+    assert [(s["iteration"], s["consumed_samples"]) for s in found] == [(1, 8), (2, 16), (5, 40), (7, 56)]
+    rates = [plan.optimizer.learning_rate(s["consumed_samples"], plan.samples) for s in found]
+    full = replace(plan.optimizer, lr_changes=()).learning_rate(40, plan.samples)
+    assert [s["learning_rate"] for s in found] == rates and rates[2] == 0.25 * full
+    for name in ("whole", "truth"):
+        run_folder(plan, tmp_path / name)
+        fork(2 * (name == "whole"), tmp_path / name)
+    assert [s["lm_loss"] for s in steps(tmp_path / "whole")] == [s["lm_loss"] for s in found]
+    truth = [loss for loss, _ in json.loads((tmp_path / "truth" / "truth.json").read_text())]
+    assert [s["lm_loss"] for s in found] == pytest.approx(truth, abs=1e-5)
+    (folder / "plan.json").write_text(json.dumps(changed(plan, "run", skip="3-4").to_json()))
+    fork(2, folder, code=2)
+    assert "skip=3-4: the checkpoint iter_0000007 has skipped 6" in (folder / "0.log").read_text()
 
 
 ORDER = """

@@ -41,7 +41,7 @@ TOPOLOGIES = [
     (DEEPSPEED, {"pp": 2, "dp": 2, "gbs": 8, "zero": 1, "offload": "optimizer"}),
 ]
 RUNS = [
-    Run(train_iters=70, log_interval=10, seed=7, timers=True, tensorboard=True),
+    Run(train_iters=70, log_interval=10, seed=7, timers=True, tensorboard=True, skip="20-29,31"),
     Run(train_iters=90, ramp=Ramp(start=8, increment=8, samples=100), eval_interval=30, eval_iters=4),
 ]
 
@@ -56,7 +56,7 @@ def plan(flavour: str, topology: dict, **changes: object) -> Plan:
 @pytest.mark.parametrize(("flavour", "topology"), TOPOLOGIES, ids=str)
 def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> None:
     plain = plan(flavour, topology)
-    run = replace(RUNS[0], timers=flavour == LM)  # the fork of 2023 has no such choice
+    run = RUNS[0] if flavour == LM else replace(RUNS[0], timers=False, skip="")  # the fork of 2023 has no such choice
     split = replace(BLENDED, split="949,50.5,1")
     ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=split)
     for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer()), ramped):

@@ -72,6 +72,27 @@ def test_what_an_extension_does_to_the_learning_rate_is_said_in_a_line() -> None
     assert "stays as it was" in extension(manifest(plan, 3), fixed)
 
 
+@pytest.mark.parametrize(
+    ("done", "then", "now", "message"),
+    [
+        (4, "", "5-6", ""),
+        (4, "3-4", "3-6", ""),  # up to the checkpoint it is the same
+        (4, "", "4-6", "skip=4-6: the checkpoint x has trained in 4; load one of before iteration 4"),
+        (5, "2", "2,4-6", "skip=2,4-6: the checkpoint x has trained in 4-5; load one of before iteration 4"),
+        (5, "2-3", "", "skip=: the checkpoint x has skipped 2-3"),
+    ],
+)
+def test_a_skip_is_added_before_its_iterations_and_never_after(done, then, now, message) -> None:
+    plan = small_plan(train_iters=9)
+    held = manifest(run(plan, skip=then), done)
+    if message:
+        with pytest.raises(ValueError) as refused:
+            require_same("x", held, run(plan, skip=now))
+        assert str(refused.value) == message
+    else:
+        require_same("x", held, run(plan, skip=now))
+
+
 def test_a_run_that_cannot_continue_is_refused_before_any_process_starts(tmp_path) -> None:
     plan = small_plan(train_iters=4)
     folder = tmp_path / FOLDER / name_of(4)

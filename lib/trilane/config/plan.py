@@ -10,6 +10,7 @@ from typing import Any
 from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES, sums_in_fp32, unsupported_reason
+from trilane.config.interventions import inside
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.topology_rules import CLUSTER_RULES, first_broken
@@ -99,8 +100,10 @@ class Plan:
         return self.run.eval_iters * self.topology.gbs
 
     def batches(self, done: int = 0) -> Iterator[Batch]:
-        """The iterations left to this plan after `done` of them, each with its batch size and its first sample."""
-        return self.run.ramp.batches(self.run.goal, self.topology.gbs, done)
+        """The iterations that this plan trains after the first `done`, with their batch sizes and first samples."""
+        skipped = self.run.skipped
+        every = self.run.ramp.batches(self.run.goal, self.topology.gbs, done)
+        return (batch for batch in every if not inside(skipped, batch.number))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as the JSON object of plan.json."""

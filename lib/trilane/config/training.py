@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from trilane.config.batch_rampup import Ramp
+from trilane.config.interventions import LrChange, Ranges, factor_of, inside, parse_ranges
 from trilane.utils.validation import require, require_integer, require_known, require_path, require_positive
 
 BLEND = "blend"
@@ -70,7 +71,10 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples."""
+    """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples.
+
+    lr_changes   from these samples on the rate is the schedule's times a factor, until the next change
+    """
 
     lr: float = 1e-3
     min_lr: float = 1e-4
@@ -81,6 +85,7 @@ class Optimizer:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    lr_changes: tuple[LrChange, ...] = ()
 
     def __post_init__(self) -> None:
         require_positive("lr", self.lr)
@@ -89,6 +94,8 @@ class Optimizer:
         require_integer("decay_samples", self.decay_samples, 0)
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must not be negative")
         require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
+        begins = [change.samples for change in self.lr_changes]
+        require(begins == sorted(set(begins)), "lr_changes", begins, "their samples must rise")
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.
@@ -96,14 +103,16 @@ class Optimizer:
             s <= w      lr s / w                                                    linear warm-up over w samples
             s >  w      min_lr + (lr - min_lr) (1 + cos(pi (s - w) / (d - w))) / 2  cosine to d samples, then min_lr
 
-        d is decay_samples, or the whole run where that is 0. As Megatron-LM's OptimizerParamScheduler, but one step
-        ahead: Megatron counts the samples before the iteration, so its first step under warm-up has rate 0.
+        d is decay_samples, or the whole run where that is 0; all of it times the factor of lr_changes. As Megatron-LM's
+        OptimizerParamScheduler (which has no such factor), but one step ahead: Megatron counts the samples before the
+        iteration, so its first step under warm-up has rate 0.
         """
         warmup, decay = self.warmup_samples, self.decay_samples or total_samples
+        factor = factor_of(self.lr_changes, samples)
         if samples <= warmup:
-            return self.lr * samples / warmup
+            return self.lr * samples / warmup * factor
         progress = min(1.0, (samples - warmup) / max(1, decay - warmup))
-        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+        return (self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2) * factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,8 @@ class Run:
     eval_interval           iterations from one evaluation to the next, on the validation share of data.split (0: none);
                             a run that evaluates does so after its last iteration too
     eval_iters              batches of topology.gbs samples in an evaluation, the same ones each time
+    skip                    "101-200,251-300": iterations that are not trained; they count as done, and all others keep
+                            their numbers, samples and learning rates
     order_samples           the samples come in the order made for a run of so many, then in further epochs (0: made for
                             this run's own number, or as in the checkpoint that it starts from)
     timers                  also the seconds of each phase, (min, max) over ranks, every log_interval iterations
@@ -174,6 +185,7 @@ class Run:
     exit_iteration: int = 0
     eval_interval: int = 0
     eval_iters: int = 0
+    skip: str = ""
     order_samples: int = 0
     fused: str = "auto"
     profile: str = ""
@@ -189,6 +201,7 @@ class Run:
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
         require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
         require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
+        self._check_skip()
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
         require(both, "eval_iters", self.eval_iters, f"needs eval_interval, which is {self.eval_interval}, or neither")
         minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
@@ -196,10 +209,25 @@ class Run:
         require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
         window = self.profile_window
         rule = f"must lie between iterations {self.start_iteration + 1} and {self.goal}, which this plan trains"
-        reached = window is None or self.start_iteration < window.first <= window.last <= self.goal
+        reached = window is None or (
+            self.start_iteration < window.first <= window.last <= self.goal
+            and not any(inside(self.skipped, end) for end in (window.first, window.last))
+        )
         require(reached, "profile", self.profile, rule)
         plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
+
+    def _check_skip(self) -> None:
+        """The last iteration of the run, and of this plan, is trained: what is saved there must exist."""
+        skipped = self.skipped
+        last, rule = skipped[-1][1] if skipped else 0, f"must end before the last iteration, {self.train_iters}"
+        require(last < self.train_iters, "skip", self.skip, rule)
+        require(not inside(skipped, self.goal), "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
+
+    @property
+    def skipped(self) -> Ranges:
+        """The first and last iteration of each range in `skip`; ValueError where it is malformed."""
+        return parse_ranges("skip", self.skip)
 
     @property
     def saves_at_end(self) -> bool:

@@ -75,7 +75,8 @@ class Training:
         dist.destroy_process_group()
 
     def _train(self) -> None:
-        log, first = TrainingLog(self._plan, self._world, self._folder), self._done + 1
+        log = TrainingLog(self._plan, self._world, self._folder)
+        first = next((batch.number for batch in self._plan.batches(self._done)), 0)
         request = self._requests.now(begun=False)
         begin = time.perf_counter()
         for batch in self._plan.batches(self._done) if not request.stop else ():
@@ -102,6 +103,8 @@ class Training:
     def _step(self, batch: Batch, log: TrainingLog, begin: float) -> float:
         """Train one batch; the time at its end."""
         heartbeat.at(batch.number)
+        if batch.number > self._done + 1:
+            self._print(f"skips iterations {self._done + 1} to {batch.number - 1}: next is sample {batch.first}")
         lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._loader.microbatches(batch)

@@ -140,12 +140,15 @@ def _batch(plan: Plan) -> Arguments:
     given = _options({"micro-batch-size": t.mbs, "global-batch-size": t.gbs, "train-samples": plan.samples})
     if ramp.samples:
         given["rampup-batch-size"] = [str(ramp.start), str(ramp.increment), str(ramp.samples)]
+    skipped = [str(number) for first, last in plan.run.skipped for number in range(first, last + 1)]
+    given |= {"iterations-to-skip": skipped} if skipped else {}
     return {**given, **_options({"log-interval": plan.run.log_interval, "seed": plan.run.seed})}
 
 
 def _optimizer(plan: Plan) -> Arguments:
     """Dropout is always given, since its default is 0.1."""
     o = plan.optimizer
+    require(not o.lr_changes, "lr_changes", len(o.lr_changes), "both programs have one schedule for the whole run")
     values: dict[str, object] = {"lr": o.lr, "min-lr": o.min_lr, "lr-decay-style": "cosine"}
     values |= {"lr-decay-samples": o.decay_samples} if o.decay_samples else {}
     values |= {"lr-warmup-samples": o.warmup_samples, "weight-decay": o.weight_decay, "clip-grad": o.clip_grad}
@@ -194,6 +197,7 @@ def _megatron_deepspeed(plan: Plan) -> Arguments:
     """Batch, ZeRO stage and precision are repeated in ds_config.json, made by deepspeed_config."""
     s, t, coder = plan.shape, plan.topology, plan.data.tokenizer
     require(not t.sequence_parallel, "sequence_parallel", True, "Megatron-DeepSpeed has none")
+    require(not plan.run.skip, "skip", plan.run.skip, "Megatron-DeepSpeed's ranges were not compared with a plan's")
     require(t.cp == 1, "cp", t.cp, "Megatron-DeepSpeed has no context parallelism")
     require(t.precision != "fp8", "precision", "fp8", "Megatron-DeepSpeed has fp16 and bf16")
     require(s.tied_embeddings, "tied_embeddings", False, "Megatron-DeepSpeed always ties them")

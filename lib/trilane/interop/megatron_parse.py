@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.cluster import Cluster
+from trilane.config.interventions import ranges_of, ranges_text
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -12,7 +14,7 @@ from trilane.config.training import BLEND, Data, Dropout, Optimizer, Part, Run
 from trilane.interop.megatron_args import DEEPSPEED, ENGINE_OF, LM, read_kind
 from trilane.interop.megatron_differences import differing, known_arguments, unread
 from trilane.interop.shell_args import Given
-from trilane.utils.validation import require, require_known
+from trilane.utils.validation import parse_integers, require, require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +194,14 @@ def _optimizer_and_run(given: Given, gbs: int) -> tuple[Optimizer, Run]:
     whole = ramp.consumed(iterations, gbs)
     if given.has("lr_warmup_fraction"):  # of the decay, as in both programs
         warmup = round(given.get("lr_warmup_fraction", float) * (decay or whole))
+    numbers: dict[str, Any] = {name: given.get(name, float, usual) for name, usual in USUAL.items()}
     optimizer = Optimizer(
         lr=given.get("lr", float),
         warmup_samples=warmup,
         decay_samples=0 if decay == whole else decay,
-        **{name: given.get(name, float, usual) for name, usual in USUAL.items()},
+        **numbers,
     )
+    skipped = given.all("iterations_to_skip")
     run = Run(
         train_iters=iterations,
         log_interval=given.get("log_interval", int, 100),
@@ -205,6 +209,7 @@ def _optimizer_and_run(given: Given, gbs: int) -> tuple[Optimizer, Run]:
         ramp=ramp,
         timers=given.get("timing_log_level", int, 0) > 0,
         tensorboard=given.has("tensorboard_dir"),
+        skip=ranges_text(ranges_of(parse_integers("--iterations-to-skip", ",".join(skipped)) if skipped else ())),
     )
     return optimizer, run
 

@@ -1,25 +1,28 @@
 """What a checkpoint records of the run that wrote it, and which plans may continue from it; without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trilane.config.interventions import ranges_text, until
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.utils.validation import from_mapping, require, to_mapping
 from trilane.workspace.checkpoints import FOLDER, complete, found_in, read_manifest
 
 ORDER, LENGTH = "samples of the run", "length"  # in samples: the order's, and the run's own once it was extended
+SKIP = "skip"
+MAY_CHANGE = (LENGTH, SKIP)  # the latter for what is still to be trained
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """What a checkpoint records of its run: model and order of samples, which must not change, and its length."""
+    """What a checkpoint records of its run: model and order of samples, which must not change, length and skips."""
     data = {name: value for name, value in to_mapping(plan.data).items() if name != "folder"}
     if not plan.data.split:  # checkpoints of before it existed have none
         del data["split"]
     fixed = {"shape": to_mapping(plan.shape), "seed": plan.run.seed, "data": data, ORDER: plan.ordered_samples}
-    return {**fixed, LENGTH: plan.samples}
+    return {**fixed, LENGTH: plan.samples, SKIP: [list(ends) for ends in plan.run.skipped]}
 
 
 def candidates(folder: Path, plan: Plan) -> list[Path]:
@@ -50,8 +53,8 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     """
     held, iteration, consumed = manifest["identity"], manifest["iteration"], manifest["consumed_samples"]
     plan = in_order_of(manifest, plan)
-    common = {name: value for name, value in identity(plan).items() if name in held and name != LENGTH}
-    kept = {name: value for name, value in held.items() if name != LENGTH}
+    common = {name: value for name, value in identity(plan).items() if name in held and name not in MAY_CHANGE}
+    kept = {name: value for name, value in held.items() if name not in MAY_CHANGE}
     kept |= {"shape": to_mapping(from_mapping(ModelShape, held["shape"], "shape"))}  # fields added since
     for name, value, wanted in _differences("", kept, common):
         raise ValueError(f"{name}={wanted}: the checkpoint {where} was trained with {value}")
@@ -60,6 +63,18 @@ def require_same(where: str, manifest: Mapping[str, Any], plan: Plan) -> None:
     require(expected == consumed, "gbs", plan.topology.gbs, f"{rule}, this plan would have {expected}")
     rule = f"the checkpoint {where} has {iteration} iterations already"
     require(iteration <= plan.run.train_iters, "train_iters", plan.run.train_iters, rule)
+    _require_same_skips(where, until(held.get(SKIP, []), iteration), until(plan.run.skipped, iteration), plan.run.skip)
+
+
+def _require_same_skips(
+    where: str, done: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], text: str
+) -> None:
+    """ValueError where a range that the checkpoint has behind it was trained and is to be skipped, or the other way."""
+    trained, lacking = ([r for r in one if r not in other] for one, other in ((wanted, done), (done, wanted)))
+    before = trained[0][0] if trained else 0
+    rule = f"the checkpoint {where} has trained in {ranges_text(trained)}; load one of before iteration {before}"
+    require(not trained, "skip", text, rule)
+    require(not lacking, "skip", text, f"the checkpoint {where} has skipped {ranges_text(lacking)}")
 
 
 def _differences(name: str, held: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
