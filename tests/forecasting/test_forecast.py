@@ -26,7 +26,7 @@ from trilane.forecasting.failures import (
     young_interval_s,
 )
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.request import ForecastRequest, Price
+from trilane.forecasting.request import ForecastRequest, Price, forecast_request
 from trilane.forecasting.simulation import Simulation, Stretch, Uncertainty
 from trilane.forecasting.timeline import schedules_of, stretches_of
 
@@ -288,6 +288,16 @@ def test_an_evaluation_is_the_forward_pass_of_an_iteration():
     selective = dataclasses.replace(PLAN, topology=dataclasses.replace(TOPOLOGY, recompute="none"))
     assert request(plan=selective).shares["evaluation"] == pytest.approx(0.1 / 3)
     assert request(risks=FailureModel(startup_s=720)).shares["ends of jobs"] == pytest.approx(0.01)
+
+
+def test_a_plan_that_evaluates_is_forecast_with_its_own_evaluations():
+    own = dataclasses.replace(
+        PLAN,
+        data=dataclasses.replace(PLAN.data, split="949,50,1"),
+        run=dataclasses.replace(PLAN.run, eval_interval=500, eval_iters=10),
+    )
+    found = [forecast_request(own, evaluation_iters=n).shares["evaluation"] for n in (None, 40)]
+    assert found == pytest.approx([10 / 500 / 4, 40 / 1000 / 4])
 
 
 def test_a_checkpoint_is_written_by_all_nodes_at_once():

@@ -201,7 +201,8 @@ def forecast_request(
     start         the first day, default today (UTC); `deadline` the last one
     adapt         "days" or "gpu_hours" lets DP, microbatch and nodes follow the batch size; `day_worth` in between
     calibration   constants, or their JSON file; default: those that ship for the plan's GPU
-    risks         a JSON file with fields of FailureModel; the arguments after it replace single ones
+    risks         a JSON file with fields of FailureModel; the arguments after it replace single ones. Without either,
+                  evaluations are those of the plan, where it has any
     price, watts  money of a GPU-hour, power of a GPU
     others        fields of ForecastRequest as they are
 
@@ -210,6 +211,8 @@ def forecast_request(
     require_known("adapt", adapt, ADAPT)
     first = parse_day("start", start) if start else datetime.now(UTC).date()
     given = {"spare_nodes": spare_nodes, "job_hours": job_hours, "evaluation_iters": evaluation_iters}
+    if plan.run.eval_interval and not risks and evaluation_iters is None:
+        given |= {"evaluation_every": plan.run.eval_interval, "evaluation_iters": plan.run.eval_iters}
     model = _failure_model(risks, checkpoint_minutes, failures_per_node_year, given)
     constants = load(calibration) if isinstance(calibration, str) and calibration else calibration
     return ForecastRequest(
