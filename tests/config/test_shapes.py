@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from trilane.cli.app import main
-from trilane.config.shapes import FAMILIES, PARTIAL, read_shape, shape_of_config
+from trilane.config.model_families import FAMILIES, PARTIAL
+from trilane.config.shapes import read_shape, shape_of_config
 
 # Sizes of config.json as published on huggingface.co, and the parameters that the pages of the models count.
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
