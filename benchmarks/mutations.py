@@ -303,7 +303,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("(-len(text) % 8)", "(len(text) % 8)"),
         ("os.fsync(self._file.fileno())", "self._file.fileno()"),
     ],
-    ("checkpoints", "engine/checkpoint/load.py", "engine/test_slices.py"): [
+    ("checkpoints", "workspace/continuation.py", "workspace/test_continuation.py"): [
         ("iteration <= plan.run.train_iters", "iteration < plan.run.train_iters"),
     ],
     ("counts", "config/model.py", "config"): [
