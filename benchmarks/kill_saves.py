@@ -1,12 +1,14 @@
 """Kill runs at random moments, also while they save, and see whether they go on right: python benchmarks/kill_saves.py
 
 Every trial trains a small GPT, sends SIGKILL to one rank or to all of them, checks every complete checkpoint, starts
-the run again in the same folder, and compares the losses with those of a run that was never killed. Workers are forked
+the run again in the same folder, and compares the losses with those of a run that was never killed. Two trials of three
+are killed inside a save, at one of MOMENTS in turn, which a pause makes long enough to be hit. Workers are forked
 from a process that has imported the libraries, so a trial takes some seconds. docs/faults.md is what it prints.
 """
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -16,9 +18,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
@@ -31,6 +35,19 @@ from trilane.utils.process import held_port
 from trilane.workspace import checkpoints
 
 ITERATIONS, INTERVAL = 12, 2
+PAUSE_S = 0.25
+ANY = "any"
+# Where in a save -> the function before whose n-th call it pauses: module, class in it or "", name, n.
+MOMENTS = {
+    "the copy": ("trilane.engine.checkpoint.host_copy", "HostCopy", "take", 1),
+    "the thread's writing": ("trilane.engine.checkpoint.slices", "SliceFile", "add", 1),
+    "the end of its writing": ("trilane.engine.checkpoint.slices", "SliceFile", "close", 1),
+    "the ranks' reports": ("trilane.engine.checkpoint.save", "", "gather_values", 1),
+    "the manifest": ("trilane.workspace.checkpoints", "", "write_manifest", 1),
+    "the new name": ("trilane.workspace.checkpoints", "", "sync_folder", 1),
+    "the file `latest`": ("trilane.workspace.checkpoints", "", "sync_folder", 2),
+    "the deletion of the oldest": ("trilane.workspace.checkpoints", "", "discard", 1),
+}
 PATIENCE_S = 30.0  # for the ranks whose peer was killed; a launcher would end them
 LAYOUTS = {
     "megatron, one process": {},
@@ -48,6 +65,7 @@ class Trial:
     """What became of one killed run. `half` counts the half-written checkpoints that the kill left."""
 
     layout: str
+    moment: str
     victims: str
     killed_after: int
     complete: int
@@ -92,18 +110,46 @@ def count(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for_moment(folder: Path, seconds: float, chance: random.Random) -> None:
-    """Return at a random moment: one time in two while a checkpoint is being written, else anywhere in the training."""
+@contextlib.contextmanager
+def pausing(moment: str, marker: Path) -> Iterator[None]:
+    """Workers forked inside pause before that function, once in a save, and leave `marker`."""
+    if moment == ANY:
+        yield
+        return
+    module, owner, name, call = MOMENTS[moment]
+    place: Any = importlib.import_module(module)
+    place = getattr(place, owner) if owner else place
+    function, calls, last = getattr(place, name), 0, 0.0
+
+    def paused(*args: Any, **options: Any) -> Any:
+        nonlocal calls, last
+        calls = calls + 1 if time.monotonic() - last < PAUSE_S / 2 else 1
+        if calls == call:
+            marker.touch()
+            time.sleep(PAUSE_S)
+        last = time.monotonic()
+        return function(*args, **options)
+
+    setattr(place, name, paused)
+    yield
+    setattr(place, name, function)
+
+
+def wait_for_moment(folder: Path, moment: str, marker: Path, seconds: float, chance: random.Random) -> None:
+    """Return in the middle of the moment in one of the saves; or at any, one time in two soon after a save begins."""
     while count(folder) < 1:
         time.sleep(0.001)
-    if chance.random() < 0.5:
-        saves = chance.randrange(1, ITERATIONS // INTERVAL)
-        end = time.monotonic() + 2 * seconds
-        while count(folder) < saves * INTERVAL and time.monotonic() < end:
-            time.sleep(0.0005)
-        time.sleep(chance.random() * 0.1)
-    else:
+    if moment == ANY and chance.random() < 0.5:
         time.sleep(chance.random() * seconds)
+        return
+    saves = chance.randrange(2 if "deletion" in moment else 1, ITERATIONS // INTERVAL)
+    end = time.monotonic() + 2 * seconds + 20 * PAUSE_S
+    while count(folder) < saves * INTERVAL and time.monotonic() < end:
+        time.sleep(0.0005)
+    marker.unlink(missing_ok=True)
+    while moment != ANY and not marker.exists() and time.monotonic() < end:
+        time.sleep(0.0005)
+    time.sleep(chance.random() * (0.1 if moment == ANY else 0.9 * PAUSE_S))
 
 
 def faulty(root: Path) -> str:
@@ -117,10 +163,14 @@ def faulty(root: Path) -> str:
     return "" if named is None or named in checkpoints.complete(root) else f"latest names {named.name}"
 
 
-def trial(name: str, plan: Plan, folder: Path, whole: list[float], seconds: float, chance: random.Random) -> Trial:
+def trial(
+    name: str, plan: Plan, folder: Path, whole: list[float], seconds: float, moment: str, chance: random.Random
+) -> Trial:
     """Kill one run of the plan in `folder`, start it again, compare."""
-    pids = fork(plan, run_folder(plan, folder))
-    wait_for_moment(folder, seconds, chance)
+    marker = folder.with_suffix(".moment")
+    with pausing(moment, marker):
+        pids = fork(plan, run_folder(plan, folder))
+    wait_for_moment(folder, moment, marker, seconds, chance)
     all_of_them = chance.random() < 0.5
     kill(set(pids) if all_of_them else {chance.choice(pids)})
     ended(pids, PATIENCE_S)
@@ -138,6 +188,7 @@ def trial(name: str, plan: Plan, folder: Path, whole: list[float], seconds: floa
         fault = fault or f"it went on from {resumed}, not from {newest}"
     return Trial(
         layout=name,
+        moment=moment,
         victims="all ranks" if all_of_them else "one rank",
         killed_after=killed_after,
         complete=len(complete),
@@ -157,15 +208,17 @@ def page(trials: list[Trial], seed: int) -> str:
         f"{os.cpu_count()} cores ({platform.machine()}, {platform.system()} {platform.release()}), no GPU, gloo, fp32, "
         f"a GPT of 4 x 64, {ITERATIONS} iterations, a checkpoint every {INTERVAL}.",
         "",
-        "Each trial: SIGKILL to one rank or all of them at a random moment, half of the moments chosen where a save is "
-        "due; every complete checkpoint checked from outside; the run started again in its folder; its losses compared "
-        "with those of a run that was never killed.",
+        "Each trial: SIGKILL to one rank or all of them, in two trials of three inside a save, before one of its steps "
+        "in turn; every complete checkpoint checked from outside; the run started again in its folder; its losses "
+        "compared with those of a run that was never killed.",
         "",
-        "| layout | killed runs | of one rank | left a half-written one | went on from a checkpoint | from the start "
-        "| largest difference of a loss | faults |",
+        "| layout, or moment | killed runs | of one rank | left a half-written one | went on from a checkpoint "
+        "| from the start | largest difference of a loss | faults |",
         "|---|---|---|---|---|---|---|---|",
     ]
     rows = {name: [t for t in trials if t.layout == name] for name in dict.fromkeys(t.layout for t in trials)}
+    rows |= {f"before {name}": [t for t in trials if t.moment == name] for name in MOMENTS}
+    rows["at any moment"] = [t for t in trials if t.moment == ANY]
     for name, found in [*rows.items(), ("all", trials)]:
         cells = [
             len(found),
@@ -206,7 +259,8 @@ def main() -> int:
             print(f"{name}: {time.monotonic() - begin:.1f} s, never killed", file=sys.stderr, flush=True)
         for number in range(args.trials):
             name = names[number % len(names)]
-            found = trial(name, plans[name][0], Path(place) / f"{number}", *plans[name][1:], chance)
+            moment = ANY if number % 3 == 2 else list(MOMENTS)[(number - (number + 1) // 3) % len(MOMENTS)]
+            found = trial(name, plans[name][0], Path(place) / f"{number}", *plans[name][1:], moment, chance)
             trials.append(found)
             print(number + 1, json.dumps(found.__dict__), file=sys.stderr, flush=True)
     if args.json:
