@@ -12,8 +12,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/engine"))
@@ -25,6 +27,7 @@ from plans import changed, run_folder, small_plan, steps
 from trilane.config.plan import Plan
 from trilane.engine import worker_pool
 
+T = TypeVar("T")
 LAYOUTS = {
     "megatron, one process": {},
     "megatron DP2 distributed optimizer": {"dp": 2, "zero": 1},
@@ -78,9 +81,44 @@ def measure(name: str, place: Path, iterations: int, interval: int) -> None:
     for megabytes, seconds, stall_s in found:
         rate, share = megabytes / seconds, 100 * stall_s / seconds
         print(f"  {megabytes:.0f} MB in {seconds:.2f} s: {rate:.0f} MB/s; training stopped for {share:.1f} % of it")
-    begin = time.perf_counter()
-    log = trained(plan, folder)
-    print(f"  second start {time.perf_counter() - begin:.2f} s: {', '.join(re.findall(r'resumes .*', log))}")
+    loads(plan, folder)
+
+
+def loads(plan: Plan, folder: Path) -> None:
+    """Print the time of a load, and that of reading its files, each from the disk and from memory."""
+    files = sorted(next(iter(sorted((folder / "checkpoints").glob("iter_*"))[::-1])).iterdir())
+    for where in ("disk", "memory"):
+        seconds = []
+        for load in (False, True):
+            for path in files if where == "disk" else ():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            begin = time.perf_counter()
+            for path in () if load else files:
+                with path.open("rb", buffering=0) as file:
+                    while file.read(BLOCK):
+                        pass
+            seconds.append(time.perf_counter() - begin)
+            if load:
+                (folder / "seconds").unlink(missing_ok=True)
+                trained(plan, folder)
+                seconds[-1] = sum(map(float, (folder / "seconds").read_text().split()))
+        read, load_s = seconds
+        print(f"  load from {where}: {load_s:.2f} s, {load_s / read:.1f} times the {read:.2f} s of reading the files")
+
+
+def timed(function: Callable[..., T]) -> Callable[..., T]:
+    """The same, which leaves its seconds in the run folder of rank 0."""
+
+    def called(*args: Any) -> T:
+        begin = time.perf_counter()
+        found = function(*args)
+        if os.environ["RANK"] == "0":
+            with Path(os.environ["TRILANE_RANK_LOGS"], "seconds").open("a") as file:
+                file.write(f"{time.perf_counter() - begin}\n")
+        return found
+
+    return called
 
 
 def main() -> int:
@@ -92,6 +130,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: the temporary one)")
     args = parser.parse_args()
     worker_pool.load()
+    from trilane.engine import loop
+
+    loop.find, loop.load = timed(loop.find), timed(loop.load)
     with tempfile.TemporaryDirectory(dir=args.folder) as place:
         for name in args.layout or LAYOUTS:
             measure(name, Path(place), args.iterations, args.interval)

@@ -78,3 +78,19 @@ def test_a_range_of_a_part_is_boxes_that_cover_it_in_order(box: tuple) -> None:
                 assert torch.equal(values, part[first + at : first + at + count])
                 at += count
             assert at == end - first and len(found) <= 2 * len(box) - 1
+
+
+def test_a_range_is_assembled_from_rows_and_columns_of_several_files(tmp_path: Path) -> None:
+    """What ZeRO divides, read where it was divided otherwise: columns 0-1 in one file, 2-4 in another."""
+    whole, slices = torch.arange(20.0).reshape(4, 5), []
+    for number, side in enumerate(((0, 2), (2, 5))):
+        part = whole[:, slice(*side)].contiguous()
+        out = files.SliceFile(tmp_path / f"{number}", [("a/exp_avg", tuple(part.shape))])
+        out.add(part)
+        out.close()
+        slices.append({"box": ((0, 4), side), "file": f"{number}", "at": {"exp_avg": out.at["a/exp_avg"]}})
+    box = ((1, 4), (1, 5))
+    flat = whole[1:4, 1:5].reshape(-1)
+    for values in ((0, 12), (3, 10), (5, 6), (0, 0)):
+        found = files.assemble_range(tmp_path, slices, "exp_avg", box, values)
+        assert torch.equal(found, flat[slice(*values)])

@@ -1,5 +1,6 @@
 """A folder of checkpoints: only what is complete counts, and what is damaged is found."""
 
+import hashlib
 import json
 import os
 from functools import partial
@@ -157,3 +158,22 @@ def test_one_more_than_are_kept_is_deleted_and_it_is_the_oldest(tmp_path: Path) 
     assert [p.name for p in checkpoints.complete(tmp_path)] == ["iter_0000020", "iter_0000030"]
     checkpoints.keep_last(tmp_path, 2)
     assert len(checkpoints.complete(tmp_path)) == 2
+
+
+def test_the_checksum_of_a_large_file_is_that_of_its_chunks_and_a_plain_one_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By several threads, by one, and of bytes that come in parts; a checkpoint of before has that of b2sum."""
+    monkeypatch.setattr(checkpoints, "CHUNK", 10)
+    path, data = tmp_path / "a", bytes(range(25))
+    path.write_bytes(data)
+    came = checkpoints.Checksum()
+    for part in (data[:7], data[7:20], data[20:]):
+        came.update(part)
+    assert came.text() == checkpoints.digest(path) == checkpoints.digest(path, threads=3)
+    plain = hashlib.blake2b(data, digest_size=16).hexdigest()
+    assert came.text() != plain and checkpoints.is_intact(path, came.text()) and checkpoints.is_intact(path, plain)
+    path.write_bytes(data[:-1] + b"\0")
+    assert not checkpoints.is_intact(path, came.text()) and not checkpoints.is_intact(path, plain)
+    path.write_bytes(data[:10])
+    assert checkpoints.digest(path) == hashlib.blake2b(data[:10], digest_size=16).hexdigest()

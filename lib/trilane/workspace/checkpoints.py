@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trilane.utils.files import read_text, replace_text, sync_folder
 FOLDER = "checkpoints"
 LATEST = "latest"
 MANIFEST = "manifest.json"
+CHUNK = 1 << 26  # bytes; a multiple of what a file system reads at a time
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of each parameter, all fp32: the master weight and Adam's two moments
 FILE = re.compile(r"\w[\w.-]*")  # a name in the folder itself
 NAME = re.compile(r"iter_(\d{7,})")
@@ -81,10 +83,63 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(complete(folder)), None)
 
 
-def digest(path: Path) -> str:
-    """BLAKE2b of the file's bytes, 128 bits, as `b2sum -l 128` prints it."""
+class Checksum:
+    """The checksum of bytes that come in parts: BLAKE2b, 128 bits, as `b2sum -l 128` prints it.
+
+    Of more than CHUNK bytes it is the size of a chunk, a colon, and that of the chunks' checksums, one after another
+    as bytes: so several threads can compute it. Checkpoints of 2026-11-22 and before have the plain one for every size.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._last, self._room = _blake2b(), CHUNK
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add bytes."""
+        view = memoryview(data)
+        while view:
+            if not self._room:
+                self._chunks.append(self._last.digest())
+                self._last, self._room = _blake2b(), CHUNK
+            part, view = view[: self._room], view[self._room :]
+            self._last.update(part)
+            self._room -= len(part)
+
+    def text(self) -> str:
+        """The checksum of all bytes so far."""
+        return _joined([*self._chunks, self._last.digest()])
+
+
+def _blake2b(data: bytes = b"") -> Any:
+    return hashlib.blake2b(data, digest_size=16)
+
+
+def _joined(chunks: list[bytes]) -> str:
+    return chunks[0].hex() if len(chunks) == 1 else f"{CHUNK}:{_blake2b(b''.join(chunks)).hexdigest()}"
+
+
+def digest(path: Path, threads: int = 1) -> str:
+    """The Checksum of the file's bytes, computed by so many threads."""
+
+    def chunk(start: int) -> bytes:
+        found, left, block = _blake2b(), CHUNK, bytearray(1 << 20)
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while left and (count := file.readinto(memoryview(block)[:left])):
+                found.update(memoryview(block)[:count])
+                left -= count
+        return found.digest()
+
+    with ThreadPoolExecutor(threads) as pool:
+        return _joined(list(pool.map(chunk, range(0, max(1, path.stat().st_size), CHUNK))))
+
+
+def is_intact(path: Path, checksum: str, threads: int = 1) -> bool:
+    """Whether the file has that checksum, one of digest() or a plain one."""
+    if ":" in checksum:
+        return digest(path, threads) == checksum
     with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(file, _blake2b).hexdigest() == checksum
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -128,7 +183,7 @@ def is_sound(content: dict[str, Any]) -> bool:
     return True
 
 
-def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
+def fault(folder: Path, name: str, size: int, checksum: str, threads: int = 1) -> str | None:
     """What is wrong with the file `name` of the checkpoint `folder`; None where it is as written."""
     path = folder / name
     try:
@@ -136,7 +191,7 @@ def fault(folder: Path, name: str, size: int, checksum: str) -> str | None:
             return f"{name} is no file"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, {size} were written"
-        return None if digest(path) == checksum else f"{name} is damaged (its checksum differs)"
+        return None if is_intact(path, checksum, threads) else f"{name} is damaged (its checksum differs)"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:

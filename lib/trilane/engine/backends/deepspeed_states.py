@@ -76,18 +76,16 @@ class DeepSpeedStates:
         assert found is not None
         return self._to_piece(number, found)
 
-    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
-        self._start()
-        parameter = self._parameters[number]
-        write = {0: self._write_whole, 3: self._write_stage_3}.get(self._stage, self._write_flat)
+        parameter: Any = self._parameters[number]
+        first, end = self.shard(number)
         with torch.no_grad():
-            values = {kind: self._from_piece(number, value) for kind, value in values.items()}
-            for kind, value in values.items():
-                write(parameter, kind, value)
+            for kind, values in {"weight": weight.reshape(-1)[first:end], **moments}.items():
+                self.read(number, kind).copy_(values)
             # Every replica writes the same values; modifier_rank, a rank among the replicas, decides whose are kept.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self._stage == 3):
-                parameter.copy_(values["weight"])
+                parameter.copy_(weight.view(tuple(getattr(parameter, "ds_shape", parameter.shape))))
 
     def copy(self, number: int) -> torch.Tensor | None:
         """The model's own parameter; None in stage 3, where no rank holds the whole of it, and in stage 0."""
@@ -121,11 +119,6 @@ class DeepSpeedStates:
         """DeepSpeed's parameter `number` in the piece's layout."""
         return held.view(self.pieces[number].size)
 
-    def _from_piece(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """The piece in the parameter's layout."""
-        parameter: Any = self._parameters[number]
-        return value.view(tuple(getattr(parameter, "ds_shape", parameter.shape)))
-
     def _inner(self) -> Iterator[torch.optim.Optimizer]:
         yield self._optimizer if self._stage == 0 else self._optimizer.optimizer
 
@@ -145,23 +138,6 @@ class DeepSpeedStates:
         if self._stage in (1, 2):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _write_whole(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
-        (parameter if kind == "weight" else self._optimizer.state[parameter][kind]).copy_(value)
-
-    def _write_flat(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
-        mapping = parameter._hp_mapping
-        if mapping is not None:
-            part = mapping.lp_fragment_address
-            held = mapping.get_hp_fragment(None if kind == "weight" else kind)
-            held.detach().copy_(value.reshape(-1)[part.start : part.start + part.numel])
-
-    def _write_stage_3(self, parameter: Any, kind: str, value: torch.Tensor) -> None:
-        """Write directly: DeepSpeed's own setter fails where dp does not divide the parameter."""
-        held = self._held_in_stage_3(parameter, kind)
-        first = held.numel() * parameter._z3_optimizer._get_param_partition_rank(parameter)
-        part = value.reshape(-1)[first : first + held.numel()]
-        held.detach()[: part.numel()].copy_(part)
 
     def _held_in_stage_3(self, parameter: Any, kind: str) -> torch.Tensor:
         """This rank's part of the parameter, padded as DeepSpeed has it."""

@@ -209,12 +209,15 @@ class HfStates:
         """The piece; DeepSpeed gathers its parameters over the replicas."""
         return self._joined(number, [self._held.gathered(part, kind) for part in self._parts[number]]).reshape(-1)
 
-    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
-        """Set all kinds of the piece's parameters."""
-        name = self.pieces[number].name
-        cut = {kind: theirs(self._family, name, value, self._shape) for kind, value in values.items()}
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+        """Set the piece's parameters."""
+        piece = self.pieces[number]
+        weights = theirs(self._family, piece.name, weight, self._shape)
+        cut = {k: theirs(self._family, piece.name, v.view(piece.size), self._shape) for k, v in moments.items()}
         for place, part in enumerate(self._parts[number]):
-            self._held.write(part, {kind: parts[place] for kind, parts in cut.items()})
+            first, end = self._held.shard(part)
+            shards = {kind: parts[place].reshape(-1)[first:end] for kind, parts in cut.items()}
+            self._held.write(part, weights[place], shards)
 
     def copy(self, number: int) -> torch.Tensor | None:
         """The model's own parameters; None in stage 3."""

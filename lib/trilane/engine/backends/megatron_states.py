@@ -62,16 +62,13 @@ class MegatronStates:
         shard = self._shard(number)
         return shard.held(kind) if shard else torch.empty(0)
 
-    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
         """The master weight, the moments, and the model's own copy of the weight."""
-        self._start()
-        shard = self._shard(number)
+        first, end = self.shard(number)
         with torch.no_grad():
-            parameter = self._parameters[number]
-            parameter.copy_(values["weight"].view_as(parameter))
-            if shard:
-                for kind, value in values.items():
-                    shard.held(kind).copy_(value.reshape(-1)[shard.first : shard.end])
+            self._parameters[number].copy_(weight.view_as(self._parameters[number]))
+            for kind, values in {"weight": weight.reshape(-1)[first:end], **moments}.items():
+                self.read(number, kind).copy_(values)
 
     def copy(self, number: int) -> torch.Tensor | None:
         """The model's own parameter, where the optimizer has another or only a part of it."""

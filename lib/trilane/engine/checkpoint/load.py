@@ -1,6 +1,7 @@
 """Loading: the newest intact checkpoint that the plan may continue from, on any topology, into any engine."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 
 from trilane.config.plan import Plan
-from trilane.engine.checkpoint.slices import assemble
-from trilane.engine.distributed.world import World, call_on_first, gather_values
+from trilane.engine.backends.optimizers import MOMENTS
+from trilane.engine.checkpoint.slices import assemble, assemble_range
+from trilane.engine.distributed.world import World, call_on_first, gather_values, threads
 from trilane.engine.interface import Engine
 from trilane.engine.model import rng
 from trilane.engine.model.rng import seed_streams
 from trilane.utils.validation import require
 from trilane.workspace import checkpoints
-from trilane.workspace.checkpoints import KINDS
 from trilane.workspace.continuation import candidates, require_same
 
 
@@ -65,11 +66,17 @@ def find(folder: Path, plan: Plan, world: World) -> Checkpoint | None:
 
 
 def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> None:
-    """Set the engine to the checkpoint's state; collective, each rank reads the parts that it holds."""
+    """Set the engine to the checkpoint's state; collective.
+
+    Each rank reads the weights of its pieces and the moments that it updates; on the same layout these are in its own
+    file, which it has just checked, and still in memory.
+    """
     states, manifest = engine.states, checkpoint.manifest
     for number, piece in enumerate(states.pieces):
-        slices = manifest["tensors"][piece.name]["slices"]
-        states.write(number, {kind: assemble(checkpoint.path, slices, kind, piece.box) for kind in KINDS})
+        slices, shard = manifest["tensors"][piece.name]["slices"], states.shard(number)
+        weight = assemble(checkpoint.path, slices, "weight", piece.box)
+        moments = {kind: assemble_range(checkpoint.path, slices, kind, piece.box, shard) for kind in MOMENTS}
+        states.write(number, weight, moments)
     states.set_scalars(manifest["scalars"])
     if manifest["layout"] == layout(plan):
         if rng.restore(json.loads((checkpoint.path / f"rank_{world.rank:05d}.json").read_text())):
@@ -83,7 +90,14 @@ def load(checkpoint: Checkpoint, plan: Plan, world: World, engine: Engine) -> No
 
 
 def _problem(path: Path, manifest: Mapping[str, Any], world: World) -> str:
-    """The first fault among the files, each checked by one rank; "" where all are intact."""
-    mine = list(manifest["files"].items())[world.rank :: world.size]
-    faults = [checkpoints.fault(path, name, size, checksum) for name, (size, checksum) in mine]
+    """The first fault among the files, each checked by one rank, that of its number if any; "" where all are intact."""
+    mine = [name for number, name in enumerate(manifest["files"]) if _checker(name, number, world.size) == world.rank]
+    share, files = threads(world.local_size), manifest["files"]
+    faults = [checkpoints.fault(path, name, files[name][0], files[name][1], share) for name in mine]
     return next((fault for found in gather_values(world, faults) for fault in found if fault), "")
+
+
+def _checker(name: str, number: int, ranks: int) -> int:
+    """The rank that checks the file: the one that would have written it, else one in turn."""
+    own = re.fullmatch(r"\w+_(\d{5,})\.\w+", name)
+    return int(own[1]) if own and int(own[1]) < ranks else number % ranks

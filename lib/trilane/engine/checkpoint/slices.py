@@ -5,12 +5,11 @@ the values. Source: the format's description in huggingface/safetensors' README.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from trilane.engine.model.parameters import Box
 from trilane.utils.validation import require
+from trilane.workspace.checkpoints import Checksum
 
 FLOAT_BYTES = 4
 BLOCK = 1 << 22  # bytes that are hashed (0.9 GB/s on a core) by one thread while another writes them
@@ -37,7 +37,7 @@ class SliceFile:
     def __init__(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         header, self.at = _header(list(entries))
         self.size, self.error = 0, ""
-        self._digest, self._hashing = hashlib.blake2b(digest_size=16), ThreadPoolExecutor(1)
+        self._checksum, self._hashing = Checksum(), ThreadPoolExecutor(1)
         self._hashed: deque[Future[None]] = deque()
         self._syncing, self._synced = ThreadPoolExecutor(1), 0
         self._sync: Future[None] | None = None
@@ -66,13 +66,13 @@ class SliceFile:
         # not opened, or its last bytes not written: `error` holds it
         with contextlib.suppress(OSError, AttributeError):
             self._file.close()
-        return [self.size, self._digest.hexdigest()]
+        return [self.size, self._checksum.text()]
 
     def _write(self, data: memoryview) -> None:
         """Write and hash `data` block by block."""
         while len(data) and not self.error:
             block, data = data[:BLOCK], data[BLOCK:]
-            self._hashed.append(self._hashing.submit(self._digest.update, block))
+            self._hashed.append(self._hashing.submit(self._checksum.update, block))
             if len(self._hashed) > WAITING:
                 self._hashed.popleft().result()
             try:
@@ -146,11 +146,40 @@ def assemble(folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: 
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece["box"], strict=True)]
         if any(first >= end for first, end in common):
             continue
-        shape = tuple(d - c for c, d in piece["box"])
-        held = np.memmap(folder / piece["file"], np.float32, "r", piece["at"][kind], shape)
-        there = tuple(slice(first - c, end - c) for (first, end), (c, _) in zip(common, piece["box"], strict=True))
         here = tuple(slice(first - a, end - a) for (first, end), (a, _) in zip(common, box, strict=True))
-        result[here] = held[there]
+        _read(folder / piece["file"], piece["at"][kind], piece["box"], common, result[here])
         filled += int(np.prod([end - first for first, end in common]))
     require(filled == result.size, "checkpoint", folder, f"{filled} of {result.size} numbers are in its slices")
     return torch.from_numpy(result)
+
+
+def assemble_range(
+    folder: Path, slices: Iterable[Mapping[str, Any]], kind: str, box: Box, values: tuple[int, int]
+) -> torch.Tensor:
+    """The range `values` of the part `box` of a tensor, flat, assembled like the whole part."""
+    slices = list(slices)
+    if values == (0, math.prod(end - first for first, end in box)):
+        return assemble(folder, slices, kind, box).reshape(-1)
+    parts = [assemble(folder, slices, kind, part).reshape(-1) for part, _, _ in boxes_of(box, values)]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _read(path: Path, at: int, held: Box, wanted: Sequence[tuple[int, int]], target: np.ndarray) -> None:
+    """Read the part `wanted` of the slice `held`, which begins at byte `at` of the file, into `target`.
+
+    Where it is one run of bytes it is read as such: page by page, as memory that is mapped, takes twice the time.
+    """
+    shape = tuple(d - c for c, d in held)
+    is_run = [tuple(side) for side in wanted[1:]] == [tuple(side) for side in held[1:]]
+    if is_run and target.flags.c_contiguous:
+        at += FLOAT_BYTES * (wanted[0][0] - held[0][0]) * math.prod(shape[1:])
+        with path.open("rb", buffering=0) as file:
+            file.seek(at)
+            left = target.reshape(-1).data.cast("B")
+            while left:
+                count = file.readinto(left)
+                require(bool(count), "checkpoint", path.parent, f"{path.name} is cut short")
+                left = left[count:]
+        return
+    mapped = np.memmap(path, np.float32, "r", at, shape)
+    target[...] = mapped[tuple(slice(first - c, end - c) for (first, end), (c, _) in zip(wanted, held, strict=True))]

@@ -151,8 +151,8 @@ class States(Protocol):
         They may be the engine's own storage, which its next step changes.
         """
 
-    def write(self, number: int, values: dict[str, torch.Tensor]) -> None:
-        """Set all kinds of piece `number`, and the weight in the engine's own precision."""
+    def write(self, number: int, weight: torch.Tensor, moments: dict[str, torch.Tensor]) -> None:
+        """Set piece `number`: the whole `weight`, also in the engine's precision, and `moments` as read() has them."""
 
     def copy(self, number: int) -> torch.Tensor | None:
         """The weight that the model computes with, in the piece's shape; None where this rank does not hold it whole,
