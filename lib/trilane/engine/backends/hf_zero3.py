@@ -75,7 +75,6 @@ class HfZero3:
             optimizer = DummyOptim(groups(named, decay), lr=plan.optimizer.lr, weight_decay=decay)
             self._engine, _ = self._trainer.accelerator.prepare(model, optimizer)
         self.modules = [model]
-        _reset_angles(model)
         mark_phases(self._engine)
         self.audit = deepspeed_audit(named, self._engine.optimizer, decay)
         self.states = HfStates(named, self._engine.optimizer, plan.topology.zero, plan.shape)
@@ -172,13 +171,6 @@ def _named(model: torch.nn.Module, shape: ModelShape) -> list[tuple[str, torch.n
     parameters, names = dict(model.named_parameters()), canonical_names(family_of(shape), shape)
     assert parameters.keys() == names.keys()
     return [(names[name], parameters[name]) for name in names]
-
-
-def _reset_angles(model: torch.nn.Module) -> None:
-    """Compute rotary frequencies again in fp32: zero.Init and DeepSpeed's cast round them to the model's precision."""
-    rotary: list[Any] = [module for module in model.modules() if hasattr(module, "inv_freq")]
-    for module in rotary:
-        module.inv_freq = module.compute_default_rope_parameters(module.config)[0].to(module.inv_freq.device)
 
 
 def _mean(loss: torch.Tensor) -> float:
