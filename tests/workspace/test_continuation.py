@@ -43,6 +43,7 @@ def test_a_checkpoint_of_another_model_or_seed_is_refused_by_name() -> None:
     others = (
         ("seed=7", run(plan, seed=7)),
         ("shape.num_layers=4", replace(plan, shape=replace(plan.shape, num_layers=4))),
+        ("shape.normalization=rmsnorm", replace(plan, shape=replace(plan.shape, normalization="rmsnorm"))),
         ("samples of the run=24", run(plan, order_samples=24)),
         ("data.split=9,1", replace(plan, data=replace(plan.data, split="9,1"))),
     )
