@@ -22,6 +22,8 @@ from trilane.slurm.preflight import check, resources
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, seconds_of, site
+from trilane.utils.validation import to_mapping
+from trilane.workspace.checkpoints import name_of, write_manifest
 from trilane.workspace.status import RunStatus, write_status
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
@@ -323,6 +325,19 @@ def test_a_folder_that_only_one_node_sees_is_refused_for_two(folder: Path) -> No
 def test_a_run_folder_that_holds_a_completed_run_is_refused(folder: Path) -> None:
     write_status(folder, RunStatus(status="completed", evidence="", rank=None, exit_code=0, seconds=1.0))
     assert (REFUSAL, "run folder") in [(f.level, f.rule) for f in findings(folder, plan())]
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_one_that_is_still_to_come_is_not(folder: Path) -> None:
+    load = {"run": {"load": str(folder.parent / "earlier")}}
+    assert "checkpoint" not in {f.rule for f in findings(folder, plan(**load))}
+    checkpoint = folder.parent / "earlier" / name_of(0)
+    checkpoint.mkdir(parents=True)
+    identity = {"shape": to_mapping(replace(plan().shape, normalization="rmsnorm"))}
+    start = {"iteration": 0, "consumed_samples": 0, "files": {}, "tensors": {}}
+    write_manifest(checkpoint, {**start, "identity": identity})
+    found = next(f for f in findings(folder, plan(**load)) if f.rule == "checkpoint")
+    wanted = "shape.normalization=layernorm: the checkpoint iter_0000000 was trained with rmsnorm"
+    assert (found.level, found.message) == (REFUSAL, wanted)
 
 
 def test_an_allowed_rule_only_warns_and_the_others_still_refuse(folder: Path) -> None:

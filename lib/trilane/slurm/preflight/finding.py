@@ -30,7 +30,7 @@ RULES = (
         "host memory",
     ),
     *("time", "checkpoints", "site", "script", "array", "kill-on-bad-exit", "pipefail", "signal", "error file", "port"),
-    *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder"),
+    *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder", "checkpoint"),
 )
 
 

@@ -14,7 +14,8 @@ from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.sites import seconds_of
-from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, latest
+from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
+from trilane.workspace.continuation import require_continuable
 from trilane.workspace.run_folder import is_completed, is_started
 
 VOLTA, AMPERE = (7, 0), (8, 0)
@@ -216,4 +217,13 @@ def free(case: JobCheck) -> Iterator[JobFinding]:
         yield warn("run folder", message, "take a new run folder to keep both")
 
 
-RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known, data, shared, space, free)
+def loaded(case: JobCheck) -> Iterator[JobFinding]:
+    """The checkpoint that the run starts from is one of its model; an earlier link of a chain may have none yet."""
+    try:
+        if not case.plan.run.load or found_in(Path(case.plan.run.load)):
+            require_continuable(case.folder, case.plan)
+    except ValueError as error:
+        yield refuse("checkpoint", str(error), "start from another checkpoint (run.load), or correct the plan")
+
+
+RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known, data, shared, space, free, loaded)
