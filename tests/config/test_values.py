@@ -192,6 +192,23 @@ BAD = [
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
     (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
     (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
+    (lambda: Optimizer(z_loss=-1e-4), "z_loss=-0.0001: must not be negative (0: off)"),
+    (lambda: Optimizer(init_std=0), "init_std=0: must be a number above zero"),
+    (
+        lambda: plan(engine="hf-zero3", topology=Topology(zero=3), optimizer=Optimizer(z_loss=1e-4)),
+        "z_loss=0.0001: engine hf-zero3 takes transformers' loss, which has none",
+    ),
+    (
+        lambda: replace(SMALL, num_attention_heads=128, positions="rotary"),
+        "num_attention_heads=128: rotary positions turn pairs of channels, a head has 1",
+    ),
+    (
+        lambda: plan(
+            shape=replace(SMALL, num_attention_heads=12, hidden_size=192, num_key_value_heads=3),
+            topology=Topology(tp=2),
+        ),
+        "tp=2: must divide the heads of keys and values, or be a multiple of them: 3",
+    ),
     (lambda: plan(engine="hf-zero3", topology=Topology(pp=2)), "pp=2: engine hf-zero3 has no pipeline"),
     (
         lambda: plan(engine="hf-zero3", topology=Topology(zero=3, recompute="selective")),

@@ -29,7 +29,7 @@ def drawn(plan: Plan) -> dict:
     untouched = model.decoder(hidden_states=x, attention_mask=None) == x
     q, k = torch.zeros(2, shape.seq_length, 8, 2, 16)  # every position attends to those before it alike
     ones = torch.ones(shape.seq_length, 8, 2, 16)
-    attended = Attention(transformer_config(plan))(q, k, ones, None)
+    attended = Attention(transformer_config(plan), shape=plan.shape)(q, k, ones, None)
     first = model.embedding.embedding_dropout(torch.ones(length, 8, shape.hidden_size))
     return {
         "untouched": untouched.float().mean().item(),

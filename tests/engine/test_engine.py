@@ -1,6 +1,7 @@
 """What holds inside one process: the initial state, the order of samples, the groups of the optimizer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,39 +12,61 @@ from trilane.config.training import Part
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
 
-@pytest.mark.parametrize("name", ["embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc2.weight"])
-def test_the_slices_of_a_tensor_make_up_the_whole(name: str) -> None:
-    """By rows for the embedding, by columns for the second matrix of the MLP."""
+GATED = replace(SHAPE, activation="swiglu", ffn_hidden_size=128)
+PARTS = ["embedding.word_embeddings.weight", "decoder.layers.3.mlp.linear_fc2.weight", "a.mlp.linear_fc1.weight"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_matrix_is_drawn_alone_as_it_stands_in_the_whole(name: str, data: Path) -> None:
+    """By rows for the embedding, by columns for the second matrix of the MLP, by rows of gate and up for a gated one;
+    and of each the numbers that a replica has under ZeRO-3, from an odd one to an odd one."""
     import torch
 
-    from trilane.engine.model.parameters import initial_slice, initial_tensor, split_dim
+    from trilane.engine.model.initial import initial_range, initial_tensor
+    from trilane.engine.model.parameters import split_dim
 
-    whole = initial_tensor(name, (64, 256), 1234, SHAPE)
-    dim = split_dim(name)
-    assert dim is not None
-    local = [n // 4 if d == dim else n for d, n in enumerate(whole.shape)]
-    parts = [initial_slice(name, local, rank, 4, 1234, SHAPE) for rank in range(4)]
-    assert torch.equal(torch.cat(parts, dim), whole)
+    gated = "fc1" in name
+    plan = small_plan(data, shape=GATED)
+    whole = initial_tensor(name, (2, 128, 66) if gated else (64, 264), plan)
+    dim, local = split_dim(name, gated), (64, 66) if gated else (16, 264) if "word" in name else (64, 66)
+    parts = [initial_range(name, local, rank, 4, plan, 0, local[0] * local[1]) for rank in range(4)]
+    pieces = [part.view((2, 32, 66) if gated else local) for part in parts]
+    assert torch.equal(torch.cat(pieces, dim), whole)
+    for first, end in ((0, 1), (65, 131), (1001, len(parts[3]))):
+        assert torch.equal(initial_range(name, local, 3, 4, plan, first, end), parts[3][first:end])
 
 
-def test_tensors_differ_by_name_and_by_seed_and_not_by_call() -> None:
+def test_initial_values_are_normal_and_differ_by_name_and_seed_and_not_by_call(data: Path) -> None:
+    """Mean, deviation and fourth moment of a normal distribution; neighbours in a row or a column are unrelated."""
     import torch
 
-    from trilane.engine.model.parameters import initial_tensor
+    from trilane.engine.model.initial import initial_tensor
 
-    first, again = (initial_tensor("a.linear_fc1.weight", (64, 64), 1, SHAPE) for _ in range(2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, initial_tensor("b.linear_fc1.weight", (64, 64), 1, SHAPE))
-    assert not torch.equal(first, initial_tensor("a.linear_fc1.weight", (64, 64), 2, SHAPE))
-    assert first.std().item() == pytest.approx(0.02, rel=0.05)
+    plan = changed(small_plan(data), "optimizer", init_std=0.006)
+    one, again = (initial_tensor("a.linear_fc1.weight", (1024, 512), plan) for _ in range(2))
+    other = initial_tensor("b.linear_fc1.weight", (1024, 512), plan)
+    seed = initial_tensor("a.linear_fc1.weight", (1024, 512), changed(plan, "run", seed=2))
+    assert torch.equal(one, again)
+    z = one.double() / 0.006
+    assert z.mean().item() == pytest.approx(0, abs=6e-3) and z.std().item() == pytest.approx(1, rel=4e-3)
+    assert z.pow(4).mean().item() == pytest.approx(3, rel=0.02) and 4.5 < z.abs().max() < 6.8
+    for x, y in (
+        (z[1:], z[:-1]),
+        (z[:, 1:], z[:, :-1]),
+        (z, other / 0.006),
+        (z, seed / 0.006),
+        (z[:, ::2], z[:, 1::2]),
+    ):
+        assert (x * y).mean().item() == pytest.approx(0, abs=7e-3)
+        assert ((x * x - 1) * (y * y - 1)).mean().item() == pytest.approx(0, abs=0.015)
 
 
-def test_what_writes_to_the_residual_stream_starts_smaller() -> None:
+def test_what_writes_to_the_residual_stream_starts_smaller(data: Path) -> None:
     """0.02 / sqrt(2 L) with L = 4. Radford et al. 2019, section 2.3."""
-    from trilane.engine.model.parameters import initial_tensor
+    from trilane.engine.model.initial import initial_tensor
 
-    tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), 1, SHAPE)
-    assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    tensor = initial_tensor("decoder.layers.0.self_attention.linear_proj.weight", (256, 256), small_plan(data))
+    assert tensor.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
 
 
 def test_every_parameter_is_audited_and_only_norms_and_biases_are_spared(ask: Callable, data: Path) -> None:

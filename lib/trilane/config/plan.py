@@ -46,6 +46,8 @@ class Plan:
         reason = reason or first_broken(CLUSTER_RULES[:1], t, self.cluster)  # groups over two nodes: run them who will
         if reason:
             raise ValueError(reason)
+        rule = "engine hf-zero3 takes transformers' loss, which has none"
+        require(self.engine != "hf-zero3" or not self.optimizer.z_loss, "z_loss", self.optimizer.z_loss, rule)
         self.cluster.gpu.flops_per_s(t.precision)
         window = self.run.profile_window
         beyond = max(window.ranks, default=0) >= t.gpus if window else False

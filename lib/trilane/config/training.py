@@ -74,6 +74,9 @@ class Optimizer:
     """AdamW and its schedule: linear warm-up, then cosine from `lr` to `min_lr`, both counted in samples.
 
     lr_changes   from these samples on the rate is the schedule's times a factor, until the next change
+    init_std   standard deviation of the initial weights, over sqrt(2 L) where they write to the residual stream
+    z_loss     adds z_loss x the mean of log(Z)^2 to what is minimized, Z the softmax's denominator (0.0: off); losses
+               that are logged are without it. Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, section 5: 1e-4
     """
 
     lr: float = 1e-3
@@ -86,6 +89,8 @@ class Optimizer:
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     lr_changes: tuple[LrChange, ...] = ()
+    init_std: float = 0.02  # Radford et al. 2019 (GPT-2), section 2.3
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive("lr", self.lr)
@@ -96,6 +101,8 @@ class Optimizer:
         require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
         begins = [change.samples for change in self.lr_changes]
         require(begins == sorted(set(begins)), "lr_changes", begins, "their samples must rise")
+        require_positive("init_std", self.init_std)
+        require(0 <= self.z_loss < math.inf, "z_loss", self.z_loss, "must not be negative (0: off)")
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.

@@ -11,7 +11,8 @@ from trilane.config.plan import Plan
 from trilane.engine.data.corpus import prepare_all
 from trilane.engine.data.samples import Samples, training_set, validation_set
 from trilane.engine.distributed.world import World
-from trilane.engine.model.parameters import EMBEDDING_NORM, initial_tensor, whole_sizes
+from trilane.engine.model.initial import initial_tensor
+from trilane.engine.model.parameters import EMBEDDING_NORM, whole_sizes
 
 WORDS = "embedding.word_embeddings.weight"
 Weights = Mapping[str, torch.Tensor]
@@ -20,7 +21,7 @@ Weights = Mapping[str, torch.Tensor]
 def initial_weights(plan: Plan) -> dict[str, torch.nn.Parameter]:
     """The whole model by its canonical names."""
     sizes = whole_sizes(plan.shape).items()
-    return {n: torch.nn.Parameter(initial_tensor(n, size, plan.run.seed, plan.shape)) for n, size in sizes}
+    return {n: torch.nn.Parameter(initial_tensor(n, size, plan)) for n, size in sizes}
 
 
 def logits(w: Weights, shape: ModelShape, tokens: torch.Tensor) -> torch.Tensor:
@@ -120,8 +121,10 @@ def train(plan: Plan) -> tuple[list[tuple[float, float]], list[tuple[int, float]
         for group in adam.param_groups:
             group["lr"] = o.learning_rate(batch.end, plan.samples)
         adam.zero_grad()
-        value = loss(w, plan.shape, *batch_of(samples, range(batch.first, batch.end)))
-        value.backward()
+        tokens, labels = batch_of(samples, range(batch.first, batch.end))
+        scores = logits(w, plan.shape, tokens).flatten(0, 1)
+        value = F.cross_entropy(scores, labels.flatten())
+        (value + o.z_loss * scores.logsumexp(-1).square().mean()).backward()
         history.append((value.item(), torch.nn.utils.clip_grad_norm_(w.values(), o.clip_grad).item()))
         adam.step()
         if plan.run.evaluates_after(batch.number):

@@ -53,6 +53,7 @@ class Task:
 
 PLAIN = Task()
 BLOOM = Task(shape=replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh"))
+Z_LOSS = replace(BLOOM, optimizer=replace(OPTIMIZER, init_std=0.01, z_loss=0.01))
 LLAMA_SHAPE = replace(SHAPE, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=176, biases="none")
 LLAMA_SHAPE = replace(LLAMA_SHAPE, normalization="rmsnorm", positions="rotary", tied_embeddings=False)
 LLAMA_SHAPE = replace(LLAMA_SHAPE, norm_epsilon=1e-6, rotary_base=5e5)
@@ -64,6 +65,7 @@ TASKS = {
     "plain": PLAIN,
     "calm": CALM,
     "bloom": BLOOM,
+    "z-loss": Z_LOSS,
     "llama": LLAMA,
 }  # as data/equality.json calls them
 

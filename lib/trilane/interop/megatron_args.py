@@ -11,6 +11,7 @@ from typing import Any
 from trilane.config.engines import unsupported_reason
 from trilane.config.model import GATED, ModelShape
 from trilane.config.plan import Plan
+from trilane.config.training import Optimizer
 from trilane.interop.shell_args import Given
 from trilane.utils.validation import require, require_known
 
@@ -50,7 +51,7 @@ def megatron_args(plan: Plan, flavour: str = LM, prefixes: Sequence[str] = ()) -
     """The arguments for the plan, without the launcher's. Raises ValueError for what the program cannot do.
 
     `prefixes` of the prepared .bin/.idx pairs, one per source; the sources themselves by default. The model is that of
-    our engines: exact GELU unless it is gelu-tanh, the form of their fused kernel; initial standard deviation 0.02.
+    our engines: exact GELU unless it is gelu-tanh, the form of their fused kernel.
     """
     require_known("flavour", flavour, ENGINE_OF)
     if reason := unsupported_reason(ENGINE_OF[flavour], plan.shape, plan.topology):
@@ -149,10 +150,12 @@ def _optimizer(plan: Plan) -> Arguments:
     """Dropout is always given, since its default is 0.1."""
     o = plan.optimizer
     require(not o.lr_changes, "lr_changes", len(o.lr_changes), "both programs have one schedule for the whole run")
+    require(o.z_loss == 0, "z_loss", o.z_loss, "Megatron-LM and Megatron-DeepSpeed have none")
     values: dict[str, object] = {"lr": o.lr, "min-lr": o.min_lr, "lr-decay-style": "cosine"}
     values |= {"lr-decay-samples": o.decay_samples} if o.decay_samples else {}
     values |= {"lr-warmup-samples": o.warmup_samples, "weight-decay": o.weight_decay, "clip-grad": o.clip_grad}
     values |= {"adam-beta1": o.adam_beta1, "adam-beta2": o.adam_beta2, "adam-eps": o.adam_eps}
+    values |= {"init-method-std": o.init_std} if o.init_std != Optimizer.init_std else {}
     values |= {"attention-dropout": plan.dropout.attention, "hidden-dropout": plan.dropout.hidden}
     values |= {"initial-loss-scale": INITIAL_LOSS_SCALE} if plan.topology.precision == "fp16" else {}
     return _options(values)

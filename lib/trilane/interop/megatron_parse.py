@@ -199,6 +199,7 @@ def _optimizer_and_run(given: Given, gbs: int) -> tuple[Optimizer, Run]:
         lr=given.get("lr", float),
         warmup_samples=warmup,
         decay_samples=0 if decay == whole else decay,
+        init_std=given.get("init_method_std", float, Optimizer.init_std),
         **numbers,
     )
     skipped = given.all("iterations_to_skip")

@@ -211,7 +211,7 @@ def _optimizer(a: Snapshot, b: Snapshot) -> Iterator[RestartFinding]:
         what = f"the next learning rate is {b.next_lr:.6g}, it would have been {a.next_lr:.6g}"
         size = abs(b.next_lr / (a.next_lr or 1) - 1)
         yield RestartFinding(kind="optimizer", what=what, size=size)
-    for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"):
+    for name in ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "z_loss"):
         old, new = a.optimizer.get(name), b.optimizer.get(name)
         if old is not None and new is not None and old != new:
             yield RestartFinding(kind="optimizer", what=f"{name} is {new:g}, it was {old:g}")

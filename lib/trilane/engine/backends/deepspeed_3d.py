@@ -106,7 +106,7 @@ def _stage(plan: Plan, path: fused_path.Path) -> PipelineModule:
     return PipelineModule(
         pipeline_layers.layers(plan, fused_path.apply(path, transformer_config(one_stage))),
         topology=PipeModelDataParallelTopology(num_pp=t.pp, num_mp=t.tp, num_dp=t.dp),
-        loss_fn=partial(pipeline_layers.mean_loss, fused=path.fused),
+        loss_fn=partial(pipeline_layers.mean_loss, fused=path.fused, z_loss=plan.optimizer.z_loss),
         partition_method=METHODS[t.partition],
         activation_checkpoint_interval=1 if t.recompute == "full" else 0,
         activation_checkpoint_func=_recomputed,

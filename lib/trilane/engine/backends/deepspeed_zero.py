@@ -1,7 +1,6 @@
 """The `deepspeed-zero` engine: DeepSpeed's ZeRO 0 to 3 and offload around megatron-core's tensor-parallel GPT."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import deepspeed
@@ -116,20 +115,15 @@ class DeepSpeedZero:
 
 
 def _model(plan: Plan, ds_config: dict[str, Any], megatron: TransformerConfig) -> torch.nn.Module:
-    """The GPT in its initial state. Under stage 3 no rank ever holds more than one whole parameter."""
+    """The GPT in its initial state. Under stage 3 no rank ever holds more than its share."""
     if plan.topology.zero < 3:
         model = empty_chunk(plan, megatron, None)
         fill(model, plan)
         return model
-    import torch._dynamo  # its first import fails inside zero.Init, which replaces Tensor.__new__
+    import torch._dynamo  # noqa: F401 - its first import fails inside zero.Init, which replaces Tensor.__new__
 
     replicas = parallel_state.get_data_parallel_group()
     with deepspeed.zero.Init(config_dict_or_path=ds_config, data_parallel_group=replicas, mpu=Mpu()):
         model = empty_chunk(plan, megatron, None)
-
-    def gathered(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
-        # Every replica writes the same values; modifier_rank, a rank among the replicas, decides whose are kept.
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
-
-    fill(model, plan, gathered)
+    fill(model, plan)
     return model

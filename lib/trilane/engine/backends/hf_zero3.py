@@ -43,7 +43,8 @@ from trilane.engine.checkpoint.hf_names import canonical_names, ours, theirs
 from trilane.engine.distributed.world import World
 from trilane.engine.interface import Microbatch, Step
 from trilane.engine.model import fused_path
-from trilane.engine.model.parameters import Piece, initial_tensor, whole_sizes
+from trilane.engine.model.initial import initial_tensor
+from trilane.engine.model.parameters import Piece, whole_sizes
 from trilane.engine.model.rng import seed_streams
 
 
@@ -158,7 +159,7 @@ def _fill(model: torch.nn.Module, plan: Plan) -> None:
     shape, family = plan.shape, family_of(plan.shape)
     parameters = dict(model.named_parameters())
     for name, size in whole_sizes(shape).items():
-        whole = initial_tensor(name, size, plan.run.seed, shape)
+        whole = initial_tensor(name, size, plan)
         for part, value in zip(family.their_names(name), theirs(family, name, whole, shape), strict=True):
             cut = hasattr(parameters[part], "ds_id")
             gathered = deepspeed.zero.GatheredParameters([parameters[part]], modifier_rank=0) if cut else nullcontext()

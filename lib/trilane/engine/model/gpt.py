@@ -4,9 +4,9 @@ Its layers are megatron-core's linear layers around our norm and attention core,
 S sequence, B microbatch, C hidden size.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.model.attention import Attention
 from trilane.engine.model.fused import GPT, FusedMLP, QkvLinear, bias_dropout_add
-from trilane.engine.model.parameters import STD, initial_slice, is_gated_fc1, split_dim
+from trilane.engine.model.initial import initial_range
+from trilane.engine.model.parameters import is_gated_fc1, split_dim
 
 
 class Norm(torch.nn.Module):
@@ -81,8 +82,8 @@ def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | Non
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ACTIVATIONS = {"gelu": F.gelu, "gelu-tanh": gelu_tanh, "relu": F.relu, "squared-relu": squared_relu}
 ACTIVATIONS |= {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
+DRAWN = 1 << 24  # initial values in memory at a time, 64 MiB
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-Gather = Callable[[torch.nn.Parameter], AbstractContextManager[Any]]
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -110,7 +111,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         hidden_dropout=plan.dropout.hidden,
         attention_dropout=plan.dropout.attention,
         layernorm_epsilon=shape.norm_epsilon,
-        init_method_std=STD,
+        init_method_std=plan.optimizer.init_std,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         params_dtype=dtype,
@@ -168,6 +169,7 @@ def empty_chunk(plan: Plan, settings: TransformerConfig, vp_stage: int | None) -
         position_embedding_type="learned_absolute" if shape.positions == "learned" else "none",
         vp_stage=vp_stage,
     )
+    model.z_loss = plan.optimizer.z_loss
     if shape.embedding_layernorm and model.pre_process:
         # The dropout is the embedding's last operation, on this rank's part of the sequence.
         model.embedding.embedding_dropout = NormedDropout(settings)
@@ -188,24 +190,30 @@ class NormedDropout(torch.nn.Module):
         return self.dropout(self.layernorm(x))
 
 
-def fill(model: GPTModel, plan: Plan, gather: Gather = nullcontext) -> None:
-    """Set every parameter to its slice of the initial state, and megatron-core's marks of how it is split.
+def fill(model: GPTModel, plan: Plan) -> None:
+    """Set every parameter to its part of the initial state, and megatron-core's marks of how it is split.
 
     megatron-core sets those marks in its own initialization, which is off; without them the gradient norm would count
     the split matrices of one tensor-parallel rank only.
     """
-    fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan, gather)
+    fill_parameters(canonical_parameters(model, plan.shape.tied_embeddings), plan)
 
 
-def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan, gather: Gather = nullcontext) -> None:
-    """The same for parameters by whole-model names; inside `gather(parameter)` the parameter is unsharded."""
+def fill_parameters(named: Iterable[tuple[str, torch.nn.Parameter]], plan: Plan) -> None:
+    """The same for parameters by whole-model names, a few rows at a time; of what ZeRO-3 divides, this rank's share."""
     rank, tp = parallel_state.get_tensor_model_parallel_rank(), plan.topology.tp
     for name, parameter in named:
         dim, stride = split_dim(name), 2 if is_gated_fc1(name, plan.shape) else 1
         if dim is not None and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, dim, stride)
-        with torch.no_grad(), gather(parameter):
-            parameter.copy_(initial_slice(name, parameter.shape, rank, tp, plan.run.seed, plan.shape))
+        size = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        divided = getattr(parameter, "ds_tensor", None)
+        held = (parameter if divided is None else divided).data.view(-1)
+        first = 0 if divided is None else len(held) * parallel_state.get_data_parallel_rank()
+        end = min(first + len(held), math.prod(size))  # the last share of all is padded
+        for at in range(first, end, DRAWN):
+            drawn = initial_range(name, size, rank, tp, plan, at, min(at + DRAWN, end))
+            held[at - first : at - first + len(drawn)].copy_(drawn)
 
 
 def canonical_parameters(model: GPTModel, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:

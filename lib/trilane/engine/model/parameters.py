@@ -1,11 +1,5 @@
-"""The parameters of the whole model by name: size, initial value, tensor-parallel split, and a rank's pieces.
+"""The parameters of the whole model by name: size, tensor-parallel split, and a rank's pieces."""
 
-The initial state depends on a parameter's name and the seed alone, so it is the same for any topology. A rank makes
-only the tensors that it holds, one at a time.
-"""
-
-import hashlib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +8,6 @@ import torch
 
 from trilane.config.model import ModelShape
 
-STD = 0.02  # GPT-2, section 2.3
 # The dimension that megatron-core splits: rows of column-parallel layers, columns of row-parallel ones.
 ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.", "linear_fc1.")
 COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
@@ -79,35 +72,6 @@ def _linears(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         if shape.biases == "all" or (shape.biases == "qkv" and "linear_qkv" in name):
             sizes[f"{name}.bias"] = out
     return sizes
-
-
-def initial_tensor(name: str, size: Iterable[int], seed: int, shape: ModelShape) -> torch.Tensor:
-    """The whole parameter `name`, fp32, on the CPU; the same on every machine and topology.
-
-    Weights are normal with deviation 0.02, the two that write to the residual stream 0.02 / sqrt(2 L); biases are 0,
-    norm weights 1. Radford et al. 2019 (GPT-2), section 2.3; the names are megatron-core's, with the layer's number in
-    the whole model. `linear_qkv` holds its rows by group of heads that share keys and values, in GPT-2 one head each:
-    (group, [its queries ..., key, value], channel).
-    """
-    size = tuple(size)
-    if name.endswith(".bias"):
-        return torch.zeros(size)
-    if "layernorm" in name:
-        return torch.ones(size)
-    std = STD / math.sqrt(2 * shape.num_layers) if name.endswith(COLUMNS) else STD
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    return torch.randn(size, generator=generator) * std
-
-
-def initial_slice(name: str, local: Iterable[int], rank: int, tp: int, seed: int, shape: ModelShape) -> torch.Tensor:
-    """The part of parameter `name` that tensor-parallel rank `rank` of `tp` holds; `local` is the size of that part."""
-    local, gated = tuple(local), is_gated_fc1(name, shape)
-    whole, dim = list(paired(local, gated)), split_dim(name, gated)
-    if dim is None or tp == 1:
-        return initial_tensor(name, whole, seed, shape).view(local)
-    whole[dim] *= tp
-    return initial_tensor(name, whole, seed, shape).chunk(tp, dim)[rank].reshape(local)
 
 
 Box = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension of the whole tensor

@@ -119,9 +119,9 @@ def logits(embedding: WordEmbedding, x: torch.Tensor) -> torch.Tensor:
         )
 
 
-def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool = False) -> torch.Tensor:
+def mean_loss(scores: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss: float) -> torch.Tensor:
     """Mean cross-entropy in nats; scores (S, B, V), labels (B, S)."""
-    return token_losses(scores, labels.transpose(0, 1).contiguous(), fused).mean()
+    return token_losses(scores, labels.transpose(0, 1).contiguous(), fused, z_loss).mean()
 
 
 def layers(plan: Plan, settings: TransformerConfig) -> list[LayerSpec]:
