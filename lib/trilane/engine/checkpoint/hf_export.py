@@ -180,7 +180,9 @@ def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...
         whole = {"box": [(0, n) for n in size], "file": name, "at": at}
         found[parameter] = {"shape": list(size), "slices": [whole]}
         tensor = tensors.read(parameter)
-        file.add(torch.cat([tensor, tensor.new_zeros(size[0] - len(tensor), *size[1:])]))
+        file.add(tensor)
+        if len(tensor) < size[0]:
+            file.add(torch.zeros(size[0] - len(tensor), *size[1:]))
         for _ in checkpoints.KINDS[1:]:
             file.add(torch.zeros(size))
     files = {name: file.close()}
