@@ -230,3 +230,36 @@ def test_a_node_that_lacks_a_gpu_ends_the_job_with_a_word(ask: Callable, tmp_pat
     code = f"sys.argv = [{str(tmp_path / 'plan.json')!r}]\n{LACKING}"
     said = f"rank 3 on {platform.node()}: processes per host=4: this host shows 3 GPUs"
     assert ask(small_plan(tmp_path), code, joined=False).splitlines() == [said, "2"]
+
+
+@pytest.mark.parametrize(("cards", "own"), [(4, 3), (1, 0)], ids=["all cards", "srun --gpus-per-task=1"])
+def test_a_task_uses_the_card_of_its_number_or_the_only_one_it_sees(
+    cards: int, own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from trilane.engine.distributed.world import own_device
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    chosen: list[int] = []
+    answers = {"is_available": True, "device_count": cards, "get_device_capability": (9, 0)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert own_device("bf16") == torch.device("cuda", own) and chosen == [own]
+
+
+def test_two_processes_with_one_card_are_refused_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees one card: whether it is its own only its number tells (a task of `srun --gpus-per-task=1` has one)."""
+    import torch
+
+    from trilane.engine.distributed import world
+    from trilane.utils.validation import HostError
+
+    store, card = torch.distributed.HashStore(), torch.device("cuda", 0)
+    for rank, uuid in enumerate("ab"):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, uuid=uuid: type("", (), {"uuid": uuid}))
+        world._require_own_card(store, rank, card)
+    with pytest.raises(HostError, match="rank=2: another process has its GPU"):
+        world._require_own_card(store, 2, card)

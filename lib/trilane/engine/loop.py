@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.plan import Plan
@@ -45,7 +46,8 @@ class Training:
         if world.is_first:
             for name, settings in self._engine.settings.items():
                 write_json(folder / name, settings)
-        self._loader = SampleLoader(plan, world, self._engine.replica)
+        at_an_end = (parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
+        self._loader = SampleLoader(plan, world, self._engine.replica, reads=any(at_an_end))
         self._done, self._saved = 0, ""
         if checkpoint:
             load(checkpoint, plan, world, self._engine)
@@ -71,7 +73,7 @@ class Training:
         with reserved_status(self._folder, "engine") if self._world.is_first else contextlib.nullcontext():
             self._train()
         heartbeat.end()
-        dist.barrier()
+        self._world.barrier()
         dist.destroy_process_group()
 
     def _train(self) -> None:
@@ -108,6 +110,7 @@ class Training:
         lr = self._plan.optimizer.learning_rate(batch.end, self._plan.samples)
         with phase(DATA):
             microbatches = self._loader.microbatches(batch)
+        self._loader.read_ahead(next(self._plan.batches(batch.number), None))
         step = self._engine.step(microbatches, lr)
         end = time.perf_counter()
         self._done = batch.number

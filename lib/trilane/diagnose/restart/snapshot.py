@@ -88,9 +88,8 @@ class Snapshot:
     @property
     def samples(self) -> int | None:
         """The hash of the next iteration's samples over all replicas; None where that of a replica is unknown."""
-        by_replica = {r.dp: r.samples for r in self.ranks}
-        replicas = self.layout[3] if len(self.layout) > 3 else 0
-        hashes = [h for h in by_replica.values() if h is not None]
+        by_replica = {r.dp: r.samples for r in self.ranks if r.samples is not None}  # middle stages have none
+        replicas, hashes = self.layout[3] if len(self.layout) > 3 else 0, list(by_replica.values())
         return sum(hashes) % fingerprints.WORD if hashes and len(hashes) == replicas else None
 
 

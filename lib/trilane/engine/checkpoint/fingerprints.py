@@ -80,16 +80,20 @@ def marks_of(states: States) -> Marks:
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     """The learning rate of the next iteration, and a hash of this replica's samples in it; None after the last.
 
+    No hash on a middle pipeline stage, which reads no samples.
+
     The hash is a sum over samples mod 2^64: the replicas' hashes add up to the batch's, however it is divided.
     """
     batch = next(plan.batches(done), None)
     if batch is None:
         return {"next_lr": None, "samples": None}
-    samples = 0
+    samples, lr = 0, plan.optimizer.learning_rate(batch.end, plan.samples)
+    if not loader.reads:
+        return {"next_lr": lr, "samples": None}
     for microbatch in loader.microbatches(batch):
         for row in microbatch.tokens.cpu().numpy():
             samples += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little")
-    return {"next_lr": plan.optimizer.learning_rate(batch.end, plan.samples), "samples": f"{samples % WORD:016x}"}
+    return {"next_lr": lr, "samples": f"{samples % WORD:016x}"}
 
 
 def facts(plan: Plan, world: World, engine: Engine, iteration: int, upcoming: Mapping[str, Any]) -> dict[str, Any]:

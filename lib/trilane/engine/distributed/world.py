@@ -1,6 +1,7 @@
 """World: this process's rank and device, from torchrun's or SLURM's environment, and small collectives."""
 
 import os
+import platform
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ class World:
     def is_first(self) -> bool:
         """Rank 0 prints and prepares whatever is needed once."""
         return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks; NCCL must be told the device, which the process group does not know."""
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @property
     def is_last(self) -> bool:
@@ -98,7 +103,13 @@ def join(plan: Plan) -> World:
 
 
 def start_process_group(precision: str) -> World:
-    """Start the process group of all processes of the environment; ValueError where the GPU lacks `precision`."""
+    """Start the process group of all processes of the environment; ValueError where the GPU lacks `precision`.
+
+    Without `device_id`, which would make NCCL's communicators at once: torch 2.13 then splits every new_group() off the
+    first (distributed_c10d._new_process_group_helper), also on the ranks that are not in it, one after another: some
+    1,400 splits of 384 ranks for tp 4 x pp 12 x dp 8. So each group gets its communicator in its first collective, and
+    a group that is never used gets none. Not measured: no GPU here.
+    """
     env = os.environ
     size, local_size = int(env["WORLD_SIZE"]), int(env.get("LOCAL_WORLD_SIZE", "1"))
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
@@ -107,10 +118,9 @@ def start_process_group(precision: str) -> World:
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     _require_one_kind(store, size, device)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device)
-    else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    _require_own_card(store, rank, device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
 
 
@@ -129,22 +139,35 @@ def _require_one_kind(store: dist.Store, size: int, device: torch.device) -> Non
     raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and report it")
 
 
+def _require_own_card(store: dist.Store, rank: int, device: torch.device) -> None:
+    """HostError where another process uses this GPU: a task that sees one card may see that of another task."""
+    if device.type != "cuda":
+        return
+    card = f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
+    if store.add(f"trilane/card/{card}", 1) > 1:
+        raise HostError(f"rank={rank}: another process has its GPU {card}; start one task for each GPU")
+
+
 def own_device(precision: str) -> torch.device:
-    """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used."""
+    """This process's GPU, made the current device, or the CPU without one; HostError where the GPU cannot be used.
+
+    That of its number on this host; the only one where it sees one, as under `srun --gpus-per-task=1`.
+    """
     if not torch.cuda.is_available():
         _require_no_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return torch.device("cpu")
     local_size, local_rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     cards = torch.cuda.device_count()
-    if local_size > cards:
+    if local_size > cards > 1:
         raise HostError(f"processes per host={local_size}: this host shows {cards} GPUs")
-    torch.cuda.set_device(local_rank)
+    own = local_rank if cards > 1 else 0
+    torch.cuda.set_device(own)
     # is_bf16_supported() returns True on a V100, which emulates bf16; only the capability is reliable.
     capability = torch.cuda.get_device_capability()
     if precision == "bf16" and capability < (8, 0):
         found = ".".join(map(str, capability))
         raise HostError(f"precision=bf16: needs compute capability 8.0, this card has {found}; use fp16")
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", own)
 
 
 def _require_no_gpu(visible: str | None) -> None:

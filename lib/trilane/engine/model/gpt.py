@@ -128,6 +128,7 @@ def transformer_config(plan: Plan) -> TransformerConfig:
         # With two stages and batched p2p, interleaving trains wrongly without an error (megatron-core 0.16.1).
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # for torch before 1.13: it would wait for the device after each message
         cuda_graph_scope=[],  # the default is deprecated and warns
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
