@@ -55,14 +55,26 @@ def ask(fork: Fork, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., s
 
 
 @pytest.fixture(scope="session")
-def truth(fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """[loss, gradient norm] of each iteration of a task of so many by the plain torch GPT."""
+def truths(fork: Fork, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Task, int], Path]:
+    """The folder of a task of so many iterations by the plain torch GPT; each is trained once."""
 
     @functools.cache
-    def of(task: Task, iterations: int = ITERATIONS) -> list[list[float]]:
+    def of(task: Task, iterations: int) -> Path:
         plan = changed(task.plan(HERE, str(data)), "run", train_iters=iterations)
         folder = run_folder(plan, tmp_path_factory.mktemp("truth") / "run")
         fork(0, folder)
-        return json.loads((folder / "truth.json").read_text())
+        return folder
 
     return of
+
+
+@pytest.fixture(scope="session")
+def truth(truths: Callable[[Task, int], Path]) -> Truth:
+    """[loss, gradient norm] of each iteration of a task of so many."""
+    return lambda task, iterations=ITERATIONS: json.loads((truths(task, iterations) / "truth.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def held_out(truths: Callable[[Task, int], Path]) -> Truth:
+    """[iteration, validation loss] of each of its evaluations."""
+    return lambda task, iterations: json.loads((truths(task, iterations) / "truth-validation.json").read_text())

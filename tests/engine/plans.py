@@ -66,3 +66,9 @@ def run_folder(plan: Plan, folder: Path) -> Path:
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The run's steps.jsonl."""
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def evaluations(folder: Path) -> list[list[float]]:
+    """[iteration, validation loss] of each line of the run's validation.jsonl."""
+    lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+    return [[line["iteration"], line["lm_loss"]] for line in lines]

@@ -20,8 +20,10 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.launch.local import environment
 from trilane.utils.process import held_port
 from trilane.utils.validation import shipped_json
+from trilane.workspace.run_folder import STEPS, VALIDATION
 
 ITERATIONS = 20
+REFERENCE = ("truth", "truth-validation")  # the reference's files: of each iteration, and of each evaluation
 # Largest |difference of loss| to the fp32 reference over all iterations.
 BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-3}
 SHAPE = ModelShape(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
@@ -38,16 +40,19 @@ class Task:
     gbs: int = 8
 
     def plan(self, machine: Cluster, folder: str, engine: str = "megatron", **topology: Any) -> Plan:
-        """The task by an engine on a topology: 20 iterations over Python's standard library, prepared in `folder`."""
+        """The task by an engine on a topology: 20 iterations over Python's standard library, prepared in `folder`.
+
+        A tenth of the documents is held out, and evaluated after 10 iterations and at the end.
+        """
         return Plan(
             label="equality",
             engine=engine,
             shape=self.shape,
             cluster=machine,
             topology=Topology(**{"mbs": self.mbs, "gbs": self.gbs, **topology}),
-            data=Data(source="stdlib", folder=folder),
+            data=Data(source="stdlib", folder=folder, split="90,10"),
             optimizer=self.optimizer,
-            run=Run(train_iters=ITERATIONS),
+            run=Run(train_iters=ITERATIONS, eval_interval=10, eval_iters=1),
         )
 
 
@@ -148,7 +153,10 @@ def worker_pool() -> Iterator[WorkerPool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of one row: the largest |difference of loss| over its iterations (None: did not train), and its time."""
+    """Result of one row: the largest |difference of loss| over its iterations and evaluations, and its time.
+
+    None where it did not train.
+    """
 
     row: Row
     max_abs_diff: float | None
@@ -189,7 +197,8 @@ class ParityRunner:
         seconds = time.monotonic() - begin
         if problem:
             return Result(row=row, max_abs_diff=None, seconds=seconds, problem=problem.strip().splitlines()[-1])
-        losses = [json.loads(line)["lm_loss"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+        lines = [line for name in (STEPS, VALIDATION) for line in (folder / name).read_text().splitlines()]
+        losses = [json.loads(line)["lm_loss"] for line in lines]
         diffs = [abs(loss - right) for loss, right in zip(losses, reference, strict=True)]
         if any(diff != diff for diff in diffs):  # max() could ignore a NaN
             return Result(row=row, max_abs_diff=None, seconds=seconds, problem="a loss is not a number")
@@ -199,7 +208,8 @@ class ParityRunner:
         if task not in self._references:
             folder, problem = self._run(task.plan(self._pool.machine, str(self._folder / "data")), 0)
             assert not problem, problem
-            self._references[task] = [loss for loss, _ in json.loads((folder / "truth.json").read_text())]
+            steps, evaluations = (json.loads((folder / f"{name}.json").read_text()) for name in REFERENCE)
+            self._references[task] = [loss for loss, _ in steps] + [loss for _, loss in evaluations]
         return self._references[task]
 
     def _run(self, made: Plan, processes: int) -> tuple[Path, str]:
