@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from support import small_plan
 
-from trilane.workspace.run_folder import cut_steps, iteration, put_aside, reopen
+from trilane.workspace.run_folder import cut_steps, is_completed, iteration, put_aside, reopen
+from trilane.workspace.status import RunStatus, Status, write_status
 
 
 def line(number: int) -> bytes:
@@ -93,3 +95,13 @@ def test_an_attempt_that_goes_on_keeps_its_files_and_one_that_begins_again_moves
     assert [p.name for p in tmp_path.iterdir()] == ["attempts"]
     assert (tmp_path / "attempts/1/status.json").read_text() == "status.json"
     assert {p.name for p in (tmp_path / "attempts/2").iterdir()} == {"run.log", "steps.jsonl"}
+
+
+def test_a_completed_run_whose_plan_is_extended_has_more_to_do(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(b"".join(map(line, range(1, 5))))
+    write_status(tmp_path, RunStatus(status=Status.COMPLETED, evidence="", rank=None, exit_code=0, seconds=1.0))
+    for iterations, completed in ((4, True), (9, False)):
+        (tmp_path / "plan.json").write_text(json.dumps(small_plan(train_iters=iterations).to_json()))
+        assert is_completed(tmp_path) is completed
+    (tmp_path / "plan.json").unlink()
+    assert is_completed(tmp_path)

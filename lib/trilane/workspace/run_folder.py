@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from trilane.config.plan import read_plan
 from trilane.utils.files import json_object, numbered, replace_text, set_aside
 from trilane.workspace.status import Status, known_status
 
@@ -95,5 +96,15 @@ def is_started(folder: Path) -> bool:
 
 
 def is_completed(folder: Path) -> bool:
-    """Whether the run in the folder has completed; not where its status.json is damaged."""
-    return (written := known_status(folder)) is not None and written.status is Status.COMPLETED
+    """Whether the run in the folder has completed; not where its plan was extended since, or status.json is damaged."""
+    written = known_status(folder)
+    return written is not None and written.status is Status.COMPLETED and not _is_extended(folder)
+
+
+def _is_extended(folder: Path) -> bool:
+    """Whether the plan in the folder has iterations after the last one in steps.jsonl."""
+    done = iteration(folder)
+    try:
+        return 0 < done < read_plan(folder / "plan.json").run.goal
+    except (ValueError, OSError):
+        return False
