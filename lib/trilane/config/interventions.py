@@ -43,6 +43,14 @@ def parse_ranges(field: str, text: str) -> Ranges:
     return ranges
 
 
+def require_trained(skip: str, last: int, goal: int) -> None:
+    """ValueError where `skip` holds the last iteration of the run, or that of a plan, `goal`: both are saved."""
+    skipped = parse_ranges("skip", skip)
+    rule = f"must end before the last iteration, {last}"
+    require(not skipped or skipped[-1][1] < last, "skip", skip, rule)
+    require(not inside(skipped, goal), "skip", skip, f"holds exit_iteration={goal}, which saves")
+
+
 def ranges_text(ranges: Iterable[Sequence[int]]) -> str:
     """The text that parse_ranges() reads."""
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from trilane.config.batch_rampup import Ramp
-from trilane.config.interventions import LrChange, Ranges, factor_of, inside, parse_ranges
+from trilane.config.interventions import LrChange, Ranges, factor_of, inside, parse_ranges, require_trained
 from trilane.utils.validation import require, require_integer, require_known, require_path, require_positive
 
 BLEND = "blend"
@@ -208,7 +208,7 @@ class Run:
         rule = f"must lie between start_iteration={self.start_iteration} and train_iters={self.train_iters}"
         require(self.start_iteration < self.goal <= self.train_iters, "exit_iteration", self.exit_iteration, rule)
         require(not self.start_iteration or bool(self.load), "start_iteration", self.start_iteration, "needs load")
-        self._check_skip()
+        require_trained(self.skip, self.train_iters, self.goal)
         both = (self.eval_interval > 0) == (self.eval_iters > 0)
         require(both, "eval_iters", self.eval_iters, f"needs eval_interval, which is {self.eval_interval}, or neither")
         minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
@@ -223,13 +223,6 @@ class Run:
         require(reached, "profile", self.profile, rule)
         plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
-
-    def _check_skip(self) -> None:
-        """The last iteration of the run, and of this plan, is trained: what is saved there must exist."""
-        skipped = self.skipped
-        last, rule = skipped[-1][1] if skipped else 0, f"must end before the last iteration, {self.train_iters}"
-        require(last < self.train_iters, "skip", self.skip, rule)
-        require(not inside(skipped, self.goal), "skip", self.skip, f"holds exit_iteration={self.goal}, which saves")
 
     @property
     def skipped(self) -> Ranges:
