@@ -7,6 +7,7 @@ moments, for `run.load`. The families: hf_names.py.
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from trilane.config.model import ModelShape
 from trilane.config.shapes import shape_of_config
 from trilane.engine.checkpoint.hf_names import ours, theirs
 from trilane.engine.checkpoint.slices import SliceFile, assemble
-from trilane.engine.model.parameters import whole_sizes
+from trilane.engine.model.parameters import Box, whole_sizes
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line, short
 from trilane.utils.validation import from_mapping, read_json, require, require_known, to_mapping
@@ -31,6 +32,7 @@ from trilane.workspace import checkpoints
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")  # one for each token
 DTYPES = ("F32", "BF16", "F16")
+MOST_BYTES = 10**10  # of an exported file
 
 
 def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
@@ -45,22 +47,44 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
     boxes = {name: _box(name, tensor["shape"], shape) for name, tensor in tensors.items()}
-    entries = []
-    for name, box in boxes.items():
-        parts = theirs(family, name, torch.empty([end for _, end in box], device="meta"), shape)
-        entries += [(n, tuple(part.shape)) for n, part in zip(family.their_names(name), parts, strict=True)]
     require(not out.exists(), "out", out, "exists")
     out.mkdir(parents=True)
-    file = SliceFile(out / WEIGHTS, entries)
-    for name, box in boxes.items():
-        for part in theirs(family, name, assemble(checkpoint, tensors[name]["slices"], "weight", box), shape):
-            file.add(part)
-    file.close()
-    require(not file.error, "out", out, file.error)
+    held: dict[str, str] = {}
+    files = _files_of(boxes)
+    for path, names in files.items():
+        entries: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            parts = theirs(family, name, torch.empty([end for _, end in boxes[name]], device="meta"), shape)
+            entries |= {n: tuple(part.shape) for n, part in zip(family.their_names(name), parts, strict=True)}
+        held |= dict.fromkeys(entries, path)
+        file = SliceFile(out / path, entries.items())
+        for name in names:
+            whole = assemble(checkpoint, tensors[name]["slices"], "weight", boxes[name])
+            for part in theirs(family, name, whole, shape):
+                file.add(part)
+        file.close()
+        require(not file.error, "out", out, file.error)
+    if len(files) > 1:
+        replace_text(out / INDEX, json.dumps({"metadata": {"total_size": 4 * shape.parameters}, "weight_map": held}))
     replace_text(out / CONFIG, json.dumps(family.config(shape), indent=2) + "\n")
 
 
-def _box(name: str, size: Sequence[int], shape: ModelShape) -> tuple[tuple[int, int], ...]:
+def _files_of(boxes: Mapping[str, Box]) -> dict[str, list[str]]:
+    """File -> the canonical tensors in it: at most MOST_BYTES, or one tensor that is larger."""
+    lists: list[list[str]] = [[]]
+    left = MOST_BYTES
+    for name, box in boxes.items():
+        size = 4 * math.prod(end for _, end in box)
+        if size > left and lists[-1]:
+            lists, left = [*lists, []], MOST_BYTES
+        lists[-1].append(name)
+        left -= size
+    if len(lists) == 1:
+        return {WEIGHTS: lists[0]}
+    return {f"model-{n:05d}-of-{len(lists):05d}.safetensors": names for n, names in enumerate(lists, 1)}
+
+
+def _box(name: str, size: Sequence[int], shape: ModelShape) -> Box:
     """The part of a canonical tensor that is exported: all but the rows behind the vocabulary."""
     return tuple((0, shape.vocab_size if name in ROWS and d == 0 else n) for d, n in enumerate(size))
 
