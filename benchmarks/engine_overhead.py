@@ -3,10 +3,13 @@
 The engine's whole iteration (data, phases, checks, loss over replicas, log, steps.jsonl) against a bare one over the
 same megatron-core model, DDP and optimizer: zero, schedule, step, on samples that are there already. Both take turns
 in one run, a bare one in each of the engine's, before or after its step, so that a load from outside falls on both.
+With `--against plain` the other is the plain torch GPT of gpu_mfu.py instead, with torch's AdamW, over the same
+microbatches: what megatron-core and our loop cost together, on one process.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -49,7 +52,7 @@ def main() -> None:
             os.environ.setdefault(name, value)
         path = folder / f"plan-{rank}.json"
         path.write_text(json.dumps(_plan(args, folder).to_json()))
-        found = run(path)
+        found = run(path, args.against)
     if rank == 0:
         os.write(terminal, (said(found, args.json) + "\n").encode())
 
@@ -60,6 +63,8 @@ def _arguments() -> argparse.Namespace:
     for name, value in {"tp": 1, "pp": 1, "dp": 1, "mbs": 4, "gbs": 8, "pairs": 60}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--against", default="bare", choices=("bare", "plain"))
+    parser.add_argument("--fused", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--timers", action="store_true", help="with phase timers, printed at each iteration")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -80,15 +85,15 @@ def _folder(rank: int) -> Iterator[Path]:
 
 def _plan(args: argparse.Namespace, folder: Path) -> Plan:
     topology = Topology(tp=args.tp, pp=args.pp, dp=args.dp, mbs=args.mbs, gbs=args.gbs, precision=args.precision)
-    run = Run(train_iters=args.pairs + LEFT_OUT + 1, timers=args.timers)
+    run = Run(train_iters=args.pairs + LEFT_OUT + 1, timers=args.timers, fused=args.fused)
     data = Data(source="mock", folder=str(folder / "data"))
     shape = parse_shape(args.shape)
     # No number of the cluster is used; it has to have the precision.
     return Plan(label="overhead", shape=shape, cluster=cluster("h200"), topology=topology, data=data, run=run)
 
 
-def run(path: Path) -> dict[str, Any]:
-    """Train the plan with the engine's own entry point, a bare iteration in each of the engine's."""
+def run(path: Path, against: str) -> dict[str, Any]:
+    """Train the plan with the engine's own entry point, a bare iteration or a plain one in each of the engine's."""
     from trilane.engine.distributed.cpu import enable_cpu
 
     enable_cpu()
@@ -98,7 +103,9 @@ def run(path: Path) -> dict[str, Any]:
     build, pairs = loop.build, list[Paired]()
 
     def paired(plan: Plan, world: Any) -> "Paired":
-        pairs.append(Paired(build(plan, world)))
+        engine = build(plan, world)
+        other = Plain(plan).step if against == "plain" else functools.partial(bare, engine)
+        pairs.append(Paired(engine, other))
         return pairs[0]
 
     loop.build = paired
@@ -110,8 +117,8 @@ def run(path: Path) -> dict[str, Any]:
 class Paired:
     """The engine, with a bare iteration in each of its steps; all else is the engine's."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, other: Callable[[Sequence[Any]], None]) -> None:
+        self._engine, self._other = engine, other
         self.bare: dict[str, list[float]] = {name: [] for name in CLOCKS}
         self.library: dict[str, list[float]] = {name: [] for name in CLOCKS}
         self._inside = False
@@ -167,9 +174,36 @@ class Paired:
 
     def _timed(self, microbatches: Sequence[Any]) -> None:
         begin = {name: clock() for name, clock in CLOCKS.items()}
-        bare(self._engine, microbatches)
+        self._other(microbatches)
         for name, clock in CLOCKS.items():
             self.bare[name].append(clock() - begin[name])
+
+
+class Plain:
+    """The plain torch GPT of gpu_mfu.py, with torch's AdamW and clipping."""
+
+    def __init__(self, plan: Plan) -> None:
+        import gpu_mfu
+        import torch
+
+        o = plan.optimizer
+        self._model, self._clip = gpu_mfu.model(plan.shape), o.clip_grad
+        weights = list(self._model.parameters())
+        groups = [
+            {"params": [w for w in weights if w.dim() == 2], "weight_decay": o.weight_decay},
+            {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+
+    def step(self, microbatches: Sequence[Any]) -> None:
+        """One iteration over the microbatches."""
+        import torch
+
+        self._adam.zero_grad()
+        for batch in microbatches:
+            (self._model(batch.tokens, batch.labels) / len(microbatches)).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self._adam.step()
 
 
 def bare(engine: Any, microbatches: Sequence[Any]) -> None:
@@ -237,7 +271,7 @@ def said(found: dict[str, Any], as_json: bool) -> str:
     if as_json:
         return json.dumps(found)
     lines = [
-        f"{name}: bare {v['bare_s'] * 1e3:.2f} ms, engine {v['engine_s'] * 1e3:.2f} ms, "
+        f"{name}: the other {v['bare_s'] * 1e3:.2f} ms, engine {v['engine_s'] * 1e3:.2f} ms, "
         f"of it our own {v['own_s'] * 1e3:.2f} ms, ratio {v['ratio']:.4f} ({v['low']:.4f} to {v['high']:.4f})"
         for name, v in ((name, found[name]) for name in CLOCKS)
     ]
