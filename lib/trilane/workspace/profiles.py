@@ -12,7 +12,7 @@ FOLDER = "profile"
 MARK = "part: "  # how the trace names the ranges of parts
 ORDER = ("attention", "MLP", "norms", "embedding", "head and loss", "optimizer", "communication", "other")
 KINDS = ("matmul", "attention", "elementwise", "communication", "optimizer")
-MATMUL = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
+MATMUL = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
 CORE = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention", "fmha")
 
 

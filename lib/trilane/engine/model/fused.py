@@ -1,4 +1,4 @@
-"""The fused parts of a layer and of the loss: MLP, residual, query-key-value product, cross-entropy.
+"""The fused parts of a layer and of the loss: MLP, residual, products with their bias, cross-entropy.
 
 Each is a plain function that `compiled` makes one kernel of. Unfused, they are megatron-core's. The parameters are the
 same, so checkpoints are. S sequence, B microbatch, C hidden size, F channels inside the MLP (2 F with a gate), V rows
@@ -72,29 +72,6 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]
     return added
 
 
-class FusedMLP(MLP):
-    """megatron-core's MLP; where config.bias_activation_fusion, bias and activation are one kernel.
-
-    Its own fusion has GELU in the tanh form (losses 2.5e-4 off), and adds the bias before it calls another function.
-    """
-
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
-        super().__init__(
-            config,
-            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-        )
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        """(S, B, C) -> (S, B, C) and the bias to be added to it."""
-        if not self.config.bias_activation_fusion:
-            return super().forward(hidden_states, *args, **options)
-        inner, bias = self.linear_fc1(hidden_states)
-        config = self.config
-        return self.linear_fc2(compiled(activate)(inner, bias, config.activation_func, config.gated_linear_unit))
-
-
 class _LinearWithBias(LinearWithGradAccumulationAndAsyncCommunication):
     """megatron-core's product with its communication, the bias in the product instead of added to its result."""
 
@@ -115,15 +92,51 @@ class _LinearWithBias(LinearWithGradAccumulationAndAsyncCommunication):
         return F.linear(x, weight, bias)
 
 
-class QkvLinear(ColumnParallelLinear):
-    """A column-parallel layer; where config.bias_activation_fusion, its bias is added inside the product."""
+class BiasLinear(ColumnParallelLinear):
+    """A column-parallel layer whose bias is added inside the product, where it adds one."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if not self.config.bias_activation_fusion or options["bias"] is None:
+        if options["bias"] is None:
             return super()._forward_impl(input, weight, *args, **options)
         names = ["bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"]
         names += ["grad_output_buffer", "wgrad_deferral_limit", "tp_group"]
         return _LinearWithBias.apply(input, weight, *(options[name] for name in names))
+
+
+class RowLinear(RowParallelLinear):
+    """A row-parallel layer; on one rank its bias is added inside the product, where others first sum their parts."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(S, B, channels of this rank) -> (S, B, C), and the bias where it is still to be added."""
+        if self.bias is None or self.tp_group.size() > 1:
+            return super().forward(input_)
+        options = (self.gradient_accumulation_fusion, False, False, None, None, self.tp_group)
+        return _LinearWithBias.apply(input_, self.weight, self.bias, *options), None
+
+
+class FusedMLP(MLP):
+    """megatron-core's MLP; where config.bias_activation_fusion, bias and activation are one kernel.
+
+    Otherwise the product adds the bias, which spares a pass over the widest tensor. megatron-core's own fusion has GELU
+    in the tanh form (losses 2.5e-4 off), and adds the bias before it calls another function.
+    """
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(
+            config,
+            MLPSubmodules(linear_fc1=BiasLinear, linear_fc2=RowLinear),
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        self.linear_fc1.skip_bias_add = config.bias_activation_fusion  # unfused, the product adds it
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        """(S, B, C) -> (S, B, C) and the bias to be added to it."""
+        if not self.config.bias_activation_fusion:
+            return super().forward(hidden_states, *args, **options)
+        inner, bias = self.linear_fc1(hidden_states)
+        config = self.config
+        return self.linear_fc2(compiled(activate)(inner, bias, config.activation_func, config.gated_linear_unit))
 
 
 def partial_sums(
@@ -196,9 +209,12 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, fused: bool, z_loss
     Its gradient is that of the cross-entropy + z_loss x logsumexp(logits)^2.
     """
     with torch.profiler.record_function(MARK + HEAD):
-        if not fused and not z_loss:
+        if fused or z_loss:
+            return _CrossEntropy.apply(logits, labels, fused, z_loss)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
             return tensor_parallel.vocab_parallel_cross_entropy(logits.float(), labels)
-        return _CrossEntropy.apply(logits, labels, fused, z_loss)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view_as(labels)
 
 
 class GPT(GPTModel):

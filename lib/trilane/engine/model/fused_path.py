@@ -46,7 +46,8 @@ def choose(plan: Plan, world: World) -> Path:
     problem = compile_problem(world.device) if wanted else ""
     problem = next((found for found in gather_values(world, problem) if found), "") if wanted else ""
     fused = wanted and not problem
-    adds = fused and plan.engine == "megatron" and all(gather_values(world, adds_into_gradients(world.device)))
+    adds = plan.engine == "megatron" and (fused or plan.topology.precision == "fp32")
+    adds = adds and all(gather_values(world, adds_into_gradients(world.device)))
     return Path(fused=fused, why=problem or why, attention=_attention(plan, world.device), adds_gradients=adds)
 
 

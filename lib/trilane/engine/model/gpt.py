@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
 from trilane.engine.model.attention import Attention
-from trilane.engine.model.fused import GPT, FusedMLP, QkvLinear, bias_dropout_add
+from trilane.engine.model.fused import GPT, BiasLinear, FusedMLP, RowLinear, bias_dropout_add
 from trilane.engine.model.initial import initial_range
 from trilane.engine.model.parameters import is_gated_fc1, split_dim
 
@@ -67,7 +67,8 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = partial(Attention, shape=shape)
-    parts.self_attention.submodules.linear_qkv = QkvLinear
+    parts.self_attention.submodules.linear_qkv = BiasLinear
+    parts.self_attention.submodules.linear_proj = RowLinear
     parts.mlp = FusedMLP
     parts.self_attn_bda = parts.mlp_bda = bias_dropout_add
     return spec
