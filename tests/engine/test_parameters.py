@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {**RMS, "activation": "swiglu", "biases": "none", "num_key_value_heads": 4, "ffn_hidden_size": 1216},
     "qwen": {**RMS, "activation": "swiglu", "biases": "qkv", "num_key_value_heads": 2},
     "bloom": {"positions": "alibi", "embedding_layernorm": True, "activation": "gelu-tanh"},
-    "shared": {"positions": "none", "activation": "geglu", "num_key_value_heads": 2, "tied_embeddings": False},
+    "shared": {"positions": "none", "activation": "geglu", "num_key_value_heads": 1, "tied_embeddings": False},
     "nemotron": {"positions": "rotary", "activation": "squared-relu", "biases": "none", "ffn_hidden_size": 2176},
     "opt": {"activation": "relu", "ffn_hidden_size": 1088, "biases": "qkv"},
 }
@@ -74,8 +74,7 @@ PLANS = [
     plan("uniform", False, 1, 4, 2, 12, last=6),
     plan("uniform", True, 1, 4, 2, 12, first=2, last=2),
     plan("uniform", True, 1, 4, 1, 11, first=1, last=4),
-    # With fewer key-value heads than ranks the prediction counts a copy for each rank, megatron-core 0.16.1 cuts rows.
-    *(kind_of(name, tp, pp, **fields) for name, fields in KINDS.items() for tp, pp in ((1, 2), (2, 1))),
+    *(kind_of(name, tp, pp, **fields) for name, fields in KINDS.items() for tp, pp in ((1, 2), (4, 1))),
 ]
 
 

@@ -152,12 +152,12 @@ def test_a_proposal_has_as_many_shared_heads_as_its_shape():
     assert shapes and {p.shape for p in survey(request, shapes)[0]} == set(shapes)
 
 
-def test_an_mlp_off_the_tiles_and_copied_key_value_heads_are_named():
+def test_an_mlp_off_the_tiles_and_key_value_heads_fewer_than_ranks_are_named():
     shape = replace(parse_shape("32,4096,32,4096,128256"), activation="swiglu", num_key_value_heads=4)
     t = Topology(tp=8, gbs=8, precision="bf16", zero=1)
     notes = broken_rules(replace(shape, ffn_hidden_size=11008), t, A100)
     assert "ffn_hidden_size=11008: 11008 / tp 8 should be a multiple of the 128-wide tile" in notes
-    assert "num_key_value_heads=4: should be a multiple of tp 8: GPUs hold copies of them" in notes
+    assert "num_key_value_heads=4: should be a multiple of tp 8: GPUs use the same, and gather them" in notes
     even = broken_rules(replace(shape, ffn_hidden_size=14336, num_key_value_heads=8), t, A100)
     assert not [note for note in even if note.startswith(("ffn", "num_key"))]
 

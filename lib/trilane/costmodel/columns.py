@@ -103,14 +103,17 @@ class Columns:
 
     @property
     def kv_hidden(self) -> Number:
-        """Channels of all keys (or values) on the ranks of a tensor-parallel group, which hold a head each at least."""
+        """Channels of all keys (or values) on the ranks of a tensor-parallel group, which use a head each at least."""
         return np.maximum(self.kv_heads, self.tp) * self.head_dim
 
     @property
     def matrices(self) -> tuple[tuple[Number, Number], ...]:
-        """Outputs and inputs of a layer's matrices on one GPU: queries, keys and values; projection; MLP in and out."""
+        """Outputs and inputs of a layer's matrices on one GPU: queries, keys and values; projection; MLP in and out.
+
+        With fewer heads of keys than ranks megatron-core 0.16.1 cuts their rows too, and gathers what they make.
+        """
         h, f, t = self.hidden, self.ffn, self.tp
-        return ((h + 2 * self.kv_hidden) / t, h), (h, h / t), ((1 + self.gated) * f / t, h), (h, f / t)
+        return ((h + 2 * self.kv_heads * self.head_dim) / t, h), (h, h / t), ((1 + self.gated) * f / t, h), (h, f / t)
 
     @property
     def layer_weights(self) -> Number:

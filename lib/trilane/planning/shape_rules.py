@@ -33,7 +33,7 @@ def broken_rules(shape: ModelShape, topology: Topology, cluster: Cluster) -> lis
         rule = f"{shape.ffn} / tp {t.tp} should be a multiple of the {TILE}-wide tile"
         notes.append(f"ffn_hidden_size={shape.ffn}: {rule}")
     if shape.kv_heads < t.tp:
-        rule = f"should be a multiple of tp {t.tp}: GPUs hold copies of them"
+        rule = f"should be a multiple of tp {t.tp}: GPUs use the same, and gather them"
         notes.append(f"num_key_value_heads={shape.kv_heads}: {rule}")
     lost = wave_loss(shape, t, cluster)
     if lost > WAVE_LIMIT:
