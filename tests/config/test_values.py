@@ -209,6 +209,10 @@ BAD = [
         ),
         "tp=2: must divide the heads of keys and values, or be a multiple of them: 3",
     ),
+    (
+        lambda: plan(shape=replace(SMALL, num_attention_heads=64, num_key_value_heads=1), topology=Topology(tp=8)),
+        "tp=8: must divide the channels of queries, keys and values: 132",
+    ),
     (lambda: plan(engine="hf-zero3", topology=Topology(pp=2)), "pp=2: engine hf-zero3 has no pipeline"),
     (
         lambda: plan(engine="hf-zero3", topology=Topology(zero=3, recompute="selective")),

@@ -111,6 +111,13 @@ SHAPE_RULES = (
         of_sizes=True,
     ),
     Rule(
+        "tp",
+        "must divide the channels of queries, keys and values",
+        lambda t, s: (s.hidden_size + 2 * s.kv_heads * s.head_dim) % t.tp == 0,
+        lambda t, s: f": {s.hidden_size + 2 * s.kv_heads * s.head_dim}",
+        of_sizes=True,
+    ),
+    Rule(
         "cp",
         "must divide seq_length into two halves a rank",
         lambda t, s: t.cp == 1 or s.seq_length % (2 * t.cp) == 0,
