@@ -92,20 +92,22 @@ def _attention(plan: Plan, device: torch.device) -> str:
         order = [efficient, plain]
     if plan.shape.positions == "alibi":  # a mask, which flash attention does not take
         order = [efficient, plain]
-    dtype = DTYPES[plan.topology.precision]
-    first = next(kernel for kernel in order if _works(kernel, plan.shape.head_dim, dtype, plan.dropout.attention))
+    first = next(kernel for kernel in order if _works(kernel, plan))
     sdpa_kernel([first, *(kernel for kernel in order if kernel is not first)], set_priority=True).__enter__()
     return KERNELS[first]
 
 
-def _works(kernel: Any, channels: int, dtype: torch.dtype, dropout: float) -> bool:
-    """Whether a kernel computes causal attention and its gradient for heads of so many channels, in our layout."""
-    base = torch.randn(128, 1, 2, 3 * channels, device="cuda", dtype=dtype, requires_grad=True)  # (S, B, H, 3 D)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in base.chunk(3, -1))
+def _works(kernel: Any, plan: Plan) -> bool:
+    """Whether a kernel computes the plan's attention and its gradient, in our layout: causal, or with ALiBi's mask."""
+    dtype, masked = DTYPES[plan.topology.precision], plan.shape.positions == "alibi"
     state = torch.cuda.get_rng_state()
+    base = torch.randn(128, 1, 2, 3 * plan.shape.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in base.chunk(3, -1))  # of (S, B, H, 3 D)
+    mask = torch.zeros(1, 2, 128, 128, device="cuda", dtype=dtype) if masked else None
     try:
         with sdpa_kernel(kernel):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout).sum().backward()
+            out = F.scaled_dot_product_attention(q, k, v, mask, plan.dropout.attention, is_causal=not masked)
+            out.sum().backward()
     except RuntimeError:
         return False
     finally:
