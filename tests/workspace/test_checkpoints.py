@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -165,11 +166,16 @@ def test_the_checksum_of_a_large_file_is_that_of_its_chunks_and_a_plain_one_stil
 ) -> None:
     """By several threads, by one, and of bytes that come in parts; a checkpoint of before has that of b2sum."""
     monkeypatch.setattr(checkpoints, "CHUNK", 10)
+    monkeypatch.setattr(checkpoints, "TASK", 1)
     path, data = tmp_path / "a", bytes(range(25))
     path.write_bytes(data)
     came = checkpoints.Checksum()
-    for part in (data[:7], data[7:20], data[20:]):
+    for number, part in enumerate((data[:7], data[7:10], data[10:20], data[20:])):
         came.update(part)
+        path.write_bytes(data[: (7, 10, 20, 25)[number]])
+        assert came.text() == checkpoints.digest(path)
+    crcs = b"".join(zlib.crc32(data[at : at + 10]).to_bytes(4, "little") for at in (0, 10, 20))
+    assert came.text() == f"crc32:{hashlib.blake2b(crcs, digest_size=16).hexdigest()}"
     assert came.text() == checkpoints.digest(path) == checkpoints.digest(path, threads=3)
     plain = hashlib.blake2b(data, digest_size=16).hexdigest()
     assert came.text() != plain and checkpoints.is_intact(path, came.text()) and checkpoints.is_intact(path, plain)

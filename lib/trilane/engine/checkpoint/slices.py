@@ -22,7 +22,7 @@ from trilane.utils.validation import require
 from trilane.workspace.checkpoints import Checksum
 
 FLOAT_BYTES = 4
-BLOCK = 1 << 22  # bytes that are hashed (0.9 GB/s on a core) by one thread while another writes them
+BLOCK = 1 << 22  # bytes that are summed up by one thread while another writes them
 WAITING = 16  # blocks that wait to be hashed, at most: they keep their tensors in memory
 SYNC = 1 << 26  # bytes after which they are brought to the disk while the next are written
 
