@@ -14,7 +14,8 @@ from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.logs.run import read_log
 from trilane.workspace.phase_times import read_phase_times
 
-phases, report = Later("trilane.engine.monitor.phases"), Later("trilane.engine.monitor.report")
+torch, phases = Later("torch"), Later("trilane.engine.monitor.phases")
+report = Later("trilane.engine.monitor.report")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says while it is imported
 
 LINE = (
@@ -123,6 +124,22 @@ def test_timers_fill_the_iteration_and_our_reader_reads_them(
 def test_a_phase_counts_its_own_time_and_not_that_of_those_inside() -> None:
     marks = [(0.0, ""), (1.0, "forward-compute"), (2.0, "batch-generator"), (4.0, "forward-compute"), (5.0, "")]
     assert phases.durations(marks) == {"": 1.0, "forward-compute": 2.0, "batch-generator": 2.0}
+
+
+def test_what_happens_between_iterations_counts_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation has the phases of an iteration; the clock goes on by one at each change of phase."""
+    clock = iter(range(100))
+    monkeypatch.setattr("trilane.engine.monitor.phases.perf_counter", lambda: float(next(clock)))
+    timers = phases.Timers(torch.device("cpu"))
+    for evaluates in (False, True):
+        with phases.phase("forward-compute"):
+            pass
+        timers.skip() if evaluates else timers.fold()
+    with phases.phase("forward-compute"):
+        pass
+    timers.fold()
+    timers.stop()
+    assert timers.own() == {"forward-compute": 1.0}
 
 
 def test_a_phase_that_broke_says_where() -> None:
