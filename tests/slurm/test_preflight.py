@@ -131,6 +131,14 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
     assert found.level == REFUSAL and says in found.message and len(found.remedy) > 5
 
 
+def test_the_copy_that_a_save_is_written_from_must_fit_into_the_node(folder: Path) -> None:
+    """12 bytes a parameter, 2.1 TB on one node with 176B; a run that never saves has none."""
+    big = plan(shape="70,14336,112,2048,50304", topology={"tp": 8, "pp": 1, "dp": 1})
+    big, never = (replace(big, run=replace(big.run, save_interval=n)) for n in (100, 0))
+    said = [[f.message for f in findings(folder, p, A100) if f.rule == "host memory"] for p in (big, never)]
+    assert said[0][0].startswith("a save's copy, with the offload, takes 2081 GB") and not said[1]
+
+
 EDITED = {
     "kill-on-bad-exit": (lambda s: s.replace("--kill-on-bad-exit=1 ", ""), "the others wait until the time limit"),
     "pipefail": (lambda s: s.replace("set -euo pipefail", "set -eu"), "a failed run counts as COMPLETED"),

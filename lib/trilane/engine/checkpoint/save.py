@@ -76,7 +76,7 @@ class Saver:
         pieces = engine.states.pieces
         mine = (n for n, piece in enumerate(pieces) if n % replicas == replica and not piece.written_elsewhere)
         self._mine = [n for n in mine if engine.states.shard(n) != (0, 0)]
-        if plan.run.save_interval or plan.run.saves_at_end:
+        if plan.run.saves_at_end:
             self._allocate()
 
     @property

@@ -106,7 +106,9 @@ def limits(case: JobCheck) -> Iterator[JobFinding]:
 
 
 def memory(case: JobCheck) -> Iterator[JobFinding]:
-    """The fullest stage against the card, and an offload against the node's memory."""
+    """The fullest stage against the card; an offload, and the copy that a save is written from, against the node's
+    memory. The copy is there from the start of a run that saves.
+    """
     p, used = case.prediction, min(case.plan.topology.gpus, case.cluster.gpus_per_node)
     card, risk = case.cluster.gpu.memory_bytes, p.oom_probability
     message = f"predicted {p.memory_bytes / 2**30:.1f} of {card / 2**30:.1f} GiB, probability of running out {risk:.0%}"
@@ -116,9 +118,14 @@ def memory(case: JobCheck) -> Iterator[JobFinding]:
     elif p.is_risky:
         yield warn("memory", message, remedy)
     host, has = p.host_memory_bytes * used / 1e9, case.cluster.host_memory_bytes / 1e9
+    run, share = case.plan.run, used / case.plan.topology.gpus
+    copy = share * checkpoint_bytes(case.plan.shape) / 1e9 * run.saves_at_end
     if host > has:
         message = f"the offload takes {host:.0f} GB of a node's {has:.0f} GB"
         yield refuse("host memory", message, "more replicas, or no offload")
+    elif host + copy > has:
+        message = f"a save's copy, with the offload, takes {host + copy:.0f} GB of a node's {has:.0f} GB"
+        yield refuse("host memory", message, "more nodes, or no offload")
 
 
 def time(case: JobCheck) -> Iterator[JobFinding]:
