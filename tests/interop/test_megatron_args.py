@@ -80,7 +80,8 @@ KINDS = [
     (LM, replace(LLAMA, norm_epsilon=1e-6, rotary_base=5e5)),
     (LM, replace(SHAPE, tied_embeddings=False, ffn_hidden_size=512, positions="none")),
     (LM, replace(SHAPE, activation="squared-relu", positions="rotary")),
-    (DEEPSPEED, replace(SHAPE, embedding_layernorm=True, positions="alibi")),
+    (LM, replace(SHAPE, activation="gelu-tanh")),
+    (DEEPSPEED, replace(SHAPE, embedding_layernorm=True, positions="alibi", activation="gelu-tanh")),
     (DEEPSPEED, replace(SHAPE, activation="swiglu", ffn_hidden_size=640, positions="rotary")),
     (DEEPSPEED, replace(SHAPE, activation="geglu", ffn_hidden_size=1024, norm_epsilon=1e-6)),
 ]

@@ -118,7 +118,9 @@ def read_kind(given: Given) -> dict[str, Any]:
     rule = f"contradicts --position-embedding-type {position}: a model has one kind of positions"
     require(not turned or positions[position] not in ("alibi", "none"), "--use-rotary-position-embeddings", "yes", rule)
     require(gate in ("gelu", *GATED), "--glu-activation", gate, f"a plan has {', '.join(GATED)}")
-    activation = next((kind for kind in ("swiglu", "squared-relu") if given.has(kind.replace("-", "_"))), gate)
+    exact = given.has("no_bias_gelu_fusion") or given.has("disable_bias_linear")  # their fused kernel has the tanh form
+    plain = gate if exact or gate != "gelu" else "gelu-tanh"
+    activation = next((kind for kind in ("swiglu", "squared-relu") if given.has(kind.replace("-", "_"))), plain)
     no_bias, qkv = given.has("disable_bias_linear"), given.has("add_qkv_bias")
     usual = 0 if activation != gate else 4 * given.get("hidden_size", int)
     groups = given.get("num_query_groups", int, 1) if given.has("group_query_attention") else 0
