@@ -37,7 +37,6 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         if self._stream:
             phases.subscribe(self._hold_optimizer)
-        self.bytes = self._room.nbytes
 
     def take(self, marks: Marks) -> None:
         """Copy the state as it is now, and mark what lies on a GPU; collective where the engine gathers its pieces."""
@@ -55,6 +54,7 @@ class HostCopy:
     def wait(self) -> None:
         """Until the copies are complete; for the thread that reads them."""
         if self._copied:
+            torch.cuda.set_device(self._device)  # a thread begins with the first card of the host
             self._copied.synchronize()
 
     def held(self) -> Iterator[tuple[int, str, torch.Tensor]]:
