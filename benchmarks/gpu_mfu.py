@@ -176,8 +176,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mbs", type=int, default=0, help="0: the largest of 8, 4, 2, 1 that the planner finds to fit")
     parser.add_argument("--gbs", type=int, default=32)
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
-    parser.add_argument("--iterations", type=int, default=22)
-    parser.add_argument("--leave-out", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=16)
+    parser.add_argument("--leave-out", type=int, default=6)
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/gpu_mfu"), help="folder of the JSON, the page, the logs"
     )

@@ -3,7 +3,11 @@
 import json
 import platform
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -250,16 +254,41 @@ def test_a_task_uses_the_card_of_its_number_or_the_only_one_it_sees(
     assert own_device("bf16") == torch.device("cuda", own) and chosen == [own]
 
 
-def test_two_processes_with_one_card_are_refused_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_that_share_a_card_are_refused_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees one card: whether it is its own only its number tells (a task of `srun --gpus-per-task=1` has one)."""
     import torch
 
     from trilane.engine.distributed import world
     from trilane.utils.validation import HostError
 
-    store, card = torch.distributed.HashStore(), torch.device("cuda", 0)
-    for rank, uuid in enumerate("ab"):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, uuid=uuid: type("", (), {"uuid": uuid}))
-        world._require_own_card(store, rank, card)
-    with pytest.raises(HostError, match="rank=2: another process has its GPU"):
-        world._require_own_card(store, 2, card)
+    store, card, uuids = torch.distributed.HashStore(), torch.device("cuda", 0), threading.local()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: uuids)
+    monkeypatch.setattr(world.time, "sleep", lambda _: None)
+
+    def refused(rank: int) -> str:
+        uuids.uuid = "aba"[rank]
+        try:
+            world._require_own_card(store, rank, 3, card)
+        except HostError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(refused, range(3)))
+    assert [line.partition(":")[0] for line in found] == ["rank=0", "", "rank=2"]
+
+
+def test_the_chosen_order_of_attention_kernels_lasts() -> None:
+    """Torch's context of kernels, not kept, is left at once: the log named a kernel that did not run."""
+    code = """
+import torch
+from torch.nn.attention import SDPBackend
+from trilane.engine.model.fused_path import prefer
+prefer([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH])
+print(torch._C._get_sdp_priority_order()[:2], torch.backends.cuda.flash_sdp_enabled())
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    from torch.nn.attention import SDPBackend
+
+    wanted = [int(SDPBackend.CUDNN_ATTENTION.value), int(SDPBackend.MATH.value)]
+    assert run.stdout.split("\n")[-2] == f"{wanted} False"

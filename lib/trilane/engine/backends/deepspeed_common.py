@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -36,6 +37,8 @@ def start() -> None:
         get_accelerator().is_fp16_supported = lambda: True
         # It starts a process to count NUMA nodes; ZeRO 3 asks for each gradient.
         get_accelerator().device_count = functools.cache(get_accelerator().device_count)
+    else:  # its engines take LOCAL_RANK for the number of the card, which is 0 where a task sees one card alone
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
 
 

@@ -118,7 +118,7 @@ def start_process_group(precision: str) -> World:
     store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     _require_one_kind(store, size, device)
-    _require_own_card(store, rank, device)
+    _require_own_card(store, rank, size, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
@@ -139,12 +139,17 @@ def _require_one_kind(store: dist.Store, size: int, device: torch.device) -> Non
     raise ValueError(f"GPUs={gpus}: {size - gpus} of {size} ranks have none, and report it")
 
 
-def _require_own_card(store: dist.Store, rank: int, device: torch.device) -> None:
-    """HostError where another process uses this GPU: a task that sees one card may see that of another task."""
+def _require_own_card(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """HostError on each rank that shares its GPU: a task that sees one card may see that of another task."""
     if device.type != "cuda":
         return
     card = f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
-    if store.add(f"trilane/card/{card}", 1) > 1:
+    store.add(f"trilane/card/{card}", 1)
+    if store.add("trilane/cards", 1) == size:
+        store.set("trilane/cards are known", "here")
+    store.wait(["trilane/cards are known"], TIMEOUT)
+    if store.add(f"trilane/card/{card}", 0) > 1:
+        time.sleep(1.0)  # rank 0 may host the store that others still read
         raise HostError(f"rank={rank}: another process has its GPU {card}; start one task for each GPU")
 
 

@@ -1,5 +1,6 @@
 """Which path a run takes, fused or not, and with which attention kernel: by the card, and by what works on it."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ KERNELS = {
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
     SDPBackend.MATH: "plain",
 }
+_PREFERRED = contextlib.ExitStack()  # a context that is not kept is left at once
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -93,8 +95,13 @@ def _attention(plan: Plan, device: torch.device) -> str:
     if plan.shape.positions == "alibi":  # a mask, which flash attention does not take
         order = [efficient, plain]
     first = next(kernel for kernel in order if _works(kernel, plan))
-    sdpa_kernel([first, *(kernel for kernel in order if kernel is not first)], set_priority=True).__enter__()
+    prefer([first, *(kernel for kernel in order if kernel is not first)])
     return KERNELS[first]
+
+
+def prefer(kernels: list[Any]) -> None:
+    """Let attention use these kernels alone from now on, the first that can; until the process ends."""
+    _PREFERRED.enter_context(sdpa_kernel(kernels, set_priority=True))
 
 
 def _works(kernel: Any, plan: Plan) -> bool:

@@ -104,7 +104,7 @@ class Profiler:
         def leave(*_: Any) -> None:
             inside.pop().__exit__(None, None, None)
 
-        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         self._undo += [handle.remove for handle in handles]
 
     def _phase(self) -> Callable[[str], None]:
@@ -161,18 +161,19 @@ def summary(events: Iterable[Any], cuda: bool) -> list[Operator]:
 def _parts(events: Sequence[Any]) -> dict[int, str]:
     """The part of each event by its id."""
     found: dict[int, str] = {}
-    forward: dict[int, str] = {}
+    forward: dict[tuple[int, int], str] = {}  # by thread, and the number that torch counts there
     later: list[Any] = []
     for event in sorted(events, key=lambda e: e.time_range.start):
         part, backward = _enclosing(event)
         if part:
             found[event.id] = part
             if event.sequence_nr >= 0 and not backward:
-                forward.setdefault(event.sequence_nr, part)
+                forward.setdefault((event.thread, event.sequence_nr), part)
         else:
             later.append((event, backward))
     for event, backward in later:
-        found[event.id] = forward.get(backward.sequence_nr, "other") if backward is not None else "other"
+        source = (backward.fwd_thread, backward.sequence_nr) if backward is not None else (0, -1)
+        found[event.id] = forward.get(source, "other")
     return found
 
 
