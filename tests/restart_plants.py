@@ -46,14 +46,14 @@ def norm_reset() -> None:
 
     write = MegatronStates.write
 
-    def forgetful(self: Any, number: int, values: dict[str, Any]) -> None:
+    def forgetful(self: Any, number: int, weight: Any, moments: dict[str, Any]) -> None:
         name = self.pieces[number].name
         if name.startswith("decoder.final_layernorm"):
             import torch
 
             fresh = torch.ones_like if name.endswith("weight") else torch.zeros_like
-            values = {**values, "weight": fresh(values["weight"])}
-        write(self, number, values)
+            weight = fresh(weight)
+        write(self, number, weight, moments)
 
     MegatronStates.write = forgetful
 

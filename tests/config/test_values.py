@@ -192,8 +192,20 @@ BAD = [
     (lambda: Data(source="blend"), "data.blend=empty: needs at least two sources"),
     (lambda: Part(source="mock", weight=0), "data.blend weight of mock=0: must be a number above zero"),
     (lambda: Part(source="blend", weight=1), "data.blend=blend: a blend cannot hold another"),
-    (lambda: Optimizer(z_loss=-1e-4), "z_loss=-0.0001: must not be negative (0: off)"),
-    (lambda: Optimizer(init_std=0), "init_std=0: must be a number above zero"),
+    (lambda: Optimizer(z_loss=-1e-4), "z_loss=-0.0001: must lie between 0 (off) and 1"),
+    (lambda: Optimizer(z_loss=1e308), "z_loss=1e+308: must lie between 0 (off) and 1"),
+    (lambda: Optimizer(init_std=0), "init_std=0: must be above 0, and 1 at most"),
+    *(
+        (
+            lambda run=run: plan(data=Data(split="9,1"), run=run),
+            f"{message} samples, at most 17,179,869,184 can be put in an order",
+        )
+        for run, message in (
+            (Run(train_iters=10**12), f"train_iters={10**12}: means {10**12:,}"),
+            (Run(order_samples=10**18), f"order_samples={10**18}: means {10**18:,}"),
+            (Run(eval_interval=1, eval_iters=10**18), f"eval_iters={10**18}: means {10**18:,}"),
+        )
+    ),
     (
         lambda: plan(engine="hf-zero3", topology=Topology(zero=3), optimizer=Optimizer(z_loss=1e-4)),
         "z_loss=0.0001: engine hf-zero3 takes transformers' loss, which has none",
@@ -287,14 +299,14 @@ BAD = [
             lambda skip=skip: Run(skip=skip),
             f"skip={skip}: must be ranges of iterations, such as 101-200,251-300",
         )
-        for skip in ("x", "5-", "5-6-7", "-5", "5,,6")
+        for skip in ("٣-٤", "x", "5-", "5-6-7", "-5", "5,,6")
     ),
     (lambda: Run(skip="0-5"), "skip=0-5: iterations are counted from 1"),
     (lambda: Run(skip="9-5"), "skip=9-5: 9-5 ends before it begins"),
     (lambda: Run(skip="5-9,9-12"), "skip=5-9,9-12: ranges must rise and not overlap: 9 comes after 9"),
     (lambda: Run(skip="40-50"), "skip=40-50: must end before the last iteration, 50"),
     (lambda: Run(skip="20-30", exit_iteration=25), "skip=20-30: holds exit_iteration=25, which saves"),
-    (lambda: LrChange(samples=8, factor=0.0), "lr_changes factor from sample 8=0.0: must be a number above zero"),
+    (lambda: LrChange(samples=8, factor=0.0), "lr_changes factor from sample 8=0.0: must be above 0, and 100 at most"),
     (
         lambda: Optimizer(lr_changes=(LrChange(samples=8, factor=0.5), LrChange(samples=8, factor=0.2))),
         "lr_changes=[8, 8]: their samples must rise",

@@ -10,7 +10,7 @@ from plans import changed, run_folder, small_plan, steps
 
 from trilane.config.plan import Plan
 from trilane.experiments.parity import LLAMA_SHAPE
-from trilane.workspace.checkpoints import name_of, read_manifest
+from trilane.workspace.checkpoints import name_of, read_manifest, write_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ITERATIONS = 5
@@ -97,6 +97,15 @@ def broken(trained: Path, to: Path) -> Path:
     return to
 
 
+def lacking(checkpoint: Path, to: Path) -> Path:
+    """A copy whose manifest, intact by its checksum, has one tensor less."""
+    shutil.copytree(checkpoint / "checkpoints" / name_of(ITERATIONS), to / name_of(ITERATIONS))
+    manifest = read_manifest(to / name_of(ITERATIONS))
+    del manifest["tensors"]["decoder.final_layernorm.weight"]
+    write_manifest(to / name_of(ITERATIONS), manifest)
+    return to
+
+
 def test_what_cannot_be_exported_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from trilane.engine.checkpoint.hf_export import main
 
@@ -106,6 +115,7 @@ def test_what_cannot_be_exported_is_one_line(trained: Path, tmp_path: Path, caps
         ((trained, tmp_path / "there", 0), f"out={tmp_path / 'there'}: exists"),
         ((broken(trained, tmp_path / "broken"), tmp_path / "new", 0), "bytes, "),
         ((trained, tmp_path / "new", 513), "vocab_size=513: the checkpoint has 512 rows"),
+        ((lacking(trained, tmp_path / "lacking"), tmp_path / "new", 0), "norm.weight: iter_0000005 has no such tensor"),
     ]:
         assert main(["export", str(source), str(out), "0", str(rows)]) == 2
         error = capsys.readouterr().err

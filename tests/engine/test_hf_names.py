@@ -1,6 +1,7 @@
 """Our tensors and those of transformers' models are one model under two sets of names."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -163,6 +164,9 @@ BAD = [
     ("llama", {"num_key_value_heads": 4}, {}, "has the shape [32, 64], config.json means [64, 64]"),
     ("llama", {}, {NORM: "float64"}, f"tensor={NORM}: is F64, not F32, BF16, F16"),
     ("llama", {}, {"lm_head.weight": ""}, "lm_head.weight=another matrix: "),
+    ("llama", {}, {NORM: "nan"}, "tensor=decoder.final_layernorm.weight: has values that are not finite"),
+    ("llama", {"quantization_config": {"bits": 4}}, {}, "quantization_config=given: "),
+    ("llama", {"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor=0.5: "),
     ("llama", {"vocab_size": 0}, {}, "vocab_size=0: "),
     ("llama", {"max_position_embeddings": "many"}, {}, "max_position_embeddings=many: "),
 ]
@@ -178,14 +182,16 @@ def test_a_folder_that_is_no_model_of_ours_is_one_line(
 
     def changed(state: dict) -> None:
         for name, dtype in change.items():
-            state[name] = state[name].to(getattr(torch, dtype)) if dtype else torch.zeros(384, 64)
+            kept = torch.full_like(state[NORM], math.nan) if dtype == "nan" else None
+            other = state[name].to(getattr(torch, dtype)) if dtype and kept is None else torch.zeros(384, 64)
+            state[name] = other if kept is None else kept
 
     folder = saved(tmp_path / "model", kind, config, changed)
     capsys.readouterr()
     assert main(["import", str(folder), str(tmp_path / "out"), "0", "0"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1, error
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
 
 
 def test_a_cut_file_of_tensors_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

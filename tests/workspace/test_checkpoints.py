@@ -121,6 +121,34 @@ def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
         checkpoints.read_manifest(path.parent)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"at": {"weight": 1 << 62}},
+        {"at": {"weight": 1.5}},
+        {"at": {"weight": -4}},
+        {"at": {"weight": None}},
+        {"file": "b"},
+        {"box": [(0, 3)]},
+        {"box": [(0, 1)]},
+    ],
+    ids=str,
+)
+def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(place: dict, tmp_path: Path) -> None:
+    """Whoever writes one can seal it, too: nothing is read by it."""
+    piece = {"box": [(0, 2)], "file": "a", "at": dict.fromkeys(checkpoints.KINDS, 0)}
+    for change, sound in (({}, True), (place, False)):
+        at = {**piece["at"], **change.get("at", {})}
+        slices = [{**piece, **change, "at": {kind: start for kind, start in at.items() if start is not None}}]
+        content = {"files": {"a": [8, "0"]}, "tensors": {"w": {"shape": [2], "slices": slices}}}
+        checkpoints.write_manifest(tmp_path, content)
+        if sound:
+            checkpoints.read_manifest(tmp_path)
+        else:
+            with pytest.raises(ValueError, match="is damaged"):
+                checkpoints.read_manifest(tmp_path)
+
+
 def test_a_replaced_checkpoint_leaves_nothing_behind(tmp_path: Path) -> None:
     """The iteration is trained a second time after an older checkpoint had to be used."""
     (made(tmp_path, 10) / "a").write_bytes(b"damaged")

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from trilane.utils.validation import require, require_integer, require_positive
+from trilane.utils.validation import require, require_integer
 
-RANGES = re.compile(r"\s*\d{1,12}(\s*-\s*\d{1,12})?\s*(,\s*\d{1,12}(\s*-\s*\d{1,12})?\s*)*")
+RANGES = re.compile(r" *[0-9]{1,12}( *- *[0-9]{1,12})? *(, *[0-9]{1,12}( *- *[0-9]{1,12})? *)*")
 Ranges = tuple[tuple[int, int], ...]  # (first, last) of each, both left out
 
 
@@ -20,7 +20,8 @@ class LrChange:
 
     def __post_init__(self) -> None:
         require_integer("lr_changes samples", self.samples, 0)
-        require_positive(f"lr_changes factor from sample {self.samples}", self.factor)
+        rule = "must be above 0, and 100 at most"
+        require(0 < self.factor <= 100, f"lr_changes factor from sample {self.samples}", self.factor, rule)
 
 
 def factor_of(changes: Sequence[LrChange], samples: int) -> float:

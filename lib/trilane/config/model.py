@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trilane.utils.validation import is_count, require, require_integer, require_known, require_positive
+from trilane.utils.validation import is_count, require, require_integer, require_known
 
 # Beyond these a file has a size wrong: a hundred times what has been trained.
 LARGEST = {"num_layers": 1 << 16, "hidden_size": 1 << 18, "num_attention_heads": 1 << 18}
@@ -69,8 +69,8 @@ class ModelShape:
         if ffn is not None:
             require_integer("ffn_hidden_size", ffn, 1, MOST_FFN)
             require(ffn >= h, "ffn_hidden_size", ffn, f"must be at least hidden_size={h}")
-        for name in ("norm_epsilon", "rotary_base"):
-            require_positive(name, getattr(self, name))
+        require(0 < self.norm_epsilon < 1, "norm_epsilon", self.norm_epsilon, "must lie between 0 and 1")
+        require(1 < self.rotary_base <= 1e12, "rotary_base", self.rotary_base, "must lie between 1 and 1e12")
         rule = f"rotary positions turn pairs of channels, a head has {self.head_dim}"
         require(self.positions != "rotary" or self.head_dim % 2 == 0, "num_attention_heads", heads, rule)
         # one shape has one way to be written: what is usual is None

@@ -18,6 +18,7 @@ from trilane.config.training import Data, Dropout, Optimizer, Run
 from trilane.utils.validation import from_mapping, read_json, require, require_known, require_label, to_mapping
 
 # What results write next to the fields of a plan: derived from it, so never read back.
+MOST_SAMPLES = 1 << 34  # their order is kept as some bytes for each; the largest published runs have read 2^31 at most
 DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
 
 
@@ -56,6 +57,10 @@ class Plan:
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
         self._check_ramp()
+        counts = {"train_iters": self.samples, "order_samples": self.run.order_samples}
+        for name, count in {**counts, "eval_iters": self.validation_samples}.items():
+            rule = f"means {count:,} samples, at most {MOST_SAMPLES:,} can be put in an order"
+            require(count <= MOST_SAMPLES, name, getattr(self.run, name), rule)
         evaluates, rule = self.run.eval_interval, "needs a share for validation in data.split, such as 949,50,1"
         require(not evaluates or self.data.shares[1] > 0, "eval_interval", evaluates, rule)
 

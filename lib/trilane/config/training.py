@@ -9,7 +9,7 @@ from trilane.config.interventions import LrChange, Ranges, factor_of, inside, pa
 from trilane.utils.validation import require, require_integer, require_known, require_path, require_positive
 
 BLEND = "blend"
-SHARE = re.compile(r"\s*\d{1,9}(\.\d{1,9})?\s*")
+SHARE = re.compile(r" *[0-9]{1,9}(\.[0-9]{1,9})? *")
 FUSED = ("auto", "on", "off")
 PROFILE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})(?::([0-9]{1,7}(?:,[0-9]{1,7})*))?")
 MOST_PROFILED = 100  # iterations: a trace of one is 0.3 MB and more
@@ -101,8 +101,8 @@ class Optimizer:
         require(self.clip_grad >= 0, "clip_grad", self.clip_grad, "must not be negative (0: off)")
         begins = [change.samples for change in self.lr_changes]
         require(begins == sorted(set(begins)), "lr_changes", begins, "their samples must rise")
-        require_positive("init_std", self.init_std)
-        require(0 <= self.z_loss < math.inf, "z_loss", self.z_loss, "must not be negative (0: off)")
+        require(0 < self.init_std <= 1, "init_std", self.init_std, "must be above 0, and 1 at most")
+        require(0 <= self.z_loss <= 1, "z_loss", self.z_loss, "must lie between 0 (off) and 1")
 
     def learning_rate(self, samples: int, total_samples: int) -> float:
         """The rate of the iteration that ends at `samples` consumed, of `total_samples` in the run.

@@ -180,12 +180,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_sound(content: dict[str, Any]) -> bool:
-    """Whether the files of a manifest lie beside it, and each slice inside its tensor, which is made of slices.
+    """Whether the files of a manifest lie beside it, and each slice inside its file and its tensor, made of slices.
 
     Raises KeyError, TypeError or ValueError where a part is missing.
     """
-    tensors = content.get("tensors", {}).values()
-    files = {*content.get("files", ()), *(piece["file"] for tensor in tensors for piece in tensor["slices"])}
+    tensors, files = content.get("tensors", {}).values(), content.get("files", {})
     if not all(FILE.fullmatch(name) for name in files) or content.get("iteration", 0) < 0:
         return False
     for tensor in tensors:
@@ -193,7 +192,11 @@ def is_sound(content: dict[str, Any]) -> bool:
         for piece in tensor["slices"]:
             inside = [0 <= first <= end <= n for (first, end), n in zip(piece["box"], tensor["shape"], strict=True)]
             count = math.prod(end - first for first, end in piece["box"])
-            if not all(inside) or len(inside) not in (1, 2, 3) or min(piece["at"].values()) < 0:
+            starts = [piece["at"][kind] for kind in KINDS]
+            last = files[piece["file"]][0] - 4 * count
+            if not all(inside) or len(inside) not in (1, 2, 3):
+                return False
+            if not all(type(start) is int and 0 <= start <= last for start in starts):
                 return False
             held += count
         if math.prod(tensor["shape"]) > held:

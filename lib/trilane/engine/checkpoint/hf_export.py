@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -41,22 +42,26 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
     `vocab_size` above 0 leaves out the rows of the embedding behind so many, which padding added.
     """
     manifest = _intact_manifest(checkpoint)
-    trained = from_mapping(ModelShape, manifest["identity"]["shape"], "shape")
-    family, tensors = family_of(trained), manifest["tensors"]
+    trained = from_mapping(ModelShape, manifest.get("identity", {}).get("shape"), "shape")
+    family, tensors = family_of(trained), manifest.get("tensors", {})
+    held, sizes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}, whole_sizes(trained)
+    wrong = min((name for name in held | sizes if held.get(name) != sizes.get(name)), default="")
+    has, means = held.get(wrong, "no such tensor"), sizes.get(wrong, "none")
+    require(not wrong, "tensor", wrong, f"{checkpoint.name} has {has}, its model {means}")
     rule = f"the checkpoint has {trained.vocab_size} rows"
     require(vocab_size <= trained.vocab_size, "vocab_size", vocab_size, rule)
     shape = dataclasses.replace(trained, vocab_size=vocab_size or trained.vocab_size)
     boxes = {name: _box(name, tensor["shape"], shape) for name, tensor in tensors.items()}
     require(not out.exists(), "out", out, "exists")
     out.mkdir(parents=True)
-    held: dict[str, str] = {}
+    places: dict[str, str] = {}
     files = _files_of(boxes)
     for path, names in files.items():
         entries: dict[str, tuple[int, ...]] = {}
         for name in names:
             parts = theirs(family, name, torch.empty([end for _, end in boxes[name]], device="meta"), shape)
             entries |= {n: tuple(part.shape) for n, part in zip(family.their_names(name), parts, strict=True)}
-        held |= dict.fromkeys(entries, path)
+        places |= dict.fromkeys(entries, path)
         file = SliceFile(out / path, entries.items())
         for name in names:
             whole = assemble(checkpoint, tensors[name]["slices"], "weight", boxes[name])
@@ -65,7 +70,7 @@ def export(checkpoint: Path, out: Path, vocab_size: int = 0) -> None:
         file.close()
         require(not file.error, "out", out, file.error)
     if len(files) > 1:
-        replace_text(out / INDEX, json.dumps({"metadata": {"total_size": 4 * shape.parameters}, "weight_map": held}))
+        replace_text(out / INDEX, json.dumps({"metadata": {"total_size": 4 * shape.parameters}, "weight_map": places}))
     replace_text(out / CONFIG, json.dumps(family.config(shape), indent=2) + "\n")
 
 
@@ -105,7 +110,11 @@ def import_folder(folder: Path, out: Path, seq_length: int = 0, vocab_size: int 
             tensors = Tensors(folder, family, own, stack)
             temporary = out / f".{target.name}.import"
             temporary.mkdir(parents=True)
-            written = _write(temporary, tensors, whole_sizes(shape))
+            try:
+                written = _write(temporary, tensors, whole_sizes(shape))
+            except BaseException:
+                shutil.rmtree(temporary)
+                raise
         except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"folder={folder}: its tensors cannot be read ({short(str(error))})") from None
     checkpoints.write_manifest(temporary, {**written, "identity": {"shape": to_mapping(shape)}})
@@ -123,9 +132,12 @@ def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
         require(False, *misfit)
     for key, value in family.settings.items():
         require(given.get(key, value) == value, key, given.get(key), f"a model here has {value}")
+    require(not given.get("quantization_config"), "quantization_config", "given", "weights are not quantized here")
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
     require(kind == "default", "rope_type", kind, "rotary positions are not scaled here")
+    part = {**given, **(rope if isinstance(rope, Mapping) else {})}.get("partial_rotary_factor")
+    require(part in (None, 1), "partial_rotary_factor", part, "rotary positions turn all channels of a head here")
     return family, shape
 
 
@@ -167,6 +179,7 @@ class Tensors:
     def read(self, name: str) -> torch.Tensor:
         """The canonical parameter `name` in fp32."""
         parts = [self._read(part).float() for part in self._family.their_names(name)]
+        require(all(part.isfinite().all() for part in parts), "tensor", name, "has values that are not finite")
         return ours(self._family, name, parts, self._shape)
 
     def _own(self, name: str) -> str:
@@ -218,7 +231,7 @@ def _write(temporary: Path, tensors: Tensors, sizes: Mapping[str, tuple[int, ...
 def _intact_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint with intact files; ValueError otherwise."""
     manifest = checkpoints.read_manifest(checkpoint)
-    for name, (size, checksum) in manifest["files"].items():
+    for name, (size, checksum) in manifest.get("files", {}).items():
         problem = checkpoints.fault(checkpoint, name, size, checksum)
         require(problem is None, "checkpoint", checkpoint, str(problem))
     return manifest

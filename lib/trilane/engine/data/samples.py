@@ -49,7 +49,10 @@ def _built(plan: Plan, world: World, prefixes: Sequence[str], part: Split, sampl
     with _complete(cache, world):
         sizes = [samples if split is part else 0 for split in Split]
         config = dataset_config(plan, prefixes, cache, part, samples)
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part.value]
+        try:
+            return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[part.value]
+        except MemoryError as error:
+            raise ValueError(f"samples={samples}: their order does not fit in memory ({error})") from None
 
 
 @contextlib.contextmanager

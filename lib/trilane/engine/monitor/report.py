@@ -79,7 +79,7 @@ class Validation:
 
     def lines(self) -> str:
         """What Megatron-LM prints, training.py of 2025 (evaluate_and_print_results), and BigScience's fork."""
-        perplexity = math.exp(min(20.0, self.lm_loss))
+        perplexity = math.exp(min(self.lm_loss, 20.0))  # in this order a NaN stays one
         parts = f" validation loss at iteration {self.iteration} | lm loss value: {self.lm_loss:.6E} | "
         parts += f"lm loss PPL: {perplexity:.6E} | "
         rule = "-" * (len(parts) + 1)
