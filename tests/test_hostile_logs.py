@@ -389,7 +389,8 @@ def checkpoint(run: Path, **changes: Any) -> None:
     shape = changes.pop("shape", [2, 4])
     slices = [piece | changes.pop("piece", {}), *changes.pop("more", [])]
     content = {"identity": {"shape": {"hidden_size": 4}}, "layout": ["megatron", 1, 1, 1, 1], "iteration": 10}
-    content |= {"consumed_samples": 80, "scalars": {"step": 10.0}, "files": {}}
+    content |= {"consumed_samples": 80, "scalars": {"step": 10.0}}
+    content |= {"files": {"rank_00000.safetensors": [values.nbytes, "0"]}}
     content |= {"tensors": {"w": {"shape": shape, "slices": slices}}} | changes
     checkpoints.write_manifest(folder, content)
 
@@ -423,7 +424,9 @@ STATES: dict[str, Callable[[Path], None]] = {
     "a slice of 10^12": lambda run: checkpoint(run, shape=[10**6, 10**6], piece={"box": [[0, 10**6], [0, 10**6]]}),
     "a negative size": lambda run: checkpoint(run, piece={"box": [[2, 0], [0, 4]]}),
     "a box outside its tensor": lambda run: checkpoint(run, piece={"box": [[0, 3], [0, 4]]}),
-    "a box of three sides": lambda run: checkpoint(run, shape=[1, 2, 4], piece={"box": [[0, 1], [0, 2], [0, 4]]}),
+    "a box of four sides": lambda run: checkpoint(
+        run, shape=[1, 1, 2, 4], piece={"box": [[0, 1], [0, 1], [0, 2], [0, 4]]}
+    ),
     "a tensor without slices": lambda run: checkpoint(run, tensors={"w": {"shape": [2, 4], "slices": []}}),
     "tensors that are a list": lambda run: checkpoint(run, tensors=[1]),
     "a negative iteration": lambda run: checkpoint(run, iteration=-1),

@@ -81,6 +81,7 @@ def saved(run: Path, tensors: Tensors, said: list[dict[str, Any]] | None) -> Pat
     """A run folder with one checkpoint; without fingerprints where `said` is None."""
     folder = put(run / "checkpoints/iter_0000010", said or [])
     listed: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for tp in (0, 1):
         data = b""
         for name, (shape, dim, _) in MODEL.items():
@@ -92,9 +93,11 @@ def saved(run: Path, tensors: Tensors, said: list[dict[str, Any]] | None) -> Pat
                 data += np.ascontiguousarray(cut(tensors[name, kind], box)).tobytes()
             piece = {"box": box, "file": f"rank_{tp:05d}.safetensors", "at": at}
             listed.setdefault(name, {"shape": shape, "slices": []})["slices"].append(piece)
-        (folder / f"rank_{tp:05d}.safetensors").write_bytes(data)
+        path = folder / f"rank_{tp:05d}.safetensors"
+        path.write_bytes(data)
+        files[path.name] = [len(data), checkpoints.digest(path)]
     content = {"identity": {"shape": SHAPE}, "layout": ["megatron", 2, 2, 1, 1], "iteration": 10}
-    content |= {"consumed_samples": 80, "scalars": {"step": 10.0}, "tensors": listed, "files": {}}
+    content |= {"consumed_samples": 80, "scalars": {"step": 10.0}, "tensors": listed, "files": files}
     checkpoints.write_manifest(folder, json.loads(json.dumps(content)))
     return run
 
