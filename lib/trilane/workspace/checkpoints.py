@@ -97,7 +97,7 @@ class Checksum:
     def __init__(self) -> None:
         self._plain = _blake2b()
         self._chunks: list[int] = []
-        self._room = 0
+        self._left = 0
 
     def update(self, data: bytes | memoryview) -> None:
         """Add bytes."""
@@ -105,12 +105,12 @@ class Checksum:
         if len(self._chunks) < 2:
             self._plain.update(view[: CHUNK + 1])  # of more bytes it is not used
         while view:
-            if not self._room:
+            if not self._left:
                 self._chunks.append(0)
-                self._room = CHUNK
-            part, view = view[: self._room], view[self._room :]
+                self._left = CHUNK
+            part, view = view[: self._left], view[self._left :]
             self._chunks[-1] = zlib.crc32(part, self._chunks[-1])
-            self._room -= len(part)
+            self._left -= len(part)
 
     def text(self) -> str:
         """The checksum of all bytes so far."""

@@ -17,7 +17,7 @@ ALIGNMENT = 64  # values; a tensor begins at a cache line
 class HostCopy:
     """Room in host memory for the pieces `written` of `states`, taken once, and filled by each take().
 
-    Without a GPU also for what is only fingerprinted, which a GPU does where the state is. On a GPU the room is
+    Without a GPU also for what is only fingerprinted, which a GPU does where the state is. On a GPU the buffer is
     page-locked, the copies run on a stream of their own, and the next optimizer step waits for them.
     """
 
@@ -32,7 +32,7 @@ class HostCopy:
             for kind, size in {**sizes, **({COPY: math.prod(piece.size)} if copied else {})}.items():
                 self._places[number, kind] = (end, size)
                 end += -(-size // ALIGNMENT) * ALIGNMENT
-        self._room = _host_memory(end, device)
+        self._buffer = _host_memory(end, device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         if self._stream:
@@ -64,7 +64,7 @@ class HostCopy:
 
     def __getitem__(self, place: tuple[int, str]) -> torch.Tensor:
         first, size = self._places[place]
-        return self._room[first : first + size]
+        return self._buffer[first : first + size]
 
     def _take(self, number: int, kind: str, values: torch.Tensor, marks: Marks) -> None:
         values = values.detach().reshape(-1)
@@ -92,9 +92,9 @@ def _host_memory(values: int, device: torch.device) -> torch.Tensor:
 
     torch's own page-locked tensors take the next power of two.
     """
-    room = torch.empty(values, dtype=torch.float32)
-    room.zero_()
+    buffer = torch.empty(values, dtype=torch.float32)
+    buffer.zero_()
     if device.type == "cuda" and values:
-        problem = int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.nbytes, 0))
-        assert not problem, f"cudaHostRegister: error {problem} for {room.nbytes} bytes"
-    return room
+        problem = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        assert not problem, f"cudaHostRegister: error {problem} for {buffer.nbytes} bytes"
+    return buffer

@@ -152,7 +152,7 @@ class Saver:
         self._wait_for_deletion()
 
     def _allocate(self) -> HostCopy:
-        """The room for copies, the same in all saves; from the start where the plan saves, so that it is there then."""
+        """The buffer of copies, the same in all saves; allocated at the start where the plan saves."""
         if self._copy is None:
             device, offload = self._world.device, self._plan.topology.offload
             on_host = device.type == "cpu" or (offload != "none" and self._engine.states.divided)
