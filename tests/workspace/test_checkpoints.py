@@ -131,6 +131,7 @@ def test_a_damaged_manifest_is_found(damage: str, tmp_path: Path) -> None:
         {"file": "b"},
         {"box": [(0, 3)]},
         {"box": [(0, 1)]},
+        {"identity": None},
     ],
     ids=str,
 )
@@ -141,7 +142,8 @@ def test_a_manifest_whose_slices_lie_outside_their_file_or_tensor_is_damaged(pla
         at = {**piece["at"], **change.get("at", {})}
         slices = [{**piece, **change, "at": {kind: start for kind, start in at.items() if start is not None}}]
         content = {"files": {"a": [8, "0"]}, "tensors": {"w": {"shape": [2], "slices": slices}}}
-        checkpoints.write_manifest(tmp_path, content)
+        start = {"identity": {"shape": {}}, "consumed_samples": 0} if "identity" not in change else {}
+        checkpoints.write_manifest(tmp_path, {**content, **start})
         if sound:
             checkpoints.read_manifest(tmp_path)
         else:

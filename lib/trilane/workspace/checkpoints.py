@@ -187,6 +187,8 @@ def is_sound(content: dict[str, Any]) -> bool:
     tensors, files = content.get("tensors", {}).values(), content.get("files", {})
     if not all(FILE.fullmatch(name) for name in files) or content.get("iteration", 0) < 0:
         return False
+    if tensors and not (isinstance(content["identity"]["shape"], dict) and content["consumed_samples"] >= 0):
+        return False
     for tensor in tensors:
         held = 0
         for piece in tensor["slices"]:
