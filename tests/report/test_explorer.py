@@ -12,7 +12,7 @@ from trilane.costmodel.pipeline import pipeline_schedule
 from trilane.planning.proposals import training_days
 from trilane.planning.search import search
 from trilane.planning.search_result import SearchResult
-from trilane.report.plots.explorer import explorer
+from trilane.report.plots.explorer import explorer, is_covered
 from trilane.report.plots.explorer_rows import Drawn, lines, plan_rows, ranks_by_id, shown_plans
 
 MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
@@ -100,3 +100,10 @@ def _calculated(part):
     if isinstance(part, list):
         for each in part:
             yield from _calculated(each)
+
+
+def test_the_label_of_a_tie_never_lies_on_the_dot_of_another_plan():
+    """Text on a dot has a contrast of 2; the tooltip and the table have the tie, too."""
+    row = {"gib": 10.0, "s": 5.0, "tie": "7="}
+    for at, covered in (((10.6, 5.3), True), ((10.0, 5.0), False), ((9.0, 5.3), False), ((10.6, 6.5), False)):
+        assert is_covered(row, [row, {**row, "gib": at[0], "s": at[1]}], [0.0, 20.0], [0.0, 10.0]) is covered

@@ -1,5 +1,6 @@
 """The explorer of a search: its plans by speed and memory, and the picked one with its parts, stages and schedule."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -98,7 +99,7 @@ def _speed(rows: list[Row], pick: Any, cell: Any, limit: float) -> Any:
     most = max(r["gib"] for r in rows)
     near = limit < 1.5 * most
     ends = [0.95 * min(r["gib"] for r in rows), 1.05 * max(most, limit * near)]
-    x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(domain=ends, nice=False))
+    x, wide = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(domain=ends, nice=False)), ends
     ends = [0.95 * min(r["lo"] for r in rows), 1.02 * max(r["hi"] for r in rows)]
     up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(domain=ends, nice=False)}
     scale = alt.Scale(domain=RISKS, range=[COLORS[0], COLORS[5], LIMIT])
@@ -114,10 +115,26 @@ def _speed(rows: list[Row], pick: Any, cell: Any, limit: float) -> Any:
     if len({r["gpus"] for r in rows}) > 1:
         points = points.encode(shape=alt.Shape("gpus:N", title="GPUs", legend=alt.Legend(orient="bottom")))
     bars = base.mark_rule().encode(y=alt.Y("lo:Q", **up), y2="hi:Q", color=color)
-    ties = base.mark_text(dx=8, dy=-9, fontSize=10, align="left").encode(y=alt.Y("s:Q", **up), text="tie:N")
+    free = _of([r for r in rows if r["tie"] and not is_covered(r, rows, wide, ends)]).transform_filter(cell).encode(x=x)
+    ties = free.mark_text(dx=8, dy=-9, fontSize=10, align="left").encode(y=alt.Y("s:Q", **up), text="tie:N")
     card = _of([{"gib": limit, "what": f"memory of the card: {limit:.4g} GiB"}])
     line = card.mark_rule(color=LIMIT, strokeDash=[5, 3]).encode(x=x, tooltip="what:N")
     return alt.layer(bars, points.add_params(pick), ties, *[line] * near)
+
+
+def is_covered(row: Row, rows: list[Row], x: list[float], y: list[float]) -> bool:
+    """Whether the label of a tie would lie on the dot of another plan; its tooltip and the table have it, too."""
+
+    def place(r: Row) -> tuple[float, float]:
+        return WIDTH * (r["gib"] - x[0]) / (x[1] - x[0]), HEIGHT * (y[1] - r["s"]) / (y[1] - y[0])
+
+    left, height = place(row)
+    for other in rows:
+        across, down = place(other)[0] - left, place(other)[1] - height
+        aside = max(8 - across, 0, across - 8 - 6 * len(row["tie"]))  # pixels from the label, and from its lines
+        if math.hypot(aside, max(-15 - down, 0, down + 3)) < 8:  # a dot's radius is at most 8.6
+            return True
+    return False
 
 
 def _heat(rows: list[Row], cell: Any) -> Any:
