@@ -255,7 +255,7 @@ def test_a_task_uses_the_card_of_its_number_or_the_only_one_it_sees(
 
 
 def test_all_processes_that_share_a_card_are_refused_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sees one card: whether it is its own only its number tells (a task of `srun --gpus-per-task=1` has one)."""
+    """Each sees one card: only its number shows whether it is its own (a task of `srun --gpus-per-task=1` has one)."""
     import torch
 
     from trilane.engine.distributed import world

@@ -99,7 +99,7 @@ def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
 def _require_profile(folder: Path, plan: Plan) -> None:
     """ValueError where the iterations of run.profile are done already, by the checkpoint that the run starts from.
 
-    A job that the scheduler starts again is not refused: the engine says that nothing is profiled.
+    A job that the scheduler starts again is not refused: the engine reports that nothing is profiled.
     """
     window = plan.run.profile_window
     saved = found_in(folder) or (found_in(Path(plan.run.load)) if plan.run.load else [])

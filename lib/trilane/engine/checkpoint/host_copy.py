@@ -15,7 +15,7 @@ ALIGNMENT = 64  # values; a tensor begins at a cache line
 
 
 class HostCopy:
-    """Room in host memory for the pieces `written` of `states`, taken once, and filled by each take().
+    """A buffer in host memory for the pieces `written` of `states`, taken once, and filled by each take().
 
     Without a GPU also for what is only fingerprinted, which a GPU does where the state is. On a GPU the buffer is
     page-locked, the copies run on a stream of their own, and the next optimizer step waits for them.
@@ -88,7 +88,7 @@ class HostCopy:
 
 
 def _host_memory(values: int, device: torch.device) -> torch.Tensor:
-    """Room for so many fp32 values, with real pages behind it; page-locked with a GPU.
+    """A buffer of so many fp32 values, with real pages behind it; page-locked with a GPU.
 
     torch's own page-locked tensors take the next power of two.
     """

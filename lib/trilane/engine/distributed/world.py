@@ -37,7 +37,7 @@ class World:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait for all ranks; NCCL must be told the device, which the process group does not know."""
+        """Wait for all ranks; NCCL needs the device, which the process group does not know."""
         dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @property
