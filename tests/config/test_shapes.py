@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trilane.cli.app import main
-from trilane.config.model_families import FAMILIES, PARTIAL
+from trilane.config.hf_defaults import DEFAULTS, PARTIAL
 from trilane.config.shapes import read_shape, shape_of_config
 
 # Sizes of config.json as published on huggingface.co, and the parameters that the pages of the models count.
@@ -89,7 +89,7 @@ def test_the_parameters_are_those_of_the_model_that_transformers_makes(kind: str
 
 
 def test_every_family_is_compared_with_transformers() -> None:
-    assert {kind for kind, _ in MADE} == set(FAMILIES)
+    assert {kind for kind, _ in MADE} == set(DEFAULTS)
 
 
 def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:

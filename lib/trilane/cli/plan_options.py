@@ -18,17 +18,9 @@ CHOICES = (
     *("tp", "cp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
     *("precision", "attention", "fp32_gradients"),
 )
-
-
 MOST_SEQUENCES = 1 << 20  # of one iteration; published runs have at most 16,384
-
-
 SCORES = "scores: no flash kernel"
-
-
 YES_NO = Choice(("yes", "no"))
-
-
 CALIBRATION = option(
     "--calibration",
     metavar="SOURCE",
@@ -36,19 +28,11 @@ CALIBRATION = option(
     help="constants: a JSON file or study of your own runs, or a software stack such as megatron-core; default: of the "
     "cluster's rows",
 )
-
-
 ENGINE = option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
-
-
 PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
-
-
 SEQUENCE = option(
     "--seq", type=whole(), help="tokens of a sequence; default: the shape's, in a config.json its longest"
 )
-
-
 SPACE = together(  # a model on a cluster, and the topologies of one number of GPUs
     SEQUENCE,
     option("--gbs", type=whole(1, MOST_SEQUENCES), help="sequences an iteration"),

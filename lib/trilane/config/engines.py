@@ -89,6 +89,11 @@ def untrainable_reason(topology: Topology) -> str | None:
     return "precision=fp8: the engines here have none so far" if topology.precision == "fp8" else None
 
 
+def drops_hidden(engine: str, shape: ModelShape) -> bool:
+    """Whether `engine` has dropout of hidden values for the shape: of transformers' models GPT-2 alone does in full."""
+    return engine != "hf-zero3" or shape.positions == "learned"
+
+
 def require_trainable(topology: Topology) -> None:
     """Raise ValueError where no engine here can train it."""
     if reason := untrainable_reason(topology):

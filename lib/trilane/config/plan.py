@@ -9,7 +9,7 @@ from typing import Any
 
 from trilane.config.batch_rampup import Batch
 from trilane.config.cluster import Cluster
-from trilane.config.engines import ENGINES, sums_in_fp32, unsupported_reason
+from trilane.config.engines import ENGINES, drops_hidden, sums_in_fp32, unsupported_reason
 from trilane.config.interventions import inside
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology, invalid_reason
@@ -53,7 +53,7 @@ class Plan:
         window = self.run.profile_window
         beyond = max(window.ranks, default=0) >= t.gpus if window else False
         require(not beyond, "profile", self.run.profile, f"names a rank beyond the last of {t.gpus}")
-        drops = self.engine != "hf-zero3" or self.shape.positions == "learned"
+        drops = drops_hidden(self.engine, self.shape)
         rule = "engine hf-zero3 drops hidden values in GPT-2 alone: transformers' other models do not, or not all"
         require(drops or not self.dropout.hidden, "dropout.hidden", self.dropout.hidden, rule)
         self._check_ramp()

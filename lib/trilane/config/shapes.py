@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trilane.config.hf_defaults import DEFAULTS, PARTIAL, ConfigDefaults
 from trilane.config.model import ModelShape, padded_vocab_size, parse_shape
-from trilane.config.model_families import FAMILIES, PARTIAL, Family
 from trilane.utils.validation import from_mapping, read_json, require, require_integer, require_known, require_positive
 
 # A size's names in transformers' configurations, the common one first.
@@ -76,13 +76,13 @@ def _with_sequence(shape: ModelShape, seq_length: int) -> ModelShape:
 def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShape:
     """The shape of a configuration of transformers, its vocabulary as it is; `seq_length` 0 takes the longest it has.
 
-    Raises ValueError with the name of the key for a type that is not in FAMILIES, for experts, latent attention,
+    Raises ValueError with the name of the key for a type that is not in DEFAULTS, for experts, latent attention,
     attention beside the MLP, heads that do not make up the hidden size, and windows shorter than the sequence.
     """
     for key, rule in NOT_DENSE.items():
         require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
-    require_known("model_type", str(values["model_type"]), FAMILIES)
-    family = FAMILIES[str(values["model_type"])]
+    require_known("model_type", str(values["model_type"]), DEFAULTS)
+    family = DEFAULTS[str(values["model_type"])]
     for key, usual, needed, rule in family.needs:
         require(values.get(key, usual) == needed, key, values.get(key, usual), rule)
     sizes: dict[str, Any] = {name: _size(values, keys) for name, keys in NAMES.items()}
@@ -118,7 +118,7 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     return GivenShape(shape=shape, notes=(*notes, *(_rotary_notes(values) if positions == "rotary" else ())))
 
 
-def _positions(values: Mapping[str, Any], family: Family) -> str:
+def _positions(values: Mapping[str, Any], family: ConfigDefaults) -> str:
     """The family's, but where Falcon chooses ALiBi; ValueError for two kinds at once."""
     alibi, kind = values.get("alibi") is True, values["model_type"]
     rule = f"a model of type {kind} has {family.positions} positions"
@@ -160,7 +160,7 @@ def _number(values: Mapping[str, Any], keys: tuple[str, ...], usual: float) -> f
     return float(values[key])
 
 
-def _activation(values: Mapping[str, Any], family: Family) -> str:
+def _activation(values: Mapping[str, Any], family: ConfigDefaults) -> str:
     names = ("hidden_act", "activation_function", "hidden_activation", "activation")
     key = next((name for name in names if isinstance(values.get(name), str)), names[0])
     known = GATED if family.gated else ACTIVATIONS
@@ -169,7 +169,7 @@ def _activation(values: Mapping[str, Any], family: Family) -> str:
     return known[str(word)]
 
 
-def _biases(values: Mapping[str, Any], family: Family) -> str:
+def _biases(values: Mapping[str, Any], family: ConfigDefaults) -> str:
     if not family.bias_keys:
         return family.biases
     given = {key: values.get(key, family.biases == "all") for key in family.bias_keys}
@@ -178,7 +178,7 @@ def _biases(values: Mapping[str, Any], family: Family) -> str:
     return "all" if next(iter(given.values())) is True else "none"
 
 
-def _require_plain_attention(values: Mapping[str, Any], family: Family, shape: ModelShape) -> None:
+def _require_plain_attention(values: Mapping[str, Any], family: ConfigDefaults, shape: ModelShape) -> None:
     """Raise ValueError for heads of another size, a projected embedding, and windows shorter than the sequence."""
     for key, usual, rule in (
         ("head_dim", shape.head_dim, "a shape has hidden_size / num_attention_heads"),

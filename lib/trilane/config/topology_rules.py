@@ -96,7 +96,6 @@ TOPOLOGY_RULES = (
     ),
 )
 
-
 # What a model asks of a topology.
 SHAPE_RULES = (
     _tp_divides("num_attention_heads"),

@@ -19,11 +19,7 @@ LEAVE_OUT: dict[str, Callable[[MeasuredRow], Any]] = {
     "hidden": lambda row: row.case.shape.hidden_size,
     "date": lambda row: row.case.day,
 }
-
-
 FOREIGN = {"file": 0, "file-ten": 10}  # leave out a whole file, and how many rows of its own are known then
-
-
 FOLD = 10  # rows that are predicted together, after ten others
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.cluster import Cluster
+from trilane.config.engines import drops_hidden
 from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
@@ -51,8 +52,7 @@ def shrink(plan: Plan, folder: Path, cluster: Cluster, max_processes: int) -> Re
     dp = min(t.dp, max_processes // (t.tp * t.pp))
     notes = (f"dp={dp} instead of {t.dp}: this machine runs at most {max_processes} processes",) if dp < t.dp else ()
     mbs, rounds = min(2, t.mbs), t.pp if t.interleaving > 1 else min(t.microbatches, max(2, t.pp))
-    # engine hf-zero3 drops hidden values in GPT-2 alone (Plan)
-    hidden = 0.0 if plan.engine == "hf-zero3" and plan.shape.positions != "learned" else 0.1
+    hidden = 0.1 if drops_hidden(plan.engine, plan.shape) else 0.0
     kept: dict[str, Any] = {"seed": plan.run.seed, "hang_timeout_s": plan.run.hang_timeout_s}
     small = Plan(
         label="rehearsal",

@@ -9,11 +9,7 @@ from trilane.interop.megatron_args import BYTES
 from trilane.utils.validation import DATA, read_json
 
 ASSUMED = {"lr_decay_style": "linear"}  # the default of the programs
-
-
 DERIVED = {"max_position_embeddings"}  # from the shape of a plan
-
-
 TOKENIZERS = ("HuggingFaceTokenizer", "PretrainedFromHF")  # those in a folder
 
 

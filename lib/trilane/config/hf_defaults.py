@@ -4,16 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 PARTIAL = {"gpt_neox": 0.25, "nemotron": 0.5}  # of a head's channels, where the configuration does not say
-
-
 SERIAL = "a shape has the MLP after attention, not beside it"
-
-
 BEFORE = "a shape has its norms before attention and MLP"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ConfigDefaults:
     """What all models of one type share, and their configuration's defaults; names as in ModelShape.
 
     act           the activation where the configuration names none
@@ -41,24 +37,15 @@ class Family:
 
 
 PLAIN: dict[str, Any] = {"normalization": "layernorm", "biases": "all", "gated": False, "epsilon": 1e-5}
-
-
 BIASES = ("attention_bias", "mlp_bias")
-
-
 POST_NORM = ("apply_residual_connection_post_layernorm", False, False, BEFORE)
-
-
 HEAD_NORMS = "the norms of queries and keys (2 head_dim a layer) are not counted"
-
-
 OPT_ROWS = "the two further rows of its table of positions are not counted"
 
-
 # transformers 5.23, models/*/configuration_*.py and modeling_*.py
-FAMILIES = {
-    "gpt2": Family(**PLAIN, act="gelu_new", positions="learned", tied=True),
-    "gpt_neox": Family(
+DEFAULTS = {
+    "gpt2": ConfigDefaults(**PLAIN, act="gelu_new", positions="learned", tied=True),
+    "gpt_neox": ConfigDefaults(
         **PLAIN,
         act="gelu",
         needs=(
@@ -66,10 +53,10 @@ FAMILIES = {
             ("attention_bias", True, True, "a shape has biases everywhere, or for queries, keys and values, or none"),
         ),
     ),
-    "bloom": Family(
+    "bloom": ConfigDefaults(
         **PLAIN, act="gelu_new", positions="alibi", tied=True, embedding_layernorm=True, needs=(POST_NORM,)
     ),
-    "opt": Family(
+    "opt": ConfigDefaults(
         **PLAIN,
         act="relu",
         positions="learned",
@@ -82,7 +69,7 @@ FAMILIES = {
         ),
         note=OPT_ROWS,
     ),
-    "falcon": Family(
+    "falcon": ConfigDefaults(
         **{**PLAIN, "biases": "none"},
         act="gelu",
         tied=True,
@@ -93,12 +80,12 @@ FAMILIES = {
             POST_NORM,
         ),
     ),
-    "nemotron": Family(**{**PLAIN, "biases": "none"}, act="relu2", bias_keys=BIASES),
-    "starcoder2": Family(**PLAIN, act="gelu_pytorch_tanh", tied=True, bias_keys=("use_bias",)),
-    "llama": Family(act="silu", bias_keys=BIASES),
-    "mistral": Family(act="silu", window=4096),
-    "qwen2": Family(act="silu", biases="qkv", window=4096, slides=False),
-    "qwen3": Family(act="silu", bias_keys=BIASES, window=4096, slides=False, note=HEAD_NORMS),
-    "gemma": Family(act="gelu_pytorch_tanh", tied=True, bias_keys=BIASES),
-    "phi3": Family(act="silu", epsilon=1e-5),
+    "nemotron": ConfigDefaults(**{**PLAIN, "biases": "none"}, act="relu2", bias_keys=BIASES),
+    "starcoder2": ConfigDefaults(**PLAIN, act="gelu_pytorch_tanh", tied=True, bias_keys=("use_bias",)),
+    "llama": ConfigDefaults(act="silu", bias_keys=BIASES),
+    "mistral": ConfigDefaults(act="silu", window=4096),
+    "qwen2": ConfigDefaults(act="silu", biases="qkv", window=4096, slides=False),
+    "qwen3": ConfigDefaults(act="silu", bias_keys=BIASES, window=4096, slides=False, note=HEAD_NORMS),
+    "gemma": ConfigDefaults(act="gelu_pytorch_tanh", tied=True, bias_keys=BIASES),
+    "phi3": ConfigDefaults(act="silu", epsilon=1e-5),
 }
