@@ -16,9 +16,9 @@ import time
 from trilane.engine.signals import Signals
 signals = Signals()
 print("ready", flush=True)
-while not (signals.save or signals.stop):
+while not (signals.save_s > 0 or signals.stop):
     time.sleep(0.01)
-print("save" if signals.save else "stop")
+print("save" if signals.save_s > 0 else "stop")
 """
 
 

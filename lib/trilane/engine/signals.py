@@ -6,9 +6,11 @@ itself also sends SIGTERM to clean up after a dead rank: from our torchrun SIGTE
 ends at once.
 """
 
+import math
 import os
 import signal
 import threading
+import time
 
 FORWARDED = "TRILANE_FORWARDS_SIGNALS"  # in the environment of workers: their parent is our torchrun
 SAVE, STOP = signal.SIGUSR1, signal.SIGUSR2
@@ -25,7 +27,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.save = self.stop = False
+        self.save_s, self.stop = -math.inf, False  # when the last SAVE came, by the monotonic clock; whether to end
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait for the collective to return
         signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
         for number in ALL:  # a job script may ignore them to keep torchrun alive
@@ -37,7 +39,7 @@ class Signals:
         while True:
             number, sender = wait_for(ALL)
             if number == SAVE:
-                self.save = True
+                self.save_s = time.monotonic()
             elif launched and number == signal.SIGTERM and sender == parent:
                 os._exit(128 + signal.SIGTERM)
             else:

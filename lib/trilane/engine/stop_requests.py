@@ -1,5 +1,6 @@
 """Requests to save or to stop, agreed on by all ranks after each iteration."""
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ class StopRequest:
     writing: bool = False
 
 
+SAME_S = 10.0  # the signals of one request reach all ranks, and a rank's child and parent, within this time
 # In ascending priority; every stop also saves.
 REQUESTS = (
     StopRequest(),
@@ -37,12 +39,14 @@ REQUESTS = (
 class StopRequests:
     """Signals that reached any rank, and rank 0's clock and files `save` and `stop`.
 
-    `save` is removed once seen; `stop` stays, so that a chain of jobs does not continue.
+    `save` is removed once seen; `stop` stays, so that a chain of jobs does not continue. A SIGUSR1 that comes to a rank
+    before, or up to SAME_S after, all have agreed to save is the same request: it reaches no two ranks at one time.
     """
 
     def __init__(self, folder: Path, run: Run, world: World, signals: Signals, begin: float) -> None:
         self._folder, self._world, self._signals = folder, world, signals
-        self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else float("inf")
+        self._end = begin + 60 * run.exit_duration_minutes if run.exit_duration_minutes else math.inf
+        self._agreed_s = -math.inf
 
     def now(self, begun: bool = True, writing: bool = False) -> StopRequest:
         """The highest request of any rank, and whether any is `writing`, the same on all: one all-reduce.
@@ -53,13 +57,14 @@ class StopRequests:
         highest = torch.tensor(mine, device=self._world.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         number, some = highest.tolist()
+        if REQUESTS[number].save:
+            self._agreed_s = time.monotonic()
         return replace(REQUESTS[number], writing=bool(some))
 
     def _pending(self) -> int:
-        """The number of the highest request on this rank; requests for one save are consumed."""
+        """The number of the highest request on this rank; the file `save` is removed."""
         found = [self._stop_requested()]
-        if self._signals.save:
-            self._signals.save = False
+        if self._signals.save_s > self._agreed_s + SAME_S:
             found.append(1)
         if self._world.is_first:
             if (self._folder / SAVE).exists():
