@@ -196,9 +196,9 @@ def play(tmp_path: Path) -> Play:
     return Play(tmp_path)
 
 
-def torchrun(gpus: int) -> list[str]:
-    """What starts a node's processes."""
-    rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=77", "--rdzv-endpoint=n1:10077"]
+def torchrun(gpus: int, start: int = 0) -> list[str]:
+    """What starts a node's processes; each start of a job has a port and an id of its own."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-id=77.{start}", f"--rdzv-endpoint=n1:{10077 + 1000 * start}"]
     nodes = ["--nnodes=2", f"--nproc-per-node={gpus}", "--max-restarts=0"]
     head = ["python", "-m", "trilane.engine.torchrun", "ranks/failures-77-0.json"]
     return [*head, *nodes, *rendezvous, "-m", "trilane.engine", "plan.json"]
@@ -217,7 +217,7 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     (play.place / "runs/two").mkdir(parents=True)
     (play.place / "runs.txt").write_text("runs/one\nruns/two\n")
     assert play.run(recorded(name)[f"{template}-{name}.sbatch"]) == 0
-    wanted = [*loads(name), HOSTS, BEGIN, CORPUS, SRUN, torchrun(gpus), [*END, "--code", "0"]]
+    wanted = [*loads(name), BEGIN, CORPUS, HOSTS, SRUN, torchrun(gpus), [*END, "--code", "0"]]
     assert play.calls == wanted
     env = play.env
     assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
@@ -254,9 +254,19 @@ def test_a_list_of_nodes_that_comes_in_pieces_ends_no_job(play: Play) -> None:
     assert play.run(recorded("generic")["train-generic.sbatch"], PAUSE_S="0.3") == 0
 
 
+def test_the_processes_meet_on_the_first_of_the_nodes_that_train(play: Play) -> None:
+    """A spare stays out, or has taken the place of a node that died."""
+    text = recorded("generic")["train-generic.sbatch"]
+    spare = "TRAIN_NODES=1 TRAIN_NODELIST=n2\nmeet\nmeet\n"
+    assert play.run(text.replace("meet\necho", f"{spare}echo")) == 0
+    assert [call for call in play.calls if call[0] == "scontrol"] == [["scontrol", "show", "hostnames", "n2"]] * 2
+    (started,) = [call for call in play.calls if "trilane.engine.torchrun" in call]
+    assert {"--nnodes=1", "--rdzv-id=77.1", "--rdzv-endpoint=n1:11077"} <= set(started)
+
+
 def test_a_job_with_nothing_to_do_starts_nothing(play: Play) -> None:
     assert play.run(recorded("generic")["train-generic.sbatch"], BEGIN="stop: done") == 0
-    assert play.calls == [HOSTS, BEGIN]
+    assert play.calls == [BEGIN]
 
 
 def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
@@ -266,7 +276,7 @@ def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
     nodes = [f"--hostfile={hostfile}", "--node_rank=0", "--master_addr=n1", "--master_port=10077", "--no_local_rank"]
     start = ["deepspeed", "--no_ssh", *nodes, "--module", "trilane.engine", "plan.json"]
     conda = [["conda", "shell.bash", "hook"], ["conda", "activate", "trilane"]]
-    calls = [*loads("jean-zay-a100"), *conda, HOSTS, BEGIN, CORPUS, HOSTS, SRUN, start, [*END, "--code", "0"]]
+    calls = [*loads("jean-zay-a100"), *conda, BEGIN, CORPUS, HOSTS, HOSTS, SRUN, start, [*END, "--code", "0"]]
     assert play.calls == calls
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
 
@@ -296,7 +306,7 @@ def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(name: str, 
     assert (command, shell, rcfile, path) == ("salloc", "bash", "--rcfile", "job.sbatch")
     play.log.unlink()
     assert play.run(text.partition("if [[ $- != *i* ]]")[0] + "train") == 0
-    assert play.calls[-2:] == [SRUN, [word.replace("id=77", "id=77.0") for word in torchrun(NODES[name][0])]]
+    assert play.calls[-2:] == [SRUN, torchrun(NODES[name][0], start=1)]
 
 
 def test_every_blank_is_given_and_every_given_value_is_used() -> None:
