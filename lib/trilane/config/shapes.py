@@ -82,8 +82,8 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     for key, rule in NOT_DENSE.items():
         require(values.get(key) in (None, 0, 1), key, values.get(key), rule)
     require_known("model_type", str(values["model_type"]), DEFAULTS)
-    family = DEFAULTS[str(values["model_type"])]
-    for key, usual, needed, rule in family.needs:
+    defaults = DEFAULTS[str(values["model_type"])]
+    for key, usual, needed, rule in defaults.needs:
         require(values.get(key, usual) == needed, key, values.get(key, usual), rule)
     sizes: dict[str, Any] = {name: _size(values, keys) for name, keys in NAMES.items()}
     sizes["seq_length"] = seq_length or sizes["seq_length"]
@@ -99,45 +99,46 @@ def shape_of_config(values: Mapping[str, Any], seq_length: int = 0) -> GivenShap
     require(
         has_usual or sizes["ffn_hidden_size"] is not None, "intermediate_size", "missing", "is not in the configuration"
     )
-    positions = _positions(values, family)
+    positions = _positions(values, defaults)
     shape = ModelShape(
         **sizes,
-        activation=_activation(values, family),
-        normalization=family.normalization,
+        activation=_activation(values, defaults),
+        normalization=defaults.normalization,
         positions=positions,
-        biases=_biases(values, family),
-        tied_embeddings=values.get("tie_word_embeddings", family.tied) is not False,
-        embedding_layernorm=family.embedding_layernorm,
-        norm_epsilon=_number(values, EPSILONS, family.epsilon),
+        biases=_biases(values, defaults),
+        tied_embeddings=values.get("tie_word_embeddings", defaults.tied) is not False,
+        embedding_layernorm=defaults.embedding_layernorm,
+        norm_epsilon=_number(values, EPSILONS, defaults.epsilon),
         rotary_base=_number(values, BASES, ModelShape.rotary_base),
     )
-    _require_plain_attention(values, family, shape)
+    _require_plain_attention(values, defaults, shape)
     longest = _size(values, NAMES["seq_length"])
     notes = [] if seq_length else [f"seq={longest}: the longest of the configuration, as no other is given"]
-    notes += [f"model_type={values['model_type']}: {family.note}"] * bool(family.note)
-    return GivenShape(shape=shape, notes=(*notes, *(_rotary_notes(values) if positions == "rotary" else ())))
+    notes += [f"model_type={values['model_type']}: {defaults.note}"] * bool(defaults.note)
+    turned = rotary_departures(values) if positions == "rotary" else []
+    return GivenShape(shape=shape, notes=(*notes, *(f"{key}={value}: {rule}" for key, value, rule in turned)))
 
 
-def _positions(values: Mapping[str, Any], family: ConfigDefaults) -> str:
-    """The family's, but where Falcon chooses ALiBi; ValueError for two kinds at once."""
+def _positions(values: Mapping[str, Any], defaults: ConfigDefaults) -> str:
+    """Those of the type, but where Falcon chooses ALiBi; ValueError for two kinds at once."""
     alibi, kind = values.get("alibi") is True, values["model_type"]
-    rule = f"a model of type {kind} has {family.positions} positions"
-    require(not alibi or family.positions == "alibi" or kind == "falcon", "alibi", "true", rule)
+    rule = f"a model of type {kind} has {defaults.positions} positions"
+    require(not alibi or defaults.positions == "alibi" or kind == "falcon", "alibi", "true", rule)
     given = next((key for key in (*BASES, "rope_parameters") if values.get(key)), "")
-    require(not given or family.positions == "rotary", given, values.get(given), rule)
-    return "alibi" if alibi else family.positions
+    require(not given or defaults.positions == "rotary", given, values.get(given), rule)
+    return "alibi" if alibi else defaults.positions
 
 
-def _rotary_notes(values: Mapping[str, Any]) -> list[str]:
-    """Where the model turns a part of the channels alone, or by other angles."""
+def rotary_departures(values: Mapping[str, Any]) -> list[tuple[str, object, str]]:
+    """Where the model turns a part of the channels alone, or by other angles than a shape: key, value and rule."""
     nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
     require(isinstance(nested, Mapping), "rope_parameters", nested, "must be an object")
     known = {**values, **nested}
     usual = PARTIAL.get(str(values["model_type"]), 1.0)
     share = next((known[key] for key in ("partial_rotary_factor", "rotary_pct") if known.get(key) is not None), usual)
-    notes = [f"partial_rotary_factor={share}: a shape turns all channels of a head"] * (share != 1)
     kind = known.get("rope_type", known.get("type", "default"))
-    return notes + [f"rope_type={kind}: a shape has angles as they are"] * (kind != "default")
+    found = [("partial_rotary_factor", share, "a shape turns all channels of a head")] * (share != 1)
+    return found + [("rope_type", kind, "a shape has angles as they are")] * (kind != "default")
 
 
 def _size(values: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
@@ -160,25 +161,25 @@ def _number(values: Mapping[str, Any], keys: tuple[str, ...], usual: float) -> f
     return float(values[key])
 
 
-def _activation(values: Mapping[str, Any], family: ConfigDefaults) -> str:
+def _activation(values: Mapping[str, Any], defaults: ConfigDefaults) -> str:
     names = ("hidden_act", "activation_function", "hidden_activation", "activation")
     key = next((name for name in names if isinstance(values.get(name), str)), names[0])
-    known = GATED if family.gated else ACTIVATIONS
-    word = values.get(key, family.act)
+    known = GATED if defaults.gated else ACTIVATIONS
+    word = values.get(key, defaults.act)
     require_known(key, str(word), known)
     return known[str(word)]
 
 
-def _biases(values: Mapping[str, Any], family: ConfigDefaults) -> str:
-    if not family.bias_keys:
-        return family.biases
-    given = {key: values.get(key, family.biases == "all") for key in family.bias_keys}
+def _biases(values: Mapping[str, Any], defaults: ConfigDefaults) -> str:
+    if not defaults.bias_keys:
+        return defaults.biases
+    given = {key: values.get(key, defaults.biases == "all") for key in defaults.bias_keys}
     words = ", ".join(f"{key}={str(value).lower()}" for key, value in given.items())
     require(len(set(map(str, given.values()))) == 1, "biases", words, "a shape has all or none of them")
     return "all" if next(iter(given.values())) is True else "none"
 
 
-def _require_plain_attention(values: Mapping[str, Any], family: ConfigDefaults, shape: ModelShape) -> None:
+def _require_plain_attention(values: Mapping[str, Any], defaults: ConfigDefaults, shape: ModelShape) -> None:
     """Raise ValueError for heads of another size, a projected embedding, and windows shorter than the sequence."""
     for key, usual, rule in (
         ("head_dim", shape.head_dim, "a shape has hidden_size / num_attention_heads"),
@@ -186,8 +187,8 @@ def _require_plain_attention(values: Mapping[str, Any], family: ConfigDefaults, 
     ):
         value = values.get(key)
         require(value in (None, usual), key, value, f"{rule} = {usual}")
-    window = values.get("sliding_window", family.window)
-    slides = values.get("use_sliding_window", family.slides) is True
+    window = values.get("sliding_window", defaults.window)
+    slides = values.get("use_sliding_window", defaults.slides) is True
     ok = window is None or not slides or (isinstance(window, int) and window >= shape.seq_length)
     rule = f"a shape attends to the whole sequence, seq = {shape.seq_length}; give a shorter one"
     require(ok, "sliding_window", window, rule)

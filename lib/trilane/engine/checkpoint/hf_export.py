@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from trilane.config.hf_families import FAMILIES, HEAD, Family, family_of
 from trilane.config.model import ModelShape
-from trilane.config.shapes import shape_of_config
+from trilane.config.shapes import rotary_departures, shape_of_config
 from trilane.engine.checkpoint.hf_names import ours, theirs
 from trilane.engine.checkpoint.slices import SliceFile, assemble
 from trilane.engine.model.parameters import Box, whole_sizes
@@ -133,11 +133,8 @@ def read_config(folder: Path, seq_length: int = 0) -> tuple[Family, ModelShape]:
     for key, value in family.settings.items():
         require(given.get(key, value) == value, key, given.get(key), f"a model here has {value}")
     require(not given.get("quantization_config"), "quantization_config", "given", "weights are not quantized here")
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
-    require(kind == "default", "rope_type", kind, "rotary positions are not scaled here")
-    part = {**given, **(rope if isinstance(rope, Mapping) else {})}.get("partial_rotary_factor")
-    require(part in (None, 1), "partial_rotary_factor", part, "rotary positions turn all channels of a head here")
+    for departure in rotary_departures(given):
+        require(False, *departure)
     return family, shape
 
 
