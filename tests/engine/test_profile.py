@@ -64,13 +64,14 @@ BAD = {
     "1-101": MALFORMED,
     "10-12:a": MALFORMED,
     "49-51": "must lie between iterations 1 and 50, which this plan trains",
+    "18-21": "must begin and end outside of skip=20-22",
 }
 
 
 @pytest.mark.parametrize(("window", "rule"), BAD.items())
 def test_a_window_that_is_never_reached_is_refused(window: str, rule: str) -> None:
     with pytest.raises(ValueError) as error:
-        Run(profile=window)
+        Run(profile=window, skip="20-22")
     assert str(error.value) == f"profile={window}: {rule}"
 
 

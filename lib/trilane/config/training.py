@@ -48,7 +48,10 @@ class Data:
     split: str = ""
 
     def __post_init__(self) -> None:
-        assert self.shares  # checked on the way
+        words = self.split.split(",") if self.split else ["1", "0"]
+        ok = len(words) in (2, 3) and all(map(SHARE.fullmatch, words))
+        require(ok, "data.split", self.split, 'must be shares of training, validation and test, such as "949,50,1"')
+        require(float(words[0]) > 0, "data.split", self.split, "leaves nothing to train on")
         for name in ("source", "tokenizer", "folder"):
             require_path(f"data.{name}", getattr(self, name))
         parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
@@ -57,14 +60,8 @@ class Data:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """The shares of training, validation and test, which add up to 1; ValueError where `split` is malformed."""
-        if not self.split:
-            return 1.0, 0.0, 0.0
-        words = self.split.split(",")
-        ok = len(words) in (2, 3) and all(map(SHARE.fullmatch, words))
-        require(ok, "data.split", self.split, 'must be shares of training, validation and test, such as "949,50,1"')
-        training, validation, test = (float(word) for word in [*words, "0"][:3])
-        require(training > 0, "data.split", self.split, "leaves nothing to train on")
+        """The shares of training, validation and test, which add up to 1."""
+        training, validation, test, *_ = (*map(float, (self.split or "1").split(",")), 0.0, 0.0)
         total = training + validation + test
         return training / total, validation / total, test / total
 
@@ -214,13 +211,12 @@ class Run:
         minutes, seconds = self.exit_duration_minutes, self.hang_timeout_s
         require(0 <= minutes < float("inf"), "exit_duration_minutes", minutes, "must not be negative (0.0: never)")
         require(0 <= seconds < float("inf"), "hang_timeout_s", seconds, "must be >= 0 (0.0: off)")
-        window = self.profile_window
-        rule = f"must lie between iterations {self.start_iteration + 1} and {self.goal}, which this plan trains"
-        reached = window is None or (
-            self.start_iteration < window.first <= window.last <= self.goal
-            and not any(inside(self.skipped, end) for end in (window.first, window.last))
-        )
-        require(reached, "profile", self.profile, rule)
+        if window := self.profile_window:
+            first, last = window.first, window.last
+            rule = f"must lie between iterations {self.start_iteration + 1} and {self.goal}, which this plan trains"
+            require(self.start_iteration < first <= last <= self.goal, "profile", self.profile, rule)
+            trained = not (inside(self.skipped, first) or inside(self.skipped, last))
+            require(trained, "profile", self.profile, f"must begin and end outside of skip={self.skip}")
         plain = all(c.isalnum() or c in "_.," for c in self.trace_packages)
         require(plain, "trace_packages", self.trace_packages, "must be names of packages, separated by commas")
 
@@ -239,7 +235,7 @@ class Run:
         return self.eval_interval > 0 and (iteration % self.eval_interval == 0 or iteration == self.train_iters)
 
     @property
-    def profile_window(self) -> "ProfileWindow | None":
+    def profile_window(self) -> ProfileWindow | None:
         """The iterations and ranks of `profile`; None without one. ValueError where it is malformed."""
         if not self.profile:
             return None
