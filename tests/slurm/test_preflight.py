@@ -162,7 +162,10 @@ def test_a_script_edited_into_a_trap_is_refused(rule: str, folder: Path) -> None
 @pytest.mark.parametrize(
     ("rule", "edit"),
     [
-        ("port", lambda s: s.replace("MASTER_PORT=$((10000 + (SLURM_JOB_ID + 1000 * STARTS) % 20000))", "MASTER_PORT=29500")),
+        (
+            "port",
+            lambda s: s.replace("MASTER_PORT=$((10000 + (SLURM_JOB_ID + 1000 * STARTS) % 20000))", "MASTER_PORT=29500"),
+        ),
         ("error file", lambda s: s.replace("-$SLURM_NODEID.json", ".json")),
         ("internet", lambda s: s.replace("HF_HUB_OFFLINE=1 ", "")),
         ("script", lambda s: s.replace("slurm-%j.out", "slurm-%A_%a.out")),

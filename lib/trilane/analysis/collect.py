@@ -19,12 +19,13 @@ from trilane.documents.runs import read_runs
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, middle, percent, short
 from trilane.utils.validation import require
+from trilane.workspace.run_folder import STEPS
 from trilane.workspace.study import Study
 
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
 NUMERICS = {"skipped iterations": "skipped", "NaN": "nan_iterations", "gradient norm, median": "grad_norm"}
 NUMERICS |= {"largest": "grad_norm_max", "loss scale, last": "loss_scale", "reductions": "loss_scale_drops"}
-OURS = ("run.log", "steps.jsonl")  # in a run folder, next to plan.json
+OURS = ("run.log", STEPS)  # in a run folder, next to plan.json
 
 
 @dataclass(frozen=True, kw_only=True)

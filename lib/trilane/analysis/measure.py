@@ -15,7 +15,7 @@ from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.files import damaged_lines, json_lines, read_text
-from trilane.workspace.run_folder import MOST_ITERATIONS
+from trilane.workspace.run_folder import MOST_ITERATIONS, STEPS
 from trilane.workspace.status import Status
 
 MOST_S = 1e9  # an iteration of 30 years is a damaged number
@@ -221,7 +221,7 @@ def numerics(log: RunLog) -> Numerics:
 
 def _exact(log: RunLog) -> RunLog:
     """The log with the seconds of the steps.jsonl next to it, for each iteration that is in both."""
-    path, exact = log.source.with_name("steps.jsonl"), dict[int, float]()
+    path, exact = log.source.with_name(STEPS), dict[int, float]()
     text = read_text(path) if path.is_file() else ""
     for step in json_lines(text):
         match step:

@@ -17,8 +17,8 @@ from trilane.config.topology_rules import CLUSTER_RULES, first_broken
 from trilane.config.training import Data, Dropout, Optimizer, Run
 from trilane.utils.validation import from_mapping, read_json, require, require_known, require_label, to_mapping
 
-# What results write next to the fields of a plan: derived from it, so never read back.
 MOST_SAMPLES = 1 << 34  # their order is kept as some bytes for each; the largest published runs have read 2^31 at most
+# What results write next to the fields of a plan: derived from it, so never read back.
 DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
 
 

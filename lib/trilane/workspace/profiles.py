@@ -10,7 +10,8 @@ from trilane.utils.validation import require
 
 FOLDER = "profile"
 MARK = "part: "  # how the trace names the ranges of parts
-ORDER = ("attention", "MLP", "norms", "embedding", "head and loss", "optimizer", "communication", "other")
+HEAD = "head and loss"
+ORDER = ("attention", "MLP", "norms", "embedding", HEAD, "optimizer", "communication", "other")
 KINDS = ("matmul", "attention", "elementwise", "communication", "optimizer")
 MATMUL = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
 CORE = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention", "fmha")
@@ -26,8 +27,8 @@ class Operator:
     seconds: float
     calls: float
 
-    def each(self, iterations: int) -> "Operator":
-        """The same of one iteration."""
+    def per_iteration(self, iterations: int) -> "Operator":
+        """The mean over so many iterations."""
         return replace(self, seconds=self.seconds / iterations, calls=self.calls / iterations)
 
 

@@ -31,7 +31,7 @@ def cut_steps(folder: Path, done: int) -> None:
     """Keep the first `done` iterations in steps.jsonl and validation.jsonl; the others will be trained again.
 
     What is removed, also a line that a killed run left half-written or a crash damaged, goes to
-    earlier/steps.jsonl.1, .2, ...
+    earlier/NAME.1, .2, ...
     """
     for name in (STEPS, VALIDATION):
         _cut(folder / name, done)
@@ -48,7 +48,7 @@ def _cut(path: Path, done: int) -> None:
 
 
 def _iteration(line: bytes) -> int:
-    """The iteration of a line of steps.jsonl; 0 for a damaged line."""
+    """The iteration of a line of either file; 0 for a damaged line."""
     number = (json_object(line.decode("utf-8", "replace")) or {}).get("iteration")
     return number if type(number) is int and 0 < number < MOST_ITERATIONS else 0
 
@@ -92,7 +92,7 @@ def keep_earlier(path: Path, new_text: str | None = None) -> None:
 
 def is_started(folder: Path) -> bool:
     """Whether a run was ever started in the folder."""
-    return any((folder / name).exists() for name in ("run.log", "steps.jsonl", "status.json"))
+    return any((folder / name).exists() for name in ("run.log", STEPS, "status.json"))
 
 
 def is_completed(folder: Path) -> bool:

@@ -38,8 +38,6 @@ from trilane.engine.monitor.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, P2
 METHODS = {"uniform": "type:transformer", "type:transformer|embedding": "type:transformer|embedding"}
 # Phases of DeepSpeed's instructions; all others send and receive.
 PHASES = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": OPTIMIZER}
-
-
 PHASES |= {"ReduceGrads": REDUCE, "ReduceTiedGrads": REDUCE}
 
 

@@ -47,7 +47,7 @@ def _step(optimizer: torch.optim.Optimizer, step: float, parameter: torch.Tensor
     """torch counts in a tensor, the fused one on the parameter's device; the other optimizers in an int."""
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
         return int(step)
-    fused = parameter is not None and any(group.get("fused") for group in optimizer.param_groups)
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     return torch.tensor(step, dtype=torch.float32, device=parameter.device if fused and parameter is not None else None)
 
 

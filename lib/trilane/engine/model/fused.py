@@ -25,10 +25,9 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.engine.distributed.cpu import COMPILE
-from trilane.workspace.profiles import MARK
+from trilane.workspace.profiles import HEAD, MARK
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-HEAD = "head and loss"  # the part that run.profile counts them for
 UNCOMPILED = "TORCH_COMPILE_DISABLE"  # torch's own switch
 
 

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trilane.config.plan import Plan
 from trilane.engine.distributed.world import World, gather_values
 from trilane.engine.model.fused import activate, compiled
+from trilane.engine.model.gpt import DTYPES
 
 CAPABILITY = (8, 0)  # Triton, which torch.compile writes, makes good kernels from Ampere on
 KERNELS = {
@@ -22,7 +23,6 @@ KERNELS = {
     SDPBackend.MATH: "plain",
 }
 _PREFERRED = contextlib.ExitStack()  # a context that is not kept is left at once
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trilane.config.model import ModelShape
 from trilane.config.plan import Plan
-from trilane.engine.model.fused import HEAD, token_losses
+from trilane.engine.model.fused import token_losses
 from trilane.engine.model.gpt import Norm, NormedDropout, layer_spec
 from trilane.engine.model.rng import sequence_stream
-from trilane.workspace.profiles import MARK
+from trilane.workspace.profiles import HEAD, MARK
 
 TIED = "embedding"
 

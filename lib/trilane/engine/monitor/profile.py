@@ -17,9 +17,8 @@ from torch.profiler import ProfilerActivity, record_function
 
 from trilane.config.plan import Plan
 from trilane.engine.distributed.world import World
-from trilane.engine.model.fused import HEAD
 from trilane.engine.monitor import phases
-from trilane.workspace.profiles import MARK, Operator, Profile, kind_of, write_profile
+from trilane.workspace.profiles import FOLDER, HEAD, MARK, Operator, Profile, kind_of, write_profile
 
 # The last word of a module's name that has one of these -> its part; the first that fits.
 PARTS = {
@@ -31,7 +30,6 @@ PARTS = {
 }
 PHASES = {phases.OPTIMIZER: "optimizer", phases.REDUCE: "communication", phases.P2P: "communication"}
 BACKWARD = "autograd::engine::evaluate_function"
-MOST_OPERATORS = 40  # rows of the table by operator
 
 
 class Profiler:
@@ -40,12 +38,13 @@ class Profiler:
     def __init__(self, plan: Plan, world: World, folder: Path, modules: Sequence[torch.nn.Module], done: int) -> None:
         self._plan, self._world, self._folder, self._modules = plan, world, folder, modules
         window = plan.run.profile_window
-        self.note = f"profile={plan.run.profile}: {done} iterations are done already" if _passed(window, done) else ""
-        chosen = (window.ranks or (0, world.size - 1)) if window and not self.note else ()
+        passed = window is not None and done >= window.last
+        self.note = f"profile={plan.run.profile}: {done} iterations are done already" if passed else ""
+        chosen = (window.ranks or (0, world.size - 1)) if window and not passed else ()
         self._window = window if world.rank in chosen else None
         self._undo: list[Callable[[], None]] = []
         self._trace: Any = None
-        self._begin = 0.0
+        self._first, self._begin = 0, 0.0  # iteration and time of the trace's beginning
 
     def before(self, iteration: int) -> None:
         """Begin where the iteration is the first of the window, or a run resumes inside it."""
@@ -69,8 +68,8 @@ class Profiler:
         self._trace.__exit__(None, None, None)
         for undo in self._undo:
             undo()
-        (self._folder / "profile").mkdir(exist_ok=True)
-        self._trace.export_chrome_trace(str(self._folder / "profile" / f"{self._world.rank}.trace.json.gz"))
+        (self._folder / FOLDER).mkdir(exist_ok=True)
+        self._trace.export_chrome_trace(str(self._folder / FOLDER / f"{self._world.rank}.trace.json.gz"))
         found = summary(self._trace.events(), self._world.device.type == "cuda")
         count = iteration - self._first + 1
         profile = Profile(
@@ -79,7 +78,7 @@ class Profiler:
             first=self._first,
             last=iteration,
             seconds=seconds / count,
-            operators=tuple(sorted((o.each(count) for o in found), key=lambda o: -o.seconds)),
+            operators=tuple(sorted((o.per_iteration(count) for o in found), key=lambda o: -o.seconds)),
         )
         write_profile(self._folder, profile)
         self._window, self._trace, self._undo = None, None, []
@@ -117,10 +116,6 @@ class Profiler:
 
         self._undo.append(open_range.close)
         return changed
-
-
-def _passed(window: Any, done: int) -> bool:
-    return window is not None and done >= window.last
 
 
 def part_of(name: str) -> str:
