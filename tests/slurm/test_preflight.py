@@ -119,7 +119,6 @@ REFUSED = {
     "data": (plan(data={"source": "/shared/nothing"}), A100, "/shared/nothing: no such file, folder or", {}),
     "internet": (plan(data={"tokenizer": "gpt2"}), A100, "tokenizer gpt2 is not a folder here", {}),
     "partition": (plan(), A100, "did you mean gpu_p5", {"partition": "gpu_p4"}),
-    "qos": (plan(), A100, "did you mean qos_gpu_a100-t3", {"qos": "qos_gpu_a100-t2"}),
     "label": (replace(plan(), label="$(id)"), A100, "must consist of letters", {}),
 }
 
@@ -129,6 +128,12 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
     p, where, says, wishes = REFUSED[rule]
     found = next(f for f in findings(folder, p, where, **wishes) if f.rule == rule)
     assert found.level == REFUSAL and says in found.message and len(found.remedy) > 5
+
+
+def test_a_qos_that_the_site_does_not_list_is_a_warning_that_names_what_is_unknown(folder: Path) -> None:
+    found = [f for f in findings(folder, plan(), qos="qos_gpu_a100-t2") if f.rule.startswith("qos")]
+    assert [(f.level, f.rule) for f in found] == [(WARNING, "qos")]
+    assert "did you mean qos_gpu_a100-t3" in found[0].message and "most GPUs are unknown" in found[0].message
 
 
 def test_the_copy_that_a_save_is_written_from_must_fit_into_the_node(folder: Path) -> None:

@@ -90,9 +90,9 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
 
 
 def comment(job: str) -> str:
-    """The comment of a job that squeue knows: the token of its submission."""
+    """The first word of the comment of a job that squeue knows: the token of its submission, before the user's own."""
     _checked([job])
-    return call(["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"]).strip().partition("\n")[0]
+    return call(["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"]).strip().partition("\n")[0].partition(" ")[0]
 
 
 def test_only(script: Path, *options: str) -> str:

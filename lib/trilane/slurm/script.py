@@ -13,7 +13,8 @@ import jinja2.meta
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
-from trilane.slurm.sites import JobRequest, Site, plain
+from trilane.slurm.site_options import directives_of, image_file, plain, srun_arguments
+from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
@@ -64,31 +65,49 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
     gpus = plan.topology.gpus
     if site.partitions and request.partition:
         require_known("partition", request.partition, site.partitions)
-    site.limits(request.qos)
     is_watcher, is_bench = name == "monitor", name == "bench"
+    one_each = is_bench or (request.launcher == "srun" and name in ("train", "sweep"))  # one task for each GPU
     options = asdict(request)
     environment = options.pop("environment")
     return options | {
         "job_name": plain("label", plan.label),
         "nodes": 1 if is_watcher else nodes,
-        "tasks_per_node": used if is_bench else 1,
+        "tasks_per_node": used if one_each else 1,
         "processes_per_node": used,
-        "gpus_per_node": 0 if is_watcher or cluster.gpu.kind == "cpu" else used,
-        "cores_per_task": _cores(cluster, used, is_bench, is_watcher),
-        "threads": _cores(cluster, used, is_bench=True, is_watcher=False),
+        "gpus_per_node": "" if is_watcher or cluster.gpu.kind == "cpu" else f"{site.gpu_type}:{used}".lstrip(":"),
+        "cores_per_task": _cores(cluster, used, one_each, is_watcher),
+        "threads": _cores(cluster, used, one_each=True, is_watcher=False),
         "hint": "" if is_watcher else site.hint,
         "partition": request.partition or (site.service_partition if is_watcher else site.partition),
         "constraint": "" if is_watcher else request.constraint or site.constraint,
         "qos": "" if is_watcher else request.qos,
+        **_site_blanks(site, request, is_watcher),
         "requeue": "requeue" if request.requeue else "no-requeue",
         "offline": site.offline,
-        "modules": " ".join(site.modules),
         "conda": environment.removeprefix("conda:") if environment.startswith("conda:") else "",
         "venv": quoted("environment", environment or own_environment()),
         "summary": f"{plan.shape.parameters / 1e9:.3g}B, {plan.topology.label}, {gpus} GPUs, engine {plan.engine}",
         "array": array,
         "every_s": WATCH_EVERY_S,
         "watch_s": max(WATCH_EVERY_S, request.time_limit_s - 120),
+    }
+
+
+def _site_blanks(site: Site, request: JobRequest, is_watcher: bool) -> dict[str, Any]:
+    """What a site adds in its own words; a job that only monitors runs on one core of a service node."""
+    return {
+        "modules": " ".join(site.modules),
+        "site_env": {name: quoted(f"site.env.{name}", value) for name, value in site.env.items()},
+        "setup": [quoted(f"site.setup, line {n}", line) for n, line in enumerate(site.setup, 1)],
+        "site_name": quoted("site.name", site.name),
+        "image": quoted("site.container_image", image_file(site)) if image_file(site) and not is_watcher else "",
+        "sbatch": [] if is_watcher else directives_of(site),
+        "mem": "" if is_watcher else site.mem,
+        "exclusive": site.exclusive and not is_watcher,
+        "switches": "" if is_watcher else site.switches,
+        "segment": 0 if is_watcher else site.segment,
+        "gpu_option": site.gpu_option,
+        "srun_args": srun_arguments(site, request.launcher),
     }
 
 
@@ -122,12 +141,12 @@ def folded(texts: Mapping[str, str]) -> Html:
     return Html.joined("", [Html.of(template, name, text) for name, text in texts.items()])
 
 
-def _cores(cluster: Cluster, used: int, is_bench: bool, is_watcher: bool) -> int:
+def _cores(cluster: Cluster, used: int, one_each: bool, is_watcher: bool) -> int:
     if is_watcher:
         return 1
     # Jean Zay bills and binds by cores: a share of a node's GPUs gets the same share of its cores
     share = max(1, cluster.cores_per_node * used // cluster.gpus_per_node)
-    return max(1, share // used) if is_bench else share
+    return max(1, share // used) if one_each else share
 
 
 def _environment(marked: bool) -> jinja2.Environment:
@@ -140,7 +159,7 @@ def _environment(marked: bool) -> jinja2.Environment:
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=(lambda value: f"{OPEN}{value}{CLOSE}") if marked else None,
+        finalize=(lambda value: f"{OPEN}{value}{CLOSE}" if value != "" else "") if marked else None,
     )
 
 

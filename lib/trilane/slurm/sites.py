@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from trilane.config import cluster as hardware
+from trilane.slurm.site_options import plain, require_options
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -21,12 +22,11 @@ from trilane.utils.validation import (
 
 LOCAL = "local"
 
-# characters of a directive or an assignment that neither bash nor sbatch interprets
-PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}")
 NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]{0,3999}")
 TIME = re.compile(r"(?:[0-9]{1,5}-)?[0-9]{1,6}:[0-5][0-9]:[0-5][0-9]")
 SBATCH_TIME = re.compile(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?")
-CHOICES = {"launcher": ("torchrun", "deepspeed"), "nccl_debug": ("VERSION", "WARN", "INFO", "TRACE")}
+COMMENT = re.compile(r"[\w.,:;@+=/()][\w .,:;@+=/()-]{0,199}")
+CHOICES = {"launcher": ("torchrun", "deepspeed", "srun"), "nccl_debug": ("VERSION", "WARN", "INFO", "TRACE")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,12 @@ class Site:
     qos, default_qos   the qualities of service, and the one of a job that names none
     offline            whether compute nodes have no internet
     local              folders that are local to each node
+    env, setup         variables, and shell lines that run in order as they are; the first that fails ends the job
+    sbatch, srun       further #SBATCH options by their long names, and further arguments of srun
+    mem, exclusive     memory of a node, such as 480G or 0 (all); whether the job has its nodes for itself
+    switches, segment  how near to each other the nodes must be: at most so many switches, or blocks of so many nodes
+    gpu_option         how GPUs are requested, gres or gpus-per-node; gpu_type is their type there, such as a100
+    container          what runs container_image, with the folders container_mounts: pyxis, apptainer or singularity
     sources            the source of each number
     """
 
@@ -72,6 +78,19 @@ class Site:
     default_qos: str = ""
     offline: bool = False
     local: tuple[str, ...] = ("/tmp", "/dev/shm")
+    env: dict[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    sbatch: dict[str, str] = field(default_factory=dict)
+    srun: tuple[str, ...] = ()
+    mem: str = ""
+    exclusive: bool = False
+    switches: str = ""
+    segment: int = 0
+    gpu_option: str = "gres"
+    gpu_type: str = ""
+    container: str = ""
+    container_image: str = ""
+    container_mounts: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +110,7 @@ class Site:
             require_known("site.cluster", self.cluster, hardware.catalogue())
         if self.default_qos:
             require_known("site.default_qos", self.default_qos, [q.name for q in self.qos])
+        require_options(self)
 
     @property
     def is_local(self) -> bool:
@@ -98,12 +118,8 @@ class Site:
         return self.name == LOCAL
 
     def limits(self, qos: str) -> Qos | None:
-        """The limits of that QoS ("": the default one), None where the site has none; ValueError if unknown."""
-        name = qos or self.default_qos
-        if not self.qos or not name:
-            return None
-        require_known("qos", name, [q.name for q in self.qos])
-        return next(q for q in self.qos if q.name == name)
+        """The limits of that QoS ("": the default one), None where the site does not list it."""
+        return next((q for q in self.qos if q.name == (qos or self.default_qos)), None)
 
 
 def catalogue() -> list[str]:
@@ -124,13 +140,6 @@ def _read(path: Path) -> Site:
     # relative to the site's own file, not to the current folder
     nodes = path.parent / found.cluster
     return replace(found, cluster=str(nodes)) if found.cluster.endswith(".json") else found
-
-
-def plain(field: str, value: str) -> str:
-    """`value`; ValueError where bash or sbatch would interpret it."""
-    rule = "must consist of letters, digits and _ . , @ : + = / - (200 at most), and not begin with a dash"
-    require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
-    return value
 
 
 def seconds_of(time_limit: str) -> int:
@@ -157,7 +166,9 @@ class JobRequest:
 
     signal_s          seconds before the time limit at which the training receives SIGUSR1, to save a checkpoint
     requeue           whether SLURM starts the job again when a node fails
-    launcher          what starts a node's processes: torchrun, or DeepSpeed's launcher with a hostfile
+    launcher          what starts a node's processes: torchrun, DeepSpeed's launcher with a hostfile, or srun, as one
+                      task for each GPU on cores of its own
+    comment           a comment of yours on the job, which stays next to the one that marks the submission
     launch_blocking   CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring, at a price
     environment       "" for the repository's .venv, a folder of another venv (made absolute), or conda:NAME
     parallel          jobs of a sweep's array that may run at the same time
@@ -171,6 +182,7 @@ class JobRequest:
     reservation: str = ""
     exclude: str = ""
     mail: str = ""
+    comment: str = ""
     signal_s: int = 300
     requeue: bool = True
     launcher: str = "torchrun"
@@ -185,6 +197,8 @@ class JobRequest:
                 plain(name, value)
         is_list = not self.exclude or NODES.fullmatch(self.exclude) is not None
         require(is_list, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
+        rule = "must be at most 200 letters, digits, blanks and _ . , : ; @ + = / ( ) -"
+        require(not self.comment or COMMENT.fullmatch(self.comment) is not None, "comment", repr(self.comment), rule)
         require_line("environment", self.environment)
         if self.environment.startswith("conda:"):
             plain("environment", self.environment.removeprefix("conda:"))

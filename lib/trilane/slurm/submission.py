@@ -3,6 +3,7 @@ that one that was interrupted is found again and nothing is submitted twice.
 """
 
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.slurm import client, ledger
+from trilane.slurm.script import directives
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require
 
@@ -32,13 +34,14 @@ def look_command(*tokens: str) -> str:
 
 
 def sbatch(script: Path, *options: str, token: str = "") -> str:
-    """Submit `script` from its folder, marked with the token; the job's id.
+    """Submit `script` from its folder, its comment preceded by the token; the job's id.
 
     A controller that failed during the call may have accepted the job: before another try it is looked for by its
     token, so that nothing is submitted twice. Where even that fails, UnknownSubmission names the command that looks.
     """
     token = token or new_token()
-    command = ["sbatch", "--parsable", f"--comment={token}", *options, "--", script.name]
+    own = directives(script.read_text(encoding="utf-8", errors="replace")).get("comment", "")
+    command = ["sbatch", "--parsable", f"--comment={token} {own}".rstrip(), *options, "--", script.name]
     for delay in (*client.DELAYS_S, None):
         try:
             return _job_of(client.call(command, cwd=script.parent, again=False), token)
@@ -73,7 +76,7 @@ def find(tokens: Iterable[str]) -> dict[str, str]:
     """
     wanted = set(tokens)
     rows = (line.partition("|") for line in client.call(["squeue", "-h", "-t", "all", "-o", "%F|%k"]).splitlines())
-    found = {token: job for job, _, token in rows if token in wanted}
+    found = {word: job for job, _, comment in rows if (word := comment.partition(" ")[0]) in wanted}
     for kept in ("comment,submitline", "comment") if wanted - set(found) else ():  # submitline: since SLURM 20.11
         with contextlib.suppress(client.SlurmError):
             output = client.call(["sacct", "-XnP", "-S", "now-7days", "-o", f"jobid,{kept}"], again=False)
@@ -86,7 +89,7 @@ def is_submitting(token: str) -> bool:
     """Whether an sbatch with that token runs on this host: it outlives the process that started it."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if f"--comment={token}\0".encode() in path.read_bytes():
+            if re.search(f"--comment={token}[ \0]".encode(), path.read_bytes()):
                 return True
     return False
 

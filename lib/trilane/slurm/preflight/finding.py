@@ -23,6 +23,7 @@ RULES = (
         "tp",
         "precision",
         "wheel",
+        "qos",
         "qos time",
         "qos gpus",
         "account",

@@ -14,6 +14,7 @@ from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.sites import seconds_of
+from trilane.utils.validation import require_known
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.run_folder import is_completed, is_started
@@ -92,6 +93,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 def limits(case: JobCheck) -> Iterator[JobFinding]:
     """The script's time and GPUs against its QoS, and its account against the site's."""
     site, gpus, asked = case.site, case.plan.topology.gpus, case.directives
+    if site.qos and (name := asked.get("qos", "")) not in ("", *(q.name for q in site.qos)):
+        try:
+            require_known("qos", name, [q.name for q in site.qos])
+        except ValueError as error:
+            message = f"{error}; its longest job and most GPUs are unknown here, so they were not checked"
+            yield warn("qos", message, f"sacctmgr show qos {name}, and add it to the site's file")
     qos, seconds = site.limits(asked.get("qos", "")), seconds_of(asked.get("time", "00:10:00"))
     if qos and seconds > qos.hours * 3600:
         fits = [q.name for q in site.qos if seconds <= q.hours * 3600 and gpus <= q.gpus]

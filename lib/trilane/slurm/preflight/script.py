@@ -17,17 +17,18 @@ DOWNLOADS = re.compile(
     r"^[^#\n]*\b(?:pip3? install|conda install|git clone|wget|curl|huggingface-cli download|apt)\b", re.M
 )
 
-# Our torchrun; a shell with a trap of its own; ranks that srun starts directly.
-HANDLES_SIGNAL = re.compile(
-    r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1|srun [^\n]*-m trilane\.engine )""", re.M
-)
+# Ranks that srun starts directly, one task each.
+RANK_EACH = re.compile(r"^[^#\n]*(srun [^\n]*|exec python )-m trilane\.engine ", re.M)
+# Our torchrun; a shell with a trap of its own.
+HANDLES_SIGNAL = re.compile(r"""^[^#\n]*(trilane\.engine\.torchrun|trap ["'][^"'\n]+["'] USR1)""", re.M)
 
 
 def directives(case: JobCheck) -> Iterator[JobFinding]:
     """Nodes, tasks, processes and GPUs of the script are those of the plan."""
     asked, every = case.directives, case.plan.topology.gpus
     used = min(every, case.cluster.gpus_per_node)
-    wanted = {"nodes": str(case.nodes), "ntasks-per-node": "1"}
+    tasks = used if RANK_EACH.search(case.script) else 1
+    wanted = {"nodes": str(case.nodes), "ntasks-per-node": str(tasks)}
     if case.cluster.gpu.kind == "cuda":
         wanted |= {"gres": f"gpu:{used}", "gpus-per-node": str(used)}
     for name, value in wanted.items():
@@ -92,7 +93,7 @@ def dead_ends(case: JobCheck) -> Iterator[JobFinding]:
     if "| tee" in text and "pipefail" not in text:
         message = "a pipe into tee without pipefail: a failed run counts as COMPLETED, and dependent jobs start"
         yield refuse("pipefail", message, "set -euo pipefail")
-    if "signal" in case.directives and not HANDLES_SIGNAL.search(text):
+    if "signal" in case.directives and not (HANDLES_SIGNAL.search(text) or RANK_EACH.search(text)):
         message = "SIGUSR1 before the limit may reach only the launcher, which ignores it or ends: nothing is saved"
         yield refuse("signal", message, "python -m trilane.engine.torchrun forwards it; or trap 'touch save' USR1")
     if re.search(r"TORCHELASTIC_ERROR_FILE=(?!.*(NODEID|HOSTNAME|PROCID))", text):
