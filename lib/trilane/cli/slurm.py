@@ -1,5 +1,6 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains."""
 
+import itertools
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -116,12 +117,14 @@ STALL = option("--stall", type=number(), default=600.0, help="seconds without an
 def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_json: bool) -> int:
     """Print a line whenever a run starts, dies, stalls or goes on; with --json also all jobs at the end.
 
-    Exit code 0 when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
+    Alerts go to the webhook of the environment's TRILANE_WEBHOOK, and by mail where the jobs have --mail. Exit code 0
+    when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
     """
-    from trilane.slurm import client, jobs, monitor
+    from trilane.slurm import client, delivery, jobs, monitor
 
     folders = folders_of(runs)
-    for line in monitor.watch(folders, every, seconds, stall):
+    sender = delivery.sender(folders)
+    for line in itertools.chain([str(sender)] * bool(sender), monitor.watch(folders, every, seconds, stall, sender)):
         print(one_line(line), flush=True)
     try:
         found = jobs.job_status(folders)
@@ -131,6 +134,23 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
     if as_json:
         emit(True, {"jobs": [job.to_json() for job in found]}, "")
     return TIME_IS_OVER if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
+
+
+@command(slurm, click.argument("runs", nargs=-1, metavar="[RUN]..."), JSON)
+def alert(runs: Sequence[str], as_json: bool) -> int:
+    """Send the alerts of runs that are not sent yet; without a run one that tries the webhook. Exit code 1 where none
+    gets through."""
+    from trilane.slurm import alerts, delivery
+
+    folders = folders_of(runs)
+    sender = delivery.sender(folders)
+    if sender is None:
+        raise ValueError(f"{delivery.VARIABLE}=: must be set in the environment to the URL of a webhook")
+    problems = [] if folders else sender.try_out()
+    for folder in folders:
+        sender.offer(folder, alerts.recorded(folder))
+    problems += sender.close()
+    return emit(as_json, {"problems": problems}, "\n".join([str(sender), *problems]), failed=bool(problems))
 
 
 WHAT = click.argument("what", type=Choice(("memory", "stacks", "processes", "hostfile")))
@@ -162,17 +182,20 @@ slurm.add_command(chain)
 @command(job, FOLDER, JSON)
 def begin(folder: Path, as_json: bool) -> None:
     """Print whether the attempt of the run folder may begin."""
-    from trilane.slurm import attempt
+    from trilane.slurm import attempt, delivery
 
     decision = attempt.begin(folder)
+    delivery.send_apart(folder)
     emit(as_json, {"verdict": decision}, decision, indent=None)
 
 
 @command(job, FOLDER, option("--code", type=whole(-255, 255), default=0, help="the training's exit code"), JSON)
 def end(folder: Path, code: int, as_json: bool) -> None:
     """Write and print how the attempt ended."""
-    from trilane.slurm import attempt
+    from trilane.slurm import attempt, delivery
+    from trilane.workspace.status import Status
 
     outcome = attempt.end(folder, code)
+    delivery.send_apart(folder, wait=outcome.status is Status.COMPLETED)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
     emit(as_json, asdict(outcome), text, indent=None)

@@ -27,6 +27,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "ended": {"status": str, "evidence": str},
     "refused": {"says": str},
     "node failure": {"nodes": list},
+    "alerted": {"key": str, "state": str, "by": str, "time": str},
 }
 
 
@@ -61,8 +62,8 @@ def open_submissions(folder: Path) -> list[dict[str, Any]]:
 def age_s(event: Mapping[str, Any]) -> float:
     """Seconds since the event, by this host's clock; infinite where its time is damaged."""
     try:
-        return time.time() - datetime.fromisoformat(event["time"]).timestamp()
-    except ValueError:
+        return time.time() - datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except (ValueError, OverflowError):
         return float("inf")
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from trilane.config.plan import Plan
 from trilane.diagnose.hang.capture import capture
-from trilane.slurm import client, job_status, jobs, node_failure
+from trilane.slurm import alerts, client, job_status, jobs, ledger, node_failure
+from trilane.slurm.alerts import Alert, SaveCheck
+from trilane.slurm.delivery import Sender
 from trilane.slurm.jobs import JobStatus
 from trilane.utils.validation import require, require_known
 from trilane.workspace.heartbeat import read_beats
@@ -69,33 +71,73 @@ def hostfile(job: str, slots: int) -> str:
     return "".join(f"{host} slots={slots}\n" for host in client.hostnames(client.states([job])[job].nodes))
 
 
-def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = STALL_S) -> Iterator[str]:
+def watch(
+    folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = STALL_S, sender: Sender | None = None
+) -> Iterator[str]:
     """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
 
-    While SLURM does not answer, one line reports it and the polling goes on.
+    `sender` sends the alerts, in a thread of its own, and its failures are lines too. While SLURM does not answer, one
+    line reports it and the polling goes on.
     """
-    end = time.monotonic() + seconds
-    before: dict[str, JobStatus] = {}
-    stalled: dict[str, bool] = {}
+    end, round_ = time.monotonic() + seconds, Round(folders, stall_s)
     is_down = False
     while True:
+        is_active = True
         try:
-            now = {str(folder): job for folder, job in zip(folders, jobs.job_status(folders), strict=True)}
+            lines, found = round_.look()
         except client.SlurmError as error:
             yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
             is_down = True
         else:
             yield from ["SLURM answers again"] if is_down else []
-            is_down = False
-            idle = {f: job.state == "RUNNING" and idle_s(Path(f)) > stall_s for f, job in now.items()}
-            yield from changes(before, now)
-            yield from (f"{now[f].run}: STALLED: {idle_text(Path(f))}" for f in now if idle[f] and not stalled.get(f))
-            before, stalled = now, idle
-            if not any(job.status.is_active for job in now.values()):
-                return
-        if time.monotonic() + every_s > end:
-            return
+            is_down, is_active = False, round_.is_active
+            yield from lines
+            for folder, news in found.items():
+                sender.offer(folder, news) if sender else None
+        yield from sender.problems() if sender else ()
+        if not is_active or time.monotonic() + every_s > end:
+            break
         time.sleep(every_s)
+    yield from sender.close() if sender else ()
+
+
+PRINTED = ("checkpoint not saved", "requeued", "replaced", "stalled")  # what changes() has no line for
+
+
+class Round:
+    """What is new in the run folders since the last look."""
+
+    def __init__(self, folders: Sequence[Path], stall_s: float) -> None:
+        self._folders, self._stall_s = [Path(folder) for folder in folders], stall_s
+        self._before: dict[str, JobStatus] = {}
+        self._saves = dict[Path, SaveCheck]()
+        self._seen = dict[Path, set[str]]()
+        self.is_active = True
+
+    def look(self) -> tuple[list[str], dict[Path, list[Alert]]]:
+        """A line for each change, and all alerts of each folder, old and new. Raises SlurmError."""
+        jobs_now = dict(zip(self._folders, jobs.job_status(self._folders), strict=True))
+        now = {str(folder): job for folder, job in jobs_now.items()}
+        lines = changes(self._before, now)
+        found = {folder: self._alerts(folder, job) for folder, job in jobs_now.items()}
+        for folder, all_of_it in found.items():
+            # what happened before the first look is sent, if nobody has, but only what still holds is printed
+            old = self._seen.get(folder, {a.key for a in all_of_it if a.kind in ("requeued", "replaced")})
+            lines += [str(a) for a in all_of_it if a.kind in PRINTED and a.key not in old]
+            self._seen[folder] = old | {a.key for a in all_of_it}
+        self._before, self.is_active = now, any(job.status.is_active for job in now.values())
+        return lines, found
+
+    def _alerts(self, folder: Path, job: JobStatus) -> list[Alert]:
+        found = [*alerts.recorded(folder), *alerts.of_job(folder, job)]
+        if job.state == "RUNNING":
+            self._saves.setdefault(folder, SaveCheck(folder))
+            if idle_s(folder) > self._stall_s:
+                key = f"stalled:{job.id}:{job.iteration}"
+                found.append(Alert(kind="stalled", run=folder.name, job=job.id, key=key, text=idle_text(folder)))
+        if folder in self._saves:
+            found += self._saves[folder].failed(job.id, job.iteration)
+        return found
 
 
 def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> list[str]:
@@ -113,8 +155,9 @@ def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> li
 
 def idle_s(folder: Path) -> float:
     """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
-    signs = [p for p in (folder / "steps.jsonl", folder / "jobs.jsonl") if p.exists()]
-    return time.time() - max(p.stat().st_mtime for p in signs) if signs else 0.0
+    steps, events = folder / "steps.jsonl", [e for e in ledger.events(folder) if e["event"] != "alerted"]
+    ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
+    return min([*ages, *(ledger.age_s(event) for event in events[-1:])], default=0.0)
 
 
 def idle_text(folder: Path) -> str:
