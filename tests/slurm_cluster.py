@@ -68,12 +68,12 @@ class Cluster:
         """Bring it back to no job and every node idle, whatever a test has left; SLURM's variables must be set."""
         if left := client.call(["squeue", "-h", "-o", "%A"]).split():
             client.call(["scancel", *left])
-        if down := client.down_nodes():
+        if down := out_of_service():
             client.call(["scontrol", "update", f"NodeName={','.join(down)}", "State=RESUME"])
         if not self.is_whole():
             self.start()
         wait_until(lambda: not client.call(["squeue", "-h"]), 60, "jobs go on")
-        wait_until(lambda: not client.down_nodes(), 60, "nodes are down")
+        wait_until(lambda: not out_of_service(), 60, "nodes are down")
 
     def is_whole(self) -> bool:
         """Whether every daemon runs."""
@@ -82,6 +82,12 @@ class Cluster:
         names = ["slurmctld", "slurmdbd", *(f"slurmd.{node}" for node in nodes)]
         files = [folder / f"run/{name}.pid" for name in names]
         return all(file.exists() and Path("/proc", file.read_text().split()[0]).exists() for file in files)
+
+
+def out_of_service() -> list[str]:
+    """The nodes that SLURM lists as down, failing or drained."""
+    lines = [line.split("|") for line in client.call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines()]
+    return sorted({name for name, state in lines if state.startswith(("down", "drain", "fail"))})
 
 
 def claim() -> tuple[int, int, socket.socket]:

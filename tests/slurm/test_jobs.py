@@ -312,3 +312,61 @@ def test_the_launch_notebook_executed_again_submits_nothing_twice(
         assert page.count("has job 71 already") == page.count("has job 72 already") == 1
     assert len(study.run_folders()) == 2
     assert len([call for call in commands.calls("sbatch") if "--comment=" in call]) == 2
+
+
+def test_only_controllers_that_are_all_down_or_silent_do_not_answer(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`scontrol ping` lists a backup controller too, and fails where the primary one is down."""
+    down, up = (
+        f"echo 'Slurmctld({which}) at login is {state}'" for which, state in (("primary", "DOWN"), ("backup", "UP"))
+    )
+    for answer in ("true", f"{down}; {up}; exit 1", "echo anything"):
+        commands.say("scontrol", answer)
+        client.require_answer()
+    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    for silence in (f"{down}; exit 1", "exec sleep 5", AWAY):
+        commands.say("scontrol", silence)
+        with pytest.raises(client.SlurmUnreachable, match=r"SLURM does not answer .*; nothing was done$"):
+            client.require_answer("; nothing was done")
+
+
+def test_what_was_submitted_before_a_refusal_is_printed(
+    commands: Commands, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = run_folder(tmp_path, plan("other", tmp_path / "data", nodes=1))
+    site = tmp_path / "test.json"
+    site.write_text(json.dumps(to_mapping(SITE)))
+    commands.say("sbatch", "[[ $* == *--test-only* ]] || echo 78")
+    commands.say("squeue", "echo '77|RUNNING|None|1:00|2:00|n1'")
+    command = ["slurm", "submit", str(other), str(folder), "--site", str(site), "--account", "xyz@a100", "--json"]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["submitted"] == {str(other): "78"} and "has job 77 already" in printed.err
+
+
+def test_a_drained_node_has_not_failed(commands: Commands) -> None:
+    """%T of sinfo; a star: it does not respond."""
+    states = ("idle", "draining", "drained", "drained*", "down", "down*", "failing", "mixed")
+    commands.say("sinfo", "; ".join(f"echo 'n{i}|{state}'" for i, state in enumerate(states)))
+    assert sorted(client.down_nodes()) == ["n3", "n4", "n5", "n6"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "file"),
+    [
+        ("--output=logs/%x-%j.log", "logs/one-77.log"),
+        ("-o out.%5A.%u.txt", "out.00077.me.txt"),
+        ("--output=%N-%%-%j", "jz-7-%-77"),
+        ("--output=fixed[1].txt", "fixed[1].txt"),
+    ],
+)
+def test_an_output_that_was_edited_by_hand_is_followed(asked: str, file: str, commands: Commands, folder: Path) -> None:
+    script = (folder / "job.sbatch").read_text()
+    (folder / "job.sbatch").write_text(script.replace("--output=slurm-%j.out", asked))
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text("bash: no such file\n")
+    (folder / "slurm-78.out").write_text("another job's\n")
+    ledger.note(folder, "started", "77", nodes="jz-[7-8,11]", iteration=0, restarts=0)
+    assert job_status.output(folder, "77") == folder / file
+    assert job_status.logs(folder) == ["bash: no such file"]

@@ -39,11 +39,14 @@ def test_of_three_runs_one_fails_and_runs_again_alone(
     (tmp_path / "plans.json").write_text(json.dumps({"plans": [p.to_json() for p in plans]}))
     folder = tmp_path / "sweep"
     command = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
-    assert main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *command]) == 0
+    assert (
+        main(["slurm", "sweep", "create", str(tmp_path / "plans.json"), str(folder), *command, "--parallel", "2"]) == 0
+    )
     assert main(["slurm", "sweep", "submit", str(folder), *command]) == 1  # the guard sees that the corpus is missing
     assert '"data"' in capsys.readouterr().out
-    assert main(["slurm", "sweep", "submit", str(folder), *command, "--allow", "data", "--parallel", "2"]) == 0
+    assert main(["slurm", "sweep", "submit", str(folder), *command, "--allow", "data"]) == 0
     arrays = json.loads(capsys.readouterr().out)["submitted"]
+    assert "ArrayTaskThrottle=2" in client.call(["scontrol", "show", "job", arrays[0]])  # as created
     wait_until(lambda: any(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))), 60, "running")
     assert sum(j.state == "RUNNING" for j in jobs.job_status(sweep.members(folder))) <= 2
     found = all_ended(folder)

@@ -49,7 +49,7 @@ def root() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 output no longer read."""
+    """Run one command; the exit code: 0 done, 1 failed, 2 bad input, 75 SLURM is away, 130 interrupted, 141 unread."""
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(root, {}, "trilane", COMPLETE, instruction)
     try:
@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, click.ClickException) as error:
         print("trilane:", shown(message(error), 1000), file=sys.stderr)
-        return 2
+        # 75 where SLURM does not answer
+        return int(getattr(error, "exit_code", 2)) if isinstance(error, ValueError) else 2
     except (KeyboardInterrupt, click.Abort):
         print("trilane: interrupted; what was written so far stays readable", file=sys.stderr)
         return 130

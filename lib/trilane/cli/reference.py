@@ -15,7 +15,8 @@ PLAN is a plan.json, the folder that holds one, or a file of several plans such 
 then the first, the best, is taken unless `FILE:ID` or `FILE:LABEL` names another.
 
 Exit codes: 0 done, 1 failed or found something, 2 bad input (one line on stderr, `trilane: field=value: the rule`), 130
-interrupted, 141 output no longer read; `train` 3 stopped on request, `slurm watch` 75 time over.
+interrupted, 141 output no longer read; `train` 3 stopped on request, `slurm` 75 SLURM does not answer, or the time of
+`watch` is over.
 """
 
 

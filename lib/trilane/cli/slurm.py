@@ -73,11 +73,23 @@ def submit(
     for path in folders if rewrite else []:
         jobs.rewrite(path, site, request)
     found, is_refused = checked(folders, site, request, allow)
-    submitted = {} if is_refused or dry_run else {str(f): jobs.submit(f, site, request) for f in folders}
+    submitted, error = dict[str, str](), None
+    for path in [] if is_refused or dry_run else folders:
+        try:
+            submitted[str(path)] = jobs.submit(path, site, request)
+        except ValueError as refused:
+            error = refused
+            break
     lines = list[str]()
     for folder, findings in found.items():
         lines += [f"{submitted.get(folder, 'not submitted')}  {folder}", *map(check.line, findings)]
-    return emit(as_json, {"findings": as_dicts(found), "submitted": submitted}, "\n".join(lines), failed=is_refused)
+    values = {"findings": as_dicts(found), "submitted": submitted}
+    if error and not submitted:
+        raise error
+    code = emit(as_json, values, "\n".join(lines), failed=is_refused)
+    if error:
+        raise error
+    return code
 
 
 slurm.add_command(submit, "resubmit")

@@ -13,6 +13,7 @@ from trilane.cli.options import Checked, Choice, emit, option, whole
 from trilane.config.plan import locate_plan, read_plan
 from trilane.slurm import sites
 from trilane.slurm.sites import CHOICES, JobRequest, Site
+from trilane.utils.tables import one_line
 
 RUNS = click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 ALLOW = option("--allow", multiple=True, metavar="RULE", help="only warn of this rule; may be repeated")
@@ -55,8 +56,11 @@ def checked(
     paths: Sequence[Path], site: Site, request: JobRequest, allow: Collection[str], scripts: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], bool]:
     """The findings about run folders, each with its script if given; and whether one is refused."""
+    from trilane.slurm import client
     from trilane.slurm.preflight import check
 
+    if not site.is_local:
+        client.require_answer("; nothing was submitted: submit again when it answers")
     found = dict[str, Any]()
     for path, script in zip_longest(paths, scripts):
         found[str(path)] = check.check_job(read_plan(path / "plan.json"), site, request, path, allow, script)
@@ -76,16 +80,19 @@ def as_dicts(found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def print_status(folders: Sequence[Path], as_json: bool) -> int:
-    """The jobs of run folders, a line each; 1 where one failed."""
-    from trilane.slurm import jobs
+    """The jobs of run folders, a line each; 1 where one failed, 75 where SLURM does not answer: then by the ledgers."""
+    from trilane.slurm import client, jobs
 
-    found = jobs.job_status(folders)
-    text, failed = "\n".join(map(status_line, found)), any(job.has_failed for job in found)
-    return emit(as_json, {"jobs": [job.to_json() for job in found]}, text, failed=failed)
+    found, silence = jobs.current_status(folders)
+    lines = [one_line(f"{silence}; by the ledgers:")] if silence else []
+    text, failed = "\n".join([*lines, *map(status_line, found)]), any(job.has_failed for job in found)
+    code = emit(as_json, {"jobs": [job.to_json() for job in found], "slurm": silence}, text, failed=failed)
+    return code or (client.SlurmUnreachable.exit_code if silence else 0)
 
 
 def status_line(job: Any) -> str:
     """A job in one line for the terminal."""
     later = f" +{job.waiting}" if job.waiting else ""
     state = f"{job.run:28.28} {job.id + later:12} {job.state:13} {job.elapsed:>10} {job.reason or job.nodes:22.22}"
-    return f"{state} {job.iteration:>7}/{job.iterations} {job.status:10} {job.evidence[:80]}".rstrip()
+    as_of = f"(as of {job.as_of}) " if job.as_of else ""
+    return f"{state} {job.iteration:>7}/{job.iterations} {job.status:10} {as_of}{job.evidence[:80]}".rstrip()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Group, command, emit, option, whole
 from trilane.cli.slurm_options import ALLOW, SITE, as_dicts, checked, findings_text, print_status, request_options
@@ -55,7 +56,9 @@ def start_sweep(
     if is_refused:
         refused = {path: check.refused(findings) for path, findings in found.items()}
         return emit(as_json, {"findings": as_dicts(refused)}, findings_text(found), failed=True)
-    submitted = (sweep.rerun if is_again else sweep.submit)(folder, site, request.parallel)
+    is_given = click.get_current_context().get_parameter_source("parallel") is ParameterSource.COMMANDLINE
+    parallel = request.parallel if is_given else None  # as `create` was told
+    submitted = (sweep.rerun if is_again else sweep.submit)(folder, site, parallel)
     return print_values(as_json, "submitted", submitted)
 
 

@@ -18,6 +18,7 @@ DOWN = re.compile(
 
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between two tries: a restarted controller is back within their sum
 TIMEOUT_S = 60.0
+ANSWER_S = 3.0  # of a ping, which a busy controller answers at once, unlike other requests
 MESSAGE_LENGTH = 400  # characters of a command's error text
 JOB_ID = re.compile(r"\d+(_\d+)?")
 
@@ -28,6 +29,7 @@ ENDED = (
 
 FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
 ENDED_HERE = "ENDED HERE"  # a run on this machine, without SLURM
+ENDED_BY_LEDGER = "ENDED"  # by the ledger, while SLURM does not answer
 
 
 class SlurmError(ValueError):
@@ -35,7 +37,9 @@ class SlurmError(ValueError):
 
 
 class SlurmUnreachable(SlurmError):
-    """The controller cannot be reached."""
+    """The controller cannot be reached; `exit_code` is EX_TEMPFAIL of sysexits.h: try again."""
+
+    exit_code = 75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """Whether it will not run again."""
-        return self.state in (*ENDED, FORGOTTEN, ENDED_HERE)
+        return self.state in (*ENDED, FORGOTTEN, ENDED_HERE, ENDED_BY_LEDGER)
 
 
 def is_installed() -> bool:
@@ -87,6 +91,24 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
         time.sleep(delay)
     reason = f"the controller cannot be reached ({_message(error)}); nothing was changed"
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
+
+
+def require_answer(then: str = "") -> None:
+    """Raise SlurmUnreachable, with `then` in its message, where no controller answers a ping within ANSWER_S seconds.
+
+    For the commands that a person waits for; jobs wait for a controller that restarts. Nothing where SLURM is not
+    installed.
+    """
+    if shutil.which("scontrol") is None:
+        return
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        said = _message(done.stdout.partition("\n*")[0] + done.stderr)
+        is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout  # a backup controller may answer
+    except subprocess.TimeoutExpired:
+        said, is_down = f"nothing within {ANSWER_S:g} s", True
+    if is_down or DOWN.search(said):
+        raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({said}){then}")
 
 
 def comment(job: str) -> str:
@@ -212,9 +234,12 @@ def hostnames(nodelist: str) -> list[str]:
 
 
 def down_nodes() -> dict[str, str]:
-    """The nodes that SLURM lists as down, drained or failing, with their state."""
+    """The nodes that SLURM lists as down or failing, with their state.
+
+    A drained node takes no new job, and trains on; "drained*" is drained and does not respond.
+    """
     pairs = (line.split("|") for line in call(["sinfo", "-h", "-N", "-o", "%N|%T"]).splitlines())
-    return {name: state for name, state in pairs if re.match(r"down|drain|fail", state)}
+    return {name: state for name, state in pairs if re.match(r"down|fail|drain\w*\*", state)}
 
 
 def exclude(job: str, nodes: Iterable[str]) -> None:

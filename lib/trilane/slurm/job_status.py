@@ -1,9 +1,14 @@
 """The status of a job of a run folder and the line that proves it: by SLURM's state first, then by its output."""
 
+import getpass
+import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from trilane.slurm import attempt, client, ledger
+from trilane.slurm.script import SCRIPT, directives
+from trilane.utils.files import read_text
 from trilane.utils.validation import require
 from trilane.workspace.status import Status, known_status, status_problem
 
@@ -78,12 +83,43 @@ def _is_last(folder: Path, job: client.JobState) -> bool:
 
 
 def output(folder: Path, job: str) -> Path | None:
-    """The output file of the job's script, by the templates' --output; None where there is none.
+    """The output file of the job, by the --output of its script, which may be edited; None where there is none.
 
-    The array of a sweep writes into the sweep's folder, two above the run's. Left out: an edited --output.
+    The array of a sweep writes into the sweep's folder, two above the run's.
     """
-    places = (folder, folder.resolve().parent.parent)
-    return next((p for place in places if (p := place / f"slurm-{job}.out").is_file()), None)
+    sweep = folder.resolve().parent.parent
+    scripts = [folder / SCRIPT, *(sorted(sweep.glob("sweep-*.sbatch")) if (sweep / ledger.INDEX).exists() else ())]
+    found = [path for script in scripts for path in _outputs(folder, job, script) if path.is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _outputs(folder: Path, job: str, script: Path) -> list[Path]:
+    """The files that the script's --output may mean for the job (man sbatch, "filename pattern").
+
+    What is not known of the job, such as its node before it starts, stands for any text.
+    """
+    default = f"slurm-{job}.out"
+    try:
+        asked = directives(read_text(script))
+    except ValueError:  # an unclosed quote
+        asked = {}
+    pattern, array, index = asked.get("output") or default, *job.partition("_")[::2]
+    started = [e["nodes"] for e in ledger.events(folder, "started") if e["id"] == job]
+    first = re.match(r"([^\[,]*)(?:\[(\d+))?", started[-1]) if started else None
+    known = {"A": array, "a": index, "x": asked.get("job-name", script.name), "u": getpass.getuser(), "%": "%"}
+    known |= {"j": job, "N": "".join(filter(None, first.groups())).partition(".")[0] if first else ""}
+
+    def value(found: re.Match[str]) -> str:
+        width, letter = found.groups()
+        return glob.escape(known[letter].zfill(int(width or 0))) if known.get(letter) else "*"
+
+    if index and re.search(r"%[0-9]*[jJ]", pattern):  # the job's own number, which is not that of the array
+        return []
+    if "\\" in pattern:  # then sbatch replaces nothing
+        return [script.parent / pattern.replace("\\", "")]
+    words = re.split(r"(%[0-9]{0,2}[A-Za-z%])", pattern)
+    name = "".join(re.sub(r"%(\d*)(.)", value, w) if i % 2 else glob.escape(w) for i, w in enumerate(words))
+    return [Path(path) for path in glob.glob(str(Path(glob.escape(str(script.parent)), asked.get("chdir", ""), name)))]
 
 
 def logs(folder: Path, lines: int = 20) -> list[str]:

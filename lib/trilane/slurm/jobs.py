@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,10 @@ from trilane.workspace.status import Status
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(client.JobState):
-    """A run's current job, our status with its evidence, the training's progress, and how many later jobs wait."""
+    """A run's current job, our status with its evidence, the training's progress, and how many later jobs wait.
+
+    `as_of` is the time of the ledger's last event of the job where SLURM did not answer; "" where it did.
+    """
 
     run: str
     status: Status
@@ -34,6 +37,7 @@ class JobStatus(client.JobState):
     iteration: int
     iterations: int
     waiting: int
+    as_of: str = ""
 
     @property
     def has_failed(self) -> bool:
@@ -97,13 +101,36 @@ def cancel(folders: Iterable[Path]) -> list[str]:
     A job that only the accounting lists as running no longer exists. Raises ValueError, and cancels none, where one
     belongs to another user.
     """
-    known = job_ids(folders, wait=True)
+    wanted = list(folders)
+    then = "; nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends by itself"
+    client.require_answer(then)
+    known = job_ids(wanted, wait=True)
     live = [job for job, state in states_of(known).items() if not state.has_ended]
     live = list(client.owners(live))
     client.cancel(live)
     for folder, job in ((folder, job) for folder, mine in known.items() for job in mine if job in live):
         ledger.note(folder, "cancelled", job)
     return live
+
+
+def current_status(folders: Iterable[Path]) -> tuple[JobTable, str]:
+    """The status of each run folder, and why SLURM does not answer: then by the ledgers; "" where it answers."""
+    wanted = list(folders)
+    try:
+        client.require_answer()
+        return job_status(wanted), ""
+    except client.SlurmUnreachable as error:
+        return JobTable(_status_by_ledger(folder) for folder in wanted), str(error)
+
+
+def _status_by_ledger(folder: Path) -> JobStatus:
+    """The status of a run by what its ledger and its files record."""
+    of_event = {"submitted": "PENDING", "started": "RUNNING", "cancelled": "CANCELLED"}
+    last = {e["id"]: e for e in ledger.events(folder, *of_event, "ended", "refused")}
+    states = {job: of_event.get(e["event"], client.ENDED_BY_LEDGER) for job, e in last.items()}
+    known = {job: client.JobState(id=job, state=state) for job, state in states.items()}
+    found = _status(folder, ledger.job_ids(folder), known)
+    return replace(found, as_of=str(last[found.id].get("time", "")) if found.id in last else "")
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:

@@ -12,8 +12,9 @@ from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
 from trilane.slurm import jobs, submission
 from trilane.slurm.ledger import INDEX, Member, SweepIndex, read_index
-from trilane.slurm.script import node_count, nodes_of, render
+from trilane.slurm.script import directives, node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
+from trilane.utils.files import read_text
 from trilane.utils.tables import DataFrame
 from trilane.utils.validation import read_json, require, to_mapping
 from trilane.workspace.run_folder import write_text
@@ -80,8 +81,11 @@ def scripts(folder: Path, site: Site) -> dict[int, Path]:
     return {n: folder / name for name, lines in shapes.items() for n in lines}
 
 
-def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -> list[str]:
-    """Submit these lines of runs.txt (none given: all), at most `parallel` runs at a time; the arrays' ids."""
+def submit(folder: Path, site: Site, parallel: int | None = None, lines: Iterable[int] = ()) -> list[str]:
+    """Submit these lines of runs.txt (none given: all), at most `parallel` runs at a time; the arrays' ids.
+
+    None: as many as the script's --array has, which `create` wrote.
+    """
     folder = folder.resolve()
     paths = members(folder)
     wanted = sorted(lines) or range(1, len(paths) + 1)
@@ -91,8 +95,9 @@ def submit(folder: Path, site: Site, parallel: int, lines: Iterable[int] = ()) -
             chosen = [n for n in group if n in wanted]
             if chosen:
                 runs = {folder: ""} | {paths[n - 1]: f"_{n}" for n in chosen}
-                limit = f"--array={','.join(map(str, chosen))}%{parallel}"
-                arrays.append(submission.submit_script(folder / name, runs, site.name, [limit], lock, lines=chosen))
+                limit = str(parallel or directives(read_text(folder / name)).get("array", "").partition("%")[2])
+                array = f"--array={','.join(map(str, chosen))}{'%' * bool(limit)}{limit}"
+                arrays.append(submission.submit_script(folder / name, runs, site.name, [array], lock, lines=chosen))
     return arrays
 
 
@@ -101,7 +106,7 @@ def failures(folder: Path) -> list[int]:
     return [n for n, job in enumerate(jobs.job_status(members(folder)), 1) if job.status.can_retry]
 
 
-def rerun(folder: Path, site: Site, parallel: int) -> list[str]:
+def rerun(folder: Path, site: Site, parallel: int | None = None) -> list[str]:
     """Submit only the failures; the arrays' ids. Raises ValueError where a run has not ended."""
     active = [job.run for job in jobs.job_status(members(folder)) if job.status.is_active]
     require(not active, "sweep", folder, f"{', '.join(active)} have not ended")

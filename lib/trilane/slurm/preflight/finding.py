@@ -8,6 +8,7 @@ from pathlib import Path
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import Prediction, predict_on
+from trilane.slurm import client
 from trilane.slurm.script import SCRIPT, directives, nodes_of
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import Columns, DataFrame, Table
@@ -95,6 +96,15 @@ class JobCheck:
     def directives(self) -> dict[str, str]:
         """The script's own #SBATCH options, which are decisive; ValueError where they cannot be read."""
         return directives(self.script)
+
+    @cached_property
+    def slurm_problem(self) -> str:
+        """Why SLURM cannot be asked: it is not installed here, or does not answer; "" where it can."""
+        try:
+            client.require_answer()
+        except client.SlurmUnreachable as error:
+            return str(error)
+        return "" if client.is_installed() else "sbatch is not installed here, so SLURM was not asked"
 
     @property
     def nodes(self) -> int:

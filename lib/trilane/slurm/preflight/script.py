@@ -73,7 +73,7 @@ def rewrite_remedy(case: JobCheck) -> str:
 def array(case: JobCheck) -> Iterator[JobFinding]:
     """The indices of the array are within SLURM's limit."""
     lines = [int(n) for n in re.findall(r"\d+", case.directives.get("array", "").partition("%")[0])]
-    if not lines or case.site.is_local or not client.is_installed():
+    if not lines or case.site.is_local or case.slurm_problem:
         return
     try:
         largest = client.max_array()
@@ -131,8 +131,10 @@ def accepted(case: JobCheck) -> Iterator[JobFinding]:
     """sbatch --test-only accepts it: partition, constraint, account, QoS, node and GPU counts."""
     if case.site.is_local:
         return
-    if not client.is_installed():
-        yield warn("sbatch", "sbatch is not installed here, so SLURM was not asked", "run the check on a login node")
+    if case.slurm_problem:
+        is_here = client.is_installed()
+        remedy = "check again when it answers" if is_here else "run the check on a login node"
+        yield (refuse if is_here else warn)("sbatch", case.slurm_problem, remedy)
         return
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch", encoding="utf-8") as file:
         file.write(case.script)
