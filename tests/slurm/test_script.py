@@ -37,6 +37,7 @@ EVERYTHING = JobRequest(
     launch_blocking=True,
     nccl_debug="INFO",
     environment="conda:trilane",
+    spares=1,
 )
 
 
@@ -133,7 +134,7 @@ def test_all_that_may_be_wished_is_asked_of_slurm() -> None:
         **{"time": "1-12:00:00", "qos": "qos_gpu_a100-t3", "partition": "gpu_p5", "constraint": "a100"},
         **{"reservation": "hug", "exclude": "jean-zay-iam[01-03],jean-zay-iam11", "mail-user": "me@example.org"},
         **{"comment": '"for Ada (phase 2)"'},
-        **{"mail-type": "END,FAIL,REQUEUE,TIME_LIMIT_80", "no-requeue": ""},
+        **{"mail-type": "END,FAIL,REQUEUE,TIME_LIMIT_80", "no-requeue": "", "nodes": "3", "no-kill": ""},
     }
     plain = asked("train", "jean-zay-a100")
     del plain["requeue"]
@@ -146,13 +147,14 @@ printf '%q ' "${0##*/}" "$@" >>"$CALLS"; echo >>"$CALLS"
 case "${0##*/} $*" in
 srun*) while [[ $1 == -* ]]; do shift; done; exec "$@" ;;
 scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
+*'job nodes .'*) echo 'n[1-2]' ;;
 *'job begin .') echo "${BEGIN:-go: from the beginning}" ;;
 *engine.torchrun* | deepspeed* | *slurm\ watch*) env >"$CALLS.env"; exit "${CODE:-0}" ;;
 esac
 """
 SRUN = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
 CORPUS = ["python", "-m", "trilane.engine.data.corpus", "plan.json"]
-BEGIN, END = (["python", "-m", "trilane", "slurm", "job", word, "."] for word in ("begin", "end"))
+BEGIN, CHOICE, END = (["python", "-m", "trilane", "slurm", "job", word, "."] for word in ("begin", "nodes", "end"))
 HOSTS = ["scontrol", "show", "hostnames", "n[1-2]"]
 
 
@@ -183,6 +185,7 @@ class Play:
     def calls(self) -> list[list[str]]:
         """What was called, with its arguments; of srun only its own options."""
         calls = [shlex.split(line) for line in self.log.read_text().splitlines()]
+        calls = [call for call in calls if "guard" not in call]  # which runs besides, sooner or later
         own = [itertools.takewhile(lambda word: word not in ("bash", "python"), call[1:]) for call in calls]
         return [[call[0], *options] if call[0] == "srun" else call for call, options in zip(calls, own, strict=True)]
 
@@ -260,7 +263,7 @@ def test_the_processes_meet_on_the_first_of_the_nodes_that_train(play: Play) -> 
     """A spare stays out, or has taken the place of a node that died."""
     text = recorded("generic")["train-generic.sbatch"]
     spare = "TRAIN_NODES=1 TRAIN_NODELIST=n2\nmeet\nmeet\n"
-    assert play.run(text.replace("meet\necho", f"{spare}echo")) == 0
+    assert play.run(text.replace("  meet\n  echo", f"{spare}echo")) == 0
     assert [call for call in play.calls if call[0] == "scontrol"] == [["scontrol", "show", "hostnames", "n2"]] * 2
     (started,) = [call for call in play.calls if "trilane.engine.torchrun" in call]
     assert {"--nnodes=1", "--rdzv-id=77.1", "--rdzv-endpoint=n1:11077"} <= set(started)
@@ -278,7 +281,9 @@ def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
     nodes = [f"--hostfile={hostfile}", "--node_rank=0", "--master_addr=n1", "--master_port=10077", "--no_local_rank"]
     start = ["deepspeed", "--no_ssh", *nodes, "--module", "trilane.engine", "plan.json"]
     conda = [["conda", "shell.bash", "hook"], ["conda", "activate", "trilane"]]
-    calls = [*loads("jean-zay-a100"), *conda, BEGIN, CORPUS, HOSTS, HOSTS, SRUN, start, [*END, "--code", "0"]]
+    chosen = [*SRUN, "--nodes=2", "--nodelist=n[1-2]", "--ntasks=2"]  # of the three that the job has
+    begun = [*loads("jean-zay-a100"), *conda, BEGIN, CORPUS, [*CHOICE, "--count", "2"]]
+    calls = [*begun, HOSTS, HOSTS, chosen, start, [*END, "--code", "0"]]
     assert play.calls == calls
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
 
@@ -375,6 +380,7 @@ def test_a_hostile_label_is_refused_and_a_hostile_path_is_quoted_never_executed(
         ({"time_limit": "00:05:00", "signal_s": 300}, r"^signal_s=300: must be less than time_limit=00:05:00$"),
         ({"launcher": "mpirun"}, r"^launcher=mpirun: did you mean srun\? known: deepspeed, srun, torchrun$"),
         ({"parallel": 0}, r"^parallel=0: must be a whole number of at least 1$"),
+        ({"spares": -1}, r"^spares=-1: must be a whole number of at least 0$"),
         ({"nccl_debug": "info"}, r"^nccl_debug=info: .*known: INFO"),
     ],
 )
@@ -389,6 +395,8 @@ def test_a_bad_wish_is_one_line(wishes: dict, message: str) -> None:
         (lambda: sites.site("jean-zay-a10"), r"^site=jean-zay-a10: did you mean jean-zay-a100\? known: generic"),
         (lambda: sites.site("nowhere.json"), r"^site=nowhere.json: no such file$"),
         (lambda: render(partition="gpu_p4"), r"^partition=gpu_p4: did you mean gpu_p5\? known: gpu_p5, prepost$"),
+        (lambda: render(spares=3), r"^spares=3: must be at most the nodes that train \(2\)$"),
+        (lambda: render("bench", spares=1), r"^spares=1: template bench does not use it$"),
         (lambda: render("trian"), r"^template=trian: did you mean train\?"),
     ],
 )

@@ -84,33 +84,45 @@ def test_sigusr1_saves_and_the_next_link_goes_on_with_the_same_losses(
     assert losses(folder) == pytest.approx(unbroken, abs=1e-5)
 
 
-def test_a_dead_node_brings_the_job_back_elsewhere_and_it_finishes(
+def test_a_spare_takes_the_place_of_a_dead_node_and_the_next_one_brings_the_job_back_elsewhere(
     cluster: Cluster, unbroken: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node is killed with all on it; srun fails before SLURM holds the node for dead, as it mostly does."""
     p = one_process_a_node(plan("long", tmp_path.parent / "data", nodes=2, iters=LONG, gbs=8, dp=2, save_interval=3))
-    folder = run_folder(tmp_path, p)
+    request = replace(REQUEST, spares=1)
+    folder = run_folder(tmp_path, p, request)
     script = folder / "job.sbatch"
     script.write_text(script.read_text().replace("--wait=60", "--wait=8"))  # processes end seconds apart, too
     pace(monkeypatch)
     allow(folder, 7)
-    job = jobs.submit(folder, SITE, REQUEST)
+    job = jobs.submit(folder, SITE, request)
     wait_until(lambda: attempt.iteration(folder) >= 7, PATIENCE_S, fallen_by_itself(folder))
-    before = client.hostnames(one(folder).nodes)
-    cluster.do("kill-node", before[1])
+    first, second, spare = client.hostnames(one(folder).nodes)
+    cluster.do("kill-node", second)
     allow(folder, 8)  # which misses the ranks of the dead node
     wait_until(lambda: bool(ledger.events(folder, "ended")), PATIENCE_S, says(folder))
     assert client.down_nodes() == {}, "SLURM knew it before us: nothing is tested"
-    wait_until(lambda: bool(ledger.events(folder, "node failure")), PATIENCE_S, says(folder))
+    wait_until(lambda: bool(ledger.events(folder, "replaced")), PATIENCE_S, says(folder))
+    wait_until(lambda: attempt.iteration(folder) >= 8, PATIENCE_S, fallen_by_itself(folder))
+    client.call(["scontrol", "update", f"NodeName={second}", "State=DOWN", "Reason=noticed late"])
+    allow(folder, 9)
+    wait_until(lambda: attempt.iteration(folder) >= 9, PATIENCE_S, "SLURM ended the job with the node")
+    assert client.hostnames(one(folder).nodes) == [first, spare]
+    cluster.do("kill-node", spare)
+    allow(folder, 10)
     # requeued; it may wait only for a moment
-    wait_until(lambda: one(folder).state != "RUNNING" or len(ledger.events(folder, "started")) == 2, 60, says(folder))
-    client.call(["scontrol", "update", f"NodeName={before[1]}", "State=DOWN", "Reason=the wait is over"])
+    wait_until(lambda: one(folder).state != "RUNNING" or len(ledger.events(folder, "started")) == 3, 60, says(folder))
+    client.call(["scontrol", "update", f"NodeName={spare}", "State=DOWN", "Reason=the wait is over"])
     allow(folder, LONG)
     found = ended(folder)
     assert (found.id, found.status, found.iteration) == (job, "completed", LONG), says(folder)
-    assert before[1] not in client.hostnames(found.nodes)
-    assert [(e["restarts"], e["iteration"]) for e in ledger.events(folder, "started")] == [(0, 0), (1, 7)]
-    assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [[before[1]]]
+    last = client.hostnames(found.nodes)
+    assert len(last) == 3 and not {second, spare} & set(last)
+    starts = [(e["id"], e["restarts"], e["iteration"]) for e in ledger.events(folder, "started")]
+    assert starts == [(job, 0, 0), (job, 0, 7), (job, 1, 9)]
+    assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [[second], [spare]]
+    chosen = [e["chosen"] for e in ledger.events(folder, "nodes")]
+    assert chosen == [[first, second], [first, spare], last[:2]]
     assert losses(folder) == pytest.approx(unbroken, abs=1e-5)
 
 

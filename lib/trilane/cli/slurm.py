@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -204,10 +205,39 @@ def begin(folder: Path, as_json: bool) -> None:
 @command(job, FOLDER, option("--code", type=whole(-255, 255), default=0, help="the training's exit code"), JSON)
 def end(folder: Path, code: int, as_json: bool) -> None:
     """Write and print how the attempt ended."""
-    from trilane.slurm import attempt, delivery
+    from trilane.slurm import attempt, delivery, node_failure
     from trilane.workspace.status import Status
 
     outcome = attempt.end(folder, code)
     delivery.send_apart(folder, wait=outcome.status is Status.COMPLETED)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
-    emit(as_json, asdict(outcome), text, indent=None)
+    again = "again: a spare takes the place of a node; " if node_failure.goes_on(folder, attempt.job_id()) else ""
+    emit(as_json, asdict(outcome), again + text, indent=None)
+
+
+COUNT = option("--count", type=whole(), required=True, help="nodes that train")
+
+
+@command(job, FOLDER, COUNT)
+def nodes(folder: Path, count: int) -> None:
+    """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
+    from trilane.slurm import allocation
+
+    chosen, lines = allocation.start_nodes(folder, count)
+    for line in lines:
+        print(one_line(line), file=sys.stderr)
+    print(chosen)
+
+
+HERE = option("--here", is_flag=True, help="on this node, not by a step on another")
+
+
+@command(job, FOLDER, option("--every", type=number(), default=30.0, help="seconds between two looks"), HERE)
+def guard(folder: Path, every: float, here: bool) -> None:
+    """Requeue the job when its first node, on which its script runs, has died; from another node, until ended."""
+    from trilane.slurm import attempt, node_failure
+
+    if here:
+        node_failure.guard_first_node(folder, attempt.job_id(), every)
+    else:
+        node_failure.guard(folder.resolve(), attempt.job_id(), os.environ["SLURM_JOB_NODELIST"], every)

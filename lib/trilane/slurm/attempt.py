@@ -4,9 +4,10 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,8 @@ def competing(folder: Path, job: str) -> str:
     While SLURM does not answer, or the other job is ending, this waits. What counts after UNKNOWN_S is the folder: a
     training would have written there.
     """
-    ended = {e["id"] for e in ledger.events(folder, "ended")}
+    last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
+    ended = {i for i, event in last.items() if event == "ended"}
     begun = dict.fromkeys(e["id"] for e in ledger.events(folder, "started"))
     others = [i for i in begun if i not in (job, "0", *ended) and client.JOB_ID.fullmatch(i)]
     before, end = _written(folder), time.monotonic() + UNKNOWN_S
@@ -185,13 +187,20 @@ def blocked(folder: Path) -> str:
     events = ledger.events(folder)
     asked = [i for i, e in enumerate(events) if e["event"] == "submitted" and e.get("site")]  # "": by hand, or by a job
     last = max(asked, default=-1)
-    starts = [e for e in events[last + 1 :] if e["event"] == "started"]
+    starts = [e for e in _spent(events[last + 1 :]) if e["event"] == "started"]
     at = iteration(folder)
     if len(starts) >= TRIES and all(e["iteration"] == at for e in starts[-TRIES:]):
         ends = [e for e in events if e["event"] == "ended"]
         why = f": {ends[-1]['status']}: {ends[-1]['evidence']}" if ends else ""
         return f"{TRIES} attempts did not get beyond iteration {at}{why}"
     return ""
+
+
+def _spent(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events without the starts that a spare repeated: a job has only so many, and the run was not the reason."""
+    starts = [i for i, e in enumerate(events) if e["event"] in ("started", "replaced")]
+    repeated = {i for i, later in pairwise(starts) if events[later]["event"] == "replaced"}
+    return [e for i, e in enumerate(events) if i not in repeated]
 
 
 def pruned(folder: Path, sweep: str) -> str:

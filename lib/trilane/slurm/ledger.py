@@ -28,6 +28,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "refused": {"says": str},
     "node failure": {"nodes": list},
     "alerted": {"key": str, "state": str, "by": str, "time": str},
+    "nodes": {"chosen": list, "left_out": dict},
+    "replaced": {"nodes": list, "iteration": int},
 }
 
 

@@ -1,18 +1,23 @@
-"""Node failures: an attempt that lost a node is recorded, later jobs avoid the node, and the job is requeued.
+"""Node failures: an attempt that lost a node is recorded, later jobs avoid the node, and the training starts again: on
+a spare node of the job where it has one, else when the job comes out of the queue again.
 
 The job itself probes its nodes: SLURM notices a dead node only minutes later (SlurmdTimeout).
 """
 
 import contextlib
+import itertools
 import re
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trilane.slurm import client, ledger
+from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
 STEP_S = 30.0  # in which a step starts on a healthy node many times
@@ -21,23 +26,133 @@ STEP_S = 30.0  # in which a step starts on a healthy node many times
 def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
     """The outcome of this job's attempt, with status "node failure" where one of its nodes cannot be reached.
 
-    Then the folder's later jobs exclude the node, and the job is requeued if its script allows it: SLURM itself does so
-    only while the job runs, and notices a dead node minutes after srun has failed.
+    Then the folder's later jobs exclude the node. A spare takes its place (event "replaced"); where none is left, the
+    job is requeued if its script allows it: SLURM itself does so only while the job runs, and notices a dead node
+    minutes after srun has failed.
     """
     if not outcome.status.may_be_node_failure:
         return outcome
     with contextlib.suppress(ValueError):  # without SLURM the outcome stays as it is
-        nodes = client.hostnames(nodelist)
-        dead = unreachable(nodes) if len(nodes) > 1 else []
-        if not dead:
+        every = client.hostnames(nodelist)
+        nodes = [node for node in every if node not in lost_nodes(folder, job)]
+        trained = training_nodes(folder, job)
+        dead = _dead(job, nodes) if len(nodes) > 1 else []
+        if dead:
+            _avoid(folder, job, dead)
+        if not set(dead) & set(trained or nodes):  # a spare may have died: that is no reason
             return outcome
         reason = f"{', '.join(dead)} cannot be reached; the log: {outcome.evidence}"
         outcome = replace(outcome, status=Status.NODE_FAILURE, evidence=reason)
         write_status(folder, outcome)
-        _avoid(folder, job, dead)
-        if " Requeue=1 " in client.call(["scontrol", "show", "job", "-o", job]):
-            client.call(["scontrol", "requeue", job])
+        left = [node for node in nodes if node not in dead]
+        if trained and len(left) >= len(trained):
+            ledger.note(folder, "replaced", job, nodes=dead, iteration=iteration(folder))
+        else:
+            requeue(job, nodes=len(every))
     return outcome
+
+
+def goes_on(folder: Path, job: str) -> str:
+    """Which nodes of the job are replaced by spares before its next start; "" where the job ends."""
+    last = ledger.events(folder)[-1:]
+    return ", ".join(e["nodes"][0] for e in last if e["event"] == "replaced" and e["id"] == job)
+
+
+def of_allocation(folder: Path, job: str) -> list[dict[str, Any]]:
+    """The ledger's events since the job has its present nodes: requeued, it keeps its id and gets others."""
+    events = ledger.events(folder)
+    starts = [(i, e.get("restarts")) for i, e in enumerate(events) if e["event"] == "started" and e["id"] == job]
+    first = next((i for i, restarts in starts if restarts == starts[-1][1]), len(events))
+    return [e for e in events[first:] if e["id"] == job]
+
+
+def lost_nodes(folder: Path, job: str) -> list[str]:
+    """The nodes that the job has and that have failed."""
+    failures = [e["nodes"] for e in of_allocation(folder, job) if e["event"] == "node failure"]
+    return list(dict.fromkeys(node for nodes in failures for node in nodes))
+
+
+def training_nodes(folder: Path, job: str) -> list[str]:
+    """The nodes that the job chose for its last start; empty where it did not choose."""
+    choices = [e["chosen"] for e in of_allocation(folder, job) if e["event"] == "nodes"]
+    return list(choices[-1]) if choices else []
+
+
+def _dead(job: str, nodes: Sequence[str]) -> list[str]:
+    """The nodes that SLURM has taken from the job, or on which no step can be started."""
+    left = client.hostnames(_field(client.call(["scontrol", "show", "job", "-o", job]), "NodeList")) or nodes
+    taken = [node for node in nodes if node not in left]
+    rest = [node for node in nodes if node in left]
+    return taken + (unreachable(rest) if len(rest) > 1 else [])
+
+
+def _field(shown: str, name: str) -> str:
+    """A field of `scontrol show job -o`; "" where it is missing or "(null)"."""
+    found = re.search(rf"\s{name}=(\S+)", shown)
+    return found[1] if found and found[1] != "(null)" else ""
+
+
+def requeue(job: str, nodes: int = 0, avoid: Sequence[str] = ()) -> bool:
+    """Put the job back into the queue, if its script allows it: for `nodes` nodes, without those in `avoid`.
+
+    SLURM ends the processes of the job at once, this one too: first by SIGTERM, and KillWait (30 s by default) later by
+    SIGKILL. In between the waiting job is changed: where a node has died under --no-kill, it asks for one fewer.
+    """
+    if _field(client.call(["scontrol", "show", "job", "-o", job]), "Requeue") != "1":
+        return False
+    with _deaf_to(signal.SIGTERM):
+        client.call(["scontrol", "requeue", job])
+        with contextlib.suppress(ValueError):
+            if nodes > 1:
+                client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
+            if avoid:
+                client.exclude(job, avoid)
+    return True
+
+
+@contextlib.contextmanager
+def _deaf_to(number: signal.Signals) -> Iterator[None]:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def guard(folder: Path, job: str, nodelist: str, every_s: float) -> None:
+    """Keep `guard_first_node` running on another node of the job, until this process is ended; on the first node."""
+    _, *others = client.hostnames(nodelist)
+    options = step_options(client.call(["srun", "--version"]))
+    this = [sys.executable, "-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here"]
+    for node in itertools.cycle(reversed(others)):
+        if node not in lost_nodes(folder, job):
+            one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
+            subprocess.run([*one, *this], stdin=subprocess.DEVNULL, check=False)
+        time.sleep(every_s)
+
+
+def guard_first_node(folder: Path, job: str, every_s: float) -> None:
+    """Wait until SLURM has taken the job's first node from it, then requeue or cancel the job.
+
+    Under --no-kill SLURM would let the job hold its other nodes until its time limit, without the script, which ran on
+    the first: seen on SLURM 22.05.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # sent to all steps before the time limit
+    while True:
+        time.sleep(every_s)
+        with contextlib.suppress(ValueError):
+            shown = client.call(["scontrol", "show", "job", "-o", job])
+            first, left = _field(shown, "BatchHost"), client.hostnames(_field(shown, "NodeList"))
+            if first and left and first not in left:
+                reason = f"{first}, the first node, on which the job's script ran, has died"
+                outcome = RunStatus(status=Status.NODE_FAILURE, evidence=reason, rank=None, exit_code=1, seconds=0.0)
+                write_status(folder, outcome)
+                ledger.note(folder, "ended", job, status=outcome.status, evidence=reason)
+                nodes = len({first, *left, *lost_nodes(folder, job)})
+                _avoid(folder, job, [first])
+                if not requeue(job, nodes=nodes):
+                    client.call(["scancel", job])
+                return
 
 
 def note_lost_nodes(folder: Path) -> None:
@@ -46,7 +161,7 @@ def note_lost_nodes(folder: Path) -> None:
     begun = [i for i, e in enumerate(events) if e["event"] == "started"]
     if not begun:
         return
-    noted = {node for e in events[begun[-1] :] if e["event"] == "node failure" for node in e["nodes"]}
+    noted = set(lost_nodes(folder, events[begun[-1]]["id"]))
     with contextlib.suppress(ValueError):  # a SLURM that does not answer must not prevent the training
         dead = set(client.hostnames(events[begun[-1]]["nodes"])) & set(client.down_nodes()) - noted
         if dead:

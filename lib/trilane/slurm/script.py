@@ -65,13 +65,15 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
     gpus = plan.topology.gpus
     if site.partitions and request.partition:
         require_known("partition", request.partition, site.partitions)
+    require_spares(request.spares, nodes, cluster)
     is_watcher, is_bench = name == "monitor", name == "bench"
     one_each = is_bench or (request.launcher == "srun" and name in ("train", "sweep"))  # one task for each GPU
     options = asdict(request)
     environment = options.pop("environment")
     return options | {
         "job_name": plain("label", plan.label),
-        "nodes": 1 if is_watcher else nodes,
+        "nodes": 1 if is_watcher else nodes + request.spares,
+        "train_nodes": nodes,
         "tasks_per_node": used if one_each else 1,
         "processes_per_node": used,
         "gpus_per_node": "" if is_watcher or cluster.gpu.kind == "cpu" else f"{site.gpu_type}:{used}".lstrip(":"),
@@ -122,6 +124,14 @@ def node_count(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     nodes, used = -(-gpus // per_node), min(gpus, per_node)
     require(gpus == nodes * used, "tp x pp x dp", gpus, f"must fill whole nodes of {per_node} GPUs")
     return nodes, used
+
+
+def require_spares(spares: int, nodes: int, cluster: Cluster) -> None:
+    """ValueError for more spare nodes than the cluster has left, or than nodes that train."""
+    left = cluster.max_nodes - nodes
+    has = f"{cluster.name} has {cluster.max_nodes} nodes, of which the plan trains on {nodes}"
+    require(spares <= max(0, left), "spares", spares, f"must be at most {max(0, left)}: {has}")
+    require(spares <= nodes, "spares", spares, f"must be at most the nodes that train ({nodes})")
 
 
 def quoted(field: str, text: str) -> str:

@@ -172,6 +172,7 @@ class JobRequest:
     launch_blocking   CUDA_LAUNCH_BLOCKING=1, which kept a hang of BigScience's from recurring, at a price
     environment       "" for the repository's .venv, a folder of another venv (made absolute), or conda:NAME
     parallel          jobs of a sweep's array that may run at the same time
+    spares            nodes beyond those of the plan, one of which takes the place of a node that fails
     """
 
     account: str = ""
@@ -190,6 +191,7 @@ class JobRequest:
     nccl_debug: str = "WARN"
     environment: str = ""
     parallel: int = 4
+    spares: int = 0
 
     def __post_init__(self) -> None:
         for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
@@ -213,6 +215,7 @@ class JobRequest:
         rule = f"must be less than time_limit={self.time_limit}"
         require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
         require_integer("parallel", self.parallel, 1)
+        require_integer("spares", self.spares, 0)
         for name, known in CHOICES.items():
             require_known(name, getattr(self, name), known)
 

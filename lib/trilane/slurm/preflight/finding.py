@@ -31,7 +31,19 @@ RULES = (
         "memory",
         "host memory",
     ),
-    *("time", "checkpoints", "site", "script", "array", "kill-on-bad-exit", "pipefail", "signal", "error file", "port"),
+    *(
+        "time",
+        "checkpoints",
+        "site",
+        "script",
+        "array",
+        "spares",
+        "kill-on-bad-exit",
+        "pipefail",
+        "signal",
+        "error file",
+        "port",
+    ),
     *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder", "checkpoint"),
 )
 
@@ -110,6 +122,17 @@ class JobCheck:
     def nodes(self) -> int:
         """Nodes of the job."""
         return -(-self.plan.topology.gpus // self.cluster.gpus_per_node)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of each node of the job."""
+        return min(self.plan.topology.gpus, self.cluster.gpus_per_node)
+
+    @property
+    def spares(self) -> int:
+        """Nodes that the script asks for beyond those, and can use: a dead one must not end the job."""
+        asked = self.directives.get("nodes", "")
+        return max(0, int(asked) - self.nodes) if "no-kill" in self.directives and asked.isdecimal() else 0
 
 
 Rule = Callable[[JobCheck], Iterator[JobFinding]]

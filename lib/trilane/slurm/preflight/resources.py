@@ -92,7 +92,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def limits(case: JobCheck) -> Iterator[JobFinding]:
     """The script's time and GPUs against its QoS, and its account against the site's."""
-    site, gpus, asked = case.site, case.plan.topology.gpus, case.directives
+    site, gpus, asked = case.site, (case.nodes + case.spares) * case.gpus_per_node, case.directives
     if site.qos and (name := asked.get("qos", "")) not in ("", *(q.name for q in site.qos)):
         try:
             require_known("qos", name, [q.name for q in site.qos])

@@ -28,7 +28,7 @@ def directives(case: JobCheck) -> Iterator[JobFinding]:
     asked, every = case.directives, case.plan.topology.gpus
     used = min(every, case.cluster.gpus_per_node)
     tasks = used if RANK_EACH.search(case.script) else 1
-    wanted = {"nodes": str(case.nodes), "ntasks-per-node": str(tasks)}
+    wanted = {"nodes": str(case.nodes + case.spares), "ntasks-per-node": str(tasks)}
     if case.cluster.gpu.kind == "cuda":
         wanted |= {"gres": f"gpu:{used}", "gpus-per-node": str(used)}
     for name, value in wanted.items():
@@ -45,6 +45,9 @@ def directives(case: JobCheck) -> Iterator[JobFinding]:
 
 def requested(case: JobCheck) -> Iterator[JobFinding]:
     """The options requested now are those of the script, which may have been written earlier."""
+    if case.request.spares not in (0, case.spares):
+        message = f"--spares {case.request.spares} is requested, {case.name} has {case.spares or 'none'}"
+        yield refuse("script", message, rewrite_remedy(case))
     for option in case.request.given():
         name, value = {"time_limit": "time", "mail": "mail-user"}.get(option, option), getattr(case.request, option)
         current = case.directives.get(name, "")
@@ -68,6 +71,20 @@ def rewrite_remedy(case: JobCheck) -> str:
     if case.name == SCRIPT:
         return f"edit {case.folder / SCRIPT}, or write it again with `trilane slurm submit --rewrite --dry-run`"
     return f"edit {case.name}, or create the sweep again in another folder"
+
+
+def spares(case: JobCheck) -> Iterator[JobFinding]:
+    """The nodes that stand by are there, and what they cost."""
+    k, n, most = case.spares, case.nodes, case.cluster.max_nodes
+    if k and n + k > most:
+        message = f"{k} spare nodes: {case.cluster.name} has {most} nodes, and the plan trains on {n}"
+        yield refuse("spares", message, f"ask for at most {max(0, most - n)}")
+    elif k:
+        used, hours = case.gpus_per_node, seconds_of(case.directives.get("time", "00:10:00")) / 3600
+        cost = f"{k * used * hours:,.0f} of the {(n + k) * used * hours:,.0f} GPU-hours of this job"
+        message = f"{k} of {n + k} nodes stand by: {cost} are for them"
+        remedy = "worth it where a place in the queue costs more than that: a node's failure then costs no requeue"
+        yield warn("spares", message, remedy)
 
 
 def array(case: JobCheck) -> Iterator[JobFinding]:
@@ -146,4 +163,4 @@ def accepted(case: JobCheck) -> Iterator[JobFinding]:
             yield refuse("sbatch", str(error), remedy)
 
 
-RULES: tuple[Rule, ...] = (directives, requested, array, dead_ends, internet, readable, accepted)
+RULES: tuple[Rule, ...] = (directives, requested, spares, array, dead_ends, internet, readable, accepted)
