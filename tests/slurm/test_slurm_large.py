@@ -32,7 +32,7 @@ def rehearse(folder: Path) -> None:
     script = (folder / "job.sbatch").read_text()
     head, _, rest = script.partition("# the corpus is tokenized")
     end = rest[rest.index('echo "END ') :]
-    sleep = "code=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c "
+    sleep = "while :; do\ncode=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c "
     sleep += "'trap \"\" USR1; sleep $((${SLURM_RESTART_COUNT:-0} ? 1 : 600))' || code=$?\n"
     done = "[[ $code -ne 0 ]] || { mkdir -p checkpoints/iter_0000100; echo iter_0000100 >checkpoints/latest; }\n"
     done += "[[ $code -ne 0 ]] || echo '{\"iteration\": 100}' >>steps.jsonl\n"
