@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, read_plan
 from trilane.config.training import Run
-from trilane.slurm import attempt, chain, client, jobs, ledger
+from trilane.slurm import attempt, chain, client, jobs, ledger, sites
+from trilane.slurm.preflight import check
+from trilane.slurm.sites import JobRequest
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import read_status
 
@@ -30,32 +33,93 @@ def gpt_1b3(gbs: int, **topology: int) -> Plan:
     return Plan(label="1b3", shape=shape, cluster=cluster("jz-v100-32g"), topology=t, run=run)
 
 
-def test_document_004s_schedule_of_nodes_and_batch_sizes_becomes_links(tmp_path: Path) -> None:
-    """8, 16 and 32 nodes of four GPUs for batches of 32, 64 and 128; 96, which a ramp passes, goes back to 8."""
+# document 004's two tables, as it prints them: nodes, batch size, micro batch size. Beside them the links that they
+# become: nodes, mbs, smallest and largest batch size, last iteration. The ramp is that of the run which the document
+# plans, 32 to 512 by 32 over 2,000,000 samples, and so is its length
+# (bigscience-workshop/bigscience, train/tr3-1B3-baseline/tr3m-1B3-emb-norm-pile.slurm).
+ON_32_GB = ((8, 32, 1), (16, 64, 1), (32, 128, 1))
+ON_16_GB = ((16, 32, 1), (16, 64, 2), (16, 128, 4), (32, 256, 4), (64, 512, 4))
+LINKS_32_GB = [
+    *((8, 1, 32, 32, 4167), (16, 1, 64, 64, 6251)),
+    (8, 1, 96, 96, 7640),  # 64 replicas cannot share 96: back to 32
+    (32, 1, 128, 128, 8682),
+    (8, 1, 160, 480, 13828),  # nor 128 replicas 160, 192, ...
+    (32, 1, 512, 512, 324634),
+]
+LINKS_16_GB = [
+    *((16, 1, 32, 32, 4167), (16, 2, 64, 64, 6251)),
+    (16, 1, 96, 96, 7640),
+    (16, 4, 128, 128, 8682),
+    (16, 1, 160, 224, 10805),
+    (32, 4, 256, 256, 11326),
+    (16, 1, 288, 480, 13828),
+    (64, 4, 512, 512, 324634),
+]
+OF_THIS_MACHINE = {"wheel", "shared", "sbatch", "slurm", "disk"}  # what no laptop has
+
+
+@pytest.mark.parametrize(
+    ("rows", "gb", "pp", "recompute", "wanted"),
+    [(ON_32_GB, 32, 1, "none", LINKS_32_GB), (ON_16_GB, 16, 2, "full", LINKS_16_GB)],
+)
+def test_document_004s_two_schedules_become_chains_in_which_nothing_is_refused(
+    rows: tuple[tuple[int, int, int], ...],
+    gb: int,
+    pp: int,
+    recompute: str,
+    wanted: list[tuple[int, ...]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    ramp = Ramp(start=32, increment=32, samples=2_000_000)
+    run = Run(train_iters=ramp.iterations(161_132_812, 512), ramp=ramp, save_interval=1000)
+    t = Topology(pp=pp, dp=1, mbs=1, gbs=512, zero=1, precision="fp16", recompute=recompute)
+    shape, nodes = parse_shape("24,2048,16,2048,50304"), cluster(f"jz-v100-{gb}g")
+    p = Plan(label="tr3m", engine="deepspeed-3d", shape=shape, cluster=nodes, topology=t, run=run)
+    (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
+    stages = ",".join(f"{gbs}:{nodes}:{mbs}" for nodes, gbs, mbs in rows)
+    command = ["slurm", "chain", "create", str(tmp_path / "plan.json"), str(tmp_path / "c"), "--stages", stages]
+    command += ["--site", f"jean-zay-v100-{gb}g", "--account", "six@v100", "--time-limit", "20:00:00"]
+    assert main([*command, "--start", "2026-12-01", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["links"]
+    said = [(r["nodes"], r["mbs"], r["batches"][0], r["batches"][-1], r["last"]) for r in found]
+    assert said == wanted
+    assert {(n, b, m) for n, m, b, _, _ in said} >= set(rows), "every row of the document is a link"
+    assert [row["begins"] for row in found] == ["2026-12-01T00:00", *(row["ends"] for row in found[:-1])]
+    dates = [datetime.fromisoformat(row["ends"]) - datetime.fromisoformat(row["begins"]) for row in found]
+    assert [d.total_seconds() / 3600 for d in dates] == pytest.approx([row["hours"] for row in found], abs=0.04)
+    paths, site = chain.stages_of(tmp_path / "c"), sites.site(f"jean-zay-v100-{gb}g")
+    request = JobRequest(account="six@v100", time_limit="20:00:00")
+    for path, link in zip(paths, chain.read(tmp_path / "c"), strict=True):
+        refused = {f.rule for f in check.refused(check.check_job(link, site, request, path))}
+        assert refused <= OF_THIS_MACHINE, (path.name, refused)
+        assert not [batch for batch in chain.phases(link) if batch.gbs % (link.topology.mbs * link.topology.dp)]
+    assert len({link.samples for link in chain.read(tmp_path / "c")}) == 1
+
+
+def test_links_load_one_another_and_may_name_the_stage_of_96_themselves(tmp_path: Path) -> None:
     made = chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,96:8:1,128:32:1"), tmp_path)
     assert [(p.topology.gpus, p.topology.dp, p.topology.mbs) for p in made] == [(n, n, 1) for n in (32, 64, 32, 128)]
     spans = [(p.run.start_iteration, p.run.goal) for p in made]
     assert spans[0][0] == 0 and spans[-1][1] == 4000
     assert [end for _, end in spans[:-1]] == [start for start, _ in spans[1:]]
-    for p in made:
-        sizes = {batch.gbs for batch in p.batches(p.run.start_iteration)}
-        assert not [size for size in sizes if size % (p.topology.mbs * p.topology.dp)]
     assert [p.run.load for p in made] == ["", *(str(tmp_path / p.label) for p in made[:-1])]
-    assert len({p.samples for p in made}) == 1
+    assert made == chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
 
 
-def test_a_batch_that_a_link_cannot_share_out_is_refused_by_its_size(tmp_path: Path) -> None:
-    """As the document prints it: 64 replicas cannot share 96 sequences."""
-    with pytest.raises(ValueError, match=r"^ramp=96: every batch size must be a multiple of mbs x dp = 1 x 64$"):
-        chain.links(gpt_1b3(128), chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
+def test_no_ramp_of_equal_steps_skips_96_alone() -> None:
+    """Why the chain falls back instead: each ramp from 32 that passes 64 and 128 also passes 96, or a size below 64."""
+    for increment in range(1, 481):
+        if 480 % increment == 0:
+            sizes = set(range(32, 513, increment))
+            assert not {32, 64, 128, 512} <= sizes or 96 in sizes
 
 
-def test_document_004s_16_gb_schedule_raises_mbs_first_and_nodes_later(tmp_path: Path) -> None:
-    """Two GPUs a replica; 16 nodes with MBS 1, 2 and 4, then more nodes; the batches between stay at the lower step."""
-    p = gpt_1b3(512, pp=2)
-    p = replace(p, run=replace(p.run, ramp=Ramp(start=32, increment=480, samples=64_000)))
-    made = chain.links(p, chain.parse_stages("32:16:1,512:64:4"), tmp_path)
-    assert [(q.topology.gpus // 4, q.topology.dp, q.topology.mbs) for q in made] == [(16, 32, 1), (64, 128, 4)]
+def test_a_batch_that_no_stage_can_share_out_is_refused_by_its_size(tmp_path: Path) -> None:
+    p = gpt_1b3(128)
+    p = replace(p, run=replace(p.run, ramp=Ramp(start=32, increment=16, samples=64_000)))
+    with pytest.raises(ValueError, match=r"^ramp=48: every batch size must be a multiple of mbs x dp = 1 x 32$"):
+        chain.links(p, chain.parse_stages("32:8:1,64:16:1,128:32:1"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +130,7 @@ def test_document_004s_16_gb_schedule_raises_mbs_first_and_nodes_later(tmp_path:
         ("64:8:1", r"^stages=64: the first must hold the ramp's first batch$"),
         ("128:8:1,32:8:1", r"^stages=128,32: must be in the order of the batch size$"),
         ("32:8:1,4096:8:1", r"^stages=4096: no iteration has such a batch"),
+        ("32:8:1,128:24:1", r"^gbs=128: must be a multiple of mbs x dp = 1 x 96$"),
         ("32:0:1", r"^nodes=0: must be a whole number of at least 1$"),
     ],
 )

@@ -87,15 +87,26 @@ STAGES = option(
 TIMES = option("--times", type=whole(), default=1, help="jobs a stage, where one time limit is not enough")
 
 
-@command(chain, PLAN, FOLDER, STAGES, SITE, JSON, request_options, name="create")
-def create_chain(plan: Path, folder: Path, stages: str, site: Site, as_json: bool, request: JobRequest) -> None:
-    """Write the run folders of a chain that trains PLAN."""
+START = option(
+    "--start", default="", metavar="DATE", help="when the first link begins, such as 2026-12-01; default now"
+)
+
+
+@command(chain, PLAN, FOLDER, STAGES, START, SITE, JSON, request_options, name="create")
+def create_chain(
+    plan: Path, folder: Path, stages: str, start: str, site: Site, as_json: bool, request: JobRequest
+) -> None:
+    """Write the run folders of a chain that trains PLAN, and print each link's batch sizes, hours and dates.
+
+    Batch sizes that a stage's replicas cannot share fall back to a stage before. Hours and dates are predicted, without
+    starts, saves and waiting.
+    """
     from trilane.slurm import chain
 
+    begin = chain.parse_date(start)
     made = chain.create(folder, read_plan(plan), chain.parse_stages(stages) if stages else [], site, request)
-    rows = [chain.link_record(path, link) for path, link in zip(made, chain.read(folder), strict=True)]
-    text = "{run}: iterations {first}-{last}, {gpus} GPUs, {hours:.2f} h, {gpu_hours:.2f} GPU hours"
-    emit(as_json, {"links": rows}, "\n".join(text.format_map(row) for row in rows))
+    rows = chain.link_records(made, chain.read(folder), begin)
+    emit(as_json, {"links": rows}, "\n".join(map(chain.link_line, rows)))
 
 
 @command(chain, FOLDER, TIMES, SITE, ALLOW, JSON, request_options, name="submit")

@@ -104,14 +104,22 @@ class Ramp:
             yield batch
             first = batch.end
 
+    def between(self, gbs: int, first: int, last: int) -> list[Phase]:
+        """The phases of the iterations after the first `first`, up to number `last`, cut there."""
+        growing, found, count = self.phases(gbs), list[Phase](), 0
+        done = sum(phase.iterations for phase in growing)
+        constant = Phase(gbs=gbs, iterations=max(0, last - done), first=self.consumed(done, gbs))
+        for phase in [*growing, constant]:
+            begin, end = max(first, count), min(last, count + phase.iterations)
+            if begin < end:
+                sample = phase.first + (begin - count) * phase.gbs
+                found.append(Phase(gbs=phase.gbs, iterations=end - begin, first=sample))
+            count += phase.iterations
+        return found
+
     def sizes(self, gbs: int, first: int, last: int) -> set[int]:
         """The batch sizes of the iterations after the first `first`, up to number `last`."""
-        found, count = set[int](), 0
-        for phase in self.phases(gbs):
-            if count < last and count + phase.iterations > first:
-                found.add(phase.gbs)
-            count += phase.iterations
-        return found | ({gbs} if count < last else set())
+        return {phase.gbs for phase in self.between(gbs, first, last)}
 
     def failing(self, gbs: int, multiple: int) -> list[int]:
         """The batch sizes on the way, `gbs` included, that are no multiple of `multiple` = mbs x dp."""

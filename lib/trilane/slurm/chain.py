@@ -5,11 +5,13 @@ iterations are left, whether the stop switch is set, and whether the same early 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.predict import predict
 from trilane.slurm import jobs, submission
@@ -74,29 +76,58 @@ def first_iteration(plan: Plan, gbs: int) -> int:
 
 
 def links(plan: Plan, stages: Sequence[Stage], folder: Path) -> list[Plan]:
-    """One plan per stage: its own DP and MBS, from the checkpoint of the stage before to the start of the next.
+    """One plan per link: its own DP and MBS, from the checkpoint of the link before to the start of the next.
 
-    All keep the run's ramp-up, length and learning rate: the samples and their order are those of one run. Stages are
-    in the order of the batch size; two with the same one share its iterations equally. Raises ValueError where a batch
-    size of a stage is not a multiple of its mbs x dp.
+    A stage is one link, or three where the ramp passes batch sizes that mbs x dp of the stage does not divide: from the
+    first of these to the last, the chain falls back to the latest stage before that can share them all. What changes is
+    the number of nodes alone: all links keep the run's ramp-up, length and learning rate, so that the samples and their
+    order are those of one run. Stages are in the order of the batch size; two with the same one share its iterations
+    equally. Raises ValueError where no stage can share a batch size.
     """
-    node, model_gpus = plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
     starts = [*_starts(plan, stages), plan.run.train_iters]
     made: list[Plan] = []
-    for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True), 1):
-        gpus = stage.nodes * node
-        rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
-        require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
+    for number, (stage, start, end) in enumerate(zip(stages, starts[:-1], starts[1:], strict=True)):
         require(start < end, "stages", stage.gbs, "no iteration has such a batch before the next stage")
-        before = str(folder.resolve() / made[-1].label) if made else plan.run.load
-        last = 0 if end == plan.run.train_iters else end
-        window = plan.run.profile_window
-        within = window is not None and start < window.first <= window.last <= (last or plan.run.train_iters)
-        profile = plan.run.profile if within else ""
-        run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last, profile=profile)
-        topology = replace(plan.topology, dp=gpus // model_gpus, mbs=stage.mbs)
-        made.append(replace(plan, label=f"{plan.label}-{number}-n{stage.nodes}", topology=topology, run=run))
+        for used, begin, until in _parts(plan, stages[: number + 1], start, end):
+            made.append(_link(plan, used, begin, until, folder, made))
     return made
+
+
+def _link(plan: Plan, stage: Stage, start: int, end: int, folder: Path, made: Sequence[Plan]) -> Plan:
+    """The plan of the iterations after the first `start`, up to number `end`, after the links `made` so far."""
+    gpus, model_gpus = stage.nodes * plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
+    rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
+    require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
+    before = str(folder.resolve() / made[-1].label) if made else plan.run.load
+    last = 0 if end == plan.run.train_iters else end
+    window = plan.run.profile_window
+    within = window is not None and start < window.first <= window.last <= end
+    profile = plan.run.profile if within else ""
+    run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last, profile=profile)
+    topology = replace(plan.topology, dp=gpus // model_gpus, mbs=stage.mbs)
+    return replace(plan, label=f"{plan.label}-{len(made) + 1}-n{stage.nodes}", topology=topology, run=run)
+
+
+def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tuple[Stage, int, int]]:
+    """The iterations after the first `start`, up to `end`, in parts, each with the stage on whose nodes it trains."""
+    stage, node, model_gpus = stages[-1], plan.cluster.gpus_per_node, plan.topology.tp * plan.topology.pp
+
+    def shares(one: Stage, size: int) -> bool:
+        return size % (one.mbs * max(1, one.nodes * node // model_gpus)) == 0
+
+    phases = plan.run.ramp.between(plan.topology.gbs, start, end)
+    failing = [place for place, phase in enumerate(phases) if not shares(stage, phase.gbs)]
+    if not failing or not failing[0]:
+        return [(stage, start, end)]  # the plan itself refuses the stage's own batch size
+    first, last = failing[0], failing[-1] + 1
+    sizes = [phase.gbs for phase in phases[first:last]]
+    able = [one for one in stages[:-1] if all(shares(one, size) for size in sizes)]
+    if not able:
+        return [(stage, start, end)]
+    begin = start + sum(phase.iterations for phase in phases[:first])
+    until = begin + sum(phase.iterations for phase in phases[first:last])
+    parts = [(stage, start, begin), (able[-1], begin, until), (stage, until, end)]
+    return [part for part in parts if part[1] < part[2]]
 
 
 def _starts(plan: Plan, stages: Sequence[Stage]) -> list[int]:
@@ -158,11 +189,58 @@ def gpu_hours(plan: Plan, seconds: float) -> float:
     return (run.goal - run.start_iteration) * seconds * plan.topology.gpus / 3600
 
 
-def link_record(folder: Path, plan: Plan) -> dict[str, Any]:
-    """A link of a chain as JSON: its folder, GPUs, iterations, predicted hours and GPU hours."""
-    gpus, hours = plan.topology.gpus, gpu_hours(plan, predict(plan).sec_per_it)
-    span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal}
-    return {"run": str(folder), "gpus": gpus, **span, "gpu_hours": hours, "hours": hours / gpus}
+def predicted_s(plan: Plan) -> float:
+    """Predicted seconds of the iterations from the plan's start to its goal, each batch size of the ramp by its own.
+
+    Left out: starts, saves, evaluations, and waiting in the queue.
+    """
+
+    def of(gbs: int) -> float:
+        return predict(
+            replace(plan, run=replace(plan.run, ramp=Ramp()), topology=replace(plan.topology, gbs=gbs))
+        ).sec_per_it
+
+    return sum(phase.iterations * of(phase.gbs) for phase in phases(plan))
+
+
+def phases(plan: Plan) -> list[Phase]:
+    """The batch sizes of the iterations from the plan's start to its goal."""
+    return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
+
+
+def link_records(folders: Sequence[Path], plans: Sequence[Plan], start: datetime) -> list[dict[str, Any]]:
+    """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours and dates.
+
+    The dates are those of a chain that begins at `start` and never waits.
+    """
+    rows, now = list[dict[str, Any]](), start
+    for folder, plan in zip(folders, plans, strict=True):
+        gpus, hours = plan.topology.gpus, predicted_s(plan) / 3600
+        sizes = [phase.gbs for phase in phases(plan)]
+        job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
+        span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal}
+        dates = {"begins": now, "ends": (now := now + timedelta(hours=hours))}
+        texts = {name: date.isoformat(timespec="minutes") for name, date in dates.items()}
+        rows.append({"run": str(folder), **job, **span, "gpu_hours": hours * gpus, "hours": hours, **texts})
+    return rows
+
+
+def link_line(row: Mapping[str, Any]) -> str:
+    """A link's record in one line for the terminal."""
+    sizes = row["batches"]
+    batches = f"batch {sizes[0]}" if len(sizes) == 1 else f"batches {sizes[0]} to {sizes[-1]}"
+    return (
+        "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, {of}, {hours:.2f} h, "
+        "{gpu_hours:.2f} GPU hours, {begins} to {ends}"
+    ).format(**row, of=batches)
+
+
+def parse_date(text: str) -> datetime:
+    """The date, or date and time, of ISO 8601; "" is now."""
+    try:
+        return datetime.fromisoformat(text) if text else datetime.now()
+    except ValueError:
+        raise ValueError(f"start={text}: must be a date, such as 2026-12-01 or 2026-12-01T08:00") from None
 
 
 def read(folder: Path) -> list[Plan]:
