@@ -256,9 +256,9 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("1.4826 * float", "float"),
         ("excess > MIN_EXCESS * middle", "excess > MIN_EXCESS"),
     ],
-    ("hang", "workspace/heartbeat.py", "workspace/test_heartbeat.py"): [
+    ("hang", "workspace/stall_detector.py", "workspace/test_heartbeat.py"): [
         ("if beat.step < 2", "if beat.step < 1"),
-        ("if beat.phase != END]", "]"),
+        ("return progress.beat.phase != END and", "return"),
     ],
     ("restart", "workspace/run_folder.py", "workspace"): [
         ("_iteration(line) <= done", "_iteration(line) < done"),

@@ -21,9 +21,10 @@ from trilane.diagnose.hang import capture
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.verdict import diagnose_hang
 from trilane.slurm.monitor import srun_command
-from trilane.workspace import flight_recorder, heartbeat
-from trilane.workspace.heartbeat import Heartbeat, StallDetector, encode, place, read_beats
+from trilane.workspace import flight_recorder, heartbeat, stall_detector
+from trilane.workspace.heartbeat import Heartbeat, encode, place, read_beats
 from trilane.workspace.run_folder import reopen
+from trilane.workspace.stall_detector import StallDetector
 from trilane.workspace.status import read_status
 
 
@@ -55,7 +56,7 @@ def test_a_beat_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_pulse_stops_when_one_rank_does_and_not_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stall_detector.time, "monotonic", lambda: now[0])
     pulse = StallDetector(tmp_path, 2, 10.0)
     for second in range(40):
         now[0] += 1.0
@@ -70,7 +71,7 @@ def test_the_first_iteration_may_last_and_the_end_too(
     step: int, phase: str, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stall_detector.time, "monotonic", lambda: now[0])
     pulse = StallDetector(tmp_path, 1, 200.0)
     write(tmp_path, 0, step, phase)
     assert not pulse.stalled()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from trilane.workspace import heartbeat
-from trilane.workspace.heartbeat import StallDetector, encode, place, read_beats, read_calls
+from trilane.workspace import heartbeat, stall_detector
+from trilane.workspace.heartbeat import encode, place, read_beats, read_calls
+from trilane.workspace.stall_detector import StallDetector
 
 
 class Clock:
@@ -22,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(heartbeat, "time", made)
+    monkeypatch.setattr(stall_detector, "time", made)
     return made
 
 

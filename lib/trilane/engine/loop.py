@@ -72,7 +72,7 @@ class Training:
         """
         with reserved_status(self._folder, "engine") if self._world.is_first else contextlib.nullcontext():
             self._train()
-        heartbeat.end()
+        heartbeat.end(self._folder)
         self._world.barrier()
         dist.destroy_process_group()
 

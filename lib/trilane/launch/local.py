@@ -3,20 +3,23 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
-from trilane.launch.watchdog import Hang, HangMonitor
+from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.utils.process import held_port
 from trilane.utils.validation import read_json, require
+from trilane.workspace import node_folder
 from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.run_folder import STOP, reopen
@@ -59,23 +62,38 @@ def train_local(
 
 def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float, timeout_s: float) -> RunStatus:
     """Prepare the data and train; how it ended. Ctrl-C is recorded, and raised."""
-    monitor = HangMonitor(folder, plan)
     try:
         prepare_data(folder / "plan.json")
-        with torchrun(folder, plan, port) as child, forwarding_signals(child):
-            try:
-                code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
-            except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
-                _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
-                raise
-        return monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
+        with _monitored(folder, plan) as (monitor, start), torchrun(folder, plan, port, start) as child:
+            with forwarding_signals(child):
+                try:
+                    code = follow(child, folder, plan, show_progress, begin + timeout_s, monitor.check)
+                except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
+                    _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
+                    raise
+            return monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise
     except TimeoutError:
         return _ended(Status.TIMEOUT, f"longer than {timeout_s:.0f} s", begin)
     except Hang as hang:
-        return hang.outcome
+        return replace(hang.outcome, seconds=_since(begin))
+
+
+@contextlib.contextmanager
+def _monitored(folder: Path, plan: Plan) -> Iterator[tuple[HangMonitor, str]]:
+    """The monitor of the ranks that are started inside the block, and what names this start to them."""
+    start = secrets.token_hex(8)
+    env = {node_folder.START: start}
+    node_folder.sweep()
+    node = node_folder.enter(folder, env)
+    monitor = HangMonitor(folder, plan, Node(first=0, start=start, places=node_folder.Places(folder, env)))
+    try:
+        yield monitor, start
+    finally:
+        monitor.close()
+        node.close()
 
 
 def _record(folder: Path, outcome: RunStatus) -> None:
@@ -142,15 +160,18 @@ def prepare_data(plan: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, plan: Plan, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun over the plan's processes, in its own process group; ended, with its workers, after the block."""
+def torchrun(folder: Path, plan: Plan, port: int, start: str) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun over the plan's processes, in its own process group; ended, with its workers, after the block.
+
+    `start` names this start of the run to its ranks.
+    """
     ranks = folder / "ranks"
     ranks.mkdir(exist_ok=True)
     processes = plan.topology.gpus
     command = [sys.executable, "-m", "trilane.engine.torchrun", str(ranks / "failures.json")]
     command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
-    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks)}
+    env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), node_folder.START: start}
     with (ranks / "torchrun.log").open("ab") as log:
         child = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
     try:

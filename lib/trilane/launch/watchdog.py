@@ -1,8 +1,9 @@
 """The watchdog: a run without progress has its stacks dumped and diagnosed, and ends as a `hang`.
 
 For a run on this machine the launcher polls HangMonitor. In a scheduler's job one process on each node does:
-`python -m trilane.launch.watchdog RUN_FOLDER PID`, started by the node's first rank (PID), reads the heartbeats of all
-nodes on the shared file system. A stall of rank 0's node is detected by the others, a little later.
+`python -m trilane.launch.watchdog RUN_FOLDER PID RANK`, started by the node's first rank (PID). It reads the heartbeats
+of its own node, on that node, and reports them in the run folder every REPORT_S. The watchdog of rank 0's node reads
+all reports and decides; where its own node stalls and no decision comes, another node's does, a little later.
 """
 
 import contextlib
@@ -11,102 +12,111 @@ import platform
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.diagnose.hang.capture import capture, capture_here
-from trilane.diagnose.hang.verdict import diagnose_hang
+from trilane.diagnose.hang.capture import capture_here
+from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.utils.process import die_with
-from trilane.workspace.heartbeat import END, StallDetector, process_state, read_beats
-from trilane.workspace.status import RunStatus, Status, known_status, write_status
+from trilane.workspace import node_folder
+from trilane.workspace.stall_detector import report_every_s
+from trilane.workspace.status import Status, known_status, write_status
 
 POLL_S = 0.5
-PRECEDENCE_S = 15.0  # how much earlier than the others the node of rank 0 reports a stall
-MAX_EVIDENCE = 2000  # characters
+ASK_S = 5.0  # between two looks at stacks/ of the run folder, on a node without a stall
+PRECEDENCE_S = 15.0  # how much earlier than the next node that of rank 0 decides
+STAGGER_S, LATEST_S = 0.5, 15.0  # from one further node to the next, and of the last
+ANSWER_S = 120.0  # after a request for stacks a decision may follow
+END_S = 10.0  # to write the last report
 
 
-class Hang(Exception):
-    """The run hangs; `outcome` names the suspected rank."""
-
-    def __init__(self, outcome: RunStatus) -> None:
-        super().__init__(outcome.evidence)
-        self.outcome = outcome
-
-
-class HangMonitor:
-    """Monitors the run of `plan` in `folder` from its start."""
-
-    def __init__(self, folder: Path, plan: Plan, patience_s: float = 0.0) -> None:
-        self._folder, self._plan, self._begin = folder, plan, time.monotonic()
-        timeout_s = plan.run.hang_timeout_s
-        self._stall = StallDetector(folder, plan.topology.gpus, timeout_s + patience_s if timeout_s else 0.0)
-        self._exited: dict[int, str] = {}
-
-    def check(self) -> None:
-        """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often."""
-        if self._stall.timeout_s > 0:
-            self._record_exits()
-        if why := self._stall.stalled():
-            raise Hang(self.hang_status(why))
-
-    def hang_status(self, why: str) -> RunStatus:
-        """Dump the ranks' stacks and diagnose them; the status with `why` and the verdict as evidence."""
-        suspects: tuple[int, ...] = ()
-        where = ""
-        try:
-            stacks = capture(self._folder, self._plan)
-            where = f" (stacks in {stacks.relative_to(self._folder)})"
-            verdict = diagnose_hang(stacks)
-            explanation, suspects = verdict.paragraph, verdict.suspects
-        except (ValueError, OSError) as error:  # a full disk
-            explanation = f"no verdict: {error}"
-        evidence = f"{why}. {explanation}"[:MAX_EVIDENCE] + where
-        rank, seconds = next(iter(suspects), None), round(time.monotonic() - self._begin, 3)
-        return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds)
-
-    def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:
-        """The outcome, attributed to a rank that exited without an error before the others failed for lack of it."""
-        exited = [rank for rank in self._exited if rank not in failed]
-        if outcome.status is not Status.CRASHED or not exited:
-            return outcome
-        evidence = f"rank {exited[0]} exited without an error, {self._exited[exited[0]]}; then {outcome.evidence}"
-        return replace(outcome, evidence=evidence, rank=exited[0])
-
-    def _record_exits(self) -> None:
-        for rank, beat in read_beats(self._folder).items():
-            here = beat.phase != END and beat.host == platform.node()
-            if rank not in self._exited and here and process_state(beat.pid) in ("gone", "Z", "X"):
-                if not self._exited:  # where the others are before they fail or wait for ever
-                    with contextlib.suppress(OSError):
-                        capture(self._folder, self._plan)
-                self._exited[rank] = f"in iteration {beat.step}, {beat.phase or 'between phases'}"
-
-
-def watch_node(folder: Path, parent: int, ahead: bool) -> None:
+def watch_node(folder: Path, parent: int, first: int) -> None:
     """Monitor the run until the process `parent` of this node ends; dump this node's ranks when any node requests it.
 
-    The node that detects a stall writes status.json; each node then ends its own ranks, which ends the job. `ahead` is
-    the node of rank 0, to which the others give PRECEDENCE_S.
+    The node that detects a stall writes status.json; each node then ends its own ranks, which ends the job.
     """
-    monitor = HangMonitor(folder, read_plan(folder / "plan.json"), 0.0 if ahead else PRECEDENCE_S)
-    begin, answered = time.time(), {path.name for path in (folder / "stacks").glob("*")}
+    plan, start = read_plan(folder / "plan.json"), node_folder.start_id(os.environ)
+    places = node_folder.Places(folder, os.environ)
+    node = Node(first=first, start=start, places=lambda: places() or [folder / "ranks"])
+    monitor = HangMonitor(folder, plan, node, patience_s(first, plan))
+    signal.signal(signal.SIGTERM, lambda number, frame: _end(monitor, parent))
+    requests, every_s = _Requests(folder), min(ASK_S, report_every_s(plan.run.hang_timeout_s))
+    status, next_look = _HangStatus(folder), 0.0
     while os.getppid() == parent:
-        for stacks in sorted((folder / "stacks").glob("*")):
-            if stacks.name not in answered:
-                answered.add(stacks.name)
+        if time.monotonic() >= next_look or monitor.is_stalled_here:
+            next_look = time.monotonic() + every_s
+            for stacks in requests.new():
+                monitor.report()
                 with contextlib.suppress(OSError):
                     capture_here(folder, stacks)
-        if _hangs(monitor, folder) or _is_hang(folder, begin):
-            _kill_own_ranks(folder, parent)
+        is_awaited = monitor.is_stalled_here or requests.age_s() < ANSWER_S
+        if _hangs(monitor, folder, requests) or status.is_written(is_awaited):
+            monitor.kill_ranks(parent)
             return
         time.sleep(POLL_S)
 
 
-def _hangs(monitor: HangMonitor, folder: Path) -> bool:
+def patience_s(first: int, plan: Plan) -> float:
+    """How much later than the node of rank 0 the one of rank `first` decides: not all at once."""
+    further = first // min(plan.cluster.gpus_per_node, plan.topology.gpus)
+    return PRECEDENCE_S + min(STAGGER_S * further, LATEST_S) if first else 0.0
+
+
+class _Requests:
+    """Folders in stacks/ of the run folder: each is a request to every node."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._asked_at = folder / "stacks", float("-inf")
+        self._known = set(self._names())
+
+    def _names(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            return os.listdir(self._folder)
+        return []
+
+    def new(self) -> list[Path]:
+        """Those that were not there before, and that this host has not answered; each is returned once."""
+        new = sorted(set(self._names()) - self._known)
+        self._known |= set(new)
+        self._asked_at = time.monotonic() if new else self._asked_at
+        answer = f"states-{platform.node()}.json"
+        return [self._folder / name for name in new if not (self._folder / name / answer).exists()]
+
+    def are_open(self) -> bool:
+        """Whether there is one that new() has not returned yet."""
+        return not self._known.issuperset(self._names())
+
+    def age_s(self) -> float:
+        """Seconds since the last."""
+        return time.monotonic() - self._asked_at
+
+
+class _HangStatus:
+    """Whether status.json becomes that of a hang, of which no clock is needed: it is another file than at the start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._next = folder, 0.0
+        self._before = self._identity()
+
+    def _identity(self) -> tuple[int, int]:
+        with contextlib.suppress(OSError):
+            facts = (self._folder / "status.json").stat()
+            return facts.st_ino, facts.st_mtime_ns
+        return 0, 0
+
+    def is_written(self, is_awaited: bool) -> bool:
+        """Whether it is; looked at seldom where no decision is awaited."""
+        if time.monotonic() < self._next and not is_awaited:
+            return False
+        self._next = time.monotonic() + report_every_s(float("inf"))
+        written = known_status(self._folder) if self._identity() not in (self._before, (0, 0)) else None
+        return written is not None and written.status is Status.HANG
+
+
+def _hangs(monitor: HangMonitor, folder: Path, requests: _Requests) -> bool:
     """Whether this process detects a hang, which it records."""
     try:
-        monitor.check()
+        monitor.check(requests.are_open)
     except Hang as hang:
         print(f"trilane: hang: {hang.outcome.evidence}", flush=True)
         write_status(folder, hang.outcome)
@@ -114,22 +124,27 @@ def _hangs(monitor: HangMonitor, folder: Path) -> bool:
     return False
 
 
-def _is_hang(folder: Path, begin: float) -> bool:
-    path = folder / "status.json"
-    written = known_status(folder) if path.exists() and path.stat().st_mtime >= begin else None
-    return written is not None and written.status is Status.HANG
+def _end(monitor: HangMonitor, parent: int) -> None:
+    """On SIGTERM: nothing while the ranks take their time to save; else the last report, within END_S, and the end."""
+    if os.getppid() == parent:
+        return
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, END_S)
+    monitor.close()
+    os._exit(0)
 
 
-def _kill_own_ranks(folder: Path, last: int) -> None:
-    """SIGKILL, as a rank in a collective, or a stopped one, ignores others. `last` comes last: it ends this process."""
-    for beat in sorted(read_beats(folder).values(), key=lambda beat: beat.pid == last):
-        if beat.host == platform.node():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.pid, signal.SIGKILL)
+def main(argv: list[str]) -> None:
+    """Watch the node of the process argv[1], its first rank argv[2] (default 0), of the run in argv[0]."""
+    folder, parent, first = Path(argv[0]), int(argv[1]), int(argv[2]) if len(argv) > 2 else 0
+    if os.getppid() != parent:
+        for place in node_folder.Places(folder, os.environ)():
+            node_folder.remove(place)
+    # The parent passes its own id, as it may have ended before we could ask. A capture that waits for other nodes must
+    # not outlive it either: SLURM drains a node on which a job's process does not end ("Kill task failed").
+    die_with(parent, signal.SIGTERM)
+    watch_node(folder, parent, first)
 
 
 if __name__ == "__main__":
-    # The parent passes its own id, as it may have ended before we could ask. A capture that waits for other nodes must
-    # not outlive it either: SLURM drains a node on which a job's process does not end ("Kill task failed").
-    die_with(int(sys.argv[2]))
-    watch_node(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["ahead"])
+    main(sys.argv[1:])

@@ -22,11 +22,12 @@ def die_with_parent() -> None:
         die_with(int(expected))
 
 
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent, of id `parent`, ends; at once where it has ended already."""
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process signal `number` when its parent, of id `parent`, ends; where it has ended
+    already, this process is killed at once."""
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

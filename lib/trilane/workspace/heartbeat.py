@@ -1,15 +1,23 @@
-"""Heartbeat: each rank's state in ranks/<rank>.beat, its last calls in ranks/<rank>.calls, and the StallDetector.
+"""Heartbeat: each rank's state in <rank>.beat, its last calls in <rank>.calls, on its node; the nodes' reports of them.
 
-Both files are records of fixed size, overwritten in place: readable when the process is stuck, stopped or killed.
+Both files are records of fixed size, overwritten in place: readable when the process is stuck, stopped or killed. They
+lie in the node's own folder (node_folder.py); the run folder gets a line of each node from time to time.
 """
 
+import contextlib
+import json
+import math
 import os
 import platform
 import re
+import shutil
 import signal
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from trilane.utils.files import json_object
+from trilane.workspace import node_folder
 
 RECORD = 128  # bytes of a heartbeat file: one padded line
 # What encode() writes. A process id is above 1: a signal to -1, 0 or 1 would reach other processes.
@@ -19,9 +27,7 @@ END = "end"  # the phase of a rank that has finished
 SLOT = 128  # bytes of a call in the ring buffer: number, time, `>` entered or `<` left, function; padded, with newline
 CALL = re.compile(r"^(\d{12}) (\d+\.\d{6}) ([<>]) (.*?)\s*$")
 
-# Until its second iteration a rank imports, builds samples and compiles: its timeout is longer by this factor, and at
-# least this many seconds.
-START_FACTOR, START_S = 5.0, 300.0
+MOST = 1 << 40  # a larger number in a report is a damaged one
 
 # The signal on which faulthandler writes the stacks: no library and no scheduler uses it.
 STACKS = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
@@ -52,11 +58,14 @@ def place() -> bytes:
     return f"{os.getpid()} {platform.node() or 'localhost'}".encode()
 
 
-def read_beats(folder: Path) -> dict[int, Heartbeat]:
-    """The last heartbeat of each rank of a run folder, where readable."""
+def beats_in(place: Path) -> dict[int, Heartbeat]:
+    """The last heartbeat of each rank that keeps its own in the folder `place`, where readable."""
     found = {}
-    for path in sorted((folder / "ranks").glob("*.beat")):
-        match = BEAT.match(path.read_bytes()[:RECORD]) if path.is_file() else None
+    for path in sorted(place.glob("*.beat")):
+        data = b""
+        with contextlib.suppress(OSError):
+            data = path.read_bytes()[:RECORD]
+        match = BEAT.match(data)
         if match and path.stem.isdecimal():
             step, phase, when, pid, host = match.groups()
             found[int(path.stem)] = Heartbeat(
@@ -68,6 +77,110 @@ def read_beats(folder: Path) -> dict[int, Heartbeat]:
                 host=host.decode("utf-8", "replace"),
             )
     return found
+
+
+def read_beats(folder: Path) -> dict[int, Heartbeat]:
+    """The last known heartbeat of each rank of a run folder: of ranks of this machine now, of others as last reported.
+
+    Where no node has reported, as in run folders of earlier versions: what ranks/*.beat hold.
+    """
+    reported = [progress.beat for report in read_reports(folder) for progress in report.ranks]
+    found = {beat.rank: beat for beat in reported} if reported else beats_in(folder / "ranks")
+    for place in node_folder.find(folder):
+        found |= beats_in(place)
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A rank's heartbeat, the seconds without a change by the clock of its node, and whether its process has exited."""
+
+    beat: Heartbeat
+    idle_s: float
+    has_exited: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """What a node's watchdog tells about all its ranks, every REPORT_S: ranks/nodes/<its first rank>.json, one line.
+
+    `number` rises with each report: a reader needs no clock to see that the node is alive. `start` names the start of
+    the run (node_folder.start_id), so that what an earlier one left is not taken for news.
+    """
+
+    first: int
+    host: str
+    start: str
+    number: int
+    ranks: tuple[Progress, ...]
+
+    def write(self, folder: Path) -> None:
+        """Replace the node's report: one open and one rename, nothing forced to the disk. OSError where it is full."""
+        path = folder / node_folder.NODES / f"{self.first}.json"
+        rows = [
+            [
+                p.beat.rank,
+                p.beat.step,
+                p.beat.phase,
+                round(p.beat.time, 3),
+                p.beat.pid,
+                round(p.idle_s, 1),
+                p.has_exited,
+            ]
+            for p in self.ranks
+        ]
+        facts = {"first": self.first, "host": self.host, "start": self.start, "number": self.number}
+        aside = path.with_name(f".{path.name}")
+        aside.write_text(json.dumps({**facts, "ranks": rows}, separators=(",", ":")) + "\n", encoding="utf-8")
+        aside.replace(path)
+
+
+def read_reports(folder: Path) -> list[NodeReport]:
+    """The last report of each node of a run folder, by first rank; damaged ones are left out."""
+    found = []
+    for path in (folder / node_folder.NODES).glob("[0-9]*.json"):
+        report = None
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            report = _report(path.read_text(encoding="utf-8"))
+        found += [report] if report else []
+    return sorted(found, key=lambda report: report.first)
+
+
+def forget_reports(folder: Path, start: str) -> None:
+    """Remove the reports of other starts of the run: of nodes that it may no longer have."""
+    for report in read_reports(folder):
+        if report.start != start:
+            (folder / node_folder.NODES / f"{report.first}.json").unlink(missing_ok=True)
+
+
+def _report(text: str) -> NodeReport | None:
+    """The report in a text; None for any other text."""
+    values = json_object(text) or {}
+    try:
+        host, start = values["host"], values["start"]
+        first, number = _whole(values["first"]), _whole(values["number"])
+        rows = [(_whole(r), _whole(s), f, float(t), _whole(p), float(i), x) for r, s, f, t, p, i, x in values["ranks"]]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    texts = all(isinstance(text, str) and len(text) <= 255 for text in (host, start, *(row[2] for row in rows)))
+    if not texts or not all(math.isfinite(row[3]) and 0 <= row[5] < math.inf for row in rows):
+        return None
+    ranks = tuple(
+        Progress(
+            beat=Heartbeat(rank=rank, step=step, phase=phase, time=when, pid=pid, host=host),
+            idle_s=idle_s,
+            has_exited=has_exited is True,
+        )
+        for rank, step, phase, when, pid, idle_s, has_exited in rows
+    )
+    return NodeReport(first=first, host=host, start=start, number=number, ranks=ranks)
+
+
+def _whole(value: object) -> int:
+    """A number of a report; ValueError for what is none."""
+    if type(value) is not int or not 0 <= value < MOST:
+        raise ValueError(value)
+    return value
 
 
 def process_state(pid: int) -> str:
@@ -82,36 +195,11 @@ def process_state(pid: int) -> str:
         return "gone"
 
 
-class StallDetector:
-    """Detects when a rank of the run in `folder` has made no progress for `timeout_s`; 0 disables it.
-
-    Clocks of hosts differ: what counts is when this process saw a heartbeat change, by its own clock.
-    """
-
-    def __init__(self, folder: Path, ranks: int, timeout_s: float) -> None:
-        self._folder, self._ranks, self.timeout_s = folder, ranks, timeout_s
-        self._every = min(5.0, max(0.2, timeout_s / 20))
-        self._start = max(START_FACTOR, START_S / timeout_s) if timeout_s else START_FACTOR
-        self._begin = self._next = time.monotonic()
-        self._seen: dict[int, tuple[Heartbeat, float]] = {}
-
-    def stalled(self) -> str:
-        """Why the run counts as stalled: the rank longest without progress; "" where all progress. Cheap to call."""
-        now = time.monotonic()
-        if self.timeout_s <= 0 or now < self._next:
-            return ""
-        self._next = now + self._every
-        beats = read_beats(self._folder)
-        for rank, beat in beats.items():
-            if rank not in self._seen or self._seen[rank][0] != beat:
-                self._seen[rank] = (beat, now)
-        running = [(beat, now - since) for beat, since in self._seen.values() if beat.phase != END]
-        still = [(age_s / (self._start if beat.step < 2 else 1.0), str(beat)) for beat, age_s in running]
-        absent = [r for r in range(self._ranks) if r not in beats]
-        if absent:
-            still.append(((now - self._begin) / self._start, f"rank {absent[0]} before its first heartbeat"))
-        longest, who = max(still, default=(0.0, ""))
-        return f"no progress for {self.timeout_s:.0f} s: {who}" if longest > self.timeout_s else ""
+def keep_rings(places: Iterable[Path], folder: Path, rank: str = "*") -> None:
+    """Copy the ranks' ring buffers from their node to ranks/ of the run folder; not where the disk is full."""
+    for ring in (ring for place in places for ring in place.glob(f"{rank}.calls")):
+        with contextlib.suppress(OSError, shutil.SameFileError):
+            shutil.copyfile(ring, folder / "ranks" / ring.name)
 
 
 def read_calls(path: Path) -> list[str]:

@@ -14,12 +14,21 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.files import json_object, read_text, replace_text
-from trilane.workspace import flight_recorder, rank_grid
-from trilane.workspace.heartbeat import STACKS, Heartbeat, process_state, read_beats, read_calls
+from trilane.workspace import flight_recorder, node_folder, rank_grid
+from trilane.workspace.heartbeat import (
+    STACKS,
+    Heartbeat,
+    beats_in,
+    keep_rings,
+    process_state,
+    read_beats,
+    read_calls,
+)
 
 PYSPY_S = 20.0  # py-spy takes milliseconds; a process that dies under it must not hold up the others
 FAULTHANDLER_S = 3.0
 OTHERS_S = 30.0  # for the other nodes of the job
+ANSWERED_S = 0.25  # between two looks at which of them have answered
 
 
 def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
@@ -36,10 +45,10 @@ def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
     _write_topology(stacks, plan, beats)  # now, since the job may end while this process waits for other nodes
     capture_here(folder, stacks)
     expected = (hosts if hosts is not None else {beat.host for beat in beats.values()}) | {platform.node()}
-    end = time.monotonic() + OTHERS_S
-    while time.monotonic() < end and not all((stacks / f"states-{host}.json").exists() for host in expected):
-        time.sleep(0.1)
-    _write_topology(stacks, plan, beats)
+    answers, end = {f"states-{host}.json" for host in expected}, time.monotonic() + OTHERS_S
+    while time.monotonic() < end and not answers <= set(os.listdir(stacks)):
+        time.sleep(ANSWERED_S)
+    _write_topology(stacks, plan, beats | read_beats(folder))
     return stacks
 
 
@@ -48,13 +57,22 @@ def capture_here(folder: Path, stacks: Path) -> None:
     calls where the plan traces them, and NCCL's Flight Recorder dump where there is one. states-<host>.json holds the
     state of each process."""
     host = platform.node()
-    own = [beat for beat in read_beats(folder).values() if beat.host == host]
+    own = beats_here(folder)
+    keep_rings(node_folder.find(folder), folder)
     states = {beat.rank: process_state(beat.pid) for beat in own}
     asked = flight_recorder.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda beat: _dump_rank(folder, stacks, beat, states[beat.rank]), own))
     flight_recorder.collect(folder / "ranks", asked, stacks)
     replace_text(stacks / f"states-{host}.json", json.dumps({str(rank): state for rank, state in states.items()}))
+
+
+def beats_here(folder: Path) -> list[Heartbeat]:
+    """The ranks of this host: by the heartbeats on it, else, where these cannot be seen (as from outside a container),
+    by what the run folder holds."""
+    places = node_folder.find(folder)
+    beats = {rank: beat for place in places for rank, beat in beats_in(place).items()} or read_beats(folder)
+    return [beat for beat in beats.values() if beat.host == platform.node()]
 
 
 def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:

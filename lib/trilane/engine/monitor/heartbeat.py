@@ -1,9 +1,9 @@
-"""What this process leaves for the watchdog: its heartbeat, its step and phase in ranks/<rank>.beat; and where the plan
-asks for it a call trace, its last calls into chosen packages in ranks/<rank>.calls.
+"""What this process leaves for the watchdog: its heartbeat, its step and phase in <rank>.beat; and where the plan asks
+for it a call trace, its last calls into chosen packages in <rank>.calls.
 
-Both files are memory-mapped and overwritten in place, the heartbeat's 128 bytes at each change of phase: no system
-call, and the content survives when the rank hangs in C, is stopped or is killed. Disabled where the plan's
-hang_timeout_s is 0.
+Both files lie on the node (workspace/node_folder.py), are memory-mapped and overwritten in place, the heartbeat's 128
+bytes at each change of phase: no system call, and the content survives when the rank hangs in C, is stopped or is
+killed. Disabled where the plan's hang_timeout_s is 0.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import errno
 import faulthandler
 import mmap
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -22,8 +23,8 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.engine.monitor import phases
-from trilane.workspace import flight_recorder
-from trilane.workspace.heartbeat import END, RECORD, SLOT, STACKS, encode, place
+from trilane.workspace import flight_recorder, node_folder
+from trilane.workspace.heartbeat import END, RECORD, SLOT, STACKS, encode, keep_rings, place
 
 LAUNCHED = "TRILANE_RANK_LOGS"  # in the environment of ranks that launch.local watches
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <sys/prctl.h>
@@ -46,9 +47,11 @@ class Ring:
 
     def __init__(self, path: Path, packages: Sequence[str], calls: int) -> None:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        allocate(file, calls * SLOT)
-        self._map, self._calls, self._number = mmap.mmap(file, calls * SLOT), calls, 0
-        os.close(file)
+        try:
+            allocate(file, calls * SLOT)
+            self._map, self._calls, self._number = mmap.mmap(file, calls * SLOT), calls, 0
+        finally:
+            os.close(file)
         self._inside = [os.sep + name.strip().replace(".", os.sep) for name in packages if name.strip()]
         self._names: dict[CodeType, bytes] = {}
 
@@ -114,9 +117,14 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         self.path = path
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        allocate(file, RECORD)
-        self._map = mmap.mmap(file, RECORD)
-        os.close(file)
+        try:
+            allocate(file, RECORD)
+            self._map = mmap.mmap(file, RECORD)
+        except OSError:
+            path.unlink()  # half a heartbeat would count as a rank that stands still
+            raise
+        finally:
+            os.close(file)
         self._step, self._rest = 0, place()
         self.beat(phases.current())
         self.close: Callable[[], None] = phases.subscribe(self.beat)
@@ -139,20 +147,36 @@ def begin(plan: Plan, folder: Path) -> None:
     if plan.run.hang_timeout_s <= 0:
         return
     rank, ranks = os.environ["RANK"], folder / "ranks"
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     ranks.mkdir(exist_ok=True)
-    _beats.append(Heartbeat(ranks / f"{rank}.beat"))
+    node = node_folder.enter(folder, os.environ, lambda place: _write_in(place, rank, plan))
+    if is_first:
+        node_folder.sweep()
+    if is_first and node.notes:
+        print(f"trilane: the heartbeats of {platform.node()} lie in {node.path.parent}: {node.notes}", flush=True)
     if sys.platform.startswith("linux"):
         # Under Yama a process may trace only its descendants, and the launcher's py-spy is a sibling of this process.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     faulthandler.register(STACKS, file=(ranks / f"{rank}.stack").open("ab"), all_threads=True)
     for name, value in flight_recorder.environment(ranks, rank).items():
         os.environ.setdefault(name, value)
-    if plan.run.trace_packages:
-        trace(ranks / f"{rank}.calls", plan.run.trace_packages.split(","), plan.run.trace_calls)
-    if os.environ.get("LOCAL_RANK", "0") == "0" and LAUNCHED not in os.environ:
-        ahead = ["ahead"] if rank == "0" else []
-        command = [sys.executable, "-m", "trilane.launch.watchdog", str(folder), str(os.getpid()), *ahead]
+    if is_first and LAUNCHED not in os.environ:
+        command = [sys.executable, "-m", "trilane.launch.watchdog", str(folder), str(os.getpid()), rank]
         subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+
+def _write_in(place: Path, rank: str, plan: Plan) -> None:
+    """Start this rank's files in a folder; OSError, and nothing left there, where they do not fit."""
+    heartbeat = Heartbeat(place / f"{rank}.beat")
+    try:
+        if plan.run.trace_packages:
+            trace(place / f"{rank}.calls", plan.run.trace_packages.split(","), plan.run.trace_calls)
+    except OSError:
+        heartbeat.close()
+        heartbeat.path.unlink()
+        heartbeat.path.with_suffix(".calls").unlink(missing_ok=True)
+        raise
+    _beats.append(heartbeat)
 
 
 def at(step: int) -> None:
@@ -161,9 +185,10 @@ def at(step: int) -> None:
         heartbeat.at(step)
 
 
-def end() -> None:
-    """Record that this rank has finished."""
+def end(folder: Path) -> None:
+    """Record that this rank has finished; its call trace moves to the run folder."""
     for heartbeat in _beats:
         heartbeat.beat(END)
-        flight_recorder.forget(heartbeat.path.parent, heartbeat.path.stem)
+        flight_recorder.forget(folder / "ranks", heartbeat.path.stem)
+        keep_rings([heartbeat.path.parent], folder, heartbeat.path.stem)
         heartbeat.close()

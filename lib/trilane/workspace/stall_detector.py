@@ -1,0 +1,168 @@
+"""StallDetector: whether a rank of a run makes no progress, by the heartbeats of this node and the others' reports."""
+
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trilane.workspace.heartbeat import END, Heartbeat, NodeReport, Progress, beats_in, process_state, read_reports
+
+# Until its second iteration a rank imports, builds samples and compiles: its timeout is longer by this factor, and at
+# least this many seconds.
+START_FACTOR, START_S = 5.0, 300.0
+
+REPORT_S = 15.0  # between two reports of a node, and between two readings of all by the node that decides
+SILENT = 4  # a node is silent after so many reports that did not come
+SILENT_S = 10.0  # and not before
+LOOK_S, SHARED_LOOK_S = (
+    0.1,
+    5.0,
+)  # between two looks at the heartbeats of this node, or where they lie in the run folder
+SETTLE_S = 2.0  # from the first stall to the decision: the reports of other nodes' stalls come in
+
+
+def report_every_s(timeout_s: float) -> float:
+    """Seconds between two reports of a node: REPORT_S, less for a timeout of a test."""
+    return min(REPORT_S, max(0.5, timeout_s / 10))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """A node's report, and since when this process has known it, by its own clock."""
+
+    report: NodeReport
+    since: float
+
+
+class StallDetector:
+    """Detects when a rank of the run in `folder` has made no progress for `timeout_s`; 0 disables it.
+
+    The heartbeats of this node's ranks are read from `places` (default: ranks/ of the run folder). The reports of the
+    others are read only by the node that `leads`, or by one that has waited `patience_s` longer in vain for a decision.
+
+    Clocks of hosts differ: what counts is for how long a heartbeat did not change, as its own node saw it, and for how
+    long a report did not, as this process sees it. A rank on a node that no longer reports stalls with the others:
+    alone it does not, since that node's watchdog may have died and its ranks live.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        timeout_s: float,
+        *,
+        places: Callable[[], Iterable[Path]] | None = None,
+        start: str = "",
+        leads: bool = True,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._folder, self._ranks, self.timeout_s, self._start_id = folder, ranks, timeout_s, start
+        self._places = places or (lambda: [folder / "ranks"])
+        self._leads, self._patience_s = leads, patience_s
+        self._factor = max(START_FACTOR, START_S / timeout_s) if timeout_s else START_FACTOR
+        self._begin = self._next = self._next_reading = time.monotonic()
+        self._changed: dict[int, tuple[Heartbeat, float]] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._stalled_since = 0.0
+        self._exits = set[int]()
+        self.own: dict[int, Progress] = {}
+
+    def look(self) -> bool:
+        """Read this node's heartbeats; False, without a look, where the last is too recent. Cheap to call."""
+        now = time.monotonic()
+        if self.timeout_s <= 0 or now < self._next:
+            return False
+        beats: dict[int, Heartbeat] = {}
+        is_shared = False
+        for place in self._places():
+            beats |= beats_in(place)
+            is_shared |= place.is_relative_to(self._folder)
+        self._next = now + (min(SHARED_LOOK_S, max(0.2, self.timeout_s / 20)) if is_shared else LOOK_S)
+        for rank, beat in beats.items():
+            if rank not in self._changed or self._changed[rank][0] != beat:
+                self._changed[rank] = (beat, now)
+        self._exits = {r for r, beat in beats.items() if beat.phase != END and (r in self._exits or _has_exited(beat))}
+        self.own = {
+            rank: Progress(beat=beat, idle_s=now - since, has_exited=rank in self._exits)
+            for rank, (beat, since) in self._changed.items()
+        }
+        return True
+
+    @property
+    def is_stalled_here(self) -> bool:
+        """Whether a rank of this node made no progress for too long when last looked at."""
+        return any(self._is_late(progress) for progress in self.own.values())
+
+    def stalled(self) -> str:
+        """Why the run counts as stalled: the rank longest without progress; "" where all progress. Cheap to call."""
+        return self.decide() if self.look() else ""
+
+    def decide(self) -> str:
+        """The same by what the last look() found, and the other nodes' reports, which it reads where they are due."""
+        now, others = time.monotonic(), len(self.own) < self._ranks
+        is_late = any(self._is_late(progress, self._patience_s) for progress in self.own.values())
+        if others and (is_late or (self._leads and now >= self._next_reading)):
+            self._read(now)
+        elif others and not self._leads:
+            return ""
+        why = self._longest(now)
+        if not why or not self._seen:
+            self._stalled_since = 0.0
+            return why
+        self._stalled_since = self._stalled_since or now
+        return why if now - self._stalled_since >= min(SETTLE_S, self.timeout_s / 20) else ""
+
+    def hosts(self) -> set[str]:
+        """The hosts that can answer: of this node's ranks, and of the nodes that still report."""
+        own = {progress.beat.host for progress in self.own.values()}
+        return own | {seen.report.host for first, seen in self._seen.items() if first not in self.silent()}
+
+    def silent(self) -> dict[int, NodeReport]:
+        """The last reports of nodes that no longer report, by first rank."""
+        now = time.monotonic()
+        return {first: seen.report for first, seen in self._seen.items() if self._is_silent(seen, now)}
+
+    def _read(self, now: float) -> None:
+        self._next_reading = now + report_every_s(self.timeout_s)
+        for report in read_reports(self._folder):
+            old = self._seen.get(report.first)
+            is_ours = all(progress.beat.rank in self.own for progress in report.ranks)
+            if report.start == self._start_id and not is_ours and (old is None or old.report.number != report.number):
+                self._seen[report.first] = _Seen(report=report, since=now)
+
+    def _longest(self, now: float) -> str:
+        """The rank longest without progress, where its time is up; of silent nodes first."""
+        alive, silent = dict(self.own), dict[int, Progress]()
+        ages = {rank: progress.idle_s for rank, progress in self.own.items()}
+        for seen in self._seen.values():
+            of_node = {progress.beat.rank: progress for progress in seen.report.ranks}
+            (silent if self._is_silent(seen, now) else alive).update(of_node)
+            ages |= {rank: progress.idle_s + now - seen.since for rank, progress in of_node.items()}
+        running = [p for p in alive.values() if p.beat.phase != END]
+        late = [p for p in alive.values() if self._is_late(p)]
+        lost = [p for p in silent.values() if self._is_late(p, age_s=ages[p.beat.rank])]
+        found = [(False, ages[p.beat.rank] / self._times(p.beat), str(p.beat)) for p in late]
+        if late or not running:
+            found += [(True, ages[p.beat.rank], f"{p.beat} on {p.beat.host}, which no longer reports") for p in lost]
+        absent = [r for r in range(self._ranks) if r not in ages]
+        if absent and now - self._begin > self.timeout_s * self._factor:
+            found.append((False, (now - self._begin) / self._factor, f"rank {absent[0]} before its first heartbeat"))
+        *_, who = max(found, default=(False, 0.0, ""))
+        return f"no progress for {self.timeout_s:.0f} s: {who}" if who else ""
+
+    def _times(self, beat: Heartbeat) -> float:
+        return self._factor if beat.step < 2 else 1.0
+
+    def _is_late(self, progress: Progress, more_s: float = 0.0, *, age_s: float | None = None) -> bool:
+        """Whether a rank made no progress for too long, and `more_s` beyond; a rank that has finished may be silent."""
+        idle_s = progress.idle_s if age_s is None else age_s
+        return progress.beat.phase != END and idle_s > self.timeout_s * self._times(progress.beat) + more_s
+
+    def _is_silent(self, seen: _Seen, now: float) -> bool:
+        return now - seen.since > max(SILENT_S, SILENT * report_every_s(self.timeout_s))
+
+
+def _has_exited(beat: Heartbeat) -> bool:
+    """Whether a rank's process has ended before the rank did."""
+    return beat.host == platform.node() and process_state(beat.pid) in ("gone", "Z", "X")
