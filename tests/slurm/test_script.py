@@ -162,23 +162,26 @@ class Play:
     """A script run by bash as on the first of its two nodes, its commands being ones that only note their arguments."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.log = place, place / "calls"
+        self.place, self.log, self.errors = place, place / "calls", ""
         (place / "bin").mkdir()
         (place / "bin/activate").touch()
         for name in ("python", "srun", "scontrol", "sbatch", "salloc", "nvidia-smi", "deepspeed", "conda"):
             (place / "bin" / name).write_text(CALLED)
             (place / "bin" / name).chmod(0o755)
 
-    def run(self, text: str, **more: str) -> int:
-        """The script's exit code."""
+    def run(self, text: str, *arguments: str, **more: str) -> int:
+        """The script's exit code; it prints no errors unless it has arguments."""
         job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
         more = {**job, "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "64", "SLURM_ARRAY_TASK_ID": "2", **more}
         module = {"BASH_FUNC_module%%": '() { echo "module $*" >>"$CALLS"; }'}
         path = f"{self.place / 'bin'}:{os.environ['PATH']}"
         env = {"PATH": path, "CALLS": str(self.log), "TRILANE_VENV": str(self.place), **module, **more}
         (self.place / "job.sbatch").write_text(text)
-        done = subprocess.run(["bash", "job.sbatch"], cwd=self.place, env=env, capture_output=True, text=True)
-        assert not done.stderr, done.stderr
+        done = subprocess.run(
+            ["bash", "job.sbatch", *arguments], cwd=self.place, env=env, capture_output=True, text=True
+        )
+        self.errors = done.stderr
+        assert arguments or not done.stderr, done.stderr
         return done.returncode
 
     @property

@@ -4,7 +4,9 @@ import getpass
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -16,10 +18,11 @@ from support import wait_until
 from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
-from trilane.slurm import client, job_status, jobs, ledger, monitor, submission, sweep
+from trilane.slurm import client, frozen_code, job_status, jobs, ledger, monitor, submission, sweep
 from trilane.slurm.preflight import check
 from trilane.slurm.preflight.finding import REFUSAL
 from trilane.utils.validation import to_mapping
+from trilane.workspace import installation
 
 
 @pytest.fixture
@@ -34,9 +37,23 @@ def sleeper(cluster: Cluster, tmp_path: Path) -> Path:
     return folder
 
 
-def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster: Cluster, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"))
-    job = jobs.submit(folder, SITE, REQUEST)
+def test_two_nodes_of_two_processes_train_to_the_end_with_the_code_that_was_submitted(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the job waits the installed code is made to raise. The job inherits no variables but SLURM's own."""
+    installed = tmp_path / "installed"
+    shutil.copytree(installation.package(), installed / "trilane", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(frozen_code, "package", lambda: installed / "trilane")
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    request = replace(REQUEST, environment=sys.prefix)
+    folder = run_folder(tmp_path, plan("two", tmp_path.parent / "data"), request)
+    script = (folder / "job.sbatch").read_text()
+    (folder / "job.sbatch").write_text(
+        script.replace("set -", f"#SBATCH --export=NONE\nexport PYTHONPATH={installed}\nset -", 1)
+    )
+    job = jobs.submit(folder, SITE, request, ["--hold"])
+    (installed / "trilane/__init__.py").write_text("raise ImportError('the installed code has changed')\n")
+    client.call(["scontrol", "release", job])
     found = ended(folder)
     assert (found.id, found.state, found.status) == (job, "COMPLETED", "completed"), says(folder)
     assert (found.iteration, found.iterations, found.nodes) == (4, 4, "jz-a100-[1-2]")
@@ -45,6 +62,9 @@ def test_two_nodes_of_two_processes_train_to_the_end_and_say_their_loss(cluster:
     assert events == ["submitting", "submitted", "started", "ended"]
     script = (folder / "job.sbatch").read_text()
     assert ledger.events(folder, "submitted")[0]["script"] == ledger.fingerprint(script)
+    codes = {e["code"] for e in ledger.events(folder, "submitting", "submitted", "started")}
+    assert codes == {path.name for path in (folder / "code").iterdir()}
+    assert f" code {codes.pop()}\n" in (folder / "run.log").read_text().splitlines(keepends=True)[0]
     # what remains once squeue forgot it
     wait_until(lambda: client._accounted([job])[job].state == "COMPLETED", 60, "accounting")
     with pytest.raises(ValueError, match=r"^run folder=.*: holds a completed run; take a new one$"):

@@ -14,6 +14,7 @@ from typing import Any
 from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
+from trilane.slurm.frozen_code import USED_BY as CODE
 from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
@@ -53,7 +54,8 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
         note_lost_nodes(folder)
         if job not in ("0", *ledger.job_ids(folder)):  # submitted by hand
             ledger.note(folder, "submitted", job, site="", script="")
-        ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts)
+        code = Path(env.get(CODE, "")).name  # "": submitted by hand, and the installed code runs
+        ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts, code=code)
     return f"go: from {newest.name if newest else 'the beginning'}"
 
 
@@ -131,8 +133,7 @@ def unwanted(folder: Path, job: str) -> str:
     others = [e["id"] for e in events[closed[0] :] if e["event"] == "submitted"] if closed else []
     if others:
         return f"job {others[-1]} was submitted in its place"
-    facts = {name: mine[name] for name in ("token", "site", "script")}
-    ledger.note(folder, "submitted", job, **facts)
+    ledger.note(folder, "submitted", job, **ledger.of_submission(mine))
     return ""
 
 

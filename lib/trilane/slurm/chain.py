@@ -173,13 +173,14 @@ def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     """
     require_integer("times", times, 1)
     ids: list[str] = []
-    stages = stages_of(folder.resolve())
+    home = folder.resolve()
+    stages = stages_of(home)
     with submission.exclusive(stages) as lock:
         left = [stage for stage in stages if not is_completed(stage)]
         for stage in [stage for stage in left for _ in range(times)]:
             # a job that depends on one that SLURM has forgotten would wait forever
             after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-            ids.append(submission.submit_script(stage / SCRIPT, {stage: ""}, site.name, after, lock))
+            ids.append(submission.submit_script(stage / SCRIPT, {stage: ""}, site.name, after, lock, home))
     return ids
 
 

@@ -11,7 +11,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.interop.deepspeed_config import deepspeed_config
 from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
 from trilane.launch import local
-from trilane.slurm import client, ledger
+from trilane.slurm import client, frozen_code, ledger
 from trilane.slurm.job_status import decisive, status_of
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
@@ -167,7 +167,8 @@ def _train_here(folder: Path) -> str:
     job = f"local-{1 + len(ledger.job_ids(folder))}"
     has_checkpoint = latest(folder / FOLDER) is not None
     run_folder.put_aside(folder, keep=has_checkpoint)
-    ledger.note(folder, "submitted", job, site="local", script="")
+    # it starts now, with the installed code
+    ledger.note(folder, "submitted", job, site="local", script="", code=frozen_code.fingerprint())
     ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
     outcome = local.train_local(folder, resume=has_checkpoint)
     ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)

@@ -1,7 +1,8 @@
 """Ledger: jobs.jsonl of a run folder, the events of its jobs (submitted, started, ...), one JSON object a line.
 
 A submission is two lines: "submitting", with the token that marks its job, before sbatch; then "submitted" with the
-job's id, or "not submitted". Where the process that submits was killed between them, the token finds the job. The index
+job's id, or "not submitted". Where the process that submits was killed between them, the token finds the job. `code` is
+the hash of the code that the job runs, "" where its script does not use the frozen one. The index
 of a sweep, sweep.json, is here too: the attempts of its runs read it.
 """
 
@@ -59,6 +60,11 @@ def open_submissions(folder: Path) -> list[dict[str, Any]]:
     """The "submitting" events whose outcome is not recorded."""
     closed = {e.get("token") for e in events(folder, "submitted", "not submitted")}
     return [e for e in events(folder, "submitting") if e["token"] not in closed and TOKEN.fullmatch(e["token"])]
+
+
+def of_submission(event: Mapping[str, Any]) -> dict[str, Any]:
+    """What a "submitting" event has in common with that of its outcome; older ones have no `code`."""
+    return {name: event[name] for name in ("token", "site", "script", "code") if name in event}
 
 
 def age_s(event: Mapping[str, Any]) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trilane.slurm import client, ledger
+from trilane.slurm import client, frozen_code, ledger
 from trilane.slurm.script import directives
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require
@@ -33,15 +33,16 @@ def look_command(*tokens: str) -> str:
     return f"squeue -u $USER -t all -o '%i %k' | grep {tokens[0] if len(tokens) == 1 else 'trilane-'}"
 
 
-def sbatch(script: Path, *options: str, token: str = "") -> str:
-    """Submit `script` from its folder, its comment preceded by the token; the job's id.
+def sbatch(script: Path, *options: str, token: str = "", arguments: Sequence[str] = ()) -> str:
+    """Submit `script` with its arguments from its folder, its comment preceded by the token; the job's id.
 
     A controller that failed during the call may have accepted the job: before another try it is looked for by its
     token, so that nothing is submitted twice. Where even that fails, UnknownSubmission names the command that looks.
     """
     token = token or new_token()
     own = directives(script.read_text(encoding="utf-8", errors="replace")).get("comment", "")
-    command = ["sbatch", "--parsable", f"--comment={token} {own}".rstrip(), *options, "--", script.name]
+    comment = f"--comment={token} {own}".rstrip()
+    command = ["sbatch", "--parsable", comment, *options, "--", script.name, *arguments]
     for delay in (*client.DELAYS_S, None):
         try:
             return _job_of(client.call(command, cwd=script.parent, again=False), token)
@@ -120,19 +121,30 @@ def exclusive(folders: Iterable[Path], *, takes_more: bool = False) -> Iterator[
 
 
 def submit_script(
-    script: Path, runs: Mapping[Path, str], site: str, options: Sequence[str], lock: FolderLock, **facts: Any
+    script: Path,
+    runs: Mapping[Path, str],
+    site: str,
+    options: Sequence[str],
+    lock: FolderLock,
+    home: Path | None = None,
+    **facts: Any,
 ) -> str:
     """Submit a script for run folders that are locked; the id of its job, to which each adds its suffix ("", "_3").
 
-    Their ledgers get a line before sbatch and one after it.
+    Their ledgers get a line before sbatch and one after it. The code is frozen in `home` (the script's folder where it
+    is not given), and its folder is the script's argument: a job has that from its start, whatever `--export` or a
+    site's own sbatch do with the environment, and keeps it in the queue.
     """
-    token = new_token()
-    common = {"token": token, "site": site, "script": ledger.fingerprint(script.read_text(encoding="utf-8")), **facts}
+    token, home = new_token(), home or script.parent
+    text = script.read_text(encoding="utf-8")
+    code = frozen_code.freeze(home) if frozen_code.USED_BY in text else None
+    common = {"token": token, "site": site, "script": ledger.fingerprint(text), "code": code.name if code else ""}
+    common |= facts
     for folder, suffix in runs.items():
         ledger.note(folder, "submitting", "", suffix=suffix, **common)
     require(lock.is_ours, "run folder", next(iter(runs)), "was taken by another process while this one was suspended")
     try:
-        job = sbatch(script, *options, token=token)
+        job = sbatch(script, *options, token=token, arguments=[str(code)] if code else [])
     except client.SlurmUnreachable:
         raise  # the job may exist: the next submission finds it by the token
     except ValueError as error:
@@ -141,6 +153,8 @@ def submit_script(
         raise
     for folder, suffix in runs.items():
         ledger.note(folder, "submitted", f"{job}{suffix}", **common)
+    if code:
+        frozen_code.discard_unused(home, code)
     return job
 
 
@@ -154,7 +168,7 @@ def _record_interrupted(folders: Iterable[Path]) -> None:
     jobs = _interrupted([event for found in left.values() for event in found], wait=True)
     for folder, found in left.items():
         for event in found:
-            facts = {name: event[name] for name in ("token", "site", "script")}
+            facts = ledger.of_submission(event)
             if job := jobs.get(event["token"]):
                 ledger.note(folder, "submitted", f"{job}{event['suffix']}", **facts)
             else:

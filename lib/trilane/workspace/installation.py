@@ -8,8 +8,21 @@ from importlib import metadata
 from pathlib import Path
 
 import trilane
+from trilane.utils.files import read_text
 
 HERE = Path(__file__).resolve()
+# of a frozen copy of the code (slurm/frozen_code.py): the hashes of its files, and the revision that it was made of
+SUMS, REVISION = "SHA256SUMS", "REVISION"
+
+
+def package() -> Path:
+    """The folder of the package trilane."""
+    return HERE.parents[1]
+
+
+def frozen() -> Path | None:
+    """The frozen copy that this code is; None where it is installed."""
+    return HERE.parents[2] if (HERE.parents[2] / SUMS).is_file() else None
 
 
 def checkout() -> Path | None:
@@ -37,15 +50,22 @@ def outputs_root() -> Path:
     return Path(os.environ.get("TRILANE_OUTPUTS") or (checkout() or Path.cwd()) / "outputs")
 
 
-def stamp() -> dict[str, str]:
-    """What made a file: trilane's version and git revision, Python, host, and the time (UTC)."""
-    root, revision = checkout(), ""
+def revision() -> str:
+    """The git revision of this code; of a frozen copy that from which it was made."""
+    if copy := frozen():
+        return read_text(copy / REVISION).strip() or "unknown (frozen)"
+    root, found = checkout(), ""
     if root:  # a wheel may lie in the venv of another repository
         git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-        revision = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return found or "unknown (not a git checkout)"
+
+
+def stamp() -> dict[str, str]:
+    """What made a file: trilane's version and git revision, Python, host, and the time (UTC)."""
     return {
         "trilane": trilane.__version__,
-        "revision": revision or "unknown (not a git checkout)",
+        "revision": revision(),
         "python": platform.python_version(),
         "numpy": metadata.version("numpy"),
         "host": platform.node(),

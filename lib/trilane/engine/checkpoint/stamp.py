@@ -13,6 +13,7 @@ import torch
 
 from trilane.engine.distributed.world import World, cores
 from trilane.utils.files import replace_text
+from trilane.workspace.installation import frozen, revision
 
 
 def stamp(world: World) -> dict[str, Any]:
@@ -42,7 +43,12 @@ def devices() -> list[str]:
 
 
 def git_revision(folder: Path) -> str:
-    """The commit of the checkout that holds `folder`, "+dirty" where its files differ; "unknown" outside git."""
+    """The commit of the checkout that holds `folder`, "+dirty" where its files differ; "unknown" outside git.
+
+    A frozen copy may lie in a checkout that has changed since: of it that which it was made of.
+    """
+    if frozen():
+        return revision()
     try:
         commit = _git(folder, "rev-parse", "HEAD").strip()
         dirty = bool(_git(folder, "status", "--porcelain", "--", ".").strip())

@@ -43,6 +43,7 @@ RULES = (
         "signal",
         "error file",
         "port",
+        "code",
     ),
     *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder", "checkpoint"),
 )

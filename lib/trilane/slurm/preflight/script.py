@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trilane.slurm import client
+from trilane.slurm.frozen_code import USED_BY
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.script import SCRIPT, gres_gpus
 from trilane.slurm.sites import seconds_of
@@ -119,6 +120,9 @@ def dead_ends(case: JobCheck) -> Iterator[JobFinding]:
     if re.search(r"MASTER_PORT=\d+\b", text):
         message = "a fixed MASTER_PORT: two jobs on one node collide"
         yield warn("port", message, "MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))")
+    if "python -m trilane" in text and USED_BY not in text:
+        message = "runs the code that is installed when the job starts, not the one that was submitted: an older script"
+        yield warn("code", message, rewrite_remedy(case))
 
 
 def internet(case: JobCheck) -> Iterator[JobFinding]:
