@@ -14,6 +14,7 @@ from slurm_cluster import fake_commands, plan, run_folder
 from trilane.cli.app import main
 from trilane.slurm import alerts, client, delivery, ledger, monitor, webhook
 from trilane.slurm.sites import JobRequest
+from trilane.workspace.status import RunStatus, Status, write_status
 
 SECRET = "T0SECRET/hook"
 
@@ -109,7 +110,7 @@ def watched(folder: Path, stall_s: float = 600.0) -> list[str]:
 def test_each_alert_of_a_run_is_sent_once_also_by_another_watch(
     folder: Path, server: Server, state: dict[str, str]
 ) -> None:
-    """Failing saves, a stall, a node that died, a requeue, a death that only SLURM tells of, the end."""
+    """Failing saves, a stall, a node that died, a requeue, a spare, a death that only SLURM tells of, the end."""
     at(folder, 27)
     saved(folder, 10)
     (folder / "run.log").write_text(
@@ -124,6 +125,13 @@ def test_each_alert_of_a_run_is_sent_once_also_by_another_watch(
     ledger.note(folder, "ended", "77", status="node failure", evidence="n3 cannot be reached")
     ledger.note(folder, "started", "77", nodes="n[1-2,4-5]", iteration=20, restarts=1)
     watched(folder), watched(folder)
+    # started again inside the job: a spare took the place of n4
+    ledger.note(folder, "ended", "77", status="crashed", evidence="exit code 1")
+    watched(folder)
+    ledger.note(folder, "node failure", "77", nodes=["n4"])
+    ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=27)
+    ledger.note(folder, "started", "77", nodes="n[1-2,4-5]", iteration=20, restarts=1)
+    watched(folder), watched(folder)
     state["77"] = "TIMEOUT"
     watched(folder), watched(folder)
     ledger.note(folder, "submitted", "78", site="test", script="")
@@ -133,9 +141,10 @@ def test_each_alert_of_a_run_is_sent_once_also_by_another_watch(
     at(folder, 100), saved(folder, 100)
     watched(folder), watched(folder)
     kinds = [body["kind"] for body in server.bodies]
-    assert kinds == ["checkpoint not saved", "stalled", "died", "requeued", "died", "finished"]
+    assert kinds == ["checkpoint not saved", "stalled", "died", "requeued", "replaced", "died", "finished"]
     assert "n3 cannot be reached" in server.texts()[2] and "from iteration 20 on n[1-2,4-5]" in server.texts()[3]
-    assert "time limit" in server.texts()[4] and {body["job"] for body in server.bodies} == {"77", "78"}
+    assert "lost n4 after iteration 27" in server.texts()[4]
+    assert "time limit" in server.texts()[5] and {body["job"] for body in server.bodies} == {"77", "78"}
     assert SECRET not in (folder / "jobs.jsonl").read_text() and "token" not in (folder / "jobs.jsonl").read_text()
 
 
@@ -189,6 +198,7 @@ def test_a_webhook_that_does_not_answer_never_holds_up_and_is_named_without_its_
     if answer == "refuse":
         monkeypatch.setenv("TRILANE_WEBHOOK", f"http://127.0.0.1:9/{SECRET}")
     ledger.note(folder, "ended", "77", status="crashed", evidence="Segmentation fault")
+    state["77"] = "FAILED"
     lines, begin = monitor.watch([folder], 0.01, 0.2, 600.0, delivery.sender([folder])), time.monotonic()
     assert next(lines) and time.monotonic() - begin < 0.25
     problems = list(lines)
@@ -263,7 +273,9 @@ def test_mail_goes_to_who_asked_for_it_where_the_host_has_a_mail_program(
     request = JobRequest(account="xyz@a100", mail="me@lab.org")
     folder = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1), request)
     ledger.note(folder, "submitted", "77", site="test", script="")
-    ledger.note(folder, "ended", "77", status="crashed", evidence="~!rm\nBcc: all@lab.org\n\nSegmentation fault")
+    said = "~!rm\nBcc: all@lab.org\n\nSegmentation fault"
+    ledger.note(folder, "ended", "77", status="crashed", evidence=said)
+    write_status(folder, RunStatus(status=Status.CRASHED, evidence=said, rank=None, exit_code=1, seconds=1.0))
     state["77"] = "FAILED"
     programs = fake_commands(tmp_path, monkeypatch)
     (programs / "sendmail").write_text(f'#!/bin/sh\n{{ echo "$@"; cat; }} >>{tmp_path}/mail\n')

@@ -206,12 +206,11 @@ def begin(folder: Path, as_json: bool) -> None:
 def end(folder: Path, code: int, as_json: bool) -> None:
     """Write and print how the attempt ended."""
     from trilane.slurm import attempt, delivery, node_failure
-    from trilane.workspace.status import Status
 
     outcome = attempt.end(folder, code)
-    delivery.send_apart(folder, wait=outcome.status is Status.COMPLETED)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
     again = "again: a spare takes the place of a node; " if node_failure.goes_on(folder, attempt.job_id()) else ""
+    delivery.send_apart(folder, wait=not again)
     emit(as_json, asdict(outcome), again + text, indent=None)
 
 

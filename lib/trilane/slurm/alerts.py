@@ -18,6 +18,7 @@ from trilane.workspace.checkpoints import FOLDER, iteration_of, latest
 from trilane.workspace.status import Status
 
 OLD_S = 86400.0  # what is older is no news: who begins to watch learns of the last day
+UNSURE_S = 90.0  # in which a job has asked its nodes whether one has died
 TEXT = 600  # characters of an alert; what a log says may have any length
 LOOK_BYTES = 1 << 20  # of run.log at a time; it may have gigabytes
 NOT_SAVED = "CHECKPOINT NOT SAVED: "  # as the training loop prints it
@@ -47,46 +48,49 @@ class Alert:
         return {"text": shown, "kind": self.kind, "run": self.run, "job": self.job, "source": "trilane"}
 
 
-def recorded(folder: Path) -> list[Alert]:
-    """The alerts of the ledger's events of the last day."""
-    found, starts = list[Alert](), Counter[str]()
-    for event in ledger.events(folder):
-        job = event["id"]
+def recorded(folder: Path, unsure_s: float = 0.0) -> list[Alert]:
+    """The alerts of the ledger's events of the last day.
+
+    A failed start is none where a spare took a node's place; for `unsure_s` after it, that may still happen.
+    """
+    events, found, starts = ledger.events(folder), list[Alert](), Counter[str]()
+    for place, event in enumerate(events):
+        job, age_s = event["id"], ledger.age_s(event)
         starts[job] += event["event"] == "started"
-        kind, text = _of_event(event)
-        if kind and ledger.age_s(event) < OLD_S:
-            number = event["time"] if kind == "replaced" else starts[job]
-            # of a chain's jobs each may refuse for the same reason
-            key = f"{kind}:{short(text, 80)}" if event["event"] == "refused" else f"{kind}:{job}:{number}"
-            found.append(Alert(kind=kind, run=folder.name, job=job, key=key, text=text))
+        kind, text, key = _of_event(event, starts[job])
+        after = [later["event"] for later in events[place + 1 :] if later["id"] == job]
+        if event["event"] == "ended" and kind == "died":
+            started = after.index("started") if "started" in after else len(after)
+            kind = "" if "replaced" in after[:started] or (not after and age_s < unsure_s) else kind
+        if kind and age_s < OLD_S:
+            found.append(Alert(kind=kind, run=folder.name, job=job, key=f"{kind}:{key}", text=text))
     return found
 
 
-def _of_event(event: dict[str, Any]) -> tuple[str, str]:
-    """Kind and text of the alert that an event is; "" for one that is none."""
+def _of_event(event: dict[str, Any], starts: int) -> tuple[str, str, str]:
+    """Kind, text and key of the alert that an event is, after so many starts of its job; "" for one that is none."""
     job, name, status = event["id"], event["event"], event.get("status")
     if name == "started" and event.get("restarts"):
         where = f"from iteration {event['iteration']} on {event['nodes']}"
-        return "requeued", f"job {job} was put back into the queue, and goes on {where}"
+        return "requeued", f"job {job} was put back into the queue, and goes on {where}", f"{job}:{event['restarts']}"
     if name == "replaced":
-        facts = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("event", "id", "time"))
-        return "replaced", f"job {job} goes on with a spare node: {facts}"
+        dead = ", ".join(map(str, event["nodes"]))
+        text = f"job {job} lost {dead} after iteration {event['iteration']}, and goes on with a spare node"
+        return "replaced", text, f"{job}:{starts}"
     if name == "ended" and status == Status.COMPLETED:
-        return "finished", f"job {job}: {event['evidence']}"
+        return "finished", f"job {job}: {event['evidence']}", f"{job}:{starts}"
     if name == "ended" and status in set(Status) and Status(status).has_failed:
-        return "died", f"job {job}: {status}: {event['evidence']}"
-    # "done", or another job trains here: nothing is wrong
+        return "died", f"job {job}: {status}: {event['evidence']}", f"{job}:{starts}"
+    # "done", or another job trains here: nothing is wrong. Of a chain's jobs each may refuse for the same reason.
     if name == "refused" and not event["says"].startswith(("done", "pruned", "job ", "this job")):
-        return "died", f"the training was not started: {event['says']}"
-    return "", ""
+        return "died", f"the training was not started: {event['says']}", short(event["says"], 80)
+    return "", "", ""
 
 
 def of_job(folder: Path, job: JobStatus) -> list[Alert]:
     """The alert that the state of an ended job is: SLURM may have ended it without another line in the ledger."""
     events = ledger.events(folder)
-    news = [event for event in events if event["event"] != "alerted"]
-    is_over = job.has_failed or job.status is Status.COMPLETED
-    if not is_over or not news or ledger.age_s(news[-1]) > OLD_S:
+    if not events or ledger.age_s(events[-1]) > OLD_S or not (job.has_failed or job.status is Status.COMPLETED):
         return []
     kind = "died" if job.has_failed else "finished"
     starts = sum(event["event"] == "started" and event["id"] == job.id for event in events)

@@ -58,7 +58,7 @@ def _claim(folder: Path, alert: Alert, me: str) -> bool | None:
 
 
 def _lines(folder: Path, alert: Alert) -> list[dict[str, Any]]:
-    return [event for event in ledger.events(folder, "alerted") if event["key"] == alert.key]
+    return [event for event in ledger.events(folder, ledger.ALERTED) if event["key"] == alert.key]
 
 
 def _begun(lines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -75,7 +75,7 @@ def _begun(lines: Iterable[Mapping[str, Any]]) -> list[str]:
 def _note(folder: Path, alert: Alert, state: str, me: str, **facts: str) -> None:
     """Record the delivery; on a full disk, of which an alert may tell, this process alone knows that it was sent."""
     with contextlib.suppress(OSError):
-        ledger.note(folder, "alerted", alert.job, key=alert.key, state=state, by=me, **facts)
+        ledger.note(folder, ledger.ALERTED, alert.job, key=alert.key, state=state, by=me, **facts)
 
 
 class Sender:

@@ -20,6 +20,7 @@ from trilane.utils.files import append_line, json_lines, read_text
 from trilane.utils.validation import from_mapping, read_json, require_path, require_positive
 
 NAME, INDEX = "jobs.jsonl", "sweep.json"
+ALERTED = "alerted"
 TOKEN = re.compile(r"trilane-[0-9a-f]{12}")
 # the fields that each event must have, and their types; a damaged line that lacks one is left out
 FIELDS: dict[str, dict[str, type]] = {
@@ -28,7 +29,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "ended": {"status": str, "evidence": str},
     "refused": {"says": str},
     "node failure": {"nodes": list},
-    "alerted": {"key": str, "state": str, "by": str, "time": str},
+    ALERTED: {"key": str, "state": str, "by": str, "time": str},
     "nodes": {"chosen": list, "left_out": dict},
     "replaced": {"nodes": list, "iteration": int},
 }
@@ -42,8 +43,10 @@ def note(folder: Path, event: str, job: str, **facts: Any) -> dict[str, Any]:
 
 
 def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The events of the folder in order, only those of `kinds` where given; a damaged line is left out."""
-    return [e for e in json_lines(read_text(folder / NAME)) if _is_event(e) and (not kinds or e["event"] in kinds)]
+    """The events of the folder in order; a damaged line is left out. Without `kinds` all that concern its jobs: what a
+    watch notes of its alerts, at any moment, is none."""
+    found = [e for e in json_lines(read_text(folder / NAME)) if _is_event(e)]
+    return [e for e in found if (e["event"] in kinds if kinds else e["event"] != ALERTED)]
 
 
 def _is_event(values: dict[str, Any]) -> bool:

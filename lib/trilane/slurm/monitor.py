@@ -129,7 +129,7 @@ class Round:
         return lines, found
 
     def _alerts(self, folder: Path, job: JobStatus) -> list[Alert]:
-        found = [*alerts.recorded(folder), *alerts.of_job(folder, job)]
+        found = [*alerts.recorded(folder, alerts.UNSURE_S), *alerts.of_job(folder, job)]
         if job.state == "RUNNING":
             self._saves.setdefault(folder, SaveCheck(folder))
             if idle_s(folder) > self._stall_s:
@@ -155,9 +155,9 @@ def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> li
 
 def idle_s(folder: Path) -> float:
     """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
-    steps, events = folder / "steps.jsonl", [e for e in ledger.events(folder) if e["event"] != "alerted"]
+    steps = folder / "steps.jsonl"
     ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
-    return min([*ages, *(ledger.age_s(event) for event in events[-1:])], default=0.0)
+    return min([*ages, *(ledger.age_s(event) for event in ledger.events(folder)[-1:])], default=0.0)
 
 
 def idle_text(folder: Path) -> str:
