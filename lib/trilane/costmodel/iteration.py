@@ -42,6 +42,11 @@ class IterationTime(Parts):
     data_parallel: float
     optimizer: float
 
+    @property
+    def communication(self) -> Number:
+        """Seconds of all messages: tensor and data parallelism, and between pipeline stages."""
+        return self.tensor_parallel + self.pipeline_p2p + self.data_parallel
+
 
 def data_parallel_seconds_per_byte(columns: Columns, cluster: Cluster, constants: Constants) -> Number:
     """Seconds per byte of every rank to gather (or scatter) it: on the node bus or the network, whichever is slower.

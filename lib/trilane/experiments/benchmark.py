@@ -16,7 +16,7 @@ from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.predict import predict
 from trilane.launch.local import run_folder, train_local
 from trilane.utils.validation import read_json, require, require_integer
-from trilane.workspace.profiles import Profile, read_profiles, table
+from trilane.workspace.profiles import KINDS, Profile, read_profiles, table
 
 
 def benchmark(plan: Path, iterations: int = 0, leave_out: int = WARM_UP, profile: bool = False) -> dict[str, Any]:
@@ -92,11 +92,7 @@ def result(folder: Path, warm_up: int = WARM_UP, profile: bool = False) -> dict[
 def _profiled(profile: Profile, plan: Plan) -> dict[str, Any]:
     """A rank's profile, with the seconds that the planner predicts of each kind of work; `table` is its text."""
     time = predict(plan).time
-    sent = time.tensor_parallel + time.pipeline_p2p + time.data_parallel
-    kinds = {"matmul": time.matmul, "attention": time.attention, "elementwise": time.elementwise}
-    kinds = {
-        name: float(value) for name, value in (kinds | {"communication": sent, "optimizer": time.optimizer}).items()
-    }
+    kinds = {kind: float(getattr(time, kind)) for kind in KINDS}
     measured = {"parts": profile.by_part(), "kinds": profile.by_kind(), "rest": profile.rest}
     names = {"rank": profile.rank, "first": profile.first, "last": profile.last, "sec_per_it": profile.seconds}
     return {**names, **measured, "predicted_kinds": kinds, "table": table(profile, kinds)}

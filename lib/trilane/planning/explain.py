@@ -15,7 +15,6 @@ from trilane.planning.search_result import Candidate
 from trilane.planning.vary import varied
 from trilane.utils.tables import Text
 
-COMMUNICATION = ("tensor_parallel", "pipeline_p2p", "data_parallel")
 SMALLEST_GAIN = 0.005  # of the seconds: what is called faster
 # Two topologies are predicted with a median error of 1.2 % each (docs/planner.md, 'Errors').
 SURE_GAIN = 0.025
@@ -103,9 +102,8 @@ class Explanation:
 
     def _limits(self) -> Sentence:
         t, parts = self.prediction.time, list(self.shares.items())[:3]
-        sent = sum(getattr(t, name) for name in COMMUNICATION) / t.total
         words = ", ".join(f"{name} {share:.0%}" for name, share in parts)
-        return "Time: {} of an iteration; all communication takes {:.0%}.", (words, sent)
+        return "Time: {} of an iteration; all communication takes {:.0%}.", (words, t.communication / t.total)
 
     def _memory(self) -> Sentence:
         number, part, share = self.fullest

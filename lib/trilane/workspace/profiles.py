@@ -12,6 +12,7 @@ FOLDER = "profile"
 MARK = "part: "  # how the trace names the ranges of parts
 HEAD = "head and loss"
 ORDER = ("attention", "MLP", "norms", "embedding", HEAD, "optimizer", "communication", "other")
+# Kinds of work, which are parts of the prediction (costmodel.iteration.IterationTime).
 KINDS = ("matmul", "attention", "elementwise", "communication", "optimizer")
 MATMUL = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
 CORE = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention", "fmha")
