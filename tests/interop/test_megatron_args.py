@@ -60,8 +60,9 @@ def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> N
     split = replace(BLENDED, split="949,50.5,1")
     ramped = plan(flavour, {**topology, "gbs": 64}, run=RUNS[1], data=split)
     for original in (plain, replace(plain, run=run, data=BLENDED, optimizer=Optimizer(init_std=0.006)), ramped):
-        said = "torchrun --nproc_per_node 1 pretrain_gpt.py \\\n" + megatron_text(megatron_args(original, flavour))
-        found = parse_plan(read_arguments(said), cluster=original.cluster, gpus=original.topology.gpus)
+        launcher = f"torchrun --nproc_per_node {original.topology.gpus} pretrain_gpt.py"
+        text = f"{launcher} \\\n{megatron_text(megatron_args(original, flavour))}"
+        found = parse_plan(read_arguments(text), cluster=original.cluster)
         assert found.plan == original
         assert (found.unknown, found.differs) == ((), ())
 

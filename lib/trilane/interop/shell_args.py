@@ -21,6 +21,7 @@ TRACED = re.compile(r"^\++ ", re.M)  # prefix of a command in `bash -x`
 OPERATOR = re.compile(r"\|\|?|&&?|;|\d?>.*")  # what comes after it is another command's, or a file's name
 GIVEN = re.compile(r"([^\s=]*)(\s|=|)(.*)", re.S)  # the name of an argument and what follows it in the same word
 NUMBER = re.compile(r"-[\d.]")
+PROGRAM = re.compile(r"[\w./-]+\.py")
 PRODUCT = re.compile(r"\$\(\(\s*(\d{1,18}(?:\s*\*\s*\d{1,18}){0,20})\s*\)\)")  # $((16*4*2))
 MAX_DEPTH = 10  # of variables within variables
 MOST_BYTES = 1 << 17  # of a script, as of an argument in Linux (MAX_ARG_STRLEN): shlex takes a second for such a word
@@ -56,6 +57,8 @@ def read_arguments(text: str) -> dict[str, list[str]]:
             given[name] = cut if sign.isspace() else [value] if value else []
         elif word == END or OPERATOR.fullmatch(word):
             name = ""
+        elif name and given[name] and PROGRAM.fullmatch(word):
+            name = ""  # the launcher's arguments end: torchrun --nproc_per_node 8 pretrain_gpt.py
         elif name and (not word.startswith("-") or NUMBER.match(word)):
             given[name].append(word)
         else:
