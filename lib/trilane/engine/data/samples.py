@@ -34,16 +34,16 @@ def training_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
     first number, to the end of its last epoch, then in further epochs, each shuffled alone by a seed of its own. No
     sample's place depends on how far, or how often, the run is extended.
     """
-    first = _built(plan, world, prefixes, Split.train, plan.ordered_samples)
+    first = _samples_of(plan, world, prefixes, Split.train, plan.ordered_samples)
     return first if plan.samples <= len(first) else _extended(plan, world, prefixes, first)
 
 
 def validation_set(plan: Plan, world: World, prefixes: Sequence[str]) -> Samples:
     """The documents for validation as the samples of one evaluation; in a small share some occur twice."""
-    return _built(plan, world, prefixes, Split.valid, plan.validation_samples)
+    return _samples_of(plan, world, prefixes, Split.valid, plan.validation_samples)
 
 
-def _built(plan: Plan, world: World, prefixes: Sequence[str], part: Split, samples: int) -> Samples:
+def _samples_of(plan: Plan, world: World, prefixes: Sequence[str], part: Split, samples: int) -> Samples:
     """One part of the documents of the pairs as so many samples."""
     cache = index_folder(plan, prefixes, part, samples)
     with _complete(cache, world):
@@ -102,7 +102,7 @@ def _extended(plan: Plan, world: World, prefixes: Sequence[str], first: Samples)
             whole.append(Epochs(source, list(_epochs(source, config, needed - len(source)))))
         if not plan.data.blend:
             return whole[0]
-        return _build(BlendedDataset, whole, weights, plan.samples, config)
+        return _dataset(BlendedDataset, whole, weights, plan.samples, config)
 
 
 def _epochs(source: GPTDataset, config: GPTDatasetConfig, needed: int) -> Iterator[GPTDataset]:
@@ -110,20 +110,20 @@ def _epochs(source: GPTDataset, config: GPTDatasetConfig, needed: int) -> Iterat
     for number in itertools.count(1):
         if needed <= 0:
             return
-        seeded = replace_seed(config, config.random_seed + number)
-        epoch = _build(
+        seeded = _seeded(config, config.random_seed + number)
+        epoch = _dataset(
             GPTDataset, source.dataset, source.dataset_path, source.indices, None, source.index_split, seeded
         )
         needed -= len(epoch)
         yield epoch
 
 
-def _build(kind: type, *arguments: Any) -> Any:
+def _dataset(kind: type, *arguments: Any) -> Any:
     """A dataset of megatron-core, whose indices rank 0 builds before the others map them."""
     return BlendedMegatronDatasetBuilder.build_generic_dataset(kind, lambda: True, True, *arguments)
 
 
-def replace_seed(config: GPTDatasetConfig, seed: int) -> GPTDatasetConfig:
+def _seeded(config: GPTDatasetConfig, seed: int) -> GPTDatasetConfig:
     """The settings with another seed; `replace` would make the parts of the split anew."""
     changed = copy.copy(config)
     changed.random_seed = seed
