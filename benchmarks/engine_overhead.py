@@ -54,7 +54,7 @@ def main() -> None:
         path.write_text(json.dumps(_plan(args, folder).to_json()))
         found = run(path, args.against)
     if rank == 0:
-        os.write(terminal, (said(found, args.json) + "\n").encode())
+        os.write(terminal, (result_text(found, args.json) + "\n").encode())
 
 
 def _arguments() -> argparse.Namespace:
@@ -207,7 +207,7 @@ class Plain:
 
 
 def bare(engine: Any, microbatches: Sequence[Any]) -> None:
-    """One iteration as one would write it first: nothing is looked at, told or counted."""
+    """One iteration as one would write it first: nothing is checked, logged or counted."""
     import torch
 
     chunks, settings = engine._chunks, engine._chunks[0].config
@@ -266,7 +266,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return medians[DRAWS // 40], medians[-DRAWS // 40]
 
 
-def said(found: dict[str, Any], as_json: bool) -> str:
+def result_text(found: dict[str, Any], as_json: bool) -> str:
     """The result as a person or a program reads it."""
     if as_json:
         return json.dumps(found)

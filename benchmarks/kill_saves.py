@@ -179,8 +179,8 @@ def trial(
     newest = checkpoints.iteration_of(complete[-1]) if complete else 0
     fault = faulty(root)
     codes = ended(fork(plan, folder), 300)
-    said = (folder / "0.log").read_text()
-    resumed = [int(n) for n in re.findall(r"resumes after iteration (\d+) of", said)]
+    log = (folder / "0.log").read_text()
+    resumed = [int(n) for n in re.findall(r"resumes after iteration (\d+) of", log)]
     losses = [step["lm_loss"] for step in steps(folder)]
     if set(codes) != {0} or len(losses) != ITERATIONS:
         fault = fault or f"the second run ended with {codes} after {len(losses)} iterations"

@@ -20,7 +20,7 @@ VALUES = [
     "    Arguments:",
     "        pad: (4096, 1, 8192)",
     "    Locals:",
-    '        told: "RuntimeError: bad"',
+    '        raised: "RuntimeError: bad"',
     "        e: (2)",
 ]
 
@@ -48,11 +48,11 @@ def pyspy_json(stack: Stack, pid: int = 4242, holder: Stack | None = None) -> st
     """`holder` is another thread that holds Python's global lock."""
 
     def thread(name: str, frames: Stack, gil: bool) -> dict[str, Any]:
-        said = [
+        lines = [
             {"name": f, "filename": f"/opt/conda/lib/python3.8/site-packages/{file}", "short_filename": file, "line": n}
             for f, file, n in frames
         ]
-        return {"pid": pid, "thread_id": 1, "thread_name": name, "active": gil, "owns_gil": gil, "frames": said}
+        return {"pid": pid, "thread_id": 1, "thread_name": name, "active": gil, "owns_gil": gil, "frames": lines}
 
     others = [thread("Thread-2", holder, True)] if holder else []
     return json.dumps([thread("Thread-1", HELPER, False), *others, thread("MainThread", stack, False)], indent=1)

@@ -90,7 +90,7 @@ def unclipped_stage() -> None:
 def generators_forgotten() -> None:
     from trilane.engine.model import rng as generators
 
-    generators.restore = lambda said: None
+    generators.restore = lambda states: None
 
 
 def data_anew() -> None:

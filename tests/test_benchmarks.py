@@ -17,7 +17,7 @@ import gpu_mfu
 import mutations
 
 
-def said(name: str, *words: str) -> dict:
+def printed(name: str, *words: str) -> dict:
     command = [sys.executable, str(REPOSITORY / "benchmarks" / name), *words, "--json"]
     env = {k: v for k, v in environment(2).items() if k != "TRILANE_PARENT_PID"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -27,7 +27,7 @@ def said(name: str, *words: str) -> dict:
 
 @pytest.mark.slow
 def test_the_overhead_is_that_of_pairs_in_one_run() -> None:
-    found = said("engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8")
+    found = printed("engine_overhead.py", "--shape", "2,64,4,32,512", "--mbs", "2", "--gbs", "4", "--pairs", "8")
     assert found["pairs"] == 8
     for clock in ("wall", "cpu"):
         one = found[clock]
@@ -56,12 +56,12 @@ CARDS = [
 ]
 
 
-@pytest.mark.parametrize(("cluster", "name", "bytes_", "said"), CARDS, ids=str)
+@pytest.mark.parametrize(("cluster", "name", "bytes_", "rule"), CARDS, ids=str)
 def test_a_rate_is_held_against_the_peak_of_the_card_that_was_found(
-    cluster: str, name: str, bytes_: float, said: str
+    cluster: str, name: str, bytes_: float, rule: str
 ) -> None:
     problem = gpu_mfu.other_card(hardware.cluster(cluster), name, bytes_)
-    assert problem.startswith(f"cluster={cluster}: {said}") if said else not problem
+    assert problem.startswith(f"cluster={cluster}: {rule}") if rule else not problem
 
 
 def test_only_what_torch_allocates_is_held_against_what_it_allocated() -> None:

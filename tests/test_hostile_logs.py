@@ -63,12 +63,12 @@ def judged(
     before = sorted(root.rglob("*"))
     with no_hang():
         code = command(argv)
-    said = capsys.readouterr()
-    assert code in (0, 1, 2) and (code != 2 or said.err.count("\n") == 1), said.err[-2000:]
-    assert len(said.err) < 4000, "a value is shortened in a message"
-    assert all(c.isprintable() or c in "\n\t" for c in said.out + said.err)
+    output = capsys.readouterr()
+    assert code in (0, 1, 2) and (code != 2 or output.err.count("\n") == 1), output.err[-2000:]
+    assert len(output.err) < 4000, "a value is shortened in a message"
+    assert all(c.isprintable() or c in "\n\t" for c in output.out + output.err)
     assert sorted(root.rglob("*")) == before, "nothing is written"
-    return code, said.out + said.err
+    return code, output.out + output.err
 
 
 # What moves the cursor, rewrites the window's title or reorders a line (Trojan Source, CVE-2021-42574).
@@ -201,9 +201,9 @@ def test_a_hostile_recording_costs_itself_or_its_damaged_field(
     (tmp_path / "nccl_trace_rank_1").write_bytes(recording(calls("completed", 4) + waiting[:4], groups))
     (tmp_path / "nccl_trace_rank_2").write_bytes(recording(waiting, groups))
     topology(tmp_path, 1, 1, 3)
-    code, said = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
-    assert code == 0 and "Rank 1 (" in said and "never entered all_reduce" in said
-    assert ("its dump cannot be read" in said) is not counts
+    code, output = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
+    assert code == 0 and "Rank 1 (" in output and "never entered all_reduce" in output
+    assert ("its dump cannot be read" in output) is not counts
 
 
 ERROR = "Traceback (most recent call last):\nRuntimeError: {}\n"
@@ -269,8 +269,8 @@ def test_a_hostile_dump_costs_no_other_rank(
     if known:
         topology(tmp_path, 1, 1, 3)
     write(tmp_path / name, content)
-    code, said = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
-    assert code == 0 and re.search(r"[Rr]anks? 1\b", said) and len(said) < 10_000, said[:2000]
+    code, output = judged(["debug", "hang", str(tmp_path)], tmp_path, capsys)
+    assert code == 0 and re.search(r"[Rr]anks? 1\b", output) and len(output) < 10_000, output[:2000]
 
 
 STEP = " iteration {}/ 9 | elapsed time per iteration (ms): 100.0 | lm loss: {} | number of nan iterations: 0 |\n"
@@ -336,8 +336,8 @@ def test_a_hostile_line_of_a_log_costs_no_other_line(
     path = tmp_path / "run.log"
     text = STEP.format(1, "2.5") + STEP.format(2, "2.4") + line + "\n" + STEP.format(8, "2.1") + STEP.format(9, "2.0")
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    code, said = judged(["logs", "parse", str(path)], tmp_path, capsys)
-    assert code == 0 and "loss 2.0000" in said
+    code, output = judged(["logs", "parse", str(path)], tmp_path, capsys)
+    assert code == 0 and "loss 2.0000" in output
 
 
 def gzipped(members: int) -> bytes:
@@ -456,8 +456,8 @@ def test_a_hostile_checkpoint_is_one_line(
     run = tmp_path / "run"
     (tmp_path / "secret").write_bytes(bytes(96))
     make(run)
-    code, said = judged(["debug", "restart", str(run), str(run)], tmp_path, capsys)
-    assert code == 2, said
+    code, output = judged(["debug", "restart", str(run), str(run)], tmp_path, capsys)
+    assert code == 2, output
 
 
 def test_the_same_checkpoint_without_damage_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -559,18 +559,18 @@ def prepared(root: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str
     folder = root.parent / f"{root.name}-data"
     plan = replace(small_plan(folder), data=Data(folder=str(folder), **data))
     write(root / "plan.json", json.dumps(plan.to_json()))
-    code, said = judged([str(root / "plan.json")], root, capsys, corpus.main)
+    code, output = judged([str(root / "plan.json")], root, capsys, corpus.main)
     assert code == 0 or not [*folder.glob("*.[bi]*"), *folder.glob(".*")]
-    return code, said
+    return code, output
 
 
 @pytest.mark.parametrize(("make", "rule"), SOURCES.values(), ids=SOURCES)
 def test_a_hostile_corpus_is_one_line(
     make: Callable[[Path], str], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said = prepared(tmp_path, {"source": make(tmp_path)}, capsys)
-    assert (code, said.startswith("data.source=")) == (2, True)
-    assert said.endswith(f"{rule}\n")
+    code, output = prepared(tmp_path, {"source": make(tmp_path)}, capsys)
+    assert (code, output.startswith("data.source=")) == (2, True)
+    assert output.endswith(f"{rule}\n")
 
 
 def test_the_same_corpora_without_damage_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -627,8 +627,8 @@ def test_a_hostile_tokenizer_is_one_line(
     write(tmp_path / "tokenizer.json", content)
     write(tmp_path / "text.txt", "a b " * 100)
     data = {"source": str(tmp_path / "text.txt"), "tokenizer": str(tmp_path)}
-    code, said = prepared(tmp_path, data, capsys)
-    assert (code, rule in said) == (2, True), said
+    code, output = prepared(tmp_path, data, capsys)
+    assert (code, rule in output) == (2, True), output
 
 
 def test_a_tokenizer_that_would_truncate_or_pad_keeps_the_whole_document(tmp_path: Path) -> None:

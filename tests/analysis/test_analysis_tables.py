@@ -39,14 +39,14 @@ def folder(tmp_path):
 
 def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
     assert main(["logs", "table", str(folder)]) == 0
-    said = capsys.readouterr()
-    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in said.out.splitlines()]
+    output = capsys.readouterr()
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in output.out.splitlines()]
     assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes"]
     a, b, ours = lines[2:]
     assert a[:9] == ["8", "1.3B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-1] == "a.out"
     assert (b[7], b[8], b[-1]) == ("OOM", "", "b.log, OOM")
     assert ours[:8] == ["2", "127K", "2", "1", "1", "2", "4", "0.5GiB"] and ours[-1] == "small"
-    assert said.err.startswith("trilane: left out: log=") and "notes.txt" in said.err
+    assert output.err.startswith("trilane: left out: log=") and "notes.txt" in output.err
 
 
 def test_the_table_is_one_that_the_linter_reads_without_a_finding(folder, capsys):
@@ -102,13 +102,13 @@ def test_real_logs_make_the_rows_that_were_typed_from_them():
     """Behind lines 59 (1.381 s), 61 (2.738 s) and 166 (127 s) of document 001 stand such logs."""
     rows, left_out = read_folder(RAW)
 
-    def told(word):
+    def row_of(word):
         row = next(row for row in rows if word in row["source"])
         return tuple(row[name] for name in ("gpus", "tp", "pp", "dp", "mbs", "gbs", "sec_per_it"))
 
-    assert told("n16-ds-on") == (64, 4, 16, 1, 4, 1024, pytest.approx(137, abs=0.5))
-    assert told("base_n16_dp1") == (64, 4, 16, 1, 1, 4, pytest.approx(2.738, rel=1e-3))
-    assert told("base_n4_dp1") == (16, 4, 4, 1, 1, 4, pytest.approx(1.381, abs=0.001))
+    assert row_of("n16-ds-on") == (64, 4, 16, 1, 4, 1024, pytest.approx(137, abs=0.5))
+    assert row_of("base_n16_dp1") == (64, 4, 16, 1, 1, 4, pytest.approx(2.738, rel=1e-3))
+    assert row_of("base_n4_dp1") == (16, 4, 4, 1, 1, 4, pytest.approx(1.381, abs=0.001))
     assert len(rows) == 9 and sum("bench" in line for line in left_out) == 2
     zero = next(row for row in rows if "zero" in row["source"])
     names = ("gpus", "tp", "dp", "mbs", "gbs")

@@ -43,8 +43,8 @@ def log(folder, name="a.log", text=None):
 
 def parsed(capsys, *arguments):
     code = main(["logs", "parse", *arguments, "--json"])
-    said = capsys.readouterr()
-    return code, json.loads(said.out)["runs"] if said.out else [], said.err
+    output = capsys.readouterr()
+    return code, json.loads(output.out)["runs"] if output.out else [], output.err
 
 
 def test_a_run_is_one_record(tmp_path, capsys):
@@ -125,8 +125,8 @@ ABSURD = [
 @pytest.mark.filterwarnings("error", "ignore::pytest.PytestUnraisableExceptionWarning")  # the garbage of other tests
 @pytest.mark.parametrize("text", ABSURD)
 def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
-    code, runs, said = parsed(capsys, log(tmp_path, text=text))
-    assert (code, len(runs) > 0, said) == (0, True, "")
+    code, runs, errors = parsed(capsys, log(tmp_path, text=text))
+    assert (code, len(runs) > 0, errors) == (0, True, "")
 
 
 def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
@@ -147,9 +147,9 @@ def test_two_runs_of_a_file_are_two_records_and_all_iterations_one_table(tmp_pat
 
 
 def test_a_bad_file_among_good_ones_is_named_and_the_others_are_read(tmp_path, capsys):
-    code, runs, said = parsed(capsys, str(tmp_path / "none.log"), log(tmp_path))
+    code, runs, errors = parsed(capsys, str(tmp_path / "none.log"), log(tmp_path))
     assert (code, len(runs)) == (1, 1)
-    assert said == f"trilane: log={tmp_path}/none.log: no such file\n"
+    assert errors == f"trilane: log={tmp_path}/none.log: no such file\n"
 
 
 @pytest.mark.parametrize(
@@ -180,17 +180,17 @@ def test_people_read_three_lines(tmp_path, capsys):
 @pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
 def test_the_command_reads_hard_files(tmp_path, capsys, kind, content):
     (tmp_path / "a.log").write_bytes(content)
-    code, (run,), said = parsed(capsys, str(tmp_path / "a.log"))
-    assert (code, run["iterations"], run["sec_per_it"], said) == (0, 10, 2.0, "")
+    code, (run,), errors = parsed(capsys, str(tmp_path / "a.log"))
+    assert (code, run["iterations"], run["sec_per_it"], errors) == (0, 10, 2.0, "")
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
 def test_the_command_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    code, runs, said = parsed(capsys, str(tmp_path / name))
-    assert (code, runs) == (2, []) and said.startswith(f"trilane: log={tmp_path}/{name}: {message}")
-    assert said.count("\n") == 1
+    code, runs, errors = parsed(capsys, str(tmp_path / name))
+    assert (code, runs) == (2, []) and errors.startswith(f"trilane: log={tmp_path}/{name}: {message}")
+    assert errors.count("\n") == 1
 
 
 def test_the_command_reads_a_document_of_tables(tmp_path, capsys):

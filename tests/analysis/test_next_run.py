@@ -81,9 +81,9 @@ def test_an_interval_is_wider_the_less_is_known():
 def test_a_measured_plan_is_believed_for_what_it_measured():
     measured = [1.1 * seconds(c, Calibration()) for c in CASES[:2]]
     belief = posterior(CASES[:2], measured, Calibration())
-    told, untold = np.exp(belief.expected(CASES[1:3]))
-    assert told == pytest.approx(measured[1], rel=0.03)
-    assert untold == pytest.approx(seconds(CASES[2], Calibration()), rel=1e-6)
+    known, unknown = np.exp(belief.expected(CASES[1:3]))
+    assert known == pytest.approx(measured[1], rel=0.03)
+    assert unknown == pytest.approx(seconds(CASES[2], Calibration()), rel=1e-6)
     spread = np.sqrt(np.diag(belief.covariance(CASES[1:3])))
     assert spread[0] < 0.5 * spread[1]
 
@@ -187,14 +187,16 @@ def test_the_index_shows_one_models_fastest_run_and_the_prediction_before_and_af
     assert recalibrate.recalibrate([]).headline([])["cards"] == [{"value": "none", "label": "timed runs"}]
 
 
-@pytest.mark.parametrize(("share", "said"), [(1.0, ""), (0.81, ""), (0.3, "in 1 of 1 runs"), (4.0, "in 1 of 1 runs")])
-def test_a_predicted_memory_that_is_far_off_is_commented_on(share, said):
+@pytest.mark.parametrize(
+    ("share", "sentence"), [(1.0, ""), (0.81, ""), (0.3, "in 1 of 1 runs"), (4.0, "in 1 of 1 runs")]
+)
+def test_a_predicted_memory_that_is_far_off_is_commented_on(share, sentence):
     p = small_plan("a")
     predicted = recalibrate.predictions([recalibrate.case_of(measure_log(log(), p))], Calibration())[0].memory_bytes
     m = dataclasses.replace(measure_log(log(), p), memory_bytes=share * predicted)
     text = recalibrate.recalibrate([m]).memory_summary()
-    assert said in text and bool(text) == bool(said)
-    assert not said or f"at worst {1 / share:.2g} times" in text
+    assert sentence in text and bool(text) == bool(sentence)
+    assert not sentence or f"at worst {1 / share:.2g} times" in text
 
 
 def test_the_table_of_short_runs_has_the_interval_of_its_figure():

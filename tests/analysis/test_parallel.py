@@ -71,8 +71,8 @@ def test_a_spilled_column_is_an_array_in_a_file(tmp_path, monkeypatch):
 
 def test_a_tape_that_nobody_needs_closes_its_file(tmp_path):
     tape = SpilledColumn(tmp_path)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ResourceWarning)
         del tape
         gc.collect()
-    assert not [w for w in said if "unclosed" in str(w.message)]
+    assert not [w for w in caught if "unclosed" in str(w.message)]

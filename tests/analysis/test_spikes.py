@@ -137,8 +137,8 @@ def test_the_real_logs_raise_no_alarm():
     if not RAW.exists():
         pytest.skip("the real logs are not on this machine")
     logs = [this for file in sorted(RAW.glob("gpt2*")) for this in read_runs(file)]
-    told = [(e.kind, e.iteration) for group in trainings(logs) for e in spikes.find_spikes(join(group))]
-    assert told == []
+    events = [(e.kind, e.iteration) for group in trainings(logs) for e in spikes.find_spikes(join(group))]
+    assert events == []
 
 
 def test_the_command_joins_logs_and_tells(tmp_path, capsys):

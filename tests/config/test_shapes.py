@@ -106,7 +106,7 @@ def test_a_key_that_a_configuration_leaves_out_has_its_type_s_default() -> None:
         assert shape_of_config(bare | {"model_type": kind}, 8192).shape.seq_length == 8192
 
 
-def test_what_decides_the_function_beside_the_sizes_is_read() -> None:
+def test_what_decides_the_function_besides_the_sizes_is_read() -> None:
     """Llama 1 has 1e-6 and 10000, Llama 3 1e-5 and 500000 (transformers 5 keeps it deeper); GPT-2 has tanh."""
     shape = shape_of_config(LLAMA).shape
     assert (shape.norm_epsilon, shape.rotary_base) == (1e-6, 1e4)

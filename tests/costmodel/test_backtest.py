@@ -275,8 +275,8 @@ def test_a_bad_file_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, a
     (tmp_path / "good.csv").write_text(f"{HEADER}\n{GOOD}\n")
     (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
     assert main(["plan", "backtest", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
 
 
 def test_ranks_share_ties_and_a_constant_correlates_with_nothing():

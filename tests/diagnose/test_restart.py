@@ -53,7 +53,7 @@ def cut(whole: np.ndarray, box: tuple[tuple[int, int], ...]) -> np.ndarray:
 
 def prints(tensors: Tensors, **facts: Any) -> list[dict[str, Any]]:
     """The fingerprints of four ranks that hold the tensors."""
-    said = []
+    fingerprints = []
     for rank in range(4):
         tp, pp = rank % 2, rank // 2
         parts = []
@@ -66,20 +66,20 @@ def prints(tensors: Tensors, **facts: Any) -> list[dict[str, Any]]:
         fixed = {"iteration": 10, "consumed_samples": 80, "layout": ["megatron", 2, 2, 1, 1], "world": 4}
         loose = {"scalars": {"step": 10.0}, "next_lr": 1e-3, "samples": "00ff", "generators": {"cpu": f"{rank}ab"}}
         place = {"rank": rank, "tp": tp, "pp": pp, "dp": 0, "precision": "fp32", "shape": SHAPE, "parts": parts}
-        said.append(json.loads(json.dumps({**fixed, **loose, **place, "optimizer": optimizer, **facts})))
-    return said
+        fingerprints.append(json.loads(json.dumps({**fixed, **loose, **place, "optimizer": optimizer, **facts})))
+    return fingerprints
 
 
-def put(folder: Path, said: list[dict[str, Any]]) -> Path:
+def put(folder: Path, fingerprints: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True)
-    for values in said:
+    for values in fingerprints:
         (folder / file_of(values["rank"])).write_text(json.dumps(values))
     return folder
 
 
-def saved(run: Path, tensors: Tensors, said: list[dict[str, Any]] | None) -> Path:
-    """A run folder with one checkpoint; without fingerprints where `said` is None."""
-    folder = put(run / "checkpoints/iter_0000010", said or [])
+def saved(run: Path, tensors: Tensors, fingerprints: list[dict[str, Any]] | None) -> Path:
+    """A run folder with one checkpoint; without fingerprints where `fingerprints` is None."""
+    folder = put(run / "checkpoints/iter_0000010", fingerprints or [])
     listed: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for tp in (0, 1):
@@ -107,8 +107,8 @@ def before(tmp_path: Path) -> Path:
     return saved(tmp_path / "before", state(), prints(state()))
 
 
-def after(tmp_path: Path, said: list[dict[str, Any]]) -> Path:
-    put(tmp_path / "after/fingerprints/load_0000010", said)
+def after(tmp_path: Path, fingerprints: list[dict[str, Any]]) -> Path:
+    put(tmp_path / "after/fingerprints/load_0000010", fingerprints)
     return tmp_path / "after"
 
 
@@ -122,13 +122,13 @@ def remade(name: str, rank: int | None, change: Callable[[np.ndarray], np.ndarra
 
 
 def edited(rank: int, change: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
-    said = prints(state())
-    change(said[rank])
-    return said
+    fingerprints = prints(state())
+    change(fingerprints[rank])
+    return fingerprints
 
 
-def decays(said: dict[str, Any]) -> None:
-    next(p for p in said["parts"] if p["name"] == NORM)["decay"] = 0.1
+def decays(fingerprint: dict[str, Any]) -> None:
+    next(p for p in fingerprint["parts"] if p["name"] == NORM)["decay"] = 0.1
 
 
 LOST = {
@@ -143,19 +143,24 @@ LOST = {
     ),
     "a norm that decays": (edited(0, decays), "decay", NORM, {0}),
     "gradients beyond the limit": (remade(FINAL, None, lambda x: x + 1, "exp_avg_sq"), "clipping", "", {2, 3}),
-    "a generator": (edited(3, lambda said: said.update(generators={"cpu": "other"})), "generators", "", {3}),
-    "the next samples": (edited(1, lambda said: said.update(samples="0001")), "data", "", {1}),
+    "a generator": (
+        edited(3, lambda fingerprint: fingerprint.update(generators={"cpu": "other"})),
+        "generators",
+        "",
+        {3},
+    ),
+    "the next samples": (edited(1, lambda fingerprint: fingerprint.update(samples="0001")), "data", "", {1}),
     "consumed samples": (prints(state(), consumed_samples=0), "data", "", set()),
     "Adam's step": (prints(state(), scalars={"step": 0.0}), "optimizer", "", set()),
     "the learning rate": (prints(state(), next_lr=2e-3), "optimizer", "", set()),
 }
 
 
-@pytest.mark.parametrize(("said", "kind", "tensor", "ranks"), LOST.values(), ids=LOST.keys())
+@pytest.mark.parametrize(("fingerprints", "kind", "tensor", "ranks"), LOST.values(), ids=LOST.keys())
 def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
-    said: list[dict[str, Any]], kind: str, tensor: str, ranks: set[int], before: Path, tmp_path: Path
+    fingerprints: list[dict[str, Any]], kind: str, tensor: str, ranks: set[int], before: Path, tmp_path: Path
 ) -> None:
-    found = compare_restart(before, after(tmp_path, said)).findings
+    found = compare_restart(before, after(tmp_path, fingerprints)).findings
     assert (kind, tensor, ranks) in [(f.kind, f.tensor, {r.rank for r in f.ranks}) for f in found], found
 
 
@@ -201,8 +206,8 @@ def test_a_learning_rate_that_is_a_thousandth_off_is_another_schedule(
 
 def test_a_rank_that_updates_nothing_has_taken_no_steps_and_is_no_finding(before: Path, tmp_path: Path) -> None:
     """With many replicas some hold no share of the optimizer."""
-    said = edited(0, lambda said: said.update(scalars={"step": 0.0}))
-    assert not compare_restart(before, after(tmp_path, said)).findings
+    fingerprints = edited(0, lambda fingerprint: fingerprint.update(scalars={"step": 0.0}))
+    assert not compare_restart(before, after(tmp_path, fingerprints)).findings
 
 
 def test_marks_of_replicas_that_divide_a_part_add_up_to_those_of_it() -> None:
@@ -226,12 +231,12 @@ def test_a_tensor_of_which_a_rank_is_missing_is_not_compared_with_a_whole_one(tm
     before = put(tmp_path / "before/fingerprints/load_0000010", prints(state())[:3])
     whole = []
     for pp in (0, 1):
-        said = prints(state(), layout=["megatron", 1, 2, 1, 1], world=2)[2 * pp]
-        for part in said["parts"]:
+        fingerprint = prints(state(), layout=["megatron", 1, 2, 1, 1], world=2)[2 * pp]
+        for part in fingerprint["parts"]:
             box = tuple((0, n) for n in MODEL[part["name"]][0])
             marks = {kind: mark(state()[part["name"], kind], box).to_json() for kind in KINDS}
             part |= {"box": box, "marks": marks}
-        whole.append(json.loads(json.dumps(said | {"rank": pp, "tp": 0})))
+        whole.append(json.loads(json.dumps(fingerprint | {"rank": pp, "tp": 0})))
     found = compare_restart(before.parent.parent, after(tmp_path, whole))
     assert not found.findings and "no fingerprint of rank 3" in found.notes[0]
 
@@ -320,14 +325,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("make", "said"), BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize(("make", "line_start"), BAD.values(), ids=BAD.keys())
 def test_what_cannot_be_compared_is_one_line_and_exit_code_2(
-    make: Callable[[Path], Any], said: str, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[Path], Any], line_start: str, before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "B")
     assert main(["debug", "restart", str(before), str(tmp_path / "B")]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("trilane: " + said.format(B=tmp_path / "B")) and line.count("\n") == 1
+    assert line.startswith("trilane: " + line_start.format(B=tmp_path / "B")) and line.count("\n") == 1
 
 
 def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:
@@ -368,8 +373,10 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
     plan = read_plan(path)
     t = plan.topology
     assert main(["debug", "rehearse", str(path)]) == 2
-    said = f"trilane: tp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
-    assert capsys.readouterr().err.startswith(said)
+    problem = (
+        f"trilane: tp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
+    )
+    assert capsys.readouterr().err.startswith(problem)
     assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 0
     first = read_plan(tmp_path / "r/first/plan.json")
     second = read_plan(tmp_path / "r/second/plan.json")

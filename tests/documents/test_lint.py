@@ -189,8 +189,8 @@ def test_what_is_no_table_is_one_line_and_code_2(tmp_path, capsys, content, mess
     if content is not None:
         path.write_bytes(content)
     assert main(["logs", "lint", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("trilane: " + message.format(path)) and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("trilane: " + message.format(path)) and errors.count("\n") == 1
 
 
 # The contradictions that others found in the seed documents, as far as a table, or a line beside it, can show them.
@@ -210,11 +210,11 @@ def test_the_contradictions_of_the_seed_documents_are_found_and_little_else():
     """At most two findings that nobody else listed; today one: a configuration that took 139.5 and 118.4 s."""
     extra = []
     for path in sorted(SEEDS.glob("*.txt")):
-        told = {(f.line, f.rule) for f in lint(path).findings}
+        named = {(f.line, f.rule) for f in lint(path).findings}
         truth = TRUTH[path.name[:3]]
         for line, rules in truth.items():
-            assert any((line, rule) in told for rule in (rules, *rules.split())), (path.name, line)
-        extra += [(path.name[:3], line, rule) for line, rule in told if rule not in truth.get(line, "")]
+            assert any((line, rule) in named for rule in (rules, *rules.split())), (path.name, line)
+        extra += [(path.name[:3], line, rule) for line, rule in named if rule not in truth.get(line, "")]
     assert extra == [("001", 229, "duplicate")]
 
 

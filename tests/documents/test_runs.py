@@ -70,8 +70,8 @@ def test_each_measured_row_is_a_run_and_so_is_a_quoted_log(tmp_path):
 
 def test_a_row_without_a_time_takes_that_of_the_log_line_with_its_tflops(tmp_path):
     table = "\n| GPUs | TP | MBS | TFLOPs |\n| -: | -: | -: | -: |\n| 8 | 8 | 1 | 107.48 |\n| 16 | 8 | 1 | 99.00 |\n"
-    _, told, untold = runs(tmp_path, "# a\n" + m2022(2) + table)
-    assert (told.iterations["sec_per_it"].iloc[0], len(untold.iterations["sec_per_it"].dropna())) == (700.0, 0)
+    _, timed, untimed = runs(tmp_path, "# a\n" + m2022(2) + table)
+    assert (timed.iterations["sec_per_it"].iloc[0], len(untimed.iterations["sec_per_it"].dropna())) == (700.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_the_seed_documents_are_their_216_timed_rows():
     assert timed == {place for place, row in truth.items() if row["sec_per_it"]} and len(timed) == 216
     for place, run in found.items():
         row = truth[place]
-        told = {n: float(v) for n in names if (v := run.arguments.get(n)) is not None}
-        assert told == {name: float(row[words.get(name, name)]) for name in told}, place
+        arguments = {n: float(v) for n in names if (v := run.arguments.get(n)) is not None}
+        assert arguments == {name: float(row[words.get(name, name)]) for name in arguments}, place
         if row["sec_per_it"]:
             assert run.iterations["sec_per_it"].iloc[0] == float(row["sec_per_it"]), place
         if row["mem_gb"] and run.dialect == "table":

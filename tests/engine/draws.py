@@ -47,5 +47,5 @@ if __name__ == "__main__":
 
     parallel_state.initialize_model_parallel(2)
     for parallel in (False, True):
-        said = drawn(replace(plan, topology=replace(plan.topology, sequence_parallel=parallel)))
-        print(json.dumps(said))
+        draws = drawn(replace(plan, topology=replace(plan.topology, sequence_parallel=parallel)))
+        print(json.dumps(draws))

@@ -38,8 +38,8 @@ def test_ranks_of_torchrun_write_one_cluster_together_and_never_over_another(ask
     """Two ranks with torchrun's variables, twice: the second time rank 0 alone reports that the file exists."""
     path = tmp_path / "mine.json"
     plan, code = small_plan(tmp_path, dp=2), f"PATH = {str(path)!r}\n{TOGETHER}"
-    said = ask(plan, code, joined=False).splitlines()
-    assert [line for line in said if " is slow: " not in line] == ["0", "0"]
+    lines = ask(plan, code, joined=False).splitlines()
+    assert [line for line in lines if " is slow: " not in line] == ["0", "0"]
     mine = cluster(str(path))
     assert (mine.name, mine.gpu.kind, mine.gpus_per_node, mine.max_nodes) == ("my-cluster", "cpu", 2, 1)
     assert_plausible(mine)

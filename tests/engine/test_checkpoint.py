@@ -136,9 +136,9 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(
-    damage: Callable[[Path], None], said: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+@pytest.mark.parametrize(("damage", "problem"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
+    damage: Callable[[Path], None], problem: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
     """And where there is none before, one line and exit code 2 on all ranks."""
     plan = changed(saving(data, tp=2), "run", save_interval=1, keep_last=0)
@@ -146,14 +146,14 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(
     damage(folder / "checkpoints/iter_0000002")
     shutil.copytree(folder, tmp_path / "alone")
     fork(2, folder)
-    line = f"trilane: checkpoint iter_0000002: {said}; trying the one before"
+    line = f"trilane: checkpoint iter_0000002: {problem}; trying the one before"
     assert line in (folder / "0.log").read_text().splitlines()
     assert losses(folder)[1:] == losses(whole(plan))[1:]
 
     shutil.rmtree(tmp_path / "alone/checkpoints/iter_0000001")
     fork(2, tmp_path / "alone", code=2)
     last = (tmp_path / "alone/0.log").read_text().splitlines()[-1]
-    assert last == f"checkpoints=iter_0000002: {said}: none of them can be used, and there is no older one"
+    assert last == f"checkpoints=iter_0000002: {problem}: none of them can be used, and there is no older one"
 
 
 OTHER = {
@@ -164,14 +164,14 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize(("part", "fields", "said"), OTHER.values(), ids=OTHER.keys())
+@pytest.mark.parametrize(("part", "fields", "line"), OTHER.values(), ids=OTHER.keys())
 def test_a_checkpoint_of_something_else_is_refused_in_one_line(
-    part: str, fields: dict, said: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
+    part: str, fields: dict, line: str, whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
     plan = changed(saving(data), part, **fields)
     folder = halfway(whole(saving(data)), plan, tmp_path / "again")
     fork(1, folder, code=2)
-    assert (folder / "0.log").read_text().splitlines()[-1] == said
+    assert (folder / "0.log").read_text().splitlines()[-1] == line
 
 
 def test_what_a_killed_save_left_is_never_loaded_and_is_cleared_away(
@@ -202,8 +202,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_the_training_goes_on(
     try:
         fork(1, folder)
         assert losses(folder) == losses(whole(plan))
-        said = [line for line in (folder / "0.log").read_text().splitlines() if "NOT SAVED" in line]
-        assert said == [
+        lines = [line for line in (folder / "0.log").read_text().splitlines() if "NOT SAVED" in line]
+        assert lines == [
             "trilane: CHECKPOINT NOT SAVED: iter_0000004 could not be saved: rank 0: No space left on device; "
             "the newest is iter_0000002"
         ]
@@ -268,8 +268,10 @@ def test_a_chain_of_short_jobs_trains_what_one_long_one_does(
     for iteration in (1, 2):
         fork(1, folder)
         status = read_status(folder)
-        said = f"stopped at iteration {iteration} by exit_duration_minutes, saved checkpoints/iter_000000{iteration}"
-        assert (status.status, status.evidence) == ("stopped", said)
+        evidence = (
+            f"stopped at iteration {iteration} by exit_duration_minutes, saved checkpoints/iter_000000{iteration}"
+        )
+        assert (status.status, status.evidence) == ("stopped", evidence)
     (folder / "plan.json").write_text(json.dumps(changed(plan, "run", exit_duration_minutes=0.0).to_json()))
     (folder / "stop").touch()
     fork(1, folder)
@@ -307,11 +309,11 @@ def draw():
     return torch.cat([torch.rand(3), inside]).tolist()
 draw()
 import json
-said = json.dumps(rng.states())
+states = json.dumps(rng.states())
 first, other = draw(), draw()
-print(rng.restore(json.loads(said)), draw() == first != other)
-of_a_gpu = json.loads(said) | {"cuda": "00" * 16, "tracked": {"model-parallel-rng": "00" * 16}}
-for elsewhere in (of_a_gpu, json.loads(said) | {"tracked": of_a_gpu["tracked"]}, {"cpu": "", "tracked": {}}):
+print(rng.restore(json.loads(states)), draw() == first != other)
+of_a_gpu = json.loads(states) | {"cuda": "00" * 16, "tracked": {"model-parallel-rng": "00" * 16}}
+for elsewhere in (of_a_gpu, json.loads(states) | {"tracked": of_a_gpu["tracked"]}, {"cpu": "", "tracked": {}}):
     print(rng.restore(elsewhere), end=" ")
 """
 
@@ -321,7 +323,7 @@ def test_every_generator_goes_on_where_it_was(ask: Callable, data: Path) -> None
     assert ask(small_plan(data), GENERATORS) == "True True\nFalse False False "
 
 
-def test_a_checkpoint_of_a_gpu_goes_on_here_with_new_draws_and_says_so(
+def test_a_checkpoint_of_a_gpu_goes_on_here_with_new_draws_and_reports_it(
     whole: Whole, fork: Fork, data: Path, tmp_path: Path
 ) -> None:
     """Its generators have 16 bytes each (torch's philox: seed and offset); weights and moments are the same."""

@@ -21,21 +21,21 @@ HALF = Dropout(hidden=0.5, attention=0.5)
 def drawn(ask: Callable) -> dict[bool, list[dict]]:
     """What each of two tensor-parallel ranks drew, without and with sequence parallelism; shares of one half."""
     plan = replace(small_plan(Path("data"), tp=2), shape=replace(SHAPE, num_layers=1), dropout=HALF)
-    said = [json.loads(line) for line in ask(plan, (Path(__file__).parent / "draws.py").read_text()).splitlines()]
-    return {parallel: said[parallel::2] for parallel in (False, True)}
+    draws = [json.loads(line) for line in ask(plan, (Path(__file__).parent / "draws.py").read_text()).splitlines()]
+    return {parallel: draws[parallel::2] for parallel in (False, True)}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_share_that_is_dropped_is_the_share_asked_for(drawn: dict, sequence_parallel: bool) -> None:
     """64 x 8 x 64 values (half of them under sequence parallelism), each share within five standard deviations."""
-    for said in drawn[sequence_parallel]:
+    for draw in drawn[sequence_parallel]:
         values = 64 * 8 * 64 / (1 + sequence_parallel)
-        assert said["embedding values"] == [0.0, 2.0]  # what stays is scaled by 1 / (1 - 0.5)
-        assert said["embedding zeros"] == pytest.approx(0.5, abs=5 * (0.25 / values) ** 0.5)
-        assert said["untouched"] == pytest.approx(0.25, abs=5 * (0.1875 / values) ** 0.5)  # after attention and MLP
+        assert draw["embedding values"] == [0.0, 2.0]  # what stays is scaled by 1 / (1 - 0.5)
+        assert draw["embedding zeros"] == pytest.approx(0.5, abs=5 * (0.25 / values) ** 0.5)
+        assert draw["untouched"] == pytest.approx(0.25, abs=5 * (0.1875 / values) ** 0.5)  # after attention and MLP
         # Position i averages over i + 1 draws of 0 or 2, for 8 samples and 2 heads: variance 1 / (i + 1) each.
         deviation = (sum(1 / (i + 1) for i in range(64)) / 64**2 / (8 * 2)) ** 0.5
-        assert said["attended"] == pytest.approx(1.0, abs=5 * deviation)
+        assert draw["attended"] == pytest.approx(1.0, abs=5 * deviation)
 
 
 def test_what_ranks_hold_alike_is_dropped_alike_and_what_they_share_out_is_not(drawn: dict) -> None:

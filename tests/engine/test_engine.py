@@ -117,9 +117,9 @@ def test_a_blend_keeps_its_weights_from_the_first_samples_on_and_one_order(ask: 
     """3 : 1 over text and mock, 20 iterations of 8 samples, by megatron-core's blending; dp only deals them out."""
     parts = (Part(source="stdlib", weight=3), Part(source="mock", weight=1))
     plan = changed(small_plan(data), "data", source="blend", blend=parts)
-    said = ask(plan, MIX).splitlines()
-    assert said[0] in ("[8, 2]; [120, 40]", "[7, 3]; [120, 40]")
-    one, first, second = (line.split() for line in said[1:])
+    lines = ask(plan, MIX).splitlines()
+    assert lines[0] in ("[8, 2]; [120, 40]", "[7, 3]; [120, 40]")
+    one, first, second = (line.split() for line in lines[1:])
     assert sorted(one) == sorted(first + second) and len(set(one)) == 8
     assert one[:2] + one[4:6] == first
 
@@ -148,6 +148,6 @@ print(asked)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed-zero", "deepspeed-3d", "hf-zero3"])
-def test_no_engine_asks_for_gloo_groups_beside_its_own(engine: str, ask: Callable, data: Path) -> None:
+def test_no_engine_asks_for_further_gloo_groups(engine: str, ask: Callable, data: Path) -> None:
     """With NCCL they would be 384 processes' worth of TCP connections that nobody uses."""
     assert ask(small_plan(data, engine=engine, zero=1), GROUPS) == "{None}\n"

@@ -42,8 +42,8 @@ def test_after_a_spike_a_run_goes_on_without_those_iterations_at_a_lower_rate(fo
     plan = changed(plan, "optimizer", lr_changes=(LrChange(samples=16, factor=0.25),))
     run_folder(changed(plan, "run", load=str(spiked / "checkpoints/iter_0000002")), folder)
     fork(2, folder)
-    said = (folder / "0.log").read_text()
-    assert "skips iterations 3 to 4: next is sample 32" in said and "skips iterations 6 to 6" in said
+    log = (folder / "0.log").read_text()
+    assert "skips iterations 3 to 4: next is sample 32" in log and "skips iterations 6 to 6" in log
     found = steps(spiked)[:2] + steps(folder)
     assert [(s["iteration"], s["consumed_samples"]) for s in found] == [(1, 8), (2, 16), (5, 40), (7, 56)]
     rates = [plan.optimizer.learning_rate(s["consumed_samples"], plan.samples) for s in found]

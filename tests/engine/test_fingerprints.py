@@ -43,8 +43,8 @@ def test_every_rank_writes_its_fingerprint_when_it_saves_and_when_it_has_loaded(
         fork(2, folder)
     loads = sorted((folder / "fingerprints").iterdir())
     assert [path.name for path in loads] == ["load_0000002", "load_0000002.2"]
-    said = json.loads((loads[0] / "fingerprint_00001.json").read_text())
-    assert (said["dp"], said["iteration"], said["scalars"]["step"], said["seconds"] > 0) == (1, 2, 2.0, True)
+    loaded = json.loads((loads[0] / "fingerprint_00001.json").read_text())
+    assert (loaded["dp"], loaded["iteration"], loaded["scalars"]["step"], loaded["seconds"] > 0) == (1, 2, 2.0, True)
 
 
 @pytest.mark.slow

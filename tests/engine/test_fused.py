@@ -105,7 +105,7 @@ def test_a_fused_training_follows_one_process(
     assert logs.count("trilane: fused path (run.fused=on)") == 1  # of all ranks
 
 
-def test_a_plan_says_on_off_or_auto() -> None:
+def test_a_plan_has_on_off_or_auto() -> None:
     """One line before anything starts."""
     with pytest.raises(ValueError, match="fused=fast: known: auto, off, on"):
         Run(fused="fast")

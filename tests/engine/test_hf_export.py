@@ -110,7 +110,7 @@ def test_what_cannot_be_exported_is_one_line(trained: Path, tmp_path: Path, caps
     from trilane.engine.checkpoint.hf_export import main
 
     (tmp_path / "there").mkdir()
-    for (source, out, rows), said in [
+    for (source, out, rows), rule in [
         ((tmp_path, tmp_path / "new", 0), f"checkpoint={tmp_path}: holds no complete checkpoint"),
         ((trained, tmp_path / "there", 0), f"out={tmp_path / 'there'}: exists"),
         ((broken(trained, tmp_path / "broken"), tmp_path / "new", 0), "bytes, "),
@@ -119,4 +119,4 @@ def test_what_cannot_be_exported_is_one_line(trained: Path, tmp_path: Path, caps
     ]:
         assert main(["export", str(source), str(out), "0", str(rows)]) == 2
         error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1, error
+        assert rule in error and error.count("\n") == 1, error

@@ -50,12 +50,12 @@ def test_a_growing_batch_gives_the_losses_of_one_process(
     assert [s["grad_norm"] for s in steps] == pytest.approx([norm for _, norm in grown], rel=1e-4)
 
 
-def test_the_lines_say_the_batch_size_of_now(train: Callable, data: Path, tmp_path: Path) -> None:
+def test_the_lines_have_the_batch_size_of_their_iteration(train: Callable, data: Path, tmp_path: Path) -> None:
     """And the rate in FLOP/s counts the samples of now."""
     plan = growing(data)
     steps = train(plan)
-    said = [line for line in (tmp_path / "run" / "0.log").read_text().splitlines() if "iteration " in line]
-    assert [int(line.split("global batch size:")[1].split("|")[0]) for line in said] == SIZES
+    lines = [line for line in (tmp_path / "run" / "0.log").read_text().splitlines() if "iteration " in line]
+    assert [int(line.split("global batch size:")[1].split("|")[0]) for line in lines] == SIZES
     flops = [plan.shape.flops_per_iteration(size) for size in SIZES]
     assert [s["tflops"] * s["sec_per_it"] * 1e12 for s in steps] == pytest.approx(flops)
     assert plan.samples == sum(SIZES)

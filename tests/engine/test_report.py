@@ -55,9 +55,9 @@ def test_every_printed_line_is_its_json_line(train: Callable, data: Path, tmp_pa
     """Whole lines, clock aside, and nothing else on the last rank's terminal but its memory."""
     plan = small_plan(data, iters=5, pp=2)
     steps = train(plan)
-    said = (tmp_path / "run" / "1.log").read_text().splitlines()
-    memory = [line for line in said if re.match(r"\[Rank 1\] \(after [15] iterations\) memory \(MB\) \| alloc", line)]
-    printed = [re.sub(r"\[.*?\]", "[]", line) for line in said if line not in memory]
+    lines = (tmp_path / "run" / "1.log").read_text().splitlines()
+    memory = [line for line in lines if re.match(r"\[Rank 1\] \(after [15] iterations\) memory \(MB\) \| alloc", line)]
+    printed = [re.sub(r"\[.*?\]", "[]", line) for line in lines if line not in memory]
     noon = datetime(2026, 8, 1, 12)
     assert printed == [re.sub(r"\[.*?\]", "[]", report.Iteration(**step).line(5, noon)) for step in steps]
     assert len(memory) == 2
@@ -67,21 +67,21 @@ def test_every_printed_line_is_its_json_line(train: Callable, data: Path, tmp_pa
 @pytest.mark.slow
 def test_a_log_interval_thins_the_terminal_and_not_steps_jsonl(train: Callable, data: Path, tmp_path: Path) -> None:
     steps = train(changed(small_plan(data, iters=5), "run", log_interval=2))
-    said = [line for line in (tmp_path / "run" / "0.log").read_text().splitlines() if "iteration " in line]
-    assert [int(line.split("iteration")[1].split("/")[0]) for line in said] == [2, 4, 5]
+    lines = [line for line in (tmp_path / "run" / "0.log").read_text().splitlines() if "iteration " in line]
+    assert [int(line.split("iteration")[1].split("/")[0]) for line in lines] == [2, 4, 5]
     assert len(steps) == 5
     mean = (steps[0]["lm_loss"] + steps[1]["lm_loss"]) / 2
-    assert f"lm loss: {mean:.6E}" in said[0]
+    assert f"lm loss: {mean:.6E}" in lines[0]
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_chain_says_its_memory_after_its_last_iteration_too(
+def test_a_stage_of_a_chain_reports_its_memory_after_its_last_iteration_too(
     train: Callable, data: Path, tmp_path: Path
 ) -> None:
     """The first iteration has no optimizer states yet when its gradients and activations are at their most."""
     train(changed(small_plan(data, iters=5, source="mock"), "run", exit_iteration=2))
-    said = (tmp_path / "run" / "0.log").read_text()
-    assert re.findall(r"after (\d+) iterations\) memory", said) == ["1", "2"]
+    log = (tmp_path / "run" / "0.log").read_text()
+    assert re.findall(r"after (\d+) iterations\) memory", log) == ["1", "2"]
 
 
 NAMES = {"forward-compute", "backward-compute", "all-grads-sync", "optimizer", "batch-generator"}
@@ -111,8 +111,12 @@ def test_timers_fill_the_iteration_and_our_reader_reads_them(
     assert all(0 <= low <= high for low, high in spreads[1].values())
     _, own = read_phase_times(tmp_path / "run")
     for name, (low, high) in spreads[1].items():
-        told = [times.get(name, 0.0) for times in own.values()]
-        assert (len(told), min(told), max(told)) == (plan.topology.gpus, pytest.approx(low), pytest.approx(high))
+        own_seconds = [times.get(name, 0.0) for times in own.values()]
+        assert (len(own_seconds), min(own_seconds), max(own_seconds)) == (
+            plan.topology.gpus,
+            pytest.approx(low),
+            pytest.approx(high),
+        )
     last = tmp_path / "run" / f"{plan.topology.gpus - 1}.log"
     for log in (read_log(last), read_log(tmp_path / "run" / "steps.jsonl")):
         assert log.timers["iteration"].tolist() == [2, 4]
@@ -142,7 +146,7 @@ def test_what_happens_between_iterations_counts_for_none(monkeypatch: pytest.Mon
     assert timers.own() == {"forward-compute": 1.0}
 
 
-def test_a_phase_that_broke_says_where() -> None:
+def test_a_phase_that_failed_is_named() -> None:
     with pytest.raises(RuntimeError), phases.phase("optimizer"):
         raise RuntimeError
     assert phases.current() == "optimizer"
@@ -151,7 +155,7 @@ def test_a_phase_that_broke_says_where() -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_shows_what_steps_jsonl_says(train: Callable, data: Path, tmp_path: Path) -> None:
+def test_tensorboard_shows_the_values_of_steps_jsonl(train: Callable, data: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps = train(changed(small_plan(data, iters=3), "run", tensorboard=True))
@@ -176,7 +180,7 @@ def test_tensorboard_shows_what_steps_jsonl_says(train: Callable, data: Path, tm
     ],
     ids=str,
 )
-def test_no_library_talks_into_the_log_and_deepspeeds_settings_are_kept(
+def test_no_library_prints_into_the_log_and_deepspeeds_settings_are_kept(
     engine: str, topology: dict, train: Callable, data: Path, tmp_path: Path
 ) -> None:
     """On two ranks: their memory lines, first and last, from rank 0 its path, from the last the iterations."""
@@ -186,5 +190,5 @@ def test_no_library_talks_into_the_log_and_deepspeeds_settings_are_kept(
     assert not kept.exists() if engine == "megatron" else json.loads(kept.read_text())["zero_optimization"]
     if engine == "deepspeed-zero":
         assert json.loads(kept.read_text()) == deepspeed_config(plan, compiler=False)
-    said = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
-    assert [len(lines) for lines in said] == [3, 4] and "attention" in said[0][0]
+    logs = [(tmp_path / "run" / f"{rank}.log").read_text().splitlines() for rank in range(2)]
+    assert [len(lines) for lines in logs] == [3, 4] and "attention" in logs[0][0]

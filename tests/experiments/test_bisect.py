@@ -27,12 +27,12 @@ def test_every_axis_has_its_own_boundary_and_a_cure_by_blocking_is_said() -> Non
         return "timeout" if large and not blocking else "completed"
 
     report = bisect(PLAN, ("layers", "hidden", "dp", "gbs", "blocking"), hangs)
-    said = [str(boundary) for boundary in report.boundaries]
-    assert said[0] == "layers: works at 19, hangs at 20"
-    assert said[1] == "hidden: works at 124, hangs at 128"
-    assert said[2] == "dp: works at 1, hangs at 2"
-    assert said[3] == "gbs: hangs even at 8, the smallest that was tried"
-    assert said[4] == "CUDA_LAUNCH_BLOCKING=1 cures it"
+    boundaries = [str(boundary) for boundary in report.boundaries]
+    assert boundaries[0] == "layers: works at 19, hangs at 20"
+    assert boundaries[1] == "hidden: works at 124, hangs at 128"
+    assert boundaries[2] == "dp: works at 1, hangs at 2"
+    assert boundaries[3] == "gbs: hangs even at 8, the smallest that was tried"
+    assert boundaries[4] == "CUDA_LAUNCH_BLOCKING=1 cures it"
 
 
 def test_only_valid_plans_are_tried_and_replicas_keep_their_share_of_the_batch() -> None:

@@ -17,7 +17,7 @@ class Strict(Row):
 
 
 @pytest.mark.slow
-def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monkeypatch, capsys):
+def test_rows_are_trained_and_what_exceeds_its_bound_or_the_machine_is_reported(monkeypatch, capsys):
     table = [
         Row(engine="megatron", topology="DP2", settings={"dp": 2}),
         Strict(engine="deepspeed-3d", topology="PP2", settings={"pp": 2, "zero": 1}),
@@ -27,11 +27,11 @@ def test_rows_are_trained_and_what_passes_its_bound_or_the_machine_is_said(monke
     monkeypatch.setattr(parity, "ITERATIONS", 5)  # the first losses are the reference's to the last bit
     assert main(["measure", "engines", "--json"]) == 1
     out, err = capsys.readouterr()
-    said = json.loads(out)
-    assert [set(row) for row in said["rows"]] == [{"engine", "topology", "precision", "max_abs_diff", "seconds"}] * 2
-    assert [row["topology"] for row in said["rows"]] == ["DP2", "PP2"]
-    assert 0 < said["rows"][1]["max_abs_diff"] < BOUNDS["fp32"]
-    assert said["left_out"] == [
+    values = json.loads(out)
+    assert [set(row) for row in values["rows"]] == [{"engine", "topology", "precision", "max_abs_diff", "seconds"}] * 2
+    assert [row["topology"] for row in values["rows"]] == ["DP2", "PP2"]
+    assert 0 < values["rows"][1]["max_abs_diff"] < BOUNDS["fp32"]
+    assert values["left_out"] == [
         "megatron TP4 PP4 fp32: left out, gpus=16: must not exceed the cluster: this machine has 8"
     ]
     assert "ok" in err.splitlines()[0] and "above 0" in err.splitlines()[1]

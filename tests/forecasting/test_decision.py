@@ -96,9 +96,9 @@ def test_the_page_tells_whoever_decides_that_no_measured_run_is_like_the_plan(ca
     assert (
         facts["measured runs like it"].startswith("rests on") and "no measured run" not in decision(calendar).summary()
     )
-    (hopeless,) = told(calendar, deadline=by(5), p_miss_deadline=1.0).turns
+    (hopeless,) = decided(calendar, deadline=by(5), p_miss_deadline=1.0).turns
     assert "more GPUs or fewer tokens" in hopeless, "nothing is faster by more than 100 %"
-    (easy,) = told(calendar, deadline=by(1111), p_miss_deadline=0.0).turns
+    (easy,) = decided(calendar, deadline=by(1111), p_miss_deadline=0.0).turns
     assert "11 times as long as predicted" in easy
     far = {**calendar["prediction"], "support": {"words": "no measured run like this; the nearest is <b>"}}
     page = decision({**calendar, "prediction": far})
@@ -275,7 +275,7 @@ def test_shapes_are_drawn_over_width_and_depth():
     assert figure.axes[0].get_xlabel() == "hidden size" and figure.axes[0].get_ylabel() == "layers"
 
 
-def told(calendar, **changes):
+def decided(calendar, **changes):
     """The recommendation on the forecast with other figures: 100 days and 900,000 GPU-hours without interruptions."""
     days = {"p05": 105, "p25": 108, "p50": 110, "p75": 112, "p95": 115}
     finish = {name: (START + timedelta(days=n)).isoformat() + "T00:00" for name, n in days.items()}
@@ -313,23 +313,23 @@ SLOW = {"name": "cheapest at each batch size", "days": 180.0, "gpu_hours": 700e3
     ],
 )  # fmt: skip
 def test_the_page_ends_in_a_recommendation_with_its_reason(calendar, figures, verdict, change, reason):
-    found = told(calendar, **figures)
+    found = decided(calendar, **figures)
     assert (found.verdict, found.change) == (verdict, change)
-    assert any(reason in said for said in found.reasons), found.reasons
+    assert any(reason in line for line in found.reasons), found.reasons
 
 
 def test_what_would_turn_a_recommendation_is_how_far_a_benchmark_may_be_off(calendar):
     """Four of five runs take at most 112.75 days, 100 of them work: 7.25 % more of that reach the end of day 119."""
-    kept = told(calendar, deadline=by(119), p_miss_deadline=0.0).turns
+    kept = decided(calendar, deadline=by(119), p_miss_deadline=0.0).turns
     assert kept == (
         "a benchmark whose iterations are 7% slower than predicted: up to there four runs of five keep the deadline",
     )
-    (failed,) = told(calendar, deadline=by(104), p_miss_deadline=0.9).turns
+    (failed,) = decided(calendar, deadline=by(104), p_miss_deadline=0.9).turns
     assert "8% faster than predicted: from there on" in failed
-    _, changed = told(calendar, deadline=by(104), p_miss_deadline=0.9, rivals=[FASTER]).turns
+    _, changed = decided(calendar, deadline=by(104), p_miss_deadline=0.9, rivals=[FASTER]).turns
     assert "2% slower than predicted: up to there" in changed, "of the change: 102.75 of 105 days, over 90"
     far = {**calendar["prediction"], "support": {"words": "no measured run like this; the nearest is far"}}
-    assert "no measured run like this" in told(calendar, prediction=far).turns[0]
+    assert "no measured run like this" in decided(calendar, prediction=far).turns[0]
 
 
 @pytest.mark.slow

@@ -381,15 +381,17 @@ def test_the_command_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
     words = [word for pair in GIVEN.items() for word in pair]
     words += ["--capacity", str(capacity), "--allocation", "3e6", "--deadline", "2027-12-31", "--price", "2"]
     assert main(["plan", "calendar", plan_file, *words, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["ramp"]["iterations"] == sum(p.iterations for p in parse_ramp(RAMP).phases(2048)) == 12658
-    assert said["days_interval"][0] < said["days"] < said["days_interval"][1]
-    assert said["gpu_hours_interval"][0] < said["gpu_hours"] < said["gpu_hours_interval"][1]
-    assert said["finish"]["p05"] < said["finish"]["p50"] < said["finish"]["p95"]
-    assert said["p_miss_deadline"] == 0 and said["p_overrun_allocation"] == 0
-    assert said["cost"] == pytest.approx(2 * said["gpu_hours"]) and said["energy_kwh"] > 0
-    assert "MISSING" in said["meaning"]["p_miss_deadline"] and "OVERRUNNING" in said["meaning"]["p_overrun_allocation"]
-    assert {a["what"] for a in said["assumptions"]} >= {"node failure", "slowdown"}
+    values = json.loads(capsys.readouterr().out)
+    assert values["ramp"]["iterations"] == sum(p.iterations for p in parse_ramp(RAMP).phases(2048)) == 12658
+    assert values["days_interval"][0] < values["days"] < values["days_interval"][1]
+    assert values["gpu_hours_interval"][0] < values["gpu_hours"] < values["gpu_hours_interval"][1]
+    assert values["finish"]["p05"] < values["finish"]["p50"] < values["finish"]["p95"]
+    assert values["p_miss_deadline"] == 0 and values["p_overrun_allocation"] == 0
+    assert values["cost"] == pytest.approx(2 * values["gpu_hours"]) and values["energy_kwh"] > 0
+    assert (
+        "MISSING" in values["meaning"]["p_miss_deadline"] and "OVERRUNNING" in values["meaning"]["p_overrun_allocation"]
+    )
+    assert {a["what"] for a in values["assumptions"]} >= {"node failure", "slowdown"}
     assert main(["plan", "calendar", plan_file, *words]) == 0
     assert "deadline  2027-12-31: missed with probability 0.0%" in capsys.readouterr().out
 
@@ -435,8 +437,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, plan_file, tmp_path, give
     words = given.replace("CAPACITY", str(small)).split()
     options = [word for pair in GIVEN.items() for word in pair]
     assert main(["plan", "calendar", plan_file, *options, *words]) == 2  # the last of an option counts
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -454,8 +456,8 @@ def test_risks_that_contradict_themselves_are_refused_by_name(capsys, plan_file,
     path.write_text(json.dumps(values))
     options = [word for pair in GIVEN.items() for word in pair]
     assert main(["plan", "calendar", plan_file, *options, "--risks", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"trilane: {message}") and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"trilane: {message}") and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON says what the plan says, and a user's JSON that does not is told where."""
+"""DeepSpeed's JSON has the settings of the plan, and what differs in a user's JSON is named."""
 
 import json
 import subprocess
@@ -34,7 +34,7 @@ def flat(values, prefix=""):
     return pairs
 
 
-SAID = [
+SETTINGS = [
     ({}, {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}),
     ({}, {"gradient_clipping": 1.0, "wall_clock_breakdown": False, "zero_optimization.stage": 1}),
     ({"zero": 2}, {"zero_optimization.reduce_bucket_size": 12 * 128 * 128}),
@@ -50,14 +50,14 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), SAID, ids=str)
-def test_the_json_says_what_the_plan_says(changes, said):
+@pytest.mark.parametrize(("changes", "settings"), SETTINGS, ids=str)
+def test_the_json_has_the_settings_of_the_plan(changes, settings):
     """DeepSpeed's configuration page; stage 3's buckets are those of Hugging Face's Trainer: h^2, 0.9 h^2, 10 h."""
     values = flat(deepspeed_config(plan(**changes), compiler=True))
-    assert {name: values.get(name) for name in said} == said
+    assert {name: values.get(name) for name in settings} == settings
 
 
-@pytest.mark.parametrize("changes", [changes for changes, _ in SAID], ids=str)
+@pytest.mark.parametrize("changes", [changes for changes, _ in SETTINGS], ids=str)
 def test_what_was_written_is_read_back(changes):
     made = plan(**changes)
     values, t = deepspeed_config(made, compiler=False), made.topology
@@ -185,7 +185,7 @@ def test_the_table_of_keys_is_that_of_the_deepspeed_installed():
 
 
 def test_what_is_written_for_a_plan_holds_known_keys_only():
-    assert all(unknown_keys(deepspeed_config(plan(**changes), compiler=False)) == [] for changes, _ in SAID)
+    assert all(unknown_keys(deepspeed_config(plan(**changes), compiler=False)) == [] for changes, _ in SETTINGS)
 
 
 @pytest.fixture
@@ -205,19 +205,21 @@ def command(tmp_path, capsys):
 
 
 def test_the_command_renders_a_plan_and_reads_its_own_rendering_back(command):
-    code, said = command(plan().to_json())
-    assert code == 0 and json.loads(said) == deepspeed_config(plan(), compiler=True)
-    assert command(said, against=plan()) == (0, "no contradiction\n")
-    assert command(said) == (
+    code, printed = command(plan().to_json())
+    assert code == 0 and json.loads(printed) == deepspeed_config(plan(), compiler=True)
+    assert command(printed, against=plan()) == (0, "no contradiction\n")
+    assert command(printed) == (
         0,
         "no contradiction: dp 2, mbs 2, gbs 16, zero 1, offload none, precision fp32, fp32_gradients False\n",
     )
 
 
 def test_the_command_names_each_contradiction_and_leaves_with_1(command):
-    code, said = command({**deepspeed_config(plan(), compiler=True), "train_batch_size": 8}, "--json", against=plan())
+    code, printed = command(
+        {**deepspeed_config(plan(), compiler=True), "train_batch_size": 8}, "--json", against=plan()
+    )
     assert code == 1
-    assert json.loads(said)["contradictions"][-1] == "train_batch_size=8: the plan has 16"
+    assert json.loads(printed)["contradictions"][-1] == "train_batch_size=8: the plan has 16"
     assert command({Z: {"stage": 2}}, "--pp", "2")[0] == 1
 
 
@@ -231,5 +233,5 @@ def test_the_command_names_each_contradiction_and_leaves_with_1(command):
     ids=["no JSON", "no object", "no plan for DeepSpeed"],
 )
 def test_what_cannot_be_read_is_one_line_and_2(command, values, line):
-    code, said = command(values)
-    assert code == 2 and said.startswith(line) and said.count("\n") == 1
+    code, printed = command(values)
+    assert code == 2 and printed.startswith(line) and printed.count("\n") == 1

@@ -69,8 +69,8 @@ def test_a_plan_comes_back_from_its_arguments(flavour: str, topology: dict) -> N
 
 def test_every_field_of_a_topology_is_in_some_argument() -> None:
     """A field that is added later must have an argument, or be listed here as one that has none."""
-    said = {name for _, topology in TOPOLOGIES for name in topology}
-    assert {field.name for field in fields(Topology)} - said == {"attention", "adam", "buckets"}
+    named = {name for _, topology in TOPOLOGIES for name in topology}
+    assert {field.name for field in fields(Topology)} - named == {"attention", "adam", "buckets"}
 
 
 LLAMA = replace(SHAPE, num_key_value_heads=2, activation="swiglu", normalization="rmsnorm", positions="rotary")
@@ -97,10 +97,10 @@ def test_every_kind_of_decoder_comes_back_from_its_arguments(flavour: str, shape
 
 def test_every_field_of_a_shape_is_in_some_argument() -> None:
     usual = ModelShape(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=1, vocab_size=1)
-    said = {
+    named = {
         f.name for f in fields(ModelShape) for _, shape in KINDS if getattr(shape, f.name) != getattr(usual, f.name)
     }
-    assert {field.name for field in fields(ModelShape)} == said
+    assert {field.name for field in fields(ModelShape)} == named
 
 
 def test_arguments_of_a_llama_have_the_names_of_megatron_core() -> None:
@@ -124,9 +124,9 @@ def test_an_mlp_whose_width_is_not_given_is_that_of_the_program() -> None:
 
 
 def test_a_step_of_zero_for_the_padding_is_one_line() -> None:
-    said = GOOD.replace("--padded-vocab-size 50304", "--vocab-size 500 --make-vocab-size-divisible-by 0")
+    text = GOOD.replace("--padded-vocab-size 50304", "--vocab-size 500 --make-vocab-size-divisible-by 0")
     with pytest.raises(ValueError, match="--make-vocab-size-divisible-by=0: must be a whole number above zero"):
-        parse_plan(read_arguments(said), cluster=MACHINE, gpus=4)
+        parse_plan(read_arguments(text), cluster=MACHINE, gpus=4)
 
 
 def test_what_the_program_takes_where_nothing_is_given() -> None:
@@ -141,9 +141,9 @@ def test_what_the_program_takes_where_nothing_is_given() -> None:
 
 def test_a_vocabulary_that_is_not_padded_is_padded_as_the_program_does() -> None:
     """50257 tokens on TP 4: 50688 rows, a multiple of 4 x 128."""
-    said = megatron_text(megatron_args(plan(LM, {"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
-    assert parse_plan(read_arguments(said), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
-    bare = read_arguments(said.replace("--vocab-size 50257", ""))
+    text = megatron_text(megatron_args(plan(LM, {"tp": 4}))).replace("--padded-vocab-size 50304", "--vocab-size 50257")
+    assert parse_plan(read_arguments(text), cluster=MACHINE, gpus=4).plan.shape.vocab_size == 50688
+    bare = read_arguments(text.replace("--vocab-size 50257", ""))
     for given, rows in ((50257, 50688), (50304, 50304)):
         assert parse_plan(bare, cluster=MACHINE, gpus=4, vocab_size=given).plan.shape.vocab_size == rows
 
@@ -256,21 +256,21 @@ def test_sequence_parallelism_without_tensor_parallelism_is_none() -> None:
 
 
 def test_iterations_become_samples() -> None:
-    said = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
-    said = said.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
+    text = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace("--train-samples 200", "--train-iters 50")
+    text = text.replace("--lr-warmup-samples 216", "--lr-warmup-iters 3").replace(
         "--lr-decay-samples 999", "--lr-decay-iters 50"
     )
-    found = parse_plan(read_arguments(said), cluster=MACHINE, gpus=1).plan
+    found = parse_plan(read_arguments(text), cluster=MACHINE, gpus=1).plan
     assert (found.run.train_iters, found.optimizer.warmup_samples, found.optimizer.decay_samples) == (50, 12, 0)
 
 
 def test_a_trace_of_bash_is_read_too() -> None:
     """And a warm-up that is a share of the decay: 0.01 of 800 iterations of 4."""
-    said = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
-    said = said.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
-    said = said.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
+    text = megatron_text(megatron_args(plan(LM, {"gbs": 4}))).replace(" \\\n", "     ")
+    text = text.replace("--lr-decay-samples 999", "--lr-decay-iters 800")
+    text = text.replace("--lr-warmup-samples 216", "--lr-warmup-fraction .01")
     trace = (
-        f"+ GPT_ARGS='   {said}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {said}'\n+ CMD=' pretrain_gpt.py {said} '\n"
+        f"+ GPT_ARGS='   {text}'\n++ pwd\n+ export 'CMD= pretrain_gpt.py {text}'\n+ CMD=' pretrain_gpt.py {text} '\n"
     )
     found = parse_plan(read_arguments(trace), cluster=MACHINE, gpus=1)
     assert (found.plan.optimizer.decay_samples, found.plan.optimizer.warmup_samples) == (3200, 32)
@@ -365,7 +365,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("make", "message"), BAD)
-def test_what_cannot_be_said_or_read_is_one_line(make, message: str | None) -> None:
+def test_what_cannot_be_written_or_read_is_one_line(make, message: str | None) -> None:
     with pytest.raises(ValueError) as caught:
         make()
     assert "\n" not in str(caught.value)
@@ -376,9 +376,9 @@ def test_the_command_goes_both_ways(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "small.json"
     path.write_text(json.dumps({**small_plan().to_json(), "data": Data(folder=str(tmp_path), source="mock").__dict__}))
     assert main(["convert", "megatron", str(path), "--prepare"]) == 0
-    said = capsys.readouterr().out
-    assert f"--data-path {tmp_path}/mock-" in said and "--tokenizer-type NullTokenizer" in said
-    (tmp_path / "job.sh").write_text("srun pretrain_gpt.py --moe 2 " + said)
+    text = capsys.readouterr().out
+    assert f"--data-path {tmp_path}/mock-" in text and "--tokenizer-type NullTokenizer" in text
+    (tmp_path / "job.sh").write_text("srun pretrain_gpt.py --moe 2 " + text)
     assert (
         main(["convert", "megatron", "--read", str(tmp_path / "job.sh"), "--cluster", "jz-a100-80g", "--gpus", "1"])
         == 0

@@ -108,7 +108,7 @@ MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         (TITANS[0] + LIMIT + JOB + TITANS[1] + "Training completed\n", [("time limit", 9), ("completed", 10)]),
         (TITANS[0] + OOM + JOB + TITANS[1], [("OOM", 9), ("unfinished", 10)]),
@@ -122,13 +122,13 @@ MANY = "".join(m2021(i, n=45) for i in range(6, 46))  # 80 s of iterations
         (FIVE + LIMIT + m2021(6) + "using world size: 8\n" + m2021(7), [("time limit", 6), ("unfinished", 1)]),
     ],
 )
-def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_unless_it_only_came_late(tmp_path, text, told):
+def test_what_goes_on_after_the_scheduler_ended_a_run_is_another_unless_it_only_came_late(tmp_path, text, expected):
     (tmp_path / "a.log").write_text(text)
     os.utime(tmp_path / "a.log", (0, 0))
     runs = read_logs(tmp_path / "a.log")
-    assert [(r.status, len(r.iterations)) for r in runs] == told
+    assert [(r.status, len(r.iterations)) for r in runs] == expected
     steps = [i for r in runs for i in r.iterations["iteration"]]
-    assert steps == sorted(set(steps)), "nothing is lost or told twice"
+    assert steps == sorted(set(steps)), "nothing is lost or read twice"
 
 
 BAD = [

@@ -263,9 +263,9 @@ def test_every_line_of_a_real_log_is_read_once_and_equal(path):
     words |= {"learning rate": "learning_rate", "grad norm": "grad_norm", "number of skipped iterations": "skipped"}
     for word, column in words.items():
         found = [re.search(word + r": +([-\d.E+]+)", rest) for _, rest in lines]
-        told = [float(f[1]) / (1e3 if column == "sec_per_it" else 1) if f else np.nan for f in found]
+        values = [float(f[1]) / (1e3 if column == "sec_per_it" else 1) if f else np.nan for f in found]
         if any(found):
-            np.testing.assert_array_equal(log.iterations[column], told)
+            np.testing.assert_array_equal(log.iterations[column], values)
     ranks = {int(n) for n in re.findall(r"\[Rank (\d+)\] \(after", text)}
     assert len(log.memory) == len(ranks) or not ranks
     most = max(map(float, re.findall(r"max allocated: ([\d.]+)", text)), default=0)

@@ -100,8 +100,8 @@ def test_a_plan_that_is_like_no_measured_run_says_so(capsys):
 def test_what_no_engine_trains_is_said_before_the_launch(only):
     cp = 2 if only else 1
     why, found = explain(plan_of(LLAMA, cp=cp)), search(LLAMA, A100, gpus=8, gbs=64, top=2, cp=cp)
-    said = [*why.as_lines(), found.as_text(), found.summary()]
-    assert [("redicted only: cp=2" in text) for text in said].count(True) == 3 * only
+    texts = [*why.as_lines(), found.as_text(), found.summary()]
+    assert [("redicted only: cp=2" in text) for text in texts].count(True) == 3 * only
     assert bool(why.to_json()["predicted_only"]) is bool(found.listing()["predicted_only"]) is only
 
 

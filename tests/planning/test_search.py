@@ -117,8 +117,8 @@ def test_a_million_configurations_take_a_second_or_two():
 def test_planning_imports_neither_torch_nor_pandas_nor_scipy():
     code = "import sys, trilane.cli.plan, trilane.costmodel.backtest;"
     code += "print({'torch', 'pandas', 'scipy'} & set(sys.modules))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "set()"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "set()"
 
 
 def test_a_plan_of_the_command_is_a_plan(capsys):
@@ -162,8 +162,8 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     words = given.split()
     options.update(zip(words[::2], words[1::2], strict=True))
     assert main(["plan", "search", *(word for pair in options.items() for word in pair)]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
 
 
 def test_batch_sizes_that_nobody_trains_with_are_not_looked_at_one_by_one(capsys):

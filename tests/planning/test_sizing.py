@@ -181,14 +181,14 @@ def test_the_command_answers_the_question_of_the_chronicles(capsys):
     assert (
         main(["plan", "size", *ARGUMENTS, "--attention", "scores", "--recompute", "full", "--top", "6", "--json"]) == 0
     )
-    said = json.loads(capsys.readouterr().out)
-    first = said["candidates"][0]
-    assert first["cost_beside_best"] == 1 and len(said["candidates"]) == 6
+    values = json.loads(capsys.readouterr().out)
+    first = values["candidates"][0]
+    assert first["cost_beside_best"] == 1 and len(values["candidates"]) == 6
     assert first["tflops_interval"][0] < first["tflops"] < first["tflops_interval"][1]
     assert 140 < first["tflops"] < 175 and 60 < first["days"] < 110 and first["topology"]["tp"] in (4, 8)
     assert first["gpu_hours"] == pytest.approx(first["days"] * 24 * 384)
     assert first["head_dim"] % 8 == 0 and first["states"][0].startswith("emb size: ")
-    assert {m["line"] for m in said["published"]} >= {"Model size: 530B, ratio=195"}
+    assert {m["line"] for m in values["published"]} >= {"Model size: 530B, ratio=195"}
 
 
 def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_ones():
@@ -197,8 +197,8 @@ def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_one
     risky = [p.prediction.oom_probability > 0.1 for p in found]
     assert any(risky) and risky == sorted(risky), "the safe ones first"
     for p, doubted in zip(found, risky, strict=True):
-        said = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"
-        assert (said in p.notes) is doubted
+        warning = f"may run out of memory (P {100 * p.prediction.oom_probability:.0f} %)"
+        assert (warning in p.notes) is doubted
     assert found[risky.index(True)].days_at_target < found[risky.index(True) - 1].days_at_target
 
 
@@ -213,8 +213,8 @@ def test_where_nothing_can_run_the_reason_is_said(capsys):
     assert main(["plan", "size", *words]) == 1
     assert "topologies are refused: memory must fit the card" in capsys.readouterr().out
     assert main(["plan", "size", *words, "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["candidates"] == [] and said["refused"]["memory must fit the card"] > 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["candidates"] == [] and values["refused"]["memory must fit the card"] > 0
     request = SizeRequest(
         parameters=1e12, vocabulary=50_257, gpus=7, cluster=A100, calibration=K, gbs=64, tolerance=0.003
     )
@@ -251,8 +251,8 @@ def test_a_small_model_is_counted_in_millions(capsys):
 def test_bad_input_is_one_line_and_exit_code_2(capsys, given, message):
     options = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True)) | dict([given.split()])
     assert main(["plan", "size", *(word for pair in options.items() for word in pair)]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert message in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

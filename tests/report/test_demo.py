@@ -108,10 +108,10 @@ def test_ctrl_c_ends_every_process_and_leaves_the_run_folder_readable(demo, tmp_
         wait_until(lambda: any(p.stat().st_size for p in steps.glob("*/steps.jsonl")), 120, "no step was taken")
         family = psutil.Process(child.pid).children(recursive=True)
         child.send_signal(signal.SIGINT)
-        said = child.communicate(timeout=60)[1]
+        errors = child.communicate(timeout=60)[1]
     assert child.returncode == 130
-    assert said.count("completed before, kept") == 2
-    assert "trilane: interrupted" in said and "Traceback" not in said
+    assert errors.count("completed before, kept") == 2
+    assert "trilane: interrupted" in errors and "Traceback" not in errors
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive, alive
     run = next(steps.glob("*/steps.jsonl")).parent

@@ -26,9 +26,9 @@ def test_the_notebook_runs_where_nothing_hangs_and_names_the_suspects_of_a_folde
     calm = Study.create("calm")
     notebook.run("05_diagnose", calm)
     assert {p.name for p in calm.folder.rglob("*")} == {"05_diagnose.ipynb", "05_diagnose.html", "index.html"}
-    told = (calm.folder / "05_diagnose.html").read_text()
-    assert "Nothing hangs in this study" in told and "No run of this study was restarted" in told
-    assert WORD in told and "example-node09" in told and "jean-zay" not in told
+    page = (calm.folder / "05_diagnose.html").read_text()
+    assert "Nothing hangs in this study" in page and "No run of this study was restarted" in page
+    assert WORD in page and "example-node09" in page and "jean-zay" not in page
     scene = PLANTS["a rank in the data loader"](Random(3))
     write(tmp_path / "dumps", scene)
     notebook.run("05_diagnose", Study.create("hung"), dumps=str(tmp_path / "dumps"))

@@ -55,18 +55,18 @@ def test_the_drawn_schedule_is_that_of_the_plan_and_says_what_is_left_out(found)
     first = [p.start for p in made.passes if p.stage == 0 and p.is_forward and p.chunk == 0]
     assert drawn.passes[0]["start"] == pytest.approx(first, rel=1e-3, abs=1e-6)
     assert sum(len(row["start"]) for row in drawn.passes) < sum(len(row["start"]) for row in whole.passes)
-    said = " ".join(row["line"] for row in lines(c, 1e9, drawn))
-    assert f"{drawn.microbatches} of {c.topology.microbatches} microbatches" in said
+    text = " ".join(row["line"] for row in lines(c, 1e9, drawn))
+    assert f"{drawn.microbatches} of {c.topology.microbatches} microbatches" in text
     assert drawn.after[-1]["end"] == pytest.approx(made.end, rel=1e-3)
 
 
 def test_the_words_have_the_days_of_the_tokens_and_the_evidence(found):
     c = found.best(1).rows[0]
-    said = " ".join(row["line"].strip() for row in lines(c, 3e11, Drawn(c, 300)))
+    text = " ".join(row["line"].strip() for row in lines(c, 3e11, Drawn(c, 300)))
     days = training_days(SHAPE, c.topology, c.prediction.sec_per_it, 3e11)
     assert days == pytest.approx(3e11 / 2048 / 128 * c.prediction.sec_per_it / 86400)
-    assert float(re.findall(r"tokens: ([\d.]+) \(", said)[0]) == pytest.approx(days, rel=0.01)
-    assert c.plan.id in said and c.prediction.support.words in said
+    assert float(re.findall(r"tokens: ([\d.]+) \(", text)[0]) == pytest.approx(days, rel=0.01)
+    assert c.plan.id in text and c.prediction.support.words in text
 
 
 def test_ten_thousand_plans_make_no_larger_figure(found):

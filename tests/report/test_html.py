@@ -86,17 +86,17 @@ def test_a_report_says_what_it_is_and_nothing_of_the_machine_that_made_it(output
     study.load("plans.json", "02_topology")
     study.save("calendar.json", {"days": 1}, "07_calendar")
     figure = nbformat.v4.new_output("display_data", data={"image/png": "aGk="})
-    told = nbformat.v4.new_output("stream", text=f"{study.folder}/calendar.json\n")
+    output = nbformat.v4.new_output("stream", text=f"{study.folder}/calendar.json\n")
     cells = [nbformat.v4.new_markdown_cell("# When?\n\n## What does it *cost*?"), nbformat.v4.new_code_cell("1")]
-    cells[1].outputs = [figure, told]
+    cells[1].outputs = [figure, output]
     made = {"papermill": {"parameters": {"study": "s", "tokens": 3e11}, "end_time": "2027-01-04T10:30:00.1"}}
     for name in ("02_topology", "07_calendar", "08_decision"):
         path = study.folder / f"{name}.ipynb"
         nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=made), path)
     text = notebook_html(study.folder / "07_calendar.ipynb")
     page = Page(text)
-    for said in ("Study s", "2027-01-04 10:30", "tokens = 300000000000.0", "revision", "plans.json "):
-        assert said in page.text
+    for fact in ("Study s", "2027-01-04 10:30", "tokens = 300000000000.0", "revision", "plans.json "):
+        assert fact in page.text
     assert {"02_topology.html", "08_decision.html", "index.html", "#what-does-it-cost"} <= set(page.values)
     assert 'id="what-does-it-cost"' in text and 'alt="Figure: What does it *cost*?"' in text
     assert str(outputs) not in text and "calendar.json" in page.text

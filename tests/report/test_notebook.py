@@ -164,7 +164,7 @@ def committed(story: str, tmp_path: Path) -> Path:
 def test_a_batch_run_takes_parameters_as_committed_and_says_so(committed, story, outputs, capfd):
     html = notebook.run(story, Study.create("s")).read_text()
     assert "tp is 2 1.0 True" in html
-    assert "was edited" in (said := capfd.readouterr().err) and "tp is 2" in said
+    assert "was edited" in (errors := capfd.readouterr().err) and "tp is 2" in errors
     assert "tp is 8 1.0 True" in notebook.run(story, Study.create("t"), tp="8").read_text()
 
 
@@ -194,8 +194,8 @@ def test_a_resumed_study_runs_again_only_what_is_not_done(story, outputs, capfd)
 def test_to_run_a_notebook_builds_no_grammar_of_iris():
     """jsonschema would, for a check that no notebook asks for: a second at each start."""
     code = "import sys, trilane.report.notebook; print('lark' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "False"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "False"
 
 
 def test_a_notebook_that_another_process_executes_in_the_study_is_refused(story: str, outputs: Path) -> None:

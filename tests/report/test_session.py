@@ -40,8 +40,8 @@ def test_the_report_of_a_session_says_when_its_notebook_was_saved(
 ) -> None:
     here = Study.create("s")
     session(here, monkeypatch, executed)
-    told = export_report(here)
-    assert told._repr_markdown_().endswith("again.") == bool(late)
+    report = export_report(here)
+    assert report._repr_markdown_().endswith("again.") == bool(late)
     page = Page((here.folder / "04_analyze-session.html").read_text())
     assert f"Study s, executed in a session, as saved at 2027-01-15 08:00:00 (UTC){late}, made by" in page.text
     assert "five runs" in page.text and "tp = 2" in page.text and "index.html" in page.values

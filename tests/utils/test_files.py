@@ -154,26 +154,28 @@ def full(path: Path) -> Path:
 
 
 def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_said_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    file = Appended(full(tmp_path / "x"), said.append)
+    notes: list[str] = []
+    file = Appended(full(tmp_path / "x"), notes.append)
     for number in range(5):
         file.add(b"line %d\n" % number)
-    assert file.waiting == 5 and len(said) == 1 and said[0].startswith("x cannot be written (No space left on device)")
+    assert (
+        file.waiting == 5 and len(notes) == 1 and notes[0].startswith("x cannot be written (No space left on device)")
+    )
     (tmp_path / "x").unlink()
     file.add(b"line 5\n")
     file.add(b"line 6\n")
     assert (tmp_path / "x").read_bytes() == b"".join(b"line %d\n" % number for number in range(7))
-    assert file.waiting == 0 and len(said) == 2 and "can be written again" in said[1] and "lost" not in said[1]
+    assert file.waiting == 0 and len(notes) == 2 and "can be written again" in notes[1] and "lost" not in notes[1]
 
 
 def test_memory_for_a_full_disk_is_bounded_and_what_is_lost_is_counted(tmp_path: Path) -> None:
-    said: list[str] = []
-    file = Appended(full(tmp_path / "x"), said.append, most=30)
+    notes: list[str] = []
+    file = Appended(full(tmp_path / "x"), notes.append, most=30)
     for number in range(10):
         file.add(b"line %d\n" % number)
     (tmp_path / "x").unlink()
     file.flush()
-    assert (tmp_path / "x").read_bytes() == b"line 6\nline 7\nline 8\nline 9\n" and "6 of its lines" in said[1]
+    assert (tmp_path / "x").read_bytes() == b"line 6\nline 7\nline 8\nline 9\n" and "6 of its lines" in notes[1]
 
 
 def test_half_a_line_that_still_fitted_is_taken_back(tmp_path: Path, monkeypatch) -> None:

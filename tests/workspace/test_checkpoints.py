@@ -94,7 +94,7 @@ def test_a_checkpoint_is_its_own_folder_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         (lambda path: path.write_bytes(b"tensoR"), "a is damaged (its checksum differs)"),
         (lambda path: path.write_bytes(b"tens"), "a has 4 bytes, 6 were written"),
@@ -102,12 +102,12 @@ def test_a_checkpoint_is_its_own_folder_of_one(tmp_path: Path) -> None:
         (lambda path: path.unlink(), "a is missing"),
     ],
 )
-def test_a_damaged_file_is_found(change, said: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_found(change, problem: str, tmp_path: Path) -> None:
     path = made(tmp_path, 10)
     [(name, (size, checksum))] = checkpoints.read_manifest(path)["files"].items()
     assert checkpoints.fault(path, name, size, checksum) is None
     change(path / "a")
-    assert checkpoints.fault(path, name, size, checksum) == said
+    assert checkpoints.fault(path, name, size, checksum) == problem
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[]", '{"blake2b": "0", "content": {}}', "truncated"])

@@ -62,7 +62,7 @@ def test_a_longer_run_keeps_the_order_of_its_checkpoint_also_from_one_that_names
         assert in_order_of(before, after).ordered_samples == 16 < after.samples
 
 
-def test_what_an_extension_does_to_the_learning_rate_is_said_in_a_line() -> None:
+def test_what_an_extension_does_to_the_learning_rate_is_reported_in_a_line() -> None:
     plan = small_plan(train_iters=4)
     longer, o = run(plan, train_iters=8), plan.optimizer
     rates = [o.learning_rate(16, samples) for samples in (16, 32)]

@@ -138,8 +138,8 @@ class Explanation:
         saved = f"{abs(gain) * self.prediction.sec_per_it:.3g} s ({abs(gain):.1%}) {'less' if gain > 0 else 'more'}"
         if gain <= SMALLEST_GAIN and not self.prediction.is_risky:
             what = f"none makes it faster; the nearest, {what}"
-        doubt = "; too little to be sure of: measure both" if SMALLEST_GAIN < gain < SURE_GAIN else ""
-        values = (what, seconds, saved, gib, doubt)
+        caution = "; too little to be sure of: measure both" if SMALLEST_GAIN < gain < SURE_GAIN else ""
+        values = (what, seconds, saved, gib, caution)
         return "Best change: {} would take {:.4g} s, {}, memory {:+.1f} GiB{}.", values
 
     def _more(self) -> Sentence | None:

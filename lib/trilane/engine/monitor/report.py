@@ -140,7 +140,7 @@ class TensorBoard:
 
         (folder / "tensorboard").mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
-        self._file, self._event, self._record = Appended(folder / "tensorboard" / name, say), Event, RecordWriter
+        self._file, self._event, self._record = Appended(folder / "tensorboard" / name, print_note), Event, RecordWriter
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, iteration: int, scalars: Mapping[str, float]) -> None:
@@ -156,7 +156,7 @@ class TensorBoard:
         self._file.add(whole.getvalue())
 
 
-def say(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a line of trilane's own."""
     print(f"trilane: {text}", flush=True)
 
@@ -171,12 +171,12 @@ class TrainingLog:
 
     def __init__(self, plan: Plan, world: World, folder: Path) -> None:
         self._run, self._writes = plan.run, world.is_last
-        self._steps, self._evaluations = Appended(folder / STEPS, say), Appended(folder / VALIDATION, say)
+        self._steps, self._evaluations = Appended(folder / STEPS, print_note), Appended(folder / VALIDATION, print_note)
         self._window: list[Iteration] = []
         self._timers = Timers(world.device) if plan.run.timers else None
         if self._timers:
             (folder / "ranks").mkdir(exist_ok=True)
-        self._phases = Appended(folder / "ranks" / f"{world.rank}{phase_times.SUFFIX}", say)
+        self._phases = Appended(folder / "ranks" / f"{world.rank}{phase_times.SUFFIX}", print_note)
         self._board = TensorBoard(folder) if plan.run.tensorboard and self._writes else None
 
     def write(self, step: Iteration) -> None:
@@ -208,7 +208,7 @@ class TrainingLog:
         self._evaluations.flush()
         self._steps.flush()
         if waiting := self._steps.waiting:
-            say(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
+            print_note(f"the last {waiting} iterations are not in steps.jsonl: the disk is full")
 
     def _record(self, step: Iteration, spread: Spread) -> None:
         values = {**step.__dict__, "timers": spread} if spread else step.__dict__
