@@ -39,7 +39,7 @@ class Profiler:
         self._plan, self._world, self._folder, self._modules = plan, world, folder, modules
         window = plan.run.profile_window
         passed = window is not None and done >= window.last
-        self.note = f"profile={plan.run.profile}: {done} iterations are done already" if passed else ""
+        self.note = f"profile={plan.run.profile}: {done} iterations are done, nothing is profiled" if passed else ""
         chosen = (window.ranks or (0, world.size - 1)) if window and not passed else ()
         self._window = window if world.rank in chosen else None
         self._undo: list[Callable[[], None]] = []
