@@ -180,7 +180,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_sound(content: dict[str, Any]) -> bool:
-    """Whether the files of a manifest lie beside it, and each slice inside its file and its tensor, made of slices.
+    """Whether a manifest names files of its own folder, each slice lies inside its file, and slices fill each tensor.
 
     Raises KeyError, TypeError or ValueError where a part is missing.
     """

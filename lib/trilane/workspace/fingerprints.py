@@ -30,6 +30,8 @@ ROWS = 64  # processed at a time, so that temporary arrays fit in the processor'
 # Values processed at a time: OpenBLAS multiplies up to 2**18 = values x SKETCHES in the calling thread. Its other
 # threads, on cores shared with a training, took 23 times the processor time (0.3.31, interface/gemm.c; measured here).
 VALUES = (1 << 18) // SKETCHES
+# splitmix64: Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195, figure 16.
+STEP, FIRST, SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 Box = Sequence[Sequence[int]]
 
 
@@ -112,10 +114,10 @@ def mark_from_json(values: Sequence[Any]) -> Mark:
 
 
 def mixed(numbers: np.ndarray, salt: int) -> np.ndarray:
-    """64 random bits for each number, reproducible: splitmix64 (Steele, Lea and Flood 2014)."""
-    z = (numbers.astype(np.uint64) + np.uint64(salt)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    """64 random bits for each number, reproducible: splitmix64."""
+    z = (numbers.astype(np.uint64) + np.uint64(salt)) * STEP
+    z = (z ^ (z >> np.uint64(30))) * FIRST
+    z = (z ^ (z >> np.uint64(27))) * SECOND
     return z ^ (z >> np.uint64(31))
 
 

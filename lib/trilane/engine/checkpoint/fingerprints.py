@@ -80,9 +80,8 @@ def marks_of(states: States) -> Marks:
 def lookahead(plan: Plan, loader: SampleLoader, done: int) -> dict[str, Any]:
     """The learning rate of the next iteration, and a hash of this replica's samples in it; None after the last.
 
-    No hash on a middle pipeline stage, which reads no samples.
-
-    The hash is a sum over samples mod 2^64: the replicas' hashes add up to the batch's, however it is divided.
+    On a middle pipeline stage, which reads no samples, the hash is None. It is a sum over samples mod 2^64: the
+    replicas' hashes add up to the batch's, however it is divided.
     """
     batch = next(plan.batches(done), None)
     if batch is None:

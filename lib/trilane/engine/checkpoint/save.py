@@ -61,7 +61,7 @@ class Save:
     thread: threading.Thread
     stall_s: float = 0.0
     report: dict[str, Any] | None = None
-    bug: BaseException | None = None
+    failure: BaseException | None = None
 
 
 class Saver:
@@ -127,8 +127,8 @@ class Saver:
         assert self._save
         begin, save = time.perf_counter(), self._save
         save.thread.join()
-        if save.bug:
-            raise save.bug
+        if save.failure:
+            raise save.failure
         assert save.report is not None
         reports = gather_values(self._world, save.report)
         manifest = {
@@ -168,7 +168,7 @@ class Saver:
             save.report = self._files(save, copy)
             save.report["seconds"] = time.perf_counter() - save.begin
         except BaseException as error:
-            save.bug = error
+            save.failure = error
 
     def _files(self, save: Save, copy: HostCopy) -> dict[str, Any]:
         """Write slices, generators and fingerprint; what was written where, or the `error`."""

@@ -13,9 +13,8 @@ import torch
 
 from trilane.config.plan import Plan
 from trilane.engine.model.parameters import COLUMNS, is_gated_fc1, paired, split_dim
+from trilane.workspace.fingerprints import FIRST, SECOND, STEP
 
-# splitmix64: Steele, Lea and Flood 2014, doi:10.1145/2714064.2660195, figure 16.
-STEP, FIRST, SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 BLOCK = 1 << 14  # pairs of values at a time, so that temporary arrays fit in the processor's cache
 
 

@@ -162,9 +162,7 @@ def print_note(text: str) -> None:
 
 
 class TrainingLog:
-    """The terminal, steps.jsonl and validation.jsonl of a run, written by the last rank, which has the loss.
-
-    TensorBoard on request.
+    """The terminal, steps.jsonl, validation.jsonl and, on request, TensorBoard, by the last rank, which has the loss.
 
     A full disk does not end the training: what cannot be written is kept for later.
     """
@@ -226,20 +224,19 @@ class TrainingLog:
 
 def memory_line(rank: int, iterations: int, device: torch.device) -> str:
     """Megatron's report_memory line, in MiB. On a CPU: resident memory for allocated and reserved, its peak for max."""
-    megabytes: dict[str, Any]
     if device.type == "cuda":
         names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
         allocated, max_allocated, reserved, max_reserved = (getattr(torch.cuda, name)() for name in names)
     else:
         allocated = reserved = resident_bytes()
         max_allocated = max_reserved = peak_resident_bytes()
-    megabytes = {
+    values = {
         "allocated": allocated,
         "max allocated": max_allocated,
         "reserved": reserved,
         "max reserved": max_reserved,
     }
-    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in megabytes.items())
+    parts = " | ".join(f"{name}: {value / 2**20:.2f}" for name, value in values.items())
     return f"[Rank {rank}] (after {iterations} iterations) memory (MB) | {parts}"
 
 
