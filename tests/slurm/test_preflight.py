@@ -223,6 +223,18 @@ def test_a_time_means_what_it_means_to_sbatch(time_limit: str, seconds: int) -> 
     assert seconds_of(time_limit) == seconds
 
 
+@pytest.mark.parametrize("unlimited", ["0", "00:00:00", "UNLIMITED", "infinite"])
+def test_a_script_edited_to_have_no_time_limit_is_checked_as_such(unlimited: str, folder: Path) -> None:
+    """It exceeds any QoS, needs no chain, and never gets the signal before the limit: only save_interval saves."""
+    edit = lambda s: s.replace("--time=20:00:00", f"--time={unlimited}")  # noqa: E731
+    found = {f.rule: f for f in findings(folder, plan(run={"save_interval": 0}), script=edit)}
+    assert found["qos time"].message == "no time limit, qos_gpu_a100-t3 allows 20 h"
+    assert "SLURM sends no signal" in found["checkpoints"].message and "time" not in found
+    assert "--time 20:00:00 is requested" in found["script"].message
+    with pytest.raises(ValueError, match=r"^time_limit=00:00:00: must be a minute or more$"):
+        JobRequest(time_limit="00:00:00")
+
+
 def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path, monkeypatch) -> None:
     """A sweep's array has one script for many run folders; SLURM's own limit of its indices is asked."""
     text = render("sweep", plan(), A100, JobRequest(account="xyz@a100"), array="1,2,1001")

@@ -1,5 +1,6 @@
 """Site: one SLURM cluster's partitions, QoS and rules, from data/sites/ or a JSON file; JobRequest: a job's options."""
 
+import math
 import os
 import re
 from dataclasses import dataclass, field, fields, replace
@@ -142,12 +143,14 @@ def _read(path: Path) -> Site:
     return replace(found, cluster=str(nodes)) if found.cluster.endswith(".json") else found
 
 
-def seconds_of(time_limit: str) -> int:
-    """A time limit in seconds, in any form that sbatch accepts; ValueError for others.
+def seconds_of(time_limit: str) -> float:
+    """A time limit in seconds, in any form that sbatch accepts, infinite where it means no limit; ValueError for others.
 
-    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS
-    (man sbatch, --time). Left out: 0 and UNLIMITED, which mean no limit.
+    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS; zero,
+    UNLIMITED and INFINITE are no limit (man sbatch, --time). A job without one never receives --signal before it.
     """
+    if time_limit.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
     found = SBATCH_TIME.fullmatch(time_limit)
     rule = "must be a time in a form of sbatch: 20:00:00, 1-12:00:00, 1-12, or 120 (minutes)"
     if found is None:
@@ -157,7 +160,7 @@ def seconds_of(time_limit: str) -> int:
     if days is None and len(parts) < 3:
         parts = [0, *parts]  # without hours
     hours, minutes, seconds = (*parts, 0, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +213,8 @@ class JobRequest:
             object.__setattr__(self, "environment", folder if os.path.isabs(folder) else os.path.abspath(folder))
         rule = "must be [DAYS-]HH:MM:SS, such as 20:00:00"
         require(TIME.fullmatch(self.time_limit) is not None, "time_limit", repr(self.time_limit), rule)
-        require(seconds_of(self.time_limit) >= 60, "time_limit", self.time_limit, "must be a minute or more")
+        is_long = 60 <= seconds_of(self.time_limit) < math.inf
+        require(is_long, "time_limit", self.time_limit, "must be a minute or more")
         require_integer("signal_s", self.signal_s, 0)
         rule = f"must be less than time_limit={self.time_limit}"
         require(self.signal_s < self.time_limit_s, "signal_s", self.signal_s, rule)
@@ -222,7 +226,7 @@ class JobRequest:
     @property
     def time_limit_s(self) -> int:
         """The time limit in seconds."""
-        return seconds_of(self.time_limit)
+        return int(seconds_of(self.time_limit))
 
     def given(self) -> list[str]:
         """The names of the options that differ from their defaults."""

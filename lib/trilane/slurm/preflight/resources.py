@@ -103,7 +103,8 @@ def limits(case: JobCheck) -> Iterator[JobFinding]:
     if qos and seconds > qos.hours * 3600:
         fits = [q.name for q in site.qos if seconds <= q.hours * 3600 and gpus <= q.gpus]
         remedy = f"ask for {qos.hours:g} h and chain jobs" + (f", or --qos {fits[0]}" if fits else "")
-        yield refuse("qos time", f"{seconds / 3600:g} h, {qos.name} allows {qos.hours:g} h", remedy)
+        limit = "no time limit" if seconds == math.inf else f"{seconds / 3600:g} h"
+        yield refuse("qos time", f"{limit}, {qos.name} allows {qos.hours:g} h", remedy)
     if qos and gpus > qos.gpus:
         yield refuse("qos gpus", f"{gpus} GPUs, {qos.name} allows {qos.gpus}", "another QoS or a reservation")
     account = asked.get("account", "")
@@ -144,6 +145,9 @@ def time(case: JobCheck) -> Iterator[JobFinding]:
     if 0 < limit < run.exit_duration_minutes * 60:
         message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
         yield refuse("time", message, "end the run some minutes before the limit")
+    if limit == math.inf and not run.save_interval:
+        message = "without a time limit SLURM sends no signal before it, and no checkpoint is saved before the end"
+        yield warn("checkpoints", message, "save_interval, or a time limit")
     if needs <= limit:
         return
     duration = f"{iterations} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
