@@ -85,13 +85,24 @@ def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-# GPUs and cores of a node, account, and the words that select it, as IDRIS's documentation has them, typed in here
+# GPUs and cores of a node, account, and the words that select it, as the sites' documentation has them, typed in here
 NODES = {
     "generic": (8, 64, "xyz", "", ""),
     "jean-zay-a100": (8, 64, "xyz@a100", "a100", "arch/a100"),
     "jean-zay-h100": (4, 96, "xyz@h100", "h100", "arch/h100"),
     "jean-zay-v100-16g": (4, 40, "xyz@v100", "v100-16g", ""),
     "jean-zay-v100-32g": (4, 40, "xyz@v100", "v100-32g", ""),
+    "juwels-booster": (4, 48, "xyz", "", ""),
+    "leonardo": (4, 32, "xyz", "", ""),
+    "marenostrum5-acc": (4, 80, "xyz", "", ""),
+    "perlmutter": (4, 64, "xyz", "gpu&hbm40g", ""),
+    "perlmutter-80g": (4, 64, "xyz", "gpu&hbm80g", ""),
+}
+ONLINE = ("generic", "perlmutter", "perlmutter-80g")  # whose compute nodes reach the internet
+# further directives of a site's jobs on GPUs
+FURTHER = {
+    "juwels-booster": {"partition": "booster", "mem": "0"},
+    "leonardo": {"partition": "boost_usr_prod", "mem": "0"},
 }
 
 
@@ -109,12 +120,14 @@ def asked(template: str, name: str) -> dict[str, str]:
     always = {"job-name": "gpt-1b3", "time": "02:00:00", "account": account}
     trains = {"open-mode": "append", "signal": "USR1@300", "requeue": ""}
     if template == "monitor":  # a single core, where it costs nothing
-        service = {} if name == "generic" else {"partition": "prepost"}
+        service = {"partition": "prepost"} if name.startswith("jean-zay") else {}
         one = {"nodes": "1", "ntasks-per-node": "1", "cpus-per-task": "1", "output": "watch-%j.out"}
         return always | one | service
     tasks, threads = (gpus, cores // gpus) if template == "bench" else (1, cores)
-    nodes = {"nodes": "2", "ntasks-per-node": str(tasks), "gres": f"gpu:{gpus}", "cpus-per-task": str(threads)}
-    there = {} if name == "generic" else {"hint": "nomultithread", "constraint": constraint}
+    cards = {"gpus-per-node": str(gpus)} if name.startswith("perlmutter") else {"gres": f"gpu:{gpus}"}
+    nodes = {"nodes": "2", "ntasks-per-node": str(tasks), "cpus-per-task": str(threads), **cards}
+    there = FURTHER.get(name, {}) | ({"constraint": constraint} if constraint else {})
+    there |= {} if name in ("generic", "leonardo", "marenostrum5-acc") else {"hint": "nomultithread"}
     more = {
         "train": {"output": "slurm-%j.out", **trains},
         "sweep": {"output": "slurm-%A_%a.out", "array": "1%4", **trains},
@@ -231,10 +244,10 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
     given = {"OMP_NUM_THREADS": str(cores // gpus), "SRUN_CPUS_PER_TASK": "64", "NCCL_DEBUG": "WARN"}
     offline = dict.fromkeys(["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"], "1")
-    given |= {"WANDB_MODE": "offline", **offline} if name != "generic" else {}
+    given |= {"WANDB_MODE": "offline", **offline} if name not in ONLINE else {}
     given |= {"TRILANE_SWEEP": str(play.place)} if template == "sweep" else {}
     assert {key: env.get(key) for key in given} == given
-    assert ("HF_HUB_OFFLINE" in env, "CUDA_LAUNCH_BLOCKING" in env) == (name != "generic", False)
+    assert ("HF_HUB_OFFLINE" in env, "CUDA_LAUNCH_BLOCKING" in env) == (name not in ONLINE, False)
     assert env["TORCHELASTIC_ERROR_FILE"] == "ranks/error-77-0.json"
 
 
@@ -396,6 +409,7 @@ def test_a_bad_wish_is_one_line(wishes: dict, message: str) -> None:
     ("call", "message"),
     [
         (lambda: sites.site("jean-zay-a10"), r"^site=jean-zay-a10: did you mean jean-zay-a100\? known: generic"),
+        (lambda: sites.site("lumi-g"), r"^site=lumi-g: has AMD's GPUs"),
         (lambda: sites.site("nowhere.json"), r"^site=nowhere.json: no such file$"),
         (lambda: render(partition="gpu_p4"), r"^partition=gpu_p4: did you mean gpu_p5\? known: gpu_p5, prepost$"),
         (lambda: render(spares=3), r"^spares=3: must be at most the nodes that train \(2\)$"),

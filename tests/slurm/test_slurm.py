@@ -94,7 +94,8 @@ def test_deepspeeds_own_launcher_trains_from_a_hostfile_of_the_allocation(cluste
 
 
 def test_sbatch_accepts_every_script_of_every_site(cluster: Cluster, tmp_path: Path) -> None:
-    for name in PRESETS:
+    """Of every site whose partitions and features this cluster has."""
+    for name in [name for name in PRESETS if name.startswith(("generic", "jean-zay"))]:
         for file, text in recorded(name).items():
             if "everything" not in file:  # which names a reservation and nodes that are not here
                 (tmp_path / file).write_text(text)

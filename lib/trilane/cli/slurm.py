@@ -11,6 +11,7 @@ import click
 
 from trilane.cli.options import FOLDER, JSON, PLAN, Choice, Group, command, emit, number, option, whole
 from trilane.cli.slurm_options import ALLOW, RUNS, SITE, as_dicts, checked, folders_of, print_status, request_options
+from trilane.cli.slurm_site import site_command
 from trilane.cli.slurm_sweep import chain, sweep
 from trilane.config.plan import locate_plan, read_plan
 from trilane.slurm.sites import JobRequest, Site
@@ -190,6 +191,7 @@ job = Group("job", help="For the job scripts: may this attempt begin, and how di
 slurm.add_command(job)
 slurm.add_command(sweep)
 slurm.add_command(chain)
+slurm.add_command(site_command)
 
 
 @command(job, FOLDER, JSON)

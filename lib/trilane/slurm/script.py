@@ -81,7 +81,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "threads": _cores(cluster, used, one_each=True, is_watcher=False),
         "hint": "" if is_watcher else site.hint,
         "partition": request.partition or (site.service_partition if is_watcher else site.partition),
-        "constraint": "" if is_watcher else request.constraint or site.constraint,
+        "constraint": "" if is_watcher else request.constraint or site.nodes_wanted,
         "qos": "" if is_watcher else request.qos,
         **_site_blanks(site, request, is_watcher),
         "requeue": "requeue" if request.requeue else "no-requeue",

@@ -52,6 +52,7 @@ class Site:
     partition          the partition of a job; "": the constraint or the account selects it
     partitions         all partitions; empty: not known
     service_partition  the partition in which a job that only monitors costs nothing
+    features           those that nodes must have besides the constraint
     account_ending     the suffix of an account for these nodes
     modules            the arguments of `module load`, in order
     qos, default_qos   the qualities of service, and the one of a job that names none
@@ -72,6 +73,7 @@ class Site:
     partitions: tuple[str, ...] = ()
     service_partition: str = ""
     constraint: str = ""
+    features: tuple[str, ...] = ()
     account_ending: str = ""
     hint: str = ""
     modules: tuple[str, ...] = ()
@@ -101,7 +103,7 @@ class Site:
         for name in ("partition", "service_partition", "constraint", "hint"):
             if word := getattr(self, name):
                 plain(f"site.{name}", word)
-        for name in ("partitions", "modules"):
+        for name in ("partitions", "modules", "features"):
             for word in getattr(self, name):
                 plain(f"site.{name}", word)
         plain("site.account_ending", f"account{self.account_ending}")
@@ -112,6 +114,11 @@ class Site:
         if self.default_qos:
             require_known("site.default_qos", self.default_qos, [q.name for q in self.qos])
         require_options(self)
+
+    @property
+    def nodes_wanted(self) -> str:
+        """The --constraint of a job that names none."""
+        return "&".join(filter(None, (self.constraint, *self.features)))
 
     @property
     def is_local(self) -> bool:
@@ -132,6 +139,8 @@ def site(name_or_path: str) -> Site:
     """The site of that name, or of the JSON file at that path; ValueError lists the known names, the nearest first."""
     if name_or_path.endswith(".json"):
         return _read(Path(name_or_path))
+    rule = "has AMD's GPUs, for which trilane has neither kernels nor numbers"
+    require(not name_or_path.lower().startswith("lumi"), "site", name_or_path, rule)
     require_known("site", name_or_path, catalogue())
     return _read(Path(str(resources.files("trilane").joinpath(f"data/sites/{name_or_path}.json"))))
 
@@ -144,10 +153,10 @@ def _read(path: Path) -> Site:
 
 
 def seconds_of(time_limit: str) -> float:
-    """A time limit in seconds, in any form that sbatch accepts, infinite where it means no limit; ValueError for others.
+    """A time limit in seconds, in any form that sbatch accepts; infinite for no limit. ValueError for other forms.
 
-    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS; zero,
-    UNLIMITED and INFINITE are no limit (man sbatch, --time). A job without one never receives --signal before it.
+    MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES and DAYS-HOURS:MINUTES:SECONDS;
+    zero, UNLIMITED and INFINITE are no limit (man sbatch, --time). A job without one never receives --signal before it.
     """
     if time_limit.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
