@@ -1,5 +1,6 @@
 """A site of one's own: what its file adds to the scripts, as bash and sbatch read it; contradictions in one line."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from support import small_plan
 from test_script import EVERYTHING, directives, plan_for
 
 from trilane.slurm import script, sites
-from trilane.slurm.site_options import OWN_DIRECTIVES, srun_arguments
+from trilane.slurm.site_options import OWN_DIRECTIVES, OWN_VARIABLES, srun_arguments
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import from_mapping
 
@@ -24,6 +25,7 @@ FREE = Site(
     switches="1@12:00:00",
     gpu_type="a100",
 )
+NAME = re.compile(r"(?:^|\s)([A-Z_]+)(?==|\s|$)")
 
 
 def rendered(site: Site, **wishes: Any) -> str:
@@ -93,7 +95,16 @@ def test_no_site_can_set_an_option_that_a_script_sets() -> None:
     blocks = replace(everything, switches="", segment=2, gpu_option="gpus-per-node")
     texts = [script.render(t, plan_for(s), s, JobRequest()) for t in script.NAMES for s in (everything, blocks)]
     texts.append(script.render("train", plan_for(everything), everything, EVERYTHING))
+    texts.append(script.render("train", plan_for(blocks), blocks, replace(EVERYTHING, launcher="srun", spares=1)))
     assert {option for text in texts for option in directives(text)} <= set(OWN_DIRECTIVES)
+    exported = {
+        name
+        for text in texts
+        for line in re.findall(r"^\s*export ([^#\n]*)", text, re.M)
+        for name in NAME.findall(line)
+    }
+    own = {name for name in exported if not name.startswith(("SLURM_", "SRUN_"))} - set(FREE.env)
+    assert len(own) > 10 and own <= set(OWN_VARIABLES)
 
 
 def test_ones_own_comment_is_a_directive_of_its_own() -> None:

@@ -25,7 +25,7 @@ OWN_VARIABLES = (
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE", "HOSTFILE", "TRILANE_SWEEP", "VENV", "PATH"),
     *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE", "HF_HUB_OFFLINE"),
     *("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH"),
-    *("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "TRAIN_NODES", "TRAIN_NODELIST"),
+    *("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "TRAIN_NODES", "TRAIN_NODELIST", "RDZV_ID", "TRILANE_CODE"),
 )
 # Options of sbatch that the scripts set from the plan, the site's other fields and the request, or that change what
 # they mean.
@@ -33,6 +33,7 @@ OWN_DIRECTIVES = (
     *("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "gres", "gpus-per-node", "hint", "time", "account"),
     *("partition", "constraint", "qos", "reservation", "exclude", "mail-user", "mail-type", "comment", "mem"),
     *("exclusive", "switches", "segment", "output", "error", "open-mode", "signal", "requeue", "no-requeue", "array"),
+    "no-kill",
     *("ntasks", "gpus", "gpus-per-task", "ntasks-per-gpu", "cpus-per-gpu", "nodelist", "chdir", "dependency", "wrap"),
     *("oversubscribe", "overcommit", "parsable", "test-only", "wait", "uid", "gid", "input", "help", "version"),
 )
