@@ -89,7 +89,7 @@ def test_a_notebook_is_a_question_with_one_typed_and_commented_cell_of_parameter
         assert all(re.fullmatch(r"\w+: (str|int|float|bool) = .+  # .+", line) for line in tagged[0].splitlines()), name
 
 
-def test_a_notebook_tells_and_the_library_computes():
+def test_a_notebook_explains_and_the_library_computes():
     """STYLE: at most 22 lines a cell, no def, no %run."""
     code = [(n, "".join(c["source"])) for n, cells in notebooks().items() for c in cells if c["cell_type"] == "code"]
     assert not {name for name, source in code if len(source.splitlines()) > 22}

@@ -93,7 +93,7 @@ def test_a_folder_without_runs_is_one_line_and_code_2(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("parameters", "text"), [(181.2e9, "181B"), (1.3e9, "1.3B"), (9.97e9, "10B"), (350e6, "350M"), (999.6e6, "1.0B")]
 )
-def test_sizes_are_said_as_people_say_them(parameters, text):
+def test_sizes_are_printed_in_the_units_of_the_field(parameters, text):
     assert size(parameters) == text
 
 

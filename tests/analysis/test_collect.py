@@ -61,12 +61,12 @@ def test_a_run_is_one_record(tmp_path, capsys):
     assert run["arguments"]["hidden_size"] == 2048
 
 
-def test_what_the_log_prints_stands_beside(tmp_path, capsys):
+def test_what_the_log_prints_is_kept_next_to_it(tmp_path, capsys):
     _, (run,), _ = parsed(capsys, log(tmp_path, text=m2022(1) + m2022(2)))
     assert run["tflops"] == {"printed": 107.48} and run["max_memory_gib"] is None
 
 
-def test_the_plan_of_a_run_folder_tells_what_its_log_does_not(tmp_path, capsys):
+def test_the_plan_of_a_run_folder_supplies_what_its_log_lacks(tmp_path, capsys):
     (tmp_path / "plan.json").write_text(json.dumps(small_plan(dp=2).to_json()))
     log(tmp_path, "run.log", "".join(map(m2021, range(1, 11))))
     log(tmp_path, "other.log", "".join(map(m2021, range(1, 11))))
@@ -81,7 +81,7 @@ def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
     assert (run["last_loss"], run["status"]) == (None, "NaN loss")
 
 
-def test_a_log_that_tells_no_time_has_losses(tmp_path, capsys):
+def test_a_log_without_times_has_losses(tmp_path, capsys):
     (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n")
     assert main(["logs", "parse", str(tmp_path / "a.log"), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]

@@ -55,7 +55,7 @@ def test_two_calm_sides_show_three_percent():
     assert found.change == pytest.approx(math.log(1.94 / 2.0007), abs=1e-3) and "3 and 3 runs" in found.source
 
 
-def test_one_run_a_side_is_not_enough_for_three_percent_and_says_why():
+def test_one_run_a_side_is_not_enough_for_three_percent_and_the_reason_is_given():
     found = compare(runs(2.0), runs(1.94))
     assert not found.decided and found.source.startswith("one run a side")
     assert "3.0% less time" in found.sentence and found.repeats >= 3

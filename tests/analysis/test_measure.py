@@ -46,7 +46,7 @@ def test_the_warm_up_does_not_count_but_at_most_half_of_the_lines_are_warm_up():
     assert counted(log(1)) == [1]
 
 
-def test_what_is_left_out_is_said_with_its_reason():
+def test_what_is_left_out_is_reported_with_its_reason():
     skipped = np.zeros(20)
     skipped[9] = 1
     batch = np.full(20, 32)
@@ -62,7 +62,7 @@ def test_what_is_left_out_is_said_with_its_reason():
     )
 
 
-def test_a_reason_that_would_leave_nothing_is_set_aside_and_said():
+def test_a_reason_that_would_leave_nothing_is_set_aside_and_reported():
     this = log(6, first=10, step=10, skipped=1)
     window = steady_state(this)
     assert window.counts.sum() == 5 and "skipped" in window.note
@@ -199,7 +199,7 @@ def test_the_flops_of_a_gate_and_of_shared_keys_are_counted_as_megatron_does():
     assert flops.replicated(plain.shape, plain, B) == 8 * B * s * L * (12 * h * h + 13 * h + 6 * h)
 
 
-def test_what_the_log_does_not_tell_is_no_number():
+def test_what_the_log_lacks_is_no_number():
     m = measure_log(log())
     assert m.flops_per_s == {} and m.utilization == {} and math.isnan(m.tokens_per_s) and math.isnan(m.memory_bytes)
     assert m.sec_per_it == 2.0 and m.config.shape is None
@@ -207,7 +207,7 @@ def test_what_the_log_does_not_tell_is_no_number():
     assert math.isnan(empty.sec_per_it) and empty.iterations == 0
 
 
-def test_a_plan_tells_what_a_log_does_not():
+def test_a_plan_supplies_what_a_log_lacks():
     plan = small_plan(dp=2)
     m = measure_log(log(), plan)
     assert (m.config.gpus, m.tokens_per_s) == (2, 4 * 32 / 2)

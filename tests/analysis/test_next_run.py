@@ -111,7 +111,7 @@ def test_the_next_run_saves_what_simulated_decisions_save():
     assert best.regret_saved > 0 and best.regret_saved == pytest.approx(saved.mean(), rel=0.1, abs=2e-4)
 
 
-def test_a_run_of_what_is_known_tells_less_than_one_of_its_rival_and_cost_counts():
+def test_a_run_of_what_is_known_is_worth_less_than_one_of_its_rival_and_cost_counts():
     measured = seconds(CASES[0], Calibration())
     belief = posterior([CASES[0]] * 4, [measured] * 4, Calibration())
     near = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, mbs=2))
@@ -121,7 +121,7 @@ def test_a_run_of_what_is_known_tells_less_than_one_of_its_rival_and_cost_counts
     assert longer.gpu_hours == pytest.approx(10 * rival.gpu_hours) and longer.worth < rival.worth
 
 
-def test_where_the_choice_is_clear_the_winners_time_is_what_a_run_tells():
+def test_where_the_choice_is_clear_the_winners_time_is_what_a_run_adds():
     slow = dataclasses.replace(CASES[0], topology=dataclasses.replace(CASES[0].topology, tp=1, pp=1, dp=8, mbs=256))
     belief = posterior([], [], Calibration())
     best = next_run.short_runs([CASES[0], slow], belief)[0]
@@ -152,7 +152,7 @@ def test_measured_csv_is_read_back_as_the_cases_that_ran(tmp_path):
     assert [(r.row_id, r.seconds) for r in rows] == [("a", 2.0), ("b", 3.0)]
 
 
-def test_a_lesson_brings_predictions_nearer_and_says_how_sure_they_are(tmp_path, outputs):
+def test_a_lesson_brings_predictions_nearer_and_reports_their_uncertainty(tmp_path, outputs):
     plans = [small_plan("a"), small_plan("b", dp=2), small_plan("c", tp=2)]
     blank = [recalibrate.case_of(measure_log(log(), p)) for p in plans]
     true = [1.5 * p.sec_per_it for p in recalibrate.predictions(blank, default(blank[0].cluster))]

@@ -141,7 +141,7 @@ def test_the_real_logs_raise_no_alarm():
     assert events == []
 
 
-def test_the_command_joins_logs_and_tells(tmp_path, capsys):
+def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     first = [m2021(i, n=60, loss=5 - 0.01 * i + 0.01 * (i % 3)) for i in range(1, 41)]
     later = [m2021(i, n=60, loss=(9 if i == 50 else 5) - 0.01 * i + 0.01 * (i % 3)) for i in range(36, 61)]
     for name, lines in (("1.log", first), ("2.log", later)):

@@ -89,7 +89,7 @@ def test_what_a_study_lacks_or_what_is_damaged_in_it_is_a_line(outputs: Path, te
     assert found.differences() and found.to_json()["lacks"]["a"]
 
 
-def test_without_names_the_study_that_changed_last_stands_beside_this_one(outputs: Path) -> None:
+def test_without_names_the_study_that_changed_last_is_compared_with_this_one(outputs: Path) -> None:
     here = study("a")
     assert "only study" in compare_studies(here).summary()
     study("b")

@@ -62,7 +62,7 @@ def test_a_plan_survives_its_json_file(tmp_path):
     assert read_plan(path) == original
 
 
-def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from():
+def test_every_cluster_of_the_catalogue_names_the_sources_of_its_numbers():
     assert "jz-a100-80g" in catalogue()
     for name in catalogue():
         assert cluster(name).name == name

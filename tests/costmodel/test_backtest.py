@@ -38,7 +38,7 @@ def left_out(by):
 @pytest.mark.parametrize(
     ("by", "median", "p90", "rho", "best"), [("table", 0.015, 0.058, 0.90, 28), ("hidden", 0.018, 0.062, 0.90, 28)]
 )
-def test_left_out_a100_rows_are_predicted_and_ranked_as_well_as_the_note_says(by, median, p90, rho, best):
+def test_left_out_a100_rows_are_predicted_and_ranked_as_well_as_documented(by, median, p90, rho, best):
     """docs/planner.md, 2026-11-20. The targets: median 1.8 %, p90 6 %, rho 0.90, regret 0.25 %, coverage 85-95 %."""
     found = figures(left_out(by))
     assert found["n"] == 126 and found["tables"] == 33
@@ -91,7 +91,7 @@ def test_the_shipped_constants_explain_the_rows_of_other_cards_and_stacks(name, 
 
 
 @pytest.mark.slow
-def test_a_site_and_stack_left_out_as_a_whole_is_predicted_as_well_as_the_note_says():
+def test_a_site_and_stack_left_out_as_a_whole_is_predicted_as_well_as_documented():
     """docs/planner.md, 2026-11-22; 80 % of the intervals hold without a row, and after ten of the same stack."""
     zero, ten = (backtest("all", cv=cv) for cv in ("file", "file-ten"))
     limits = {"dlperf_v100": (0.12, 0.06), "dgxc_nemotron_h100": (0.10, 0.05), "lucie_jz_a100_2024": (0.18, 0.05)}
@@ -239,7 +239,7 @@ def test_what_a_row_leaves_open_is_what_its_stack_does(tmp_path, engine, stack, 
     assert (row.stack, row.case.topology.zero, row.case.topology.buckets) == (stack, zero, "layer")
 
 
-def test_a_column_or_a_stack_that_nobody_knows_is_named(tmp_path, capsys):
+def test_an_unknown_column_or_stack_is_named(tmp_path, capsys):
     path = written(tmp_path, f"{HEADER},kv_head,colour\x1b[2J,engine\n{LLAMA},8,red,moonlight\n")
     assert main(["plan", "backtest", str(path)]) == 0
     printed = capsys.readouterr().err

@@ -29,7 +29,7 @@ def columns(**topology: object) -> Columns:
 
 
 @pytest.mark.parametrize(("tp", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
-def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_say(tp: int, factor: float) -> None:
+def test_an_all_reduce_moves_as_often_its_bytes_as_nccl_tests_count(tp: int, factor: float) -> None:
     """NVIDIA, nccl-tests' doc/PERFORMANCE.md: the bus carries 2 (n - 1) / n of the bytes; 2 x 2048 x 2048 bf16 here."""
     x = columns(tp=tp, mbs=2, gbs=2)
     assert float(all_reduce_seconds(x, IDEAL, NO_WAITS)) == pytest.approx(factor * 2 * 2048 * 2048 * 2 / 100e9)

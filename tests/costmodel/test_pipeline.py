@@ -71,7 +71,7 @@ def test_unequal_stages_end_between_the_busiest_one_and_the_prediction():
 
 
 @pytest.mark.parametrize("shape, gpus, gbs", [(SHAPE, 384, 2048), (SMALL, (16, 32), 128)])
-def test_the_schedules_of_a_search_end_when_the_predictions_say(shape, gpus, gbs):
+def test_the_schedules_of_a_search_end_at_the_predicted_time(shape, gpus, gbs):
     """Within 0.1 % of the iteration (0.01 % was seen), never later; with interleaving, pressure and odd partitions."""
     found = search(shape, MACHINE, gpus=gpus, gbs=gbs, mbs=(2, 4), top=300)
     for c in (*found.candidates, *found.risky)[::8]:

@@ -60,7 +60,7 @@ def test_the_largest_shape_that_is_fast_enough_is_chosen():
     assert none.predictions[none.chosen].sec_per_it == fastest
 
 
-def test_offload_moves_the_optimizer_to_the_host_and_says_how_much_it_takes():
+def test_offload_moves_the_optimizer_to_the_host_and_reports_how_much_it_takes():
     shape, machine = parse_shape("24,2048,16,1024,50304"), A100
     base = {"dp": 8, "gbs": 8, "zero": 3, "precision": "bf16"}
     plain, offloaded = (

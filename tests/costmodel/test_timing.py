@@ -119,7 +119,7 @@ def test_selene_is_predicted_within_8_percent_by_constants_that_never_saw_it():
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_every_cluster_of_the_catalogue_says_where_its_numbers_come_from_and_can_be_planned_for(name):
+def test_every_cluster_of_the_catalogue_names_the_sources_of_its_numbers_and_can_be_planned_for(name):
     machine = cluster(name)
     assert {"gpu", "network_bytes_per_s"} <= set(machine.sources)
     shape = parse_shape("24,2048,16,2048,50304")

@@ -164,7 +164,7 @@ def test_what_a_restart_lost_is_named_with_its_tensor_and_ranks(
     assert (kind, tensor, ranks) in [(f.kind, f.tensor, {r.rank for r in f.ranks}) for f in found], found
 
 
-def test_nothing_is_found_where_all_came_back_and_the_slices_alone_tell_the_same(before: Path, tmp_path: Path) -> None:
+def test_nothing_is_found_where_all_came_back_nor_from_the_slices_alone(before: Path, tmp_path: Path) -> None:
     whole = after(tmp_path, prints(state()))
     bare = saved(tmp_path / "bare", state(), None)
     assert not compare_restart(before, whole).findings
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_nobody_trained_has_no_layout_and_is_compared_as_whole
     assert not compare_restart(run, after(tmp_path, prints(state()))).findings
 
 
-def test_a_clipping_left_out_at_one_end_is_told_from_a_sum_left_out(before: Path, tmp_path: Path) -> None:
+def test_a_clipping_left_out_at_one_end_is_distinguished_from_a_sum_left_out(before: Path, tmp_path: Path) -> None:
     found = compare_restart(before, after(tmp_path, remade(WORD, 3, lambda x: 3 * x, "exp_avg"))).findings
     assert "3 times as large: clipped" in next(f for f in found if f.kind == "tied").what
 
@@ -280,7 +280,7 @@ def test_ranks_without_a_fingerprint_are_noted_and_the_others_compared(before: P
     assert not found.findings and "load_0000010: no fingerprint of rank 2, 3" in found.notes[0]
 
 
-def test_the_command_says_it_in_lines_and_as_json(
+def test_the_command_prints_it_in_lines_and_as_json(
     before: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, broken = after(tmp_path, prints(state())), put(tmp_path / "broken", LOST["a norm reset"][0])
@@ -349,7 +349,7 @@ def test_marks_of_parts_add_up_to_the_mark_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-4, 1e-2, 0.3])
-def test_marks_tell_how_far_two_tensors_are_apart(size: float) -> None:
+def test_marks_estimate_how_far_two_tensors_are_apart(size: float) -> None:
     """Within a factor of two, where eight sketches have a standard error of a quarter."""
     random = np.random.default_rng(5)
     x, noise = (random.normal(size=(200, 300)).astype(np.float32) for _ in range(2))
@@ -387,7 +387,7 @@ def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
     assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 2
 
 
-def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_said(tmp_path: Path) -> None:
+def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_reported(tmp_path: Path) -> None:
     plan = small_plan()
     plan = replace(plan, topology=replace(plan.topology, tp=2, dp=4, gbs=8))
     made = rehearse.shrink(plan, tmp_path, plan.cluster, 4)

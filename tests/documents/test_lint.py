@@ -88,7 +88,7 @@ def test_context_parallelism_multiplies_the_gpus_and_expert_parallelism_does_not
 
 
 @pytest.mark.parametrize(("one", "other"), [("mbs", "gbs"), ("sec", "tflops")])
-def test_of_a_row_with_swapped_columns_only_that_is_said(tmp_path, one, other):
+def test_of_a_row_with_swapped_columns_only_that_is_reported(tmp_path, one, other):
     # ten times as fast, so that times are no TFLOPs
     found = [r | {"sec": f"{float(r['sec']) / 10:.2f}", "tflops": f"{float(r['tflops']) * 10:.2f}"} for r in rows()]
     found[2] |= {one: found[2][other], other: found[2][one]}
@@ -161,7 +161,7 @@ def test_csv_is_linted_too(tmp_path):
     assert [(f.line, f.row, f.rule, f.likely) for f in report.findings] == [(3, 2, "product", "DP 2")]
 
 
-def test_the_command_prints_json_and_says_by_its_exit_code_whether_there_are_findings(tmp_path, capsys):
+def test_the_command_prints_json_and_its_exit_code_is_1_where_there_are_findings(tmp_path, capsys):
     (tmp_path / "a.md").write_text(markdown(rows(dp="8")))
     assert main(["logs", "lint", str(tmp_path / "a.md"), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)

@@ -150,6 +150,6 @@ def test_the_seed_documents_are_their_216_timed_rows():
 
 @pytest.mark.skipif(not SEEDS, reason="the seed documents are not beside this checkout")
 @pytest.mark.parametrize("path", SEEDS, ids=lambda p: p.name[:3])
-def test_every_row_of_a_seed_table_knows_its_batch_and_its_machine(path):
+def test_every_row_of_a_seed_table_has_its_batch_and_its_machine(path):
     for row in read_document(path.read_text()).rows:
         assert row.number("gbs") > 0 and (row.number("gpus") > 0 or row.number("nodes") > 0), row.text

@@ -21,7 +21,7 @@ def test_a_planted_boundary_in_layers_is_found_in_few_jobs(boundary: int) -> Non
     assert len(report.trials) <= 8
 
 
-def test_every_axis_has_its_own_boundary_and_a_cure_by_blocking_is_said() -> None:
+def test_every_axis_has_its_own_boundary_and_a_cure_by_blocking_is_reported() -> None:
     def hangs(plan: Plan, blocking: bool) -> str:
         large = plan.shape.num_layers * plan.shape.hidden_size * plan.topology.dp >= 20_000
         return "timeout" if large and not blocking else "completed"
@@ -47,7 +47,7 @@ def test_a_plan_that_does_not_hang_is_refused(status: str, message: str) -> None
         bisect(PLAN, ("layers",), lambda plan, blocking: status)
 
 
-def test_the_command_says_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_it_would_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
     path = tmp_path / "plan.json"

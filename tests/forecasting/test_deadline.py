@@ -64,7 +64,7 @@ def _with_tokens(proposal, tokens):
     return dataclasses.replace(proposal, tokens=tokens)
 
 
-def test_where_memory_is_the_limit_the_reason_says_so():
+def test_where_memory_is_the_limit_it_is_the_reason():
     long = sizes_within(2000.0, **ASKED | {"gpus": 1, "gbs": 8})
     assert long.best.days[1] < 1800 and "memory" in long.reason and "take longer" not in long.reason
     assert not long.best.proposal.prediction.is_risky

@@ -61,7 +61,7 @@ def decision(calendar, **changes):
     return Decision(**{"record": calendar, "plans": plans, "sizing": {}, **changes})
 
 
-def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(calendar):
+def test_every_figure_has_its_kind_of_knowledge_and_its_source(calendar):
     kinds = {"given", "computed", "measured", "fitted", "published", "assumed", "simulated"}
     table = decision(calendar, backtest_error=0.012, reports=frozenset({"07_calendar"})).facts
     assert all(fact.kind in kinds and fact.source and fact.value for fact in table.facts)
@@ -74,7 +74,7 @@ def test_every_figure_says_what_kind_of_knowledge_it_is_and_where_it_comes_from(
     assert "02_topology</td>" in table._repr_html_(), "no link to what is not there"
 
 
-def test_the_measured_run_stands_beside_its_prediction(calendar):
+def test_the_measured_run_is_next_to_its_prediction(calendar):
     """Prequel, 02-28: 70 x 14336, 112 heads, TP 4, PP 12, DP 8, MBS 2, GBS 2048: 104.50 s."""
     assert [row.seconds for row in measured_like(PLAN)] == [104.5]
     faster = dataclasses.replace(PLAN.topology, sequence_parallel=True, recompute="none")
@@ -91,7 +91,7 @@ def test_the_headline_names_shape_topology_date_hours_and_both_probabilities(cal
     assert "is missed with probability **under 0.1 %**" in sure and "<script" not in sure
 
 
-def test_the_page_tells_whoever_decides_that_no_measured_run_is_like_the_plan(calendar):
+def test_the_page_reports_that_no_measured_run_is_like_the_plan(calendar):
     facts = {fact.what: fact.value for fact in decision(calendar).facts.facts}
     assert (
         facts["measured runs like it"].startswith("rests on") and "no measured run" not in decision(calendar).summary()
@@ -156,7 +156,7 @@ def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outpu
         study_plan(study, "third")
 
 
-def test_each_batch_size_of_the_ramp_takes_the_seconds_that_predict_says(found):
+def test_each_batch_size_of_the_ramp_takes_the_seconds_of_predict(found):
     for step in found.schedules[0][1][::20]:
         topology = dataclasses.replace(PLAN.topology, gbs=step.phase.gbs)
         seconds = predict(dataclasses.replace(PLAN, topology=topology), found.request.calibration).sec_per_it
@@ -221,7 +221,7 @@ def rows(chart):
     return [*chart.get("data", {}).get("values", []), *(row for part in parts for row in rows(part))]
 
 
-def test_the_fan_tells_the_dates_of_each_quantile_and_draws_the_deadline(found, calendar):
+def test_the_fan_has_the_dates_of_each_quantile_and_draws_the_deadline(found, calendar):
     drawn = rows(fan(found).spec)
     last = [row for row in drawn if "half" in row][-1]
     finish = {name: day[:10] for name, day in found.record["finish"].items()}

@@ -73,7 +73,7 @@ def daly_wall_s(work_s: float, interval_s: float, save_s: float, mtbf_s: float, 
 @pytest.mark.parametrize(
     ("mtbf", "interval", "save", "restart"), [(20, 1.5, 60, 600), (5, 0.7, 60, 600), (2, 0.3, 30, 300)]
 )
-def test_simulated_runs_take_as_long_on_average_as_dalys_formula_says(mtbf, interval, save, restart):
+def test_simulated_runs_take_as_long_on_average_as_by_dalys_formula(mtbf, interval, save, restart):
     """Daly 2006, equation 20, exact for stops at a constant rate (the simulation leaves out those during a restart)."""
     stops = (Interruption(name="stop", per_year=NODE_YEAR_S / (mtbf * HOUR)),)
     risks = dataclasses.replace(CALM, stops=stops, startup_s=restart)
@@ -375,7 +375,7 @@ def plan_file(tmp_path):
 GIVEN = {"--tokens": "341e9", "--ramp": RAMP, "--start": "2027-01-01", "--runs": "500"}
 
 
-def test_the_command_says_dates_hours_and_risks(capsys, plan_file, tmp_path):
+def test_the_command_prints_dates_hours_and_risks(capsys, plan_file, tmp_path):
     capacity = tmp_path / "capacity.json"
     capacity.write_text('{"steps": [{"from": "2026-12-01", "gpus": 176}, {"from": "2027-02-15", "gpus": 416}]}')
     words = [word for pair in GIVEN.items() for word in pair]

@@ -73,7 +73,7 @@ def test_work_is_done_phase_after_phase_across_windows() -> None:
     assert found.gpu_s[0] == pytest.approx(8 * 300)
 
 
-def test_thousands_of_runs_scatter_as_their_causes_say() -> None:
+def test_thousands_of_runs_scatter_as_their_causes_do() -> None:
     """Stops with a queue of 100 s: a Poisson number n of them, mean 100, each uniform in 60 s plus exponential waits.
 
     Variance of the sum (Wald): E n (mean^2 + variance) = 100 (130^2 + 60^2 / 12 + 100^2).

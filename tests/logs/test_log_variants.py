@@ -83,7 +83,7 @@ HF_BAR = " {i}%|##        | {i}/{n} [00:{s:02d}<05:00,  5.00it/s]\n"
 
 @pytest.mark.parametrize("blank", ["", "          \n", "\n\n"])
 @pytest.mark.parametrize(("before", "late"), [(True, 0), (True, 1), (False, 0)])
-def test_a_bar_on_a_line_of_its_own_tells_the_step_of_the_dict_beside_it(tmp_path, blank, before, late):
+def test_a_bar_on_a_line_of_its_own_has_the_step_of_the_dict_next_to_it(tmp_path, blank, before, late):
     text = "Map: 100%|##| 1000/1000 [00:01<00:00, 900.00it/s]\n"
     for i in (10, 20, 30):
         bar, behind = (HF_BAR.format(i=i + more, n=200, s=i // 5) for more in (0, late))
@@ -95,7 +95,7 @@ def test_a_bar_on_a_line_of_its_own_tells_the_step_of_the_dict_beside_it(tmp_pat
     assert table["sec_per_it"].tolist()[1:3] == [0.2, 0.2] and set(table["grad_norm"]) == {1.25}
 
 
-def test_seconds_that_were_read_off_the_clock_are_said_to_be(tmp_path):
+def test_seconds_that_were_read_off_the_clock_are_reported_as_such(tmp_path):
     (tmp_path / "a.log").write_text(DS.format(m=0, i=10) + DS.format(m=5, i=20))
     assert "time stamps" in read_log(tmp_path / "a.log").notes[0]
     (tmp_path / "a.log").write_text(FIVE + DS.format(m=0, i=10) + DS.format(m=5, i=20))
@@ -137,13 +137,13 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("status", "text"), ENDINGS, ids=[f"{i}-{s}" for i, (s, _) in enumerate(ENDINGS)])
-def test_ends_are_told_by_what_others_print(tmp_path, status, text):
+def test_ends_are_recognized_by_what_others_print(tmp_path, status, text):
     (tmp_path / "a.log").write_text(("" if "'loss'" in text else FIVE) + text)
     os.utime(tmp_path / "a.log", (0, 0))
     assert read_log(tmp_path / "a.log").status == status
 
 
-def test_a_form_that_said_nothing_is_heard_when_other_digits_make_it_speak(tmp_path, monkeypatch):
+def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_path, monkeypatch):
     """Forms of lines that hold nothing are remembered from block to block; `0 oom_kill events` and `step=0` say nothing, others do."""
     monkeypatch.setattr("trilane.logs.reader.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"

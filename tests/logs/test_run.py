@@ -55,7 +55,7 @@ def test_seconds_and_milliseconds_come_out_alike(tmp_path):
     assert (row.sec_per_it, row.lm_loss, row.loss_scale) == (769.99, 63.84045, 4096.0)
 
 
-def test_a_run_that_stopped_early_is_unfinished_and_says_by_which_line(tmp_path):
+def test_a_run_that_stopped_early_is_unfinished_and_names_the_line(tmp_path):
     (tmp_path / "run.log").write_text(log_text(iterations=7) + " [2026-08-01 12:00:00.0] iteration    ")
     assert read_log(tmp_path / "run.log").status == "running", "somebody wrote to it a moment ago"
     os.utime(tmp_path / "run.log", (0, 0))

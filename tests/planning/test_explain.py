@@ -88,7 +88,7 @@ def test_twice_the_gpus_are_asked_for_only_where_the_cluster_has_them():
     assert explain(plan_of(machine=whole)).more is None
 
 
-def test_a_plan_that_is_like_no_measured_run_says_so(capsys):
+def test_a_plan_that_is_like_no_measured_run_is_reported_as_such(capsys):
     asked = "plan show --shape 4,256,4,128,384 --cluster h200 --gbs 16 --gpus 8 --mbs 2"
     assert main(asked.split()) == 0
     assert "no measured run like this" in " ".join(capsys.readouterr().out.split())
@@ -106,7 +106,7 @@ def test_what_no_engine_trains_is_said_before_the_launch(only):
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_sizes_of_what_no_engine_trains_say_so(cp):
+def test_sizes_of_what_no_engine_trains_are_reported_as_such(cp):
     few = {"zero": 1, "interleaving": 1, "sequence_parallel": True, "recompute": "none", "mbs": 1, "pp": 1, "cp": cp}
     asked = SizeRequest(
         parameters=1e9, vocabulary=32_000, gpus=8, cluster=A100, gbs=64, like="llama", choices=few, tokens=2e9

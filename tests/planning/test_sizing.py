@@ -191,7 +191,7 @@ def test_the_command_answers_the_question_of_the_chronicles(capsys):
     assert {m["line"] for m in values["published"]} >= {"Model size: 530B, ratio=195"}
 
 
-def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_ones():
+def test_a_shape_that_may_run_out_of_memory_is_marked_and_comes_after_the_safe_ones():
     request = SizeRequest(parameters=33e9, vocabulary=50_257, gpus=8, cluster=A100, calibration=K)
     found = propose(request)
     risky = [p.prediction.oom_probability > 0.1 for p in found]
@@ -202,7 +202,7 @@ def test_a_shape_that_may_run_out_of_memory_says_so_and_comes_after_the_safe_one
     assert found[risky.index(True)].days_at_target < found[risky.index(True) - 1].days_at_target
 
 
-def test_where_nothing_can_run_the_reason_is_said(capsys):
+def test_where_nothing_can_run_the_reason_is_given(capsys):
     large = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True)) | {
         "--params": "1e12",
         "--gpus": "8",
@@ -269,7 +269,7 @@ def test_the_fused_softmax_takes_what_megatrons_kernel_takes(seq, heads, mbs, fu
     assert (softmax_note(shape, Topology(mbs=mbs, gbs=mbs)) == "") is fused
 
 
-def test_the_proposals_tell_which_measured_runs_the_best_of_them_rests_on():
+def test_the_proposals_name_the_measured_runs_that_the_best_of_them_rests_on():
     asked = {"parameters": 7e9, "gpus": 8, "gbs": 512, "vocabulary": 32000, "tokens": 1e11, "like": "llama"}
     found = propose_shapes(cluster("dgx-h100"), **asked, choices={"cp": 2})
     words = found.best.prediction.support.words

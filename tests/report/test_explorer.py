@@ -48,7 +48,7 @@ def test_a_plan_that_may_run_out_of_memory_has_its_own_colour_and_no_rank():
     assert risky and all(row["oom"] > 0.1 and not row["rank"] for row in risky)
 
 
-def test_the_drawn_schedule_is_that_of_the_plan_and_says_what_is_left_out(found):
+def test_the_drawn_schedule_is_that_of_the_plan_and_names_what_is_left_out(found):
     c = max(found.candidates, key=lambda c: c.topology.microbatches * c.topology.pp)
     drawn, whole = Drawn(c, 40), Drawn(c, 10**9)
     made = pipeline_schedule(c.topology, c.prediction, drawn.microbatches)

@@ -80,7 +80,7 @@ def test_a_report_has_a_policy_no_script_and_only_outputs_that_are_shown(tmp_pat
     assert "<b>plain</b>" in page.text and "<b>bold</b>" in page.text
 
 
-def test_a_report_says_what_it_is_and_nothing_of_the_machine_that_made_it(outputs: Path) -> None:
+def test_a_report_has_its_parameters_and_nothing_of_the_machine_that_made_it(outputs: Path) -> None:
     study = Study.create("s")
     Study.open("s").save("plans.json", {"plans": []}, "02_topology")
     study.load("plans.json", "02_topology")

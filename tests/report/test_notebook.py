@@ -161,7 +161,7 @@ def committed(story: str, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_batch_run_takes_parameters_as_committed_and_says_so(committed, story, outputs, capfd):
+def test_a_batch_run_takes_parameters_as_committed_and_reports_it(committed, story, outputs, capfd):
     html = notebook.run(story, Study.create("s")).read_text()
     assert "tp is 2 1.0 True" in html
     assert "was edited" in (errors := capfd.readouterr().err) and "tp is 2" in errors
@@ -206,7 +206,7 @@ def test_a_notebook_that_another_process_executes_in_the_study_is_refused(story:
     assert not list(study.folder.iterdir())
 
 
-def test_a_notebook_beside_one_that_is_being_written_completes(story: str, outputs: Path) -> None:
+def test_a_notebook_next_to_one_that_is_being_written_completes(story: str, outputs: Path) -> None:
     study = Study.create("s")
     (study.folder / "06_other.ipynb").write_text('{"cells": [')
     assert notebook.run(story, study).is_file() and not (study.folder / "06_other.html").exists()

@@ -18,7 +18,7 @@ def browser(folder: Path, script: str) -> str:
     return str(path)
 
 
-def test_a_report_is_printed_beside_itself(tmp_path: Path) -> None:
+def test_a_report_is_printed_next_to_itself(tmp_path: Path) -> None:
     assert print_pdf(tmp_path / "01 x.html", browser(tmp_path, PRINTS)).read_text() == "%PDF\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["01 x.pdf", "chromium"]
 

@@ -37,7 +37,7 @@ class Recalibrated(SimpleNamespace):
         return bool(self.runs)
 
 
-def test_a_run_outside_its_interval_is_told_from_one_inside():
+def test_a_run_outside_its_interval_is_distinguished_from_one_inside():
     before, after = [prediction(2.0, 1.5, 2.5)], [prediction(3.5, 3.0, 4.2)]
     found = predicted_over_measured(Recalibrated(runs=[run("a", 4.0)], before=before, after=after, inside=0))
     drawn = next(layer["data"]["values"] for layer in found.spec["layer"] if "one" not in str(layer["data"]["values"]))

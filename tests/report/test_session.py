@@ -35,7 +35,7 @@ def session(study: Study, monkeypatch: pytest.MonkeyPatch, executed: int) -> Pat
 
 
 @pytest.mark.parametrize(("executed", "late"), [(7, ""), (5, "; cells executed later are missing: 2")])
-def test_the_report_of_a_session_says_when_its_notebook_was_saved(
+def test_the_report_of_a_session_has_the_time_when_its_notebook_was_saved(
     outputs: Path, monkeypatch: pytest.MonkeyPatch, executed: int, late: str
 ) -> None:
     here = Study.create("s")

@@ -73,7 +73,7 @@ def test_a_plan_that_cannot_be_names_the_rule_and_has_no_number(choices, rule):
     assert "an iteration" not in text
 
 
-def test_a_refusal_says_what_would_be_possible():
+def test_a_refusal_names_what_would_be_possible():
     assert "possible here: tp 1, 2, 4" in sentence(BASE, KNOWN, tp=3)[0]
     assert "possible here: gbs 2046, 2052" in sentence(BASE, KNOWN, mbs=3, dp=2)[0]
 

@@ -153,7 +153,7 @@ def full(path: Path) -> Path:
     return path
 
 
-def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_said_once(tmp_path: Path) -> None:
+def test_what_a_full_disk_refuses_is_written_in_order_once_there_is_room_and_reported_once(tmp_path: Path) -> None:
     notes: list[str] = []
     file = Appended(full(tmp_path / "x"), notes.append)
     for number in range(5):

@@ -43,7 +43,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_notebook_is_told_what_remains_and_keeps_no_bar(clock: None, shown: list[str]) -> None:
+def test_a_notebook_shows_what_remains_and_keeps_no_bar(clock: None, shown: list[str]) -> None:
     assert list(progress("abcdef", "logs", "log")) == list("abcdef")
     assert "logs: 2 of 6 logs, about 6 s left" in shown[0] and "logs: 5 of 6 logs, about 1 s left" in shown[3]
     assert len(shown) == 5 and shown[-1] == ""
