@@ -1,9 +1,10 @@
 """What the heartbeats of 1,024 ranks on 128 nodes cost the shared file system, and how soon a fault is judged.
 
-`PYTHONPATH=lib python benchmarks/heartbeat_cluster.py [hang | dead | exit] [--nodes 128] [--timeout 150]`: on this
-machine, with the watchdog's own code and intervals. Each node is two processes: one writes the heartbeats of its eight
-ranks, one is the watchdog. Simulated are the host's name, the stacks (tests/job.py; py-spy would find no training) and
-the fault: one rank that stops, a node that is killed whole, a rank that exits. The clock of node 5 is an hour ahead.
+`PYTHONPATH=lib python benchmarks/heartbeat_cluster.py [hang | dead | exit | none] [--nodes 128] [--timeout 150]`: on
+this machine, with the watchdog's own code and intervals. Each node is two processes: one writes the heartbeats of its
+eight ranks, one is the watchdog. Simulated are the host's name, the stacks (tests/job.py; py-spy would find no
+training) and the fault: one rank that stops, a node that is killed whole, a rank that exits. The clock of node 5 is an
+hour ahead.
 
 Counted in each watchdog, for the run folder only: opens of files and folders (Python's audit events "open",
 "os.listdir", "os.scandir"), other calls by name (stat, lstat, rename, mkdir, remove), and the bytes of the files that
@@ -188,6 +189,8 @@ class Job:
         self._print_counts([b - a for a, b in zip(before, self.counts, strict=True)], time.monotonic() - begin)
         size = (self.folder / node_folder.NODES / "8.json").stat().st_size
         print(f"reports: {len(read_reports(self.folder))}, of {size} bytes")
+        if self.fault == "none":
+            return
         timeout_s, before = self.plan.run.hang_timeout_s, list(self.counts)
         self.fault_at.value = planted = time.monotonic()
         if self.fault == "dead":
@@ -227,7 +230,7 @@ class Job:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("fault", nargs="?", default="hang", choices=("hang", "dead", "exit"))
+    parser.add_argument("fault", nargs="?", default="hang", choices=("hang", "dead", "exit", "none"))
     parser.add_argument("--nodes", type=int, default=128)
     parser.add_argument("--timeout", type=float, default=150.0)
     options = parser.parse_args()

@@ -18,6 +18,7 @@ from trilane.workspace.stall_detector import StallDetector, report_every_s
 from trilane.workspace.status import RunStatus, Status
 
 MAX_EVIDENCE = 2000  # characters
+STALLED_S = 1.0  # between two reports of a node with a stall: whose is the longest is decided within seconds
 
 
 class Hang(Exception):
@@ -62,10 +63,11 @@ class HangMonitor:
         """Whether a rank of this node makes no progress."""
         return self._stall.is_stalled_here
 
-    def check(self, is_asked: Callable[[], bool] = lambda: False) -> None:
+    def check(self, is_asked: Callable[[], bool] = lambda: False, *, waits: bool = False) -> None:
         """Raise Hang where the run makes no progress, after dumping and diagnosing its stacks; call it often.
 
-        A rank that exits has all stacks dumped, unless they are asked for already.
+        A rank that exits has all stacks dumped, unless they are asked for already. Nothing is decided where this node
+        `waits` for another's decision.
         """
         was_stalled, exits = self._stall.is_stalled_here, len(self._exited)
         if not self._stall.look():
@@ -76,14 +78,15 @@ class HangMonitor:
         if len(self._exited) > exits == 0 and not is_asked():
             with contextlib.suppress(OSError):  # where the others are before they fail or wait for ever
                 capture(self._folder, self._plan)
-        if why := self._stall.decide():
+        if not waits and (why := self._stall.decide()):
             raise Hang(self.hang_status(why))
         self._note_silent_nodes()
 
     def report(self) -> None:
         """Write this node's report; not where the disk is full."""
         self._number += 1
-        self._next_report = time.monotonic() + report_every_s(self._stall.timeout_s)
+        every_s = report_every_s(self._stall.timeout_s)
+        self._next_report = time.monotonic() + (min(STALLED_S, every_s) if self.is_stalled_here else every_s)
         ranks = tuple(progress for _, progress in sorted(self._stall.own.items()))
         report = NodeReport(
             first=self._node.first, host=platform.node(), start=self._node.start, number=self._number, ranks=ranks

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.diagnose.hang.capture import capture_here
+from trilane.diagnose.hang.capture import OTHERS_S, capture_here
 from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.utils.process import die_with
 from trilane.workspace import node_folder
@@ -26,6 +26,7 @@ POLL_S = 0.5
 ASK_S = 5.0  # between two looks at stacks/ of the run folder, on a node without a stall
 PRECEDENCE_S = 15.0  # how much earlier than the next node that of rank 0 decides
 STAGGER_S, LATEST_S = 0.5, 15.0  # from one further node to the next, and of the last
+DECISION_S = OTHERS_S + 30.0  # after a request for stacks, which another node may have made to decide
 ANSWER_S = 120.0  # after a request for stacks a decision may follow
 END_S = 10.0  # to write the last report
 
@@ -50,10 +51,13 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
                 with contextlib.suppress(OSError):
                     capture_here(folder, stacks)
         is_awaited = monitor.is_stalled_here or requests.age_s() < ANSWER_S
-        if _hangs(monitor, folder, requests) or status.is_written(is_awaited):
+        if _hangs(monitor, folder, requests, waits=first > 0 and requests.age_s() < DECISION_S) or status.is_written(
+            is_awaited
+        ):
             monitor.kill_ranks(parent)
-            return
+            break
         time.sleep(POLL_S)
+    monitor.close()
 
 
 def patience_s(first: int, plan: Plan) -> float:
@@ -113,10 +117,10 @@ class _HangStatus:
         return written is not None and written.status is Status.HANG
 
 
-def _hangs(monitor: HangMonitor, folder: Path, requests: _Requests) -> bool:
+def _hangs(monitor: HangMonitor, folder: Path, requests: _Requests, waits: bool) -> bool:
     """Whether this process detects a hang, which it records."""
     try:
-        monitor.check(requests.are_open)
+        monitor.check(requests.are_open, waits=waits)
     except Hang as hang:
         print(f"trilane: hang: {hang.outcome.evidence}", flush=True)
         write_status(folder, hang.outcome)

@@ -135,15 +135,22 @@ class NodeReport:
         aside.replace(path)
 
 
+def report_paths(folder: Path) -> list[Path]:
+    """The reports of the nodes of a run folder."""
+    return list((folder / node_folder.NODES).glob("[0-9]*.json"))
+
+
+def read_report(path: Path) -> NodeReport | None:
+    """A node's last report; None where it is damaged or missing."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return _report(path.read_text(encoding="utf-8"))
+    return None
+
+
 def read_reports(folder: Path) -> list[NodeReport]:
     """The last report of each node of a run folder, by first rank; damaged ones are left out."""
-    found = []
-    for path in (folder / node_folder.NODES).glob("[0-9]*.json"):
-        report = None
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            report = _report(path.read_text(encoding="utf-8"))
-        found += [report] if report else []
-    return sorted(found, key=lambda report: report.first)
+    found = (read_report(path) for path in report_paths(folder))
+    return sorted((report for report in found if report), key=lambda report: report.first)
 
 
 def forget_reports(folder: Path, start: str) -> None:

@@ -90,8 +90,9 @@ class Places:
 
 def find(folder: Path) -> list[Path]:
     """The folders on this machine that processes of the run in `folder` use now."""
-    found = (path for base in (*BASES, folder / NODES) for path in sorted(base.glob(f"{_prefix()}*")))
-    return [path for path in found if _is_own(path) and _text(path / "run") == _run(folder) and not _is_left(path)]
+    run, bases = _run(folder), (*BASES, folder / NODES)
+    found = (path for base in bases for path in sorted(base.glob(f"{_prefix()}*")))
+    return [path for path in found if _is_own(path) and _text(path / "run") == run and not _is_left(path)]
 
 
 def remove(place: Path) -> None:

@@ -6,13 +6,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.workspace.heartbeat import END, Heartbeat, NodeReport, Progress, beats_in, process_state, read_reports
+from trilane.workspace.heartbeat import (
+    END,
+    Heartbeat,
+    NodeReport,
+    Progress,
+    beats_in,
+    process_state,
+    read_report,
+    read_reports,
+    report_paths,
+)
 
 # Until its second iteration a rank imports, builds samples and compiles: its timeout is longer by this factor, and at
 # least this many seconds.
 START_FACTOR, START_S = 5.0, 300.0
 
-REPORT_S = 15.0  # between two reports of a node, and between two readings of all by the node that decides
+REPORT_S = 15.0  # between two reports of a node
+READS_PER_S = 0.7  # of other nodes' reports, by the node that decides, while its own ranks make progress
+PASS_SHARE = 0.25  # of the timeout: no slower than this are all of them read once
 SILENT = 4  # a node is silent after so many reports that did not come
 SILENT_S = 10.0  # and not before
 LOOK_S, SHARED_LOOK_S = (
@@ -29,17 +41,20 @@ def report_every_s(timeout_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """A node's report, and since when this process has known it, by its own clock."""
+    """A node's report; when this process first found it, and when it last looked, by its own clock."""
 
     report: NodeReport
     since: float
+    looked: float
 
 
 class StallDetector:
     """Detects when a rank of the run in `folder` has made no progress for `timeout_s`; 0 disables it.
 
-    The heartbeats of this node's ranks are read from `places` (default: ranks/ of the run folder). The reports of the
-    others are read only by the node that `leads`, or by one that has waited `patience_s` longer in vain for a decision.
+    The heartbeats of this node's ranks are read from `places` (default: ranks/ of the run folder). Where one of them
+    stalls, the reports of all nodes are read, and it is decided which rank has stalled longest: by the node that
+    `leads`, or by one that has waited `patience_s` for it in vain. Ranks train in step: a rank that hangs soon stalls
+    all. So while its own ranks make progress, the leading node reads one report after the other, slowly.
 
     Clocks of hosts differ: what counts is for how long a heartbeat did not change, as its own node saw it, and for how
     long a report did not, as this process sees it. A rank on a node that no longer reports stalls with the others:
@@ -64,6 +79,7 @@ class StallDetector:
         self._begin = self._next = self._next_reading = time.monotonic()
         self._changed: dict[int, tuple[Heartbeat, float]] = {}
         self._seen: dict[int, _Seen] = {}
+        self._queue, self._pause_s = list[Path](), 0.0
         self._stalled_since = 0.0
         self._exits = set[int]()
         self.own: dict[int, Progress] = {}
@@ -99,19 +115,25 @@ class StallDetector:
         return self.decide() if self.look() else ""
 
     def decide(self) -> str:
-        """The same by what the last look() found, and the other nodes' reports, which it reads where they are due."""
+        """The same by what the last look() found, and by the other nodes' reports as far as they are due to be read."""
         now, others = time.monotonic(), len(self.own) < self._ranks
         is_late = any(self._is_late(progress, self._patience_s) for progress in self.own.values())
-        if others and (is_late or (self._leads and now >= self._next_reading)):
-            self._read(now)
-        elif others and not self._leads:
+        if others and is_late and not self._stalled_since:
+            self._read_all(now)
+        elif others and self._leads:
+            self._read_next(now)
+        elif others and not is_late:
             return ""
         why = self._longest(now)
         if not why or not self._seen:
             self._stalled_since = 0.0
             return why
         self._stalled_since = self._stalled_since or now
-        return why if now - self._stalled_since >= min(SETTLE_S, self.timeout_s / 20) else ""
+        if now - self._stalled_since < min(SETTLE_S, self.timeout_s / 20):
+            return ""
+        self._read_all(now)
+        self._stalled_since = 0.0
+        return self._longest(now)
 
     def hosts(self) -> set[str]:
         """The hosts that can answer: of this node's ranks, and of the nodes that still report."""
@@ -120,16 +142,32 @@ class StallDetector:
 
     def silent(self) -> dict[int, NodeReport]:
         """The last reports of nodes that no longer report, by first rank."""
-        now = time.monotonic()
-        return {first: seen.report for first, seen in self._seen.items() if self._is_silent(seen, now)}
+        return {first: seen.report for first, seen in self._seen.items() if self._is_silent(seen)}
 
-    def _read(self, now: float) -> None:
-        self._next_reading = now + report_every_s(self.timeout_s)
+    def _read_all(self, now: float) -> None:
         for report in read_reports(self._folder):
-            old = self._seen.get(report.first)
-            is_ours = all(progress.beat.rank in self.own for progress in report.ranks)
-            if report.start == self._start_id and not is_ours and (old is None or old.report.number != report.number):
-                self._seen[report.first] = _Seen(report=report, since=now)
+            self._note(report, now)
+
+    def _read_next(self, now: float) -> None:
+        """Read the next report where it is due; at the end of a pass begin another."""
+        if now < self._next_reading:
+            return
+        every_s = report_every_s(self.timeout_s)
+        if not self._queue:
+            self._queue = report_paths(self._folder)
+            most_s = max(every_s, PASS_SHARE * self.timeout_s)
+            self._pause_s = min(max(every_s, len(self._queue) / READS_PER_S), most_s) / max(1, len(self._queue))
+        if self._queue and (report := read_report(self._queue.pop())):
+            self._note(report, now)
+        self._next_reading = now + self._pause_s
+
+    def _note(self, report: NodeReport, now: float) -> None:
+        old = self._seen.get(report.first)
+        is_ours = all(progress.beat.rank in self.own for progress in report.ranks)
+        if report.start == self._start_id and not is_ours:
+            is_same = old is not None and old.report.number == report.number
+            since = old.since if old is not None and is_same else now
+            self._seen[report.first] = _Seen(report=report, since=since, looked=now)
 
     def _longest(self, now: float) -> str:
         """The rank longest without progress, where its time is up; of silent nodes first."""
@@ -137,7 +175,7 @@ class StallDetector:
         ages = {rank: progress.idle_s for rank, progress in self.own.items()}
         for seen in self._seen.values():
             of_node = {progress.beat.rank: progress for progress in seen.report.ranks}
-            (silent if self._is_silent(seen, now) else alive).update(of_node)
+            (silent if self._is_silent(seen) else alive).update(of_node)
             ages |= {rank: progress.idle_s + now - seen.since for rank, progress in of_node.items()}
         running = [p for p in alive.values() if p.beat.phase != END]
         late = [p for p in alive.values() if self._is_late(p)]
@@ -159,8 +197,8 @@ class StallDetector:
         idle_s = progress.idle_s if age_s is None else age_s
         return progress.beat.phase != END and idle_s > self.timeout_s * self._times(progress.beat) + more_s
 
-    def _is_silent(self, seen: _Seen, now: float) -> bool:
-        return now - seen.since > max(SILENT_S, SILENT * report_every_s(self.timeout_s))
+    def _is_silent(self, seen: _Seen) -> bool:
+        return seen.looked - seen.since > max(SILENT_S, SILENT * report_every_s(self.timeout_s))
 
 
 def _has_exited(beat: Heartbeat) -> bool:
