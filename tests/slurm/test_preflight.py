@@ -136,6 +136,27 @@ def test_a_qos_that_the_site_does_not_list_is_a_warning_that_names_what_is_unkno
     assert "did you mean qos_gpu_a100-t3" in found[0].message and "most GPUs are unknown" in found[0].message
 
 
+def test_a_container_that_is_missing_is_refused_where_it_could_be_seen(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the cluster; elsewhere it may be there. pyxis mounts what the site names, and nothing else."""
+    where = replace(A100, container="pyxis", container_image="/images/torch.sqsh", container_mounts=("/shared",))
+    found = [f for f in findings(folder, plan(), where) if f.rule == "container"]
+    assert [(f.level, f.message) for f in found] == [(WARNING, "container_image=/images/torch.sqsh: no such file here")]
+    monkeypatch.setattr(client, "is_installed", lambda: True)
+    monkeypatch.setattr(client, "test_only", lambda script: "")
+    elsewhere = plan(data={"folder": "/elsewhere"})
+    found = [f for f in findings(folder, elsewhere, where) if f.rule == "container"]
+    assert [f.level for f in found] == [REFUSAL, WARNING] and found[1].message.startswith(
+        "data.folder=/elsewhere is in"
+    )
+
+
+def test_a_setup_line_that_bash_cannot_parse_is_refused_with_its_number(folder: Path) -> None:
+    found = [f for f in findings(folder, plan(), replace(A100, setup=("true", "if ["))) if f.rule == "bash"]
+    assert found[0].level == REFUSAL and found[0].message.startswith("site.setup, line 2: bash: ")
+
+
 def test_the_copy_that_a_save_is_written_from_must_fit_into_the_node(folder: Path) -> None:
     """12 bytes a parameter, 2.1 TB on one node with 176B; a run that never saves has none."""
     big = plan(shape="70,14336,112,2048,50304", topology={"tp": 8, "pp": 1, "dp": 1})

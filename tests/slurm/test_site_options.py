@@ -1,7 +1,12 @@
 """A site of one's own: what its file adds to the scripts, as bash and sbatch read it; contradictions in one line."""
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,22 +119,114 @@ def test_ones_own_comment_is_a_directive_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_the_arguments_of_srun_are_words_of_bash_and_a_container_ends_them(launcher: str) -> None:
+def test_the_arguments_of_srun_are_the_sites_and_bind_a_task_to_its_cores(launcher: str) -> None:
     bound = "--cpu-bind=cores " if launcher == "srun" else ""
     assert srun_arguments(FREE, launcher) == f"--mpi=none --label {bound}"
     assert srun_arguments(replace(FREE, srun=("--cpu-bind=none",)), launcher) == "--cpu-bind=none "
     assert srun_arguments(sites.site("generic"), "torchrun") == ""
-    inside = replace(
-        FREE, srun=(), container="apptainer", container_image="/my images/a.sif", container_mounts=("/data",)
-    )
-    words = 'apptainer exec --nv --bind "$PWD" --pwd "$PWD" --bind /data \'/my images/a.sif\' '
-    assert srun_arguments(inside, launcher) == bound + words
-    pyxis = replace(inside, container="pyxis", container_mounts=("/data", "/a:/b:ro"))
-    mounts = '--container-mounts="$PWD:$PWD",/data:/data,/a:/b:ro'
-    words = f"--container-image='/my images/a.sif' {mounts} --container-workdir=\"$PWD\" "
-    assert srun_arguments(pyxis, launcher) == bound + words
+
+
+def read_by_bash(words: str, folder: Path, code: str) -> list[str]:
+    """The words that srun would get, in that folder and with that frozen code."""
+    script = f"set -u; TRILANE_CODE={shlex.quote(code)}; printf '%s\\n' {words}"
+    return subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_a_container_sees_the_run_folder_the_frozen_code_and_the_sites_mounts(tmp_path: Path) -> None:
+    here = tmp_path / "a run"
+    here.mkdir()
+    image = {"container_image": "/my images/a.sif", "container_mounts": ("/data", "/a:/b:ro")}
+    boxed = srun_arguments(replace(FREE, srun=(), container="apptainer", **image), "torchrun")
+    start = ["apptainer", "exec", "--nv", "--bind", str(here), "--pwd", str(here)]
+    rest = ["--bind", "/data", "--bind", "/a:/b:ro", "/my images/a.sif"]
+    assert read_by_bash(boxed, here, "") == [*start, *rest]
+    assert read_by_bash(boxed, here, "/the code") == [*start, "--bind", "/the code", *rest]
+    pyxis = srun_arguments(replace(FREE, srun=(), container="pyxis", **image), "torchrun")
+    for code, mount in (("", ""), ("/the code", ",/the code:/the code")):
+        mounts = f"--container-mounts={here}:{here}{mount},/data:/data,/a:/b:ro"
+        workdir = f"--container-workdir={here}"
+        assert read_by_bash(pyxis, here, code) == ["--container-image=/my images/a.sif", mounts, workdir]
 
 
 def test_a_cpu_cluster_asks_for_no_gpu_of_any_type() -> None:
     site = replace(FREE, cluster="")
     assert "gres" not in directives(script.render("train", small_plan(), site, JobRequest()))
+
+
+def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    """What the script does before it activates its environment, in a shell that is no login shell."""
+    text = rendered(site)
+    head = text[text.index("set -euo pipefail") : text.index("# the environment of this repository")]
+    env = {"PATH": os.environ["PATH"], **env}
+    script = head + "\necho started ${FROM_SETUP:-} ${QUOTED:-}"
+    return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("false", 1),
+        ("false && true", 1),
+        ("(exit 7)", 7),
+        ("exit 3", 3),
+        ("exit 0", 0),
+        ("source /nowhere.sh", 1),
+        ("no-such-command --now", 127),
+        ("if [", 2),
+        ("echo 'unclosed", 2),
+    ],
+)
+def test_a_setup_line_that_fails_is_named_and_nothing_is_started(line: str, code: int, tmp_path: Path) -> None:
+    done = prepared(replace(FREE, setup=("export FROM_SETUP=1", line, "touch late")), tmp_path)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (code or 1, "", [])
+    assert done.stderr.splitlines()[-1] == f"site mine: setup line 2 ended with exit code {code}: {line}"
+
+
+def test_setup_lines_run_as_they_are_in_one_shell(tmp_path: Path) -> None:
+    """An unset variable, a comment, an open here-document and a definition are no failure, and swallow nothing."""
+    lines = (
+        "f() { FROM_SETUP=$1; }",
+        "f 'two words'  # so",
+        "echo $UNSET >/dev/null",
+        "cat <<END >/dev/null",
+        "cd . || exit",
+    )
+    done = prepared(replace(FREE, setup=lines), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "started two words it's $HOME\n"), done.stderr
+
+
+def test_a_shell_without_module_takes_it_from_the_sites_files_or_ends_in_one_line(tmp_path: Path) -> None:
+    site = replace(FREE, setup=(), modules=("cuda/12.6",))
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init/bash").write_text('module() { echo "$UNSET$*"; }\nfalse\n')
+    for name in ("LMOD_PKG", "MODULESHOME"):
+        done = prepared(site, tmp_path, **{name: str(tmp_path)})
+        assert done.stdout.splitlines()[:2] == ["purge", "load cuda/12.6"], done.stderr
+    done = prepared(site, tmp_path)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("modules=cuda/12.6: ") and "has no command module" in done.stderr
+
+
+def test_an_image_that_is_missing_ends_the_job_before_it_starts_a_process(tmp_path: Path) -> None:
+    image = str(tmp_path / "no image.sif")
+    site = replace(FREE, setup=(), container="apptainer", container_image=image)
+    done = prepared(site, tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith(f"container_image={image}: no such file on ")
+    Path(image).touch()
+    assert prepared(site, tmp_path).returncode == 0
+
+
+def test_shellcheck_accepts_all_that_a_site_may_add(tmp_path: Path) -> None:
+    image = {"container_image": "/my images/a.sif", "container_mounts": ("/data", "/a:/b:ro")}
+    sites_of = {box: replace(FREE, modules=("cuda",), container=box, **image) for box in ("pyxis", "apptainer")}
+    paths = []
+    for box, site in sites_of.items():
+        for template in ("train", "interactive"):
+            paths.append(tmp_path / f"{template}-{box}.sbatch")
+            paths[-1].write_text(script.render(template, plan_for(site), site, JobRequest()))
+    checked = subprocess.run(
+        [Path(sys.executable).with_name("shellcheck"), "--exclude=SC1091,SC2016", *paths],
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout

@@ -251,8 +251,10 @@ def exclude(job: str, nodes: Iterable[str]) -> None:
 
 
 def _message(text: str) -> str:
-    """The error lines (a site may explain a refusal there) and the last line, unprefixed, joined and shortened."""
+    """The error lines (a site may explain a refusal there), an option that this SLURM does not know, and the last line;
+    unprefixed, joined and shortened.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    chosen = [line for line in lines if re.match(r"\w+: error: ", line)] + lines[-1:]
+    chosen = [line for line in lines if re.match(r"\w+: (error: |unrecognized option)", line)] + lines[-1:]
     chosen = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in chosen))
     return textwrap.shorten("; ".join(chosen), MESSAGE_LENGTH, placeholder=" ...") if chosen else "no error text"

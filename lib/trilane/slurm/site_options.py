@@ -183,8 +183,8 @@ def image_file(site: Options) -> str:
 def srun_arguments(site: Options, launcher: str) -> str:
     """What the scripts give srun beyond their own options, each quoted for bash and followed by a blank; "" for none.
 
-    With Apptainer the string ends in its command, so that what follows runs inside the image. The run folder is mounted
-    at its own path and is the current one.
+    With Apptainer the string ends in its command, so that what follows runs inside the image. The run folder and the
+    frozen code are mounted at their own paths, and the run folder is the current one.
     """
     words = [shlex.quote(word) for word in site.srun]
     # one task for each GPU is bound to its own cores, and so to the NUMA node that they are on
@@ -193,8 +193,11 @@ def srun_arguments(site: Options, launcher: str) -> str:
     image, mounts = shlex.quote(site.container_image), site.container_mounts
     if site.container == "pyxis":
         every = "".join(f",{shlex.quote(m if ':' in m else f'{m}:{m}')}" for m in mounts)
-        words += [f"--container-image={image}", f'--container-mounts="$PWD:$PWD"{every}', '--container-workdir="$PWD"']
+        code = '${TRILANE_CODE:+",$TRILANE_CODE:$TRILANE_CODE"}'  # the frozen code, which may lie in another folder
+        own = f'--container-mounts="$PWD:$PWD"{code}{every}'
+        words += [f"--container-image={image}", own, '--container-workdir="$PWD"']
     elif site.container:
         binds = [f"--bind {shlex.quote(m)}" for m in mounts]
-        words += [site.container, "exec --nv", '--bind "$PWD" --pwd "$PWD"', *binds, image]
+        own = '--bind "$PWD" --pwd "$PWD" ${TRILANE_CODE:+--bind "$TRILANE_CODE"}'
+        words += [site.container, "exec --nv", own, *binds, image]
     return "".join(f"{word} " for word in words)

@@ -45,7 +45,7 @@ RULES = (
         "port",
         "code",
     ),
-    *("internet", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder", "checkpoint"),
+    *("internet", "container", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder", "checkpoint"),
 )
 
 

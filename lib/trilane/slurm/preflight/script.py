@@ -10,6 +10,7 @@ from trilane.slurm import client
 from trilane.slurm.frozen_code import USED_BY
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.script import SCRIPT, gres_gpus
+from trilane.slurm.site_options import image_file
 from trilane.slurm.sites import seconds_of
 
 DIRECTIVES = ("account", "time", "qos", "partition", "constraint", "reservation", "exclude", "mail-user")
@@ -141,11 +142,33 @@ def internet(case: JobCheck) -> Iterator[JobFinding]:
         yield warn("internet", message, "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1")
 
 
+def container(case: JobCheck) -> Iterator[JobFinding]:
+    """The site's image exists, and a container that mounts nothing by itself sees the corpus."""
+    site, data = case.site, case.plan.data
+    image = image_file(site)
+    if image and not Path(image).exists():
+        if client.is_installed():
+            remedy = "pull or build the image, or correct the site's file"
+            yield refuse("container", f"container_image={image}: no such file", remedy)
+        else:
+            yield warn("container", f"container_image={image}: no such file here", "check it on a login node")
+    mounts = [mount.split(":")[0] for mount in site.container_mounts]
+    for name, path in {"data.folder": data.folder, "data.source": data.source}.items():
+        place, is_file = Path(path).resolve(), name == "data.folder" or "/" in path
+        own = [case.folder.resolve(), *map(Path, mounts)]
+        if site.container == "pyxis" and is_file and not any(map(place.is_relative_to, own)):
+            message = f"{name}={place} is in none of container_mounts, and pyxis mounts only those"
+            yield warn("container", message, f'add "{place}" to container_mounts, unless the cluster mounts it')
+
+
 def readable(case: JobCheck) -> Iterator[JobFinding]:
-    """bash can parse the script."""
-    done = subprocess.run(["bash", "-n"], input=case.script, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        yield refuse("bash", done.stderr.strip().splitlines()[0], "correct the script")
+    """bash can parse the script, and each line of the site's setup, which the script evaluates one by one."""
+    texts = {"script": case.script}
+    texts |= {f"site.setup, line {number}": line for number, line in enumerate(case.site.setup, 1)}
+    for name, text in texts.items():
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            yield refuse("bash", f"{name}: {done.stderr.strip().splitlines()[0]}", "correct it")
 
 
 def accepted(case: JobCheck) -> Iterator[JobFinding]:
@@ -167,4 +190,4 @@ def accepted(case: JobCheck) -> Iterator[JobFinding]:
             yield refuse("sbatch", str(error), remedy)
 
 
-RULES: tuple[Rule, ...] = (directives, requested, spares, array, dead_ends, internet, readable, accepted)
+RULES: tuple[Rule, ...] = (directives, requested, spares, array, dead_ends, internet, container, readable, accepted)
