@@ -157,7 +157,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("jobs", "slurm/attempt.py", "slurm/test_attempt.py"): [
         ("len(starts) >= TRIES", "len(starts) > TRIES"),
-        ("in events[last + 1 :]", "in events"),
+        ("_spent(events[last + 1 :])", "_spent(events)"),
         ('(job, "0", *ended)', '(job, "0")'),
         ("if need <= mine", "if need < mine"),
         ("at >= run.goal and is_saved", "at >= run.goal"),
