@@ -96,7 +96,7 @@ class DeepSpeed3D:
         return loss.item()
 
 
-def _stage(plan: Plan, path: fused_path.Path) -> PipelineModule:
+def _stage(plan: Plan, path: fused_path.KernelPath) -> PipelineModule:
     """This rank's layers, not yet initialized."""
     t = plan.topology
     # Layers inside DeepSpeed's pipeline must see pp 1: megatron-core would shift their numbers otherwise.

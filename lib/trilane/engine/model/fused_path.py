@@ -26,7 +26,7 @@ _PREFERRED = contextlib.ExitStack()  # a context that is not kept is left at onc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Path:
+class KernelPath:
     """Whether the fused parts run, why, which kernel computes attention, and what does not work here."""
 
     fused: bool
@@ -39,7 +39,7 @@ class Path:
         return f"{'fused' if self.fused else 'unfused'} path ({self.why}), {self.attention} attention{apart}"
 
 
-def choose(plan: Plan, world: World) -> Path:
+def choose(plan: Plan, world: World) -> KernelPath:
     """The path of all ranks: fused where the plan and the cards have it and no rank fails. Collective.
 
     Sets torch's order of attention kernels, the fastest of this card first.
@@ -50,7 +50,7 @@ def choose(plan: Plan, world: World) -> Path:
     fused = wanted and not problem
     adds = plan.engine == "megatron" and (fused or plan.topology.precision == "fp32")
     adds = adds and all(gather_values(world, adds_into_gradients(world.device)))
-    return Path(fused=fused, why=problem or why, attention=_attention(plan, world.device), adds_gradients=adds)
+    return KernelPath(fused=fused, why=problem or why, attention=_attention(plan, world.device), adds_gradients=adds)
 
 
 def _wanted(plan: Plan, device: torch.device) -> tuple[bool, str]:
@@ -153,7 +153,7 @@ def adds_into_gradients(device: torch.device) -> bool:
     return torch.equal(total, 1.0 + torch.eye(16, device=device))
 
 
-def apply(path: Path, settings: TransformerConfig) -> TransformerConfig:
+def apply(path: KernelPath, settings: TransformerConfig) -> TransformerConfig:
     """`settings` with the fused parts on or off; ours read the same fields as megatron-core's own would.
 
     Weight gradients go into DDP's buffers by apex's module where it is installed, else by ours.
