@@ -141,8 +141,9 @@ def test_a_container_that_is_missing_is_refused_where_it_could_be_seen(
 ) -> None:
     """On the cluster; elsewhere it may be there. pyxis mounts what the site names, and nothing else."""
     where = replace(A100, container="pyxis", container_image="/images/torch.sqsh", container_mounts=("/shared",))
-    found = [f for f in findings(folder, plan(), where) if f.rule == "container"]
-    assert [(f.level, f.message) for f in found] == [(WARNING, "container_image=/images/torch.sqsh: no such file here")]
+    every = {f.rule: f for f in findings(folder, plan(), where)}
+    assert every["container"].level == WARNING and every["wheel"].message.startswith("torch is the container's")
+    assert every["container"].message == "container_image=/images/torch.sqsh: no such file here"
     monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "test_only", lambda script: "")
     elsewhere = plan(data={"folder": "/elsewhere"})

@@ -55,6 +55,9 @@ def wheel(case: JobCheck) -> Iterator[JobFinding]:
     gpu, path = case.cluster.gpu, torch_version_file(case.request.environment)
     if gpu.kind != "cuda":
         return
+    if case.site.container:
+        yield warn("wheel", "torch is the container's, which was not looked into", "import torch in it on a login node")
+        return
     if path is None:
         yield warn("wheel", "torch was not found in the job's environment from here", "check it on a login node")
         return
