@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from trilane.engine.distributed import rendezvous
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
 from trilane.utils.process import announce, die_with_parent
@@ -28,14 +29,24 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     os.environ.update(announce({}))
     os.environ[FORWARDED] = "1"
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
     _forward_signals()
     _listen_on_loopback()
+    return _launch(argv)
+
+
+def _launch(argv: list[str]) -> int:
+    """Run torchrun as main() does, in a process that has prepared its signals."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+    from torch.distributed.run import parse_args, run
+
+    came = _remember_nodes()
+    args = parse_args(argv[1:])
+    if args.rdzv_backend == "c10d":
+        args.rdzv_conf = rendezvous.settings(args.rdzv_conf)
     try:
-        run(parse_args(argv[1:]))
+        run(args)
     except ChildFailedError as error:
         failures = [{"rank": r, "pid": f.pid, "exitcode": f.exitcode} for r, f in sorted(error.failures.items())]
         with contextlib.suppress(OSError):  # a full disk; the launcher reads the ranks' logs
@@ -43,7 +54,37 @@ def main(argv: list[str]) -> int:
         return 1
     except SignalException as error:
         return 128 + error.sigval
+    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+        nodes, why = int(args.nnodes.rpartition(":")[2]), f"the first node does not answer at {args.rdzv_endpoint}"
+        if came:
+            why = rendezvous.absent_nodes(came, nodes) if len(came) < nodes else f"{error}"
+        print(f"trilane: rendezvous={args.rdzv_id}: {why} ({args.rdzv_conf})", file=sys.stderr, flush=True)
+        return 1
     return 0
+
+
+def _remember_nodes() -> set[str]:
+    """The nodes that this one will have seen in the rendezvous, which those that give up leave."""
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+
+    came: set[str] = set()
+    join = Handler.next_rendezvous
+
+    def remembered(handler: Any) -> Any:
+        with contextlib.suppress(AttributeError):  # torch's own names
+            holder = handler._state_holder
+            sync = holder.sync
+
+            def seen() -> Any:
+                changed = sync()
+                came.update(node.addr for node in (*holder.state.participants, *holder.state.wait_list))
+                return changed
+
+            holder.sync = seen
+        return join(handler)
+
+    Handler.next_rendezvous = remembered  # type: ignore[method-assign,assignment]
+    return came
 
 
 def _listen_on_loopback() -> None:

@@ -19,8 +19,9 @@ from trilane.workspace.heartbeat import (
 )
 
 # Until its second iteration a rank imports, builds samples and compiles: its timeout is longer by this factor, and at
-# least this many seconds.
-START_FACTOR, START_S = 5.0, 300.0
+# least this many seconds: a minute more than the ranks wait for one another (engine/distributed/rendezvous.py), which
+# ends with the names of those that did not come.
+START_FACTOR, START_S = 5.0, 660.0
 
 REPORT_S = 15.0  # between two reports of a node
 READS_PER_S = 0.7  # of other nodes' reports, by the node that decides, while its own ranks make progress

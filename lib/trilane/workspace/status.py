@@ -19,7 +19,7 @@ class Status(StrEnum):
     `stopped`: the run was asked to end before its last iteration, saved if it could, and can be resumed. `hang`: its
     ranks made no progress and were ended; `timeout`: it exceeded a limit of ours, `time limit` one of the scheduler.
     `pruned`: a run of a sweep that was not started, because one that needs no more memory ran out of it.
-    `unfinished`: the log ends without a reason.
+    `unfinished`: the log ends without a reason. `rendezvous`: it never began, as not all nodes came in time.
     """
 
     NOT_SUBMITTED = "not submitted"
@@ -35,6 +35,7 @@ class Status(StrEnum):
     TIME_LIMIT = "time limit"
     OOM = "OOM"
     NODE_FAILURE = "node failure"
+    RENDEZVOUS = "rendezvous"
     HANG = "hang"
     NCCL_ERROR = "NCCL error"
     NAN_LOSS = "NaN loss"
@@ -72,7 +73,7 @@ class Status(StrEnum):
     @property
     def may_be_node_failure(self) -> bool:
         """Whether a lost node can look like this in the log."""
-        return self in (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE)
+        return self in (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
 
     @property
     def exit_code(self) -> int:

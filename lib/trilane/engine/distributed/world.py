@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trilane.config.plan import Plan
+from trilane.engine.distributed import rendezvous
 from trilane.utils.process import held_port
 from trilane.utils.validation import HostError, require
 
@@ -115,13 +116,41 @@ def start_process_group(precision: str) -> World:
     rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
     device = own_device(precision)
     torch.set_num_threads(threads(local_size))
-    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
-    store.set_timeout(TIMEOUT)
+    store = _meet(rank, size, local_size)
     _require_one_kind(store, size, device)
     _require_own_card(store, rank, size, device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=device)
+
+
+def _meet(rank: int, size: int, local_size: int) -> dist.Store:
+    """The store of all ranks, once all have come to it; HostError with those that have not within WAIT_S.
+
+    It is that of torchrun's agents where there are some, else rank 0's. dist.rendezvous() ends without these names.
+    """
+    env, wait = os.environ, timedelta(seconds=rendezvous.WAIT_S)
+    has_agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port, is_host = env["MASTER_ADDR"], int(env["MASTER_PORT"]), rank == 0 and not has_agents
+    why = "rank 0 does not answer"
+    try:
+        store = dist.TCPStore(address, port, size, is_host, wait, wait_for_workers=False, multi_tenant=not has_agents)
+        store.set(f"trilane/rank {rank}", platform.node())
+        if store.add("trilane/came", 1) == size:
+            store.set("trilane/all came", "here")
+        try:
+            store.wait(["trilane/all came"], wait)
+        except dist.DistStoreError:  # the time is up
+            came = [r for r in range(size) if store.check([f"trilane/rank {r}"])]
+            why = rendezvous.absent_ranks(came, size, local_size)
+            time.sleep(2.0 * is_host)  # others still read from this store
+            raise
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise
+        raise HostError(f"rendezvous={address}:{port}: {why} within {rendezvous.WAIT_S} s") from None
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def _require_one_kind(store: dist.Store, size: int, device: torch.device) -> None:
