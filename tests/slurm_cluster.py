@@ -27,7 +27,8 @@ from trilane.workspace.run_folder import iteration
 SCRIPT = REPOSITORY / "tests/slurm/cluster.sh"
 # Nodes of two processes; /tmp is shared here, since all nodes are this machine.
 SITE = Site(name="test", partition="gpu_p5", local=("/dev/shm",))
-REQUEST = JobRequest(account="xyz@a100", time_limit="00:10:00", signal_s=60)
+# without the test of the nodes, which imports torch on each of them
+REQUEST = JobRequest(account="xyz@a100", time_limit="00:10:00", signal_s=60, preflight=False)
 PATIENCE_S = 480.0
 NODES = "jz-a100=52 jz-v32=2 jz-v16=2 jz-h100=2"  # 48 and 4 spare for the rehearsal; a node costs 10 MB and no CPU
 SPAN = 64  # ports of a cluster: the database's two, the controller's, one a node; the last claims the others

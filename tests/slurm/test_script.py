@@ -225,6 +225,11 @@ def torchrun(gpus: int, start: int = 0) -> list[str]:
     return [*head, *nodes, *rendezvous, "-m", "trilane.engine", "plan.json"]
 
 
+def choice(gpus: int) -> list[str]:
+    """What tests and chooses the nodes, of which two train."""
+    return [*CHOICE, "--count", "2", "--test", "--gpus", str(gpus), "--"]
+
+
 def loads(name: str) -> list[list[str]]:
     modules = NODES[name][-1]
     return [["module", "purge"], ["module", "load", modules]] if modules else []
@@ -238,7 +243,7 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     (play.place / "runs/two").mkdir(parents=True)
     (play.place / "runs.txt").write_text("runs/one\nruns/two\n")
     assert play.run(recorded(name)[f"{template}-{name}.sbatch"]) == 0
-    wanted = [*loads(name), BEGIN, CORPUS, HOSTS, SRUN, torchrun(gpus), [*END, "--code", "0"]]
+    wanted = [*loads(name), BEGIN, CORPUS, choice(gpus), HOSTS, SRUN, torchrun(gpus), [*END, "--code", "0"]]
     assert play.calls == wanted
     env = play.env
     assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
@@ -298,7 +303,7 @@ def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
     start = ["deepspeed", "--no_ssh", *nodes, "--module", "trilane.engine", "plan.json"]
     conda = [["conda", "shell.bash", "hook"], ["conda", "activate", "trilane"]]
     chosen = [*SRUN, "--nodes=2", "--nodelist=n[1-2]", "--ntasks=2"]  # of the three that the job has
-    begun = [*loads("jean-zay-a100"), *conda, BEGIN, CORPUS, [*CHOICE, "--count", "2"]]
+    begun = [*loads("jean-zay-a100"), *conda, BEGIN, CORPUS, choice(8)]
     calls = [*begun, HOSTS, HOSTS, chosen, start, [*END, "--code", "0"]]
     assert play.calls == calls
     assert (play.env["CUDA_LAUNCH_BLOCKING"], play.env["NCCL_DEBUG"]) == ("1", "INFO")
@@ -342,7 +347,7 @@ def test_every_blank_is_given_and_every_given_value_is_used() -> None:
 def test_every_wish_changes_a_script(wish: str) -> None:
     """A wish that no template has a place for would be lost without a word."""
     site, plan = sites.site("generic"), plan_for(sites.site("generic"))
-    changed = {"signal_s": 60, "parallel": 2, "exclude": "n1"}.get(wish, getattr(EVERYTHING, wish))
+    changed = {"signal_s": 60, "parallel": 2, "exclude": "n1", "preflight": False}.get(wish, getattr(EVERYTHING, wish))
     one = dataclasses.replace(JobRequest(), **{wish: changed})
     texts = [[script.render(t, plan, site, r) for t in ("train", "sweep")] for r in (JobRequest(), one)]
     assert texts[0] != texts[1]

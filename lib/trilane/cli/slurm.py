@@ -219,12 +219,17 @@ def end(folder: Path, code: int, as_json: bool) -> None:
 COUNT = option("--count", type=whole(), required=True, help="nodes that train")
 
 
-@command(job, FOLDER, COUNT)
-def nodes(folder: Path, count: int) -> None:
+TEST = option("--test", "tests", is_flag=True, help="test the nodes first, by steps of srun with the arguments SRUN")
+GPUS = option("--gpus", type=whole(0), default=0, help="GPUs of a node that the test is to use; 0: a core")
+SRUN = click.argument("srun", nargs=-1, type=click.UNPROCESSED)
+
+
+@command(job, FOLDER, SRUN, COUNT, TEST, GPUS)
+def nodes(folder: Path, srun: Sequence[str], count: int, tests: bool, gpus: int) -> None:
     """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
     from trilane.slurm import allocation
 
-    chosen, lines = allocation.start_nodes(folder, count)
+    chosen, lines = allocation.start_nodes(folder, count, allocation.tester(gpus, srun) if tests else None)
     for line in lines:
         print(one_line(line), file=sys.stderr)
     print(chosen)

@@ -38,7 +38,7 @@ def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatu
         trained = training_nodes(folder, job)
         dead = _dead(job, nodes) if len(nodes) > 1 else []
         if dead:
-            _avoid(folder, job, dead)
+            avoid(folder, job, dead)
         if not set(dead) & set(trained or nodes):  # a spare may have died: that is no reason
             return outcome
         reason = f"{', '.join(dead)} cannot be reached; the log: {outcome.evidence}"
@@ -92,8 +92,8 @@ def _field(shown: str, name: str) -> str:
     return found[1] if found and found[1] != "(null)" else ""
 
 
-def requeue(job: str, nodes: int = 0, avoid: Sequence[str] = ()) -> bool:
-    """Put the job back into the queue, if its script allows it: for `nodes` nodes, without those in `avoid`.
+def requeue(job: str, nodes: int = 0, without: Sequence[str] = ()) -> bool:
+    """Put the job back into the queue, if its script allows it: for `nodes` nodes, `without` those.
 
     SLURM ends the processes of the job at once, this one too: first by SIGTERM, and KillWait (30 s by default) later by
     SIGKILL. In between the waiting job is changed: where a node has died under --no-kill, it asks for one fewer.
@@ -105,8 +105,8 @@ def requeue(job: str, nodes: int = 0, avoid: Sequence[str] = ()) -> bool:
         with contextlib.suppress(ValueError):
             if nodes > 1:
                 client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
-            if avoid:
-                client.exclude(job, avoid)
+            if without:
+                client.exclude(job, without)
     return True
 
 
@@ -127,7 +127,8 @@ def guard(folder: Path, job: str, nodelist: str, every_s: float) -> None:
     for node in itertools.cycle(reversed(others)):
         if node not in lost_nodes(folder, job):
             one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]
-            subprocess.run([*one, *this], stdin=subprocess.DEVNULL, check=False)
+            quiet = subprocess.DEVNULL  # at the job's end SLURM would report that the step was cancelled
+            subprocess.run([*one, *this], stdin=quiet, stdout=quiet, stderr=quiet, check=False)
         time.sleep(every_s)
 
 
@@ -149,7 +150,7 @@ def guard_first_node(folder: Path, job: str, every_s: float) -> None:
                 write_status(folder, outcome)
                 ledger.note(folder, "ended", job, status=outcome.status, evidence=reason)
                 nodes = len({first, *left, *lost_nodes(folder, job)})
-                _avoid(folder, job, [first])
+                avoid(folder, job, [first])
                 if not requeue(job, nodes=nodes):
                     client.call(["scancel", job])
                 return
@@ -165,7 +166,7 @@ def note_lost_nodes(folder: Path) -> None:
     with contextlib.suppress(ValueError):  # a SLURM that does not answer must not prevent the training
         dead = set(client.hostnames(events[begun[-1]]["nodes"])) & set(client.down_nodes()) - noted
         if dead:
-            _avoid(folder, events[begun[-1]]["id"], sorted(dead))
+            avoid(folder, events[begun[-1]]["id"], sorted(dead))
 
 
 def waiting(folder: Path, job: str) -> list[str]:
@@ -174,7 +175,8 @@ def waiting(folder: Path, job: str) -> list[str]:
     return [i for i, state in states.items() if state.state == "PENDING"]
 
 
-def _avoid(folder: Path, job: str, dead: Sequence[str]) -> None:
+def avoid(folder: Path, job: str, dead: Sequence[str]) -> None:
+    """Record nodes of the job as failed, and keep the folder's waiting jobs off them."""
     ledger.note(folder, "node failure", job, nodes=list(dead))
     for later in waiting(folder, job):
         client.exclude(later, dead)

@@ -24,7 +24,7 @@ SCRIPT = "job.sbatch"  # the file name in a run folder
 WATCH_EVERY_S = 60
 
 # options that a template may ignore: they concern the environment or one kind of job
-OPTIONAL = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel"}
+OPTIONAL = {"signal_s", "requeue", "launcher", "launch_blocking", "nccl_debug", "parallel", "preflight"}
 OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters around filled-in values; no value may contain them
 
 # sbatch's one-letter options that take a value
@@ -74,6 +74,8 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "job_name": plain("label", plan.label),
         "nodes": 1 if is_watcher else nodes + request.spares,
         "train_nodes": nodes,
+        "preflight": request.preflight and nodes + request.spares > 1,
+        "gpus": 0 if cluster.gpu.kind == "cpu" else used,
         "tasks_per_node": used if one_each else 1,
         "processes_per_node": used,
         "gpus_per_node": "" if is_watcher or cluster.gpu.kind == "cpu" else f"{site.gpu_type}:{used}".lstrip(":"),

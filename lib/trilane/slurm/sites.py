@@ -185,6 +185,7 @@ class JobRequest:
     environment       "" for the repository's .venv, a folder of another venv (made absolute), or conda:NAME
     parallel          jobs of a sweep's array that may run at the same time
     spares            nodes beyond those of the plan, one of which takes the place of a node that fails
+    preflight         whether the nodes of a job are tested before they train; never where there is only one
     """
 
     account: str = ""
@@ -204,6 +205,7 @@ class JobRequest:
     environment: str = ""
     parallel: int = 4
     spares: int = 0
+    preflight: bool = True
 
     def __post_init__(self) -> None:
         for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
