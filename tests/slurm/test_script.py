@@ -119,9 +119,10 @@ def asked(template: str, name: str) -> dict[str, str]:
     gpus, cores, account, constraint, _ = NODES[name]
     always = {"job-name": "gpt-1b3", "time": "02:00:00", "account": account}
     trains = {"open-mode": "append", "signal": "USR1@300", "requeue": ""}
-    if template == "monitor":  # a single core, where it costs nothing
+    if template in ("monitor", "prepare"):  # a single core, where it costs nothing
+        output = "watch-%j.out" if template == "monitor" else "prepare-%j.out"
         service = {"partition": "prepost"} if name.startswith("jean-zay") else {}
-        one = {"nodes": "1", "ntasks-per-node": "1", "cpus-per-task": "1", "output": "watch-%j.out"}
+        one = {"nodes": "1", "ntasks-per-node": "1", "cpus-per-task": "1", "output": output}
         return always | one | service
     tasks, threads = (gpus, cores // gpus) if template == "bench" else (1, cores)
     cards = {"gpus-per-node": str(gpus)} if name.startswith("perlmutter") else {"gres": f"gpu:{gpus}"}
@@ -166,7 +167,7 @@ scontrol*) echo n1; sleep "${PAUSE_S:-0}"; echo n2 ;;
 esac
 """
 SRUN = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
-CORPUS = ["python", "-m", "trilane.engine.data.corpus", "plan.json"]
+CORPUS = ["python", "-m", "trilane.engine.data.corpus", "--in-job", "plan.json"]
 BEGIN, CHOICE, END = (["python", "-m", "trilane", "slurm", "job", word, "."] for word in ("begin", "nodes", "end"))
 HOSTS = ["scontrol", "show", "hostnames", "n[1-2]"]
 

@@ -19,7 +19,7 @@ from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file
 
 TIME_IS_OVER = 75  # EX_TEMPFAIL: try again; monitor.sbatch then submits itself once more
-TEMPLATES = Choice(("train", "sweep", "bench", "interactive", "monitor"))
+TEMPLATES = Choice(("train", "sweep", "bench", "interactive", "monitor", "prepare"))
 
 slurm = Group("slurm", help="Check, submit and watch runs on SLURM.")
 
@@ -57,35 +57,45 @@ REWRITE = option("--rewrite", is_flag=True, help="write job.sbatch anew, for thi
 DRY_RUN = option("--dry-run", is_flag=True, help="only check, and submit nothing")
 
 
-@command(slurm, RUNS, SITE, ALLOW, REWRITE, DRY_RUN, JSON, request_options)
+PREPARE = option(
+    "--prepare", is_flag=True, help="prepare unprepared corpora by a job first, and train once it succeeded"
+)
+
+
+@command(slurm, RUNS, SITE, ALLOW, REWRITE, DRY_RUN, PREPARE, JSON, request_options)
 def submit(
     runs: Sequence[str],
     site: Site,
     allow: Sequence[str],
     rewrite: bool,
     dry_run: bool,
+    prepare: bool,
     as_json: bool,
     request: JobRequest,
 ) -> int:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    from trilane.slurm import jobs
+    from trilane.slurm import jobs, preparation
     from trilane.slurm.preflight import check
 
     folders = folders_of(runs)
     for path in folders if rewrite else []:
         jobs.rewrite(path, site, request)
-    found, is_refused = checked(folders, site, request, allow)
+    found, is_refused = checked(folders, site, request, [*allow, "corpus"] if prepare else allow)
+    chosen = [] if is_refused or dry_run else folders
+    corpora = preparation.prepare_first(chosen, site, request) if prepare and not site.is_local else {}
     submitted, error = dict[str, str](), None
-    for path in [] if is_refused or dry_run else folders:
+    for path in chosen:
         try:
-            submitted[str(path)] = jobs.submit(path, site, request)
+            submitted[str(path)] = jobs.submit(path, site, request, after=corpora.get(path.resolve(), ""))
         except ValueError as refused:
             error = refused
             break
     lines = list[str]()
     for folder, findings in found.items():
         lines += [f"{submitted.get(folder, 'not submitted')}  {folder}", *map(check.line, findings)]
-    values = {"findings": as_dicts(found), "submitted": submitted}
+    lines += preparation.lines(corpora)
+    preparing = {"preparing": {str(path): job for path, job in corpora.items()}} if prepare else {}
+    values = {"findings": as_dicts(found), "submitted": submitted, **preparing}
     if error and not submitted:
         raise error
     code = emit(as_json, values, "\n".join(lines), failed=is_refused)
@@ -95,6 +105,18 @@ def submit(
 
 
 slurm.add_command(submit, "resubmit")
+
+
+@command(slurm, RUNS, SITE, JSON, request_options, name="prepare")
+def prepare_command(runs: Sequence[str], site: Site, as_json: bool, request: JobRequest) -> int:
+    """Tokenize the corpora of runs by a job of one core for each corpus, or here at site local."""
+    from trilane.slurm import client, preparation
+
+    if not site.is_local:
+        client.require_answer("; nothing was submitted: submit again when it answers")
+    made = preparation.prepare(folders_of(runs), site, request)
+    text = "\n".join(preparation.lines(made)) or "nothing to do: each corpus is prepared, or built in"
+    return emit(as_json, {"preparing": {str(path): job for path, job in made.items()}}, text)
 
 
 @command(slurm, RUNS, JSON)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trilane.config.batch_rampup import Ramp
 from trilane.config.interventions import LrChange, Ranges, factor_of, inside, parse_ranges, require_trained
@@ -57,6 +57,11 @@ class Data:
         parts, blended = ", ".join(part.source for part in self.blend) or "empty", self.source == BLEND
         require(blended or not self.blend, "data.blend", parts, f'needs source="{BLEND}"')
         require(not blended or len(self.blend) > 1, "data.blend", parts, "needs at least two sources")
+
+    @property
+    def parts(self) -> list["Data"]:
+        """The data of each source: of one, or of those of the blend."""
+        return [replace(self, source=part.source, blend=()) for part in self.blend] or [self]
 
     @property
     def shares(self) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from trilane.slurm import attempt, client, ledger
+from trilane.slurm import attempt, client, ledger, preparation
 from trilane.slurm.script import SCRIPT, directives
 from trilane.utils.files import read_text
 from trilane.utils.validation import require
@@ -52,8 +52,17 @@ def status_of(folder: Path, job: client.JobState) -> tuple[Status, str]:
     if written and (written.status is Status.COMPLETED or (is_last and job.state not in REASONS)):
         return written.status, written.evidence
     if job.state in REASONS:
-        return REASONS[job.state], f"SLURM: {job.state}"
+        return REASONS[job.state], f"SLURM: {job.state}{_corpus_failure(folder, job)}"
     return _by_log(folder, job, is_last)
+
+
+def _corpus_failure(folder: Path, job: client.JobState) -> str:
+    """What the job printed last that was to prepare the corpus, where SLURM cancelled this one before it began."""
+    submitted = [e for e in ledger.events(folder, "submitted") if e["id"] == job.id and e.get("after")]
+    printed = preparation.output(folder, submitted[-1]["after"]) if submitted else None
+    if not printed or job.id in _ids(folder, "started"):
+        return ""
+    return f"; {printed.name}: {next(iter(_tail(printed, 1)), '')}"
 
 
 def _by_log(folder: Path, job: client.JobState, is_last: bool) -> tuple[Status, str]:

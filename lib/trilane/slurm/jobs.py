@@ -73,10 +73,11 @@ def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any
     return texts
 
 
-def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = ()) -> str:
+def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = (), after: str = "") -> str:
     """Submit the run of a folder with its job.sbatch, written from the template where there is none; the job's id.
 
-    At site `local` the plan trains here, to its end, and the id begins with "local". Raises ValueError where the run
+    It starts once job `after` has succeeded, and is cancelled where that fails. At site `local` the plan trains here,
+    to its end, and the id begins with "local". Raises ValueError where the run
     is completed, has a job that has not ended, or another process submits or trains it now.
     """
     folder = Path(folder).resolve()
@@ -87,7 +88,9 @@ def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str]
             return _train_here(folder)
         if not (folder / SCRIPT).exists():
             rewrite(folder, site, request)
-        return submit_script(folder / SCRIPT, {folder: ""}, site.name, options, lock)
+        waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
+        facts: dict[str, Any] = {"after": after} if after else {}
+        return submit_script(folder / SCRIPT, {folder: ""}, site.name, [*options, *waits], lock, **facts)
 
 
 def rewrite(folder: Path, site: Site, request: JobRequest) -> None:

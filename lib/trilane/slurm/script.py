@@ -19,7 +19,7 @@ from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
 
-NAMES = ("train", "sweep", "bench", "monitor", "interactive")
+NAMES = ("train", "sweep", "bench", "monitor", "prepare", "interactive")
 SCRIPT = "job.sbatch"  # the file name in a run folder
 WATCH_EVERY_S = 60
 
@@ -66,7 +66,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
     if site.partitions and request.partition:
         require_known("partition", request.partition, site.partitions)
     require_spares(request.spares, nodes, cluster)
-    is_watcher, is_bench = name == "monitor", name == "bench"
+    is_watcher, is_bench = name in ("monitor", "prepare"), name == "bench"
     one_each = is_bench or (request.launcher == "srun" and name in ("train", "sweep"))  # one task for each GPU
     options = asdict(request)
     environment = options.pop("environment")
@@ -98,7 +98,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
 
 
 def _site_blanks(site: Site, request: JobRequest, is_watcher: bool) -> dict[str, Any]:
-    """What a site adds in its own words; a job that only monitors runs on one core of a service node."""
+    """What a site adds in its own words; one that only monitors or prepares takes a core."""
     return {
         "modules": " ".join(site.modules),
         "site_env": {name: quoted(f"site.env.{name}", value) for name, value in site.env.items()},

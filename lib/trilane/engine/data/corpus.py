@@ -1,7 +1,7 @@
 """A plan's data source as Megatron's indexed dataset (.bin and .idx): made once, named by a hash of its content.
 
-`python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes.
-torch is not imported, which would take seconds.
+`python -m trilane.engine.data.corpus plan.json` makes it, or all of a blend, and prints the prefixes; with --in-job,
+where nodes wait, it refuses to make a large one. torch is not imported, which would take seconds.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import secrets
 import struct
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from trilane.engine.data.text import Tokenizer, documents, tokenizer
 from trilane.utils.files import lock
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require, shown
+from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, record, record_path, recorded, require_prepared
 
 # megatron-core 0.16.1, core/datasets/indexed_dataset.py: magic, version, code of the token type, sequences, documents;
 # then int32 lengths and int64 offsets of the sequences, and int64 documents.
@@ -107,7 +107,7 @@ def prepare(data: Data, shape: ModelShape) -> str:
     coder = tokenizer(data.tokenizer)
     rule = f"tokenizer {shown(coder.name)} has {coder.size} ids; pad the vocabulary up, not down"
     require(coder.size <= shape.vocab_size, "vocab_size", shape.vocab_size, rule)
-    given = _existing_pair(data.source)
+    given = existing_pair(data.source)
     prefix = given or _prepared(data, coder)
     tokens, largest = check_pair(prefix, largest_token=given is not None)
     rule = f"has {tokens} tokens, one sample needs {shape.seq_length + 1}"
@@ -136,32 +136,41 @@ def _require_shares(data: Data, prefix: str, needed: int) -> None:
 
 def prepare_all(data: Data, shape: ModelShape) -> list[str]:
     """The prefixes of all sources of `data`, in order: one, or those of its blend; raises ValueError as prepare()."""
-    if not data.blend:
-        return [prepare(data, shape)]
-    return [prepare(replace(data, source=part.source, blend=()), shape) for part in data.blend]
-
-
-def _existing_pair(source: str) -> str | None:
-    """The prefix that `source` names, with or without its suffix; None where there is no such pair."""
-    prefix = source.removesuffix(".bin").removesuffix(".idx")
-    return prefix if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file() else None
+    return [prepare(part, shape) for part in data.parts]
 
 
 def _prepared(data: Data, coder: Tokenizer) -> str:
-    """The pair in data.folder with the source's documents, written unless it exists."""
-    texts = list(documents(data.source))
-    require(any(texts), "data.source", data.source, "is empty")
+    """The pair in data.folder with the source's documents, written unless it exists.
+
+    The text is read twice, a file or line at a time, so that the memory need not hold it.
+    """
+    if data.source in BUILT_IN:
+        return _made(data, coder)
+    if not Path(data.source).exists():
+        documents(data.source)  # raises
+    note = record_path(data)  # of the files as they are before they are read
+    known = recorded(data)
+    if not known:
+        known = _made(data, coder)
+        require(record_path(data) == note, "data.source", data.source, "was changed while it was prepared")
+        record(note, data.source, known)
+    return known
+
+
+def _made(data: Data, coder: Tokenizer) -> str:
+    digest = _digest(documents(data.source), coder)
+    require(any(documents(data.source)), "data.source", data.source, "is empty")
     folder = Path(data.folder)
     folder.mkdir(parents=True, exist_ok=True)
     name = "mock" if data.source == "mock" else Path(data.source).stem[:40]  # with what is added, a file name
-    prefix = folder / f"{name}-{_digest(texts, coder)}"
+    prefix = folder / f"{name}-{digest}"
     with locked(prefix.with_name(prefix.name + ".lock")):
         if not prefix.with_name(prefix.name + ".idx").is_file():
-            _write(texts, coder, prefix)
+            _write(documents(data.source), coder, prefix)
     return str(prefix)
 
 
-def _digest(texts: list[str], coder: Tokenizer) -> str:
+def _digest(texts: Iterable[str], coder: Tokenizer) -> str:
     digest = hashlib.sha256(coder.digest.encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "little"))
@@ -169,7 +178,7 @@ def _digest(texts: list[str], coder: Tokenizer) -> str:
     return digest.hexdigest()[:16]
 
 
-def _write(texts: list[str], coder: Tokenizer, prefix: Path) -> None:
+def _write(texts: Iterable[str], coder: Tokenizer, prefix: Path) -> None:
     """Write the pair under temporary names, then rename; the .idx comes last and makes it complete."""
     temporary = prefix.with_name(f".{prefix.name}.{secrets.token_hex(6)}")
     try:
@@ -194,9 +203,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare the data of the plan at argv[0] and print the prefixes; 2 and one line where that is impossible."""
+    """Prepare the data of the plan in the last argument, print the prefixes; 2 and one line where that is impossible.
+
+    With --in-job a large corpus must be prepared already.
+    """
     try:
-        plan = read_plan(argv[0])
+        plan = read_plan(argv[-1])
+        if "--in-job" in argv:
+            require_prepared(plan.data.parts)
         print(*prepare_all(plan.data, plan.shape), sep="\n")
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -1,5 +1,6 @@
 """Text and its token ids: the documents of a data source, and tokenizers; no torch here."""
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from trilane.utils.validation import MOST_BYTES, read_text, require, shown
+from trilane.utils.validation import MOST_BYTES, read_text, require, require_file, shown
+from trilane.workspace.prepared_corpora import files
 
 MOST_TEXT = 1 << 36  # bytes of a text file, which is held in memory; larger corpora are .bin/.idx pairs
 STDLIB_BYTES = 4_000_000  # enough for 50 iterations to see new text each, little enough to prepare in seconds
@@ -37,14 +39,6 @@ def documents(source: str) -> Iterator[str]:
     if path.suffix == ".jsonl" and not path.is_dir():
         return jsonl(path)
     return (read_text(file, "data.source", MOST_TEXT) for file in files(path))
-
-
-def files(path: Path) -> list[Path]:
-    """The file itself, or every regular file below the folder without hidden ones, sorted by name."""
-    if not path.is_dir():
-        return [path]
-    found = (p for p in path.rglob("*") if p.is_file())
-    return sorted(p for p in found if not any(part.startswith(".") for part in p.relative_to(path).parts))
 
 
 def stdlib() -> Iterator[str]:
@@ -86,16 +80,24 @@ def mock() -> Iterator[str]:
 
 def jsonl(path: Path) -> Iterator[str]:
     """The field "text" of each line; only a line feed ends a line, since JSON may hold Unicode's other line ends."""
-    for number, line in enumerate(read_text(path, "data.source", MOST_TEXT).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-            text.encode()  # half a surrogate pair is valid JSON, and no text
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            text = None
-        require(isinstance(text, str), "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
-        yield text
+    require_file("data.source", path)
+    with path.open("rb") as file:  # a line at a time: it may be larger than the memory
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _text_of(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, number)
+
+
+def _text_of(line: bytes, path: Path, number: int) -> str:
+    """The field "text" of a line of JSONL."""
+    try:
+        text = json.loads(line.decode())["text"]
+        text.encode()  # half a surrogate pair is valid JSON, and no text
+    except UnicodeDecodeError:
+        raise ValueError(f"data.source={shown(path)}:{number}: not text in UTF-8") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        text = None
+    require(isinstance(text, str), "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
+    return str(text)
 
 
 BYTES_END = 256

@@ -45,7 +45,8 @@ RULES = (
         "port",
         "code",
     ),
-    *("internet", "container", "bash", "sbatch", "data", "shared", "disk", "inodes", "run folder", "checkpoint"),
+    *("internet", "container", "bash", "sbatch", "data", "corpus", "shared"),
+    *("disk", "inodes", "run folder", "checkpoint"),
 )
 
 

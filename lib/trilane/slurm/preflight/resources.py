@@ -12,15 +12,16 @@ from trilane.config.engines import untrainable_reason
 from trilane.config.topology_rules import CLUSTER_RULES
 from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
+from trilane.slurm import preparation
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.sites import seconds_of
 from trilane.utils.validation import require_known
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
+from trilane.workspace.prepared_corpora import BUILT_IN
 from trilane.workspace.run_folder import is_completed, is_started
 
 VOLTA, AMPERE = (7, 0), (8, 0)
-BUILT_IN = ("stdlib", "mock")  # sources that need no files
 
 
 def nodes(case: JobCheck) -> Iterator[JobFinding]:
@@ -181,10 +182,24 @@ def known(case: JobCheck) -> Iterator[JobFinding]:
 
 
 def data(case: JobCheck) -> Iterator[JobFinding]:
-    """The corpus exists."""
-    source = case.plan.data.source
-    if source not in BUILT_IN and not any(Path(source + ending).exists() for ending in ("", ".idx", ".bin")):
-        yield refuse("data", f"data.source={source}: no such file, folder or .bin/.idx pair", "name an existing one")
+    """The corpus exists, where the job looks for it: relative to the run folder."""
+    for source in (part.source for part in case.plan.data.parts):
+        places = (case.folder.resolve() / (source + ending) for ending in ("", ".idx", ".bin"))
+        if source not in BUILT_IN and not any(place.exists() for place in places):
+            yield refuse(
+                "data", f"data.source={source}: no such file, folder or .bin/.idx pair", "name an existing one"
+            )
+
+
+def corpus(case: JobCheck) -> Iterator[JobFinding]:
+    """A large corpus is prepared: otherwise one process would tokenize it while all nodes wait."""
+    if case.site.is_local:
+        return
+    for source, size in preparation.wanted(case.plan, case.folder).items():
+        message = (
+            f"data.source={source}: {size / 1e9:.3g} GB of text are not prepared, and {case.nodes} nodes would wait"
+        )
+        yield refuse("corpus", message, "`trilane slurm prepare` on the run, or `trilane slurm submit --prepare`")
 
 
 def shared(case: JobCheck) -> Iterator[JobFinding]:
@@ -247,4 +262,18 @@ def loaded(case: JobCheck) -> Iterator[JobFinding]:
         yield refuse("checkpoint", str(error), "start from another checkpoint (run.load), or correct the plan")
 
 
-RULES: tuple[Rule, ...] = (nodes, precision, wheel, limits, memory, time, known, data, shared, space, free, loaded)
+RULES: tuple[Rule, ...] = (
+    nodes,
+    precision,
+    wheel,
+    limits,
+    memory,
+    time,
+    known,
+    data,
+    corpus,
+    shared,
+    space,
+    free,
+    loaded,
+)
