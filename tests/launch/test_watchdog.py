@@ -21,8 +21,8 @@ from trilane.diagnose.hang import capture
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.verdict import diagnose_hang
 from trilane.slurm.monitor import srun_command
-from trilane.workspace import flight_recorder, heartbeat, stall_detector
-from trilane.workspace.heartbeat import Heartbeat, encode, place, read_beats
+from trilane.workspace import flight_recorder, heartbeat, node_folder, stall_detector
+from trilane.workspace.heartbeat import Heartbeat, NodeReport, Progress, encode, place, read_beats
 from trilane.workspace.run_folder import reopen
 from trilane.workspace.stall_detector import StallDetector
 from trilane.workspace.status import read_status
@@ -230,8 +230,12 @@ def test_a_watchdog_ends_with_its_rank_while_it_waits_for_other_nodes(tmp_path: 
     """SLURM waits for every process of a job that it ends, and drains the node that keeps one."""
     (tmp_path / "plan.json").write_text(json.dumps(small_plan().to_json()))
     write(tmp_path, 0, 3)
-    for rank, rest in ((1, f"999999999 {platform.node()}"), (2, "1 elsewhere")):  # who left, and who never answers
-        (tmp_path / "ranks" / f"{rank}.beat").write_bytes(encode(3, "x", time.time(), rest.encode()))
+    left = f"999999999 {platform.node()}".encode()
+    (tmp_path / "ranks" / "1.beat").write_bytes(encode(3, "x", time.time(), left))
+    beat = Heartbeat(rank=2, step=3, phase="x", time=1.0, pid=7, host="elsewhere")  # never answers
+    start, ranks = node_folder.start_id(real_hangs.library()), (Progress(beat=beat, idle_s=0.0),)
+    (tmp_path / node_folder.NODES).mkdir()
+    NodeReport(first=2, host="elsewhere", start=start, number=1, ranks=ranks).write(tmp_path)
     parent = subprocess.Popen([sys.executable, "-c", WATCHED, str(tmp_path)], env=real_hangs.library())
     wait_until(lambda: bool(list(tmp_path.glob("stacks/*/states-*.json"))), 60, "no capture")
     (watchdog,) = psutil.Process(parent.pid).children()
@@ -242,6 +246,7 @@ def test_a_watchdog_ends_with_its_rank_while_it_waits_for_other_nodes(tmp_path: 
 
 
 WATCHED = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as ranks do
 subprocess.run([sys.executable, "-m", "trilane.launch.watchdog", sys.argv[1], str(os.getpid())])
 """

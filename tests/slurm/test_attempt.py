@@ -164,3 +164,15 @@ def test_an_oom_is_not_tried_again_and_a_lost_node_is() -> None:
     again = [status for status in Status if status.can_retry]
     assert Status.OOM not in again and Status.COMPLETED not in again and Status.PRUNED not in again
     assert {Status.NODE_FAILURE, Status.TIME_LIMIT, Status.HANG, Status.CRASHED} <= set(again)
+
+
+def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others(
+    folder: Path, slurm: dict[str, str]
+) -> None:
+    """The log ends with torchrun's lines about processes that were killed."""
+    assert attempt.begin(folder, ME).startswith("go")
+    verdict = RunStatus(status=Status.HANG, evidence="Rank 3: in the data loader", rank=3, exit_code=1, seconds=9.0)
+    write_status(folder, verdict)
+    (folder / "run.log").write_text("START a\nE1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n")
+    found = attempt.end(folder, 1, ME)
+    assert (found.status, found.evidence, found.rank) == (Status.HANG, verdict.evidence, 3)

@@ -92,7 +92,7 @@ def test_a_node_that_no_longer_reports_is_noticed_and_is_the_cause_once_the_othe
             cluster.report(node, *[0.1 if trains else float(second)] * 2)
         found = found or cluster.after(20, every_s=5.0)
     assert list(cluster.detector.silent()) == [4] and "n2" not in cluster.detector.hosts()
-    wanted = "no progress for 1000 s: rank 5 in iteration 7, forward on n2, which no longer reports"
+    wanted = "no progress for 1000 s: rank 4 in iteration 7, forward on n2, which no longer reports"
     assert found == ("" if trains else wanted)
 
 

@@ -41,6 +41,7 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
     node = Node(first=first, start=start, places=lambda: places() or [folder / "ranks"])
     monitor = HangMonitor(folder, plan, node, patience_s(first, plan))
     signal.signal(signal.SIGTERM, lambda number, frame: _end(monitor, parent))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which ranks block, and their children with them
     requests, every_s = _Requests(folder), min(ASK_S, report_every_s(plan.run.hang_timeout_s))
     status, next_look = _HangStatus(folder), 0.0
     while os.getppid() == parent:

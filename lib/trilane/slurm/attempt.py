@@ -5,7 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -76,9 +76,11 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
 
 
 def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
-    """The status by the step's exit code first, then by the text of the log."""
+    """The status that the watchdog wrote; else by the step's exit code first, then by the text of the log."""
     at, rank = iteration(folder), None
     written = known_status(folder)
+    if written and written.status is Status.HANG:  # by the watchdog; what it killed is in the log
+        return replace(written, exit_code=code, seconds=seconds)
     if code == 0 and written:  # by the engine
         status, evidence = written.status, written.evidence
     elif code == 0:

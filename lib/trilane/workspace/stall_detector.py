@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ LOOK_S, SHARED_LOOK_S = (
     0.1,
     5.0,
 )  # between two looks at the heartbeats of this node, or where they lie in the run folder
+RESOLUTION_S = 2.0  # of the ages of ranks of different nodes
 SETTLE_S = 2.0  # from the first stall to the decision: the reports of other nodes' stalls come in
 
 
@@ -171,7 +172,7 @@ class StallDetector:
             self._seen[report.first] = _Seen(report=report, since=since, looked=now)
 
     def _longest(self, now: float) -> str:
-        """The rank longest without progress, where its time is up; of silent nodes first."""
+        """The rank longest without progress, where its time is up; first those that exited, or whose node is silent."""
         alive, silent = dict(self.own), dict[int, Progress]()
         ages = {rank: progress.idle_s for rank, progress in self.own.items()}
         for seen in self._seen.values():
@@ -181,14 +182,17 @@ class StallDetector:
         running = [p for p in alive.values() if p.beat.phase != END]
         late = [p for p in alive.values() if self._is_late(p)]
         lost = [p for p in silent.values() if self._is_late(p, age_s=ages[p.beat.rank])]
-        found = [(False, ages[p.beat.rank] / self._times(p.beat), str(p.beat)) for p in late]
+        found = [(p.has_exited, ages[p.beat.rank] / self._times(p.beat), p.beat.step, _text(p)) for p in late]
         if late or not running:
-            found += [(True, ages[p.beat.rank], f"{p.beat} on {p.beat.host}, which no longer reports") for p in lost]
+            ages_of_lost = ((ages[p.beat.rank], p) for p in lost)
+            found += [
+                (True, age, p.beat.step, f"{p.beat} on {p.beat.host}, which no longer reports")
+                for age, p in ages_of_lost
+            ]
         absent = [r for r in range(self._ranks) if r not in ages]
         if absent and now - self._begin > self.timeout_s * self._factor:
-            found.append((False, (now - self._begin) / self._factor, f"rank {absent[0]} before its first heartbeat"))
-        *_, who = max(found, default=(False, 0.0, ""))
-        return f"no progress for {self.timeout_s:.0f} s: {who}" if who else ""
+            found.append((False, (now - self._begin) / self._factor, 0, f"rank {absent[0]} before its first heartbeat"))
+        return f"no progress for {self.timeout_s:.0f} s: {_first(found, self._seen)}" if found else ""
 
     def _times(self, beat: Heartbeat) -> float:
         return self._factor if beat.step < 2 else 1.0
@@ -200,6 +204,22 @@ class StallDetector:
 
     def _is_silent(self, seen: _Seen) -> bool:
         return seen.looked - seen.since > max(SILENT_S, SILENT * report_every_s(self.timeout_s))
+
+
+def _first(found: Sequence[tuple[bool, float, int, str]], others: object) -> str:
+    """Of (is the likely cause, age in s, iteration, text) the text that is first: of the likely causes the oldest.
+
+    Where nodes have reported ages, those that differ by less than the reports do count as equal, and the earliest
+    iteration decides.
+    """
+    is_cause, longest, *_ = max(found)
+    least = longest - (RESOLUTION_S if others else 0.0)
+    near = [(step, -age, text) for cause, age, step, text in found if cause == is_cause and age >= least]
+    return min(near)[2]
+
+
+def _text(progress: Progress) -> str:
+    return f"{progress.beat}{', which has exited' if progress.has_exited else ''}"
 
 
 def _has_exited(beat: Heartbeat) -> bool:

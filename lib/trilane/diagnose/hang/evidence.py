@@ -31,7 +31,7 @@ LAUNCHER = re.compile(
 SPREAD_S = 120.0  # dumps written further apart than this are of different moments
 LARGEST = 64 << 20  # bytes; larger files are not read
 # Facts about the run, and process states of a host.
-NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-|.*\.(?:beat|sh)$")
+NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-|.*\.(?:beat|calls|sh)$")
 
 
 Series = defaultdict[int, list[tuple[Path, Dump]]]  # the dumps of each rank, oldest first
