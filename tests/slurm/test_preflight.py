@@ -249,7 +249,8 @@ def test_a_time_means_what_it_means_to_sbatch(time_limit: str, seconds: int) -> 
 def test_a_script_edited_to_have_no_time_limit_is_checked_as_such(unlimited: str, folder: Path) -> None:
     """It exceeds any QoS, needs no chain, and never gets the signal before the limit: only save_interval saves."""
     edit = lambda s: s.replace("--time=20:00:00", f"--time={unlimited}")  # noqa: E731
-    found = {f.rule: f for f in findings(folder, plan(run={"save_interval": 0}), script=edit)}
+    found = {f.rule: f for f in findings(folder, plan(run={"save_interval": 0}), script=edit, spares=1)}
+    assert "8 of the 24 GPUs of this job, without a limit, are for them" in found["spares"].message
     assert found["qos time"].message == "no time limit, qos_gpu_a100-t3 allows 20 h"
     assert "SLURM sends no signal" in found["checkpoints"].message and "time" not in found
     assert "--time 20:00:00 is requested" in found["script"].message

@@ -23,6 +23,23 @@ OWN = replace(
 )
 
 
+# In place of Apptainer, which is not installed here: notes its arguments, and runs what follows the image.
+BOX = """#!/bin/bash
+echo "$*" >>"${0%/*}/calls"
+while [[ $1 != *.sif ]]; do shift; done
+shift; IN_BOX=1 exec "$@"
+"""
+
+
+def boxed(root: Path) -> Site:
+    """OWN with its tasks in a container."""
+    (root / "image.sif").touch()
+    (root / "apptainer").write_text(BOX)
+    (root / "apptainer").chmod(0o755)
+    setup = (*OWN.setup, f"PATH={root}:$PATH")
+    return replace(OWN, setup=setup, container="apptainer", container_image=str(root / "image.sif"))
+
+
 def written(root: Path, label: str, site: Site, request: JobRequest) -> Path:
     p = plan(label, root.parent / "data", iters=30)
     folder = root / label
@@ -35,12 +52,12 @@ def written(root: Path, label: str, site: Site, request: JobRequest) -> Path:
 def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_comment(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes of two tasks; the log has srun's labels."""
-    request = replace(REQUEST, launcher="srun", comment="for Ada (2)")
+    """Two nodes of two tasks, in a container; the log has srun's labels."""
+    request, site = replace(REQUEST, launcher="srun", comment="for Ada (2)"), boxed(tmp_path)
     pace(monkeypatch)
-    folder = written(tmp_path, "own", OWN, request)
+    folder = written(tmp_path, "own", site, request)
     allow(folder, 3)
-    job = jobs.submit(folder, OWN, request)
+    job = jobs.submit(folder, site, request)
     (event,) = ledger.events(folder, "submitting")
     comment = client.call(["squeue", "-h", "-j", job, "-o", "%k"]).strip()
     assert comment == f"{event['token']} for Ada (2)"
@@ -54,6 +71,11 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     log = read_log(folder / "run.log")
     assert len(log.iterations) == 30 and set(log.memory["rank"]) == {0, 1, 2, 3}
     assert "3:  [" in (folder / "run.log").read_text()
+    calls = (tmp_path / "calls").read_text()
+    box = (
+        f"exec --nv --bind {folder} --pwd {folder} --bind {next((folder / 'code').iterdir())} {tmp_path}/image.sif bash"
+    )
+    assert calls.count(box) >= 4 and calls.count("exec python -m trilane.engine plan.json") == 4
 
 
 def test_a_setup_line_that_fails_ends_the_job_with_its_number_text_and_code(cluster: Cluster, tmp_path: Path) -> None:

@@ -84,6 +84,9 @@ def spares(case: JobCheck) -> Iterator[JobFinding]:
     elif k:
         used, hours = case.gpus_per_node, seconds_of(case.directives.get("time", "00:10:00")) / 3600
         cost = f"{k * used * hours:,.0f} of the {(n + k) * used * hours:,.0f} GPU-hours of this job"
+        cost = (
+            cost if hours < float("inf") else f"{k * used} of the {(n + k) * used} GPUs of this job, without a limit,"
+        )
         message = f"{k} of {n + k} nodes stand by: {cost} are for them"
         remedy = "worth it where a place in the queue costs more than that: a node's failure then costs no requeue"
         yield warn("spares", message, remedy)
