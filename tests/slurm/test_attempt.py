@@ -176,3 +176,62 @@ def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others
     (folder / "run.log").write_text("START a\nE1123 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 53)\n")
     found = attempt.end(folder, 1, ME)
     assert (found.status, found.evidence, found.rank) == (Status.HANG, verdict.evidence, 3)
+
+
+@pytest.mark.parametrize(
+    ("dead", "broken", "spares", "status", "replaced"),
+    [
+        (["n2"], {}, 1, "node failure", "n2"),
+        (["n3"], {}, 1, "crashed", ""),  # the spare: no reason for the training to fail
+        (["n2"], {}, 0, "node failure", ""),
+        (["n2", "n3"], {}, 1, "node failure", ""),
+        ([], {"n2": "has no GPU"}, 1, "node failure", "n2"),
+        ([], {"n2": "has no GPU"}, 0, "crashed", ""),  # not tested: no other could take its place
+        ([], {}, 1, "crashed", ""),
+    ],
+)
+def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
+    dead: list[str],
+    broken: dict[str, str],
+    spares: int,
+    status: str,
+    replaced: str,
+    folder: Path,
+    slurm: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = ["n1", "n2", "n3"][: 2 + spares]
+    requeued = []
+    monkeypatch.setattr(client, "hostnames", lambda _: list(every))
+    monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=0")
+    monkeypatch.setattr(node_failure, "unreachable", lambda _: dead)
+    monkeypatch.setattr(node_failure, "requeue", lambda *_, **wishes: requeued.append(wishes["nodes"]))
+    env = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"}
+    ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
+    ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
+    outcome = attempt.end(folder, 1, env, test=lambda _: broken)
+    ledger.note(folder, "alerted", "78", key="k", state="sent", by="me")  # by a process of its own
+    assert (outcome.status, node_failure.goes_on(folder, "78")) == (status, replaced)
+    assert (requeued != []) is (status == "node failure" and not replaced)
+    assert node_failure.lost_nodes(folder, "78") == [*dead, *(broken if replaced else ())]
+    ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
+    assert node_failure.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
+    assert node_failure.goes_on(folder, "78") == ""
+
+
+def test_starts_that_a_spare_repeats_are_not_failures_of_the_run(folder: Path) -> None:
+    for _ in range(5):
+        ledger.note(folder, "started", "79", nodes="n", iteration=0, restarts=0)
+        ledger.note(folder, "ended", "79", status="crashed", evidence="")
+        ledger.note(folder, "replaced", "79", nodes=["n2"], iteration=0)
+    assert attempt.blocked(folder) == ""
+    for _ in range(3):
+        trained(folder, "79")
+    assert attempt.blocked(folder)
+
+
+def test_a_job_that_goes_on_with_a_spare_still_holds_the_folder(folder: Path, slurm: dict[str, str]) -> None:
+    trained(folder, "77")
+    ledger.note(folder, "replaced", "77", nodes=["n2"], iteration=0)
+    slurm["77"] = "RUNNING"
+    assert attempt.begin(folder, ME) == "stop: job 77 trains here"

@@ -160,7 +160,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(clu
         for name in names:
             script = tmp_path / name / where
             text = script.read_text()
-            script.write_text(text[: text.index("# the corpus is tokenized")] + "pwd\n")
+            script.write_text(text[: text.index("# a small corpus is tokenized")] + "pwd\n")
             wanted[submission.sbatch(script) + end] = script.parent
         wait_until(
             lambda ids=list(wanted): all(s.has_ended for s in client.states(ids).values()), 120, "end of the jobs"

@@ -136,7 +136,8 @@ def test_three_links_on_1_2_and_1_nodes_follow_the_ramp_with_the_losses_of_one_r
     site.write_text(json.dumps({"name": "test", "partition": "gpu_p5", "local": ["/dev/shm"]}))
     (tmp_path / "plan.json").write_text(json.dumps(p.to_json()))
     folder = str(tmp_path / "chain")
-    command = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60", "--json"]
+    command = ["--site", str(site), "--account", "xyz@a100", "--time-limit", "00:10:00", "--signal-s", "60"]
+    command += ["--no-preflight", "--json"]
     stages = ["--stages", "8:1:1,16:2:1,24:1:1"]
     assert main(["slurm", "chain", "create", str(tmp_path / "plan.json"), folder, *command, *stages]) == 0
     capsys.readouterr()
@@ -156,10 +157,12 @@ def hanging(cluster: Cluster, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     """A running job of two nodes whose four ranks do nothing, as in a hang; their command lines are the engine's."""
     folder = run_folder(tmp_path, plan("hanging", tmp_path.parent / "data"))
     script = (folder / "job.sbatch").read_text()
-    head, _, _ = script.partition("\nsrun ")
+    head, _, _ = script.partition("\n  srun ")
     ranks = 'for local in 0 1; do RANK=$((2 * SLURM_NODEID + local)) python -c "import time\ndef stuck():\n'
     ranks += '    time.sleep(600)\nstuck()" trilane.engine plan.json & done; wait'
-    (folder / "job.sbatch").write_text(f"{head}\nsrun --kill-on-bad-exit=1 bash -c 'trap \"\" USR1\n{ranks}'\n")
+    (folder / "job.sbatch").write_text(
+        f"{head}\nsrun --kill-on-bad-exit=1 bash -c 'trap \"\" USR1\n{ranks}'\nexit\ndone\n"
+    )
     job = jobs.submit(folder, SITE, REQUEST)
     wait_until(lambda: "START" in says(folder), PATIENCE_S, f"start: {fallen_by_itself(folder)}")
     yield folder, job

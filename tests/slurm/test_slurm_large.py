@@ -30,7 +30,7 @@ def rehearse(folder: Path) -> None:
     """Put a sleep in place of the training, for ever at first and short when it is requeued; the last iteration and its
     checkpoint are noted at its end."""
     script = (folder / "job.sbatch").read_text()
-    head, _, rest = script.partition("# the corpus is tokenized")
+    head, _, rest = script.partition("# a small corpus is tokenized")
     end = rest[rest.index('echo "END ') :]
     sleep = "while :; do\ncode=0\nsrun --kill-on-bad-exit=1 --wait=60 bash -c "
     sleep += "'trap \"\" USR1; sleep $((${SLURM_RESTART_COUNT:-0} ? 1 : 600))' || code=$?\n"

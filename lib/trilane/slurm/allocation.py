@@ -52,6 +52,11 @@ def tester(gpus: int, srun: Sequence[str], env: Mapping[str, str] = os.environ) 
     return tested
 
 
+def broken_by(gpus: int, srun: Sequence[str]) -> Callable[[Sequence[str]], Mapping[str, str]]:
+    """The broken ones of nodes, and why, by that test."""
+    return lambda nodes: tester(gpus, srun)(nodes).broken
+
+
 def start_nodes(
     folder: Path, count: int, test: Tester | None, env: Mapping[str, str] = os.environ
 ) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
 from trilane.slurm.frozen_code import USED_BY as CODE
-from trilane.slurm.node_failure import handle_node_failure, note_lost_nodes, waiting
+from trilane.slurm.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.folder_lock import FolderLock
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
@@ -59,10 +59,10 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     return f"go: from {newest.name if newest else 'the beginning'}"
 
 
-def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStatus:
+def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test | None = None) -> RunStatus:
     """How the attempt ended, by its log and the step's exit code; written to status.json and to the ledger.
 
-    Where a node cannot be reached, that is the reason: see handle_node_failure.
+    Where a node cannot be reached, or the test finds one broken, that is the reason: see handle_node_failure.
     """
     job = job_id(env)
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
@@ -72,7 +72,7 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ) -> RunStat
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
     if outcome.status is Status.COMPLETED:
         _cancel_later(folder, job)
-    return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome)
+    return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome, test)
 
 
 def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,15 @@ from trilane.slurm import client, ledger
 from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
+Test = Callable[[Sequence[str]], Mapping[str, str]]  # the broken ones of nodes, and why
 STEP_S = 30.0  # in which a step starts on a healthy node many times
 
 
-def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatus) -> RunStatus:
-    """The outcome of this job's attempt, with status "node failure" where one of its nodes cannot be reached.
+def handle_node_failure(
+    folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Test | None = None
+) -> RunStatus:
+    """The outcome of this job's attempt, with status "node failure" where one of its nodes cannot be reached, or a
+    `test` of the nodes, made while there is a spare, finds one broken: a GPU that has failed leaves its node alive.
 
     Then the folder's later jobs exclude the node. A spare takes its place (event "replaced"); where none is left, the
     job is requeued if its script allows it: SLURM itself does so only while the job runs, and notices a dead node
@@ -36,26 +40,31 @@ def handle_node_failure(folder: Path, job: str, nodelist: str, outcome: RunStatu
         every = client.hostnames(nodelist)
         nodes = [node for node in every if node not in lost_nodes(folder, job)]
         trained = training_nodes(folder, job)
-        dead = _dead(job, nodes) if len(nodes) > 1 else []
+        dead = dict.fromkeys(_dead(job, nodes) if len(nodes) > 1 else (), "cannot be reached")
+        if not dead and test and len(nodes) > len(trained) > 0:
+            dead = dict(test(nodes))
         if dead:
-            avoid(folder, job, dead)
+            avoid(folder, job, list(dead))
         if not set(dead) & set(trained or nodes):  # a spare may have died: that is no reason
             return outcome
-        reason = f"{', '.join(dead)} cannot be reached; the log: {outcome.evidence}"
+        reasons = "; ".join(
+            f"{', '.join(n for n in dead if dead[n] == why)} {why}" for why in dict.fromkeys(dead.values())
+        )
+        reason = f"{reasons}; the log: {outcome.evidence}"
         outcome = replace(outcome, status=Status.NODE_FAILURE, evidence=reason)
         write_status(folder, outcome)
         left = [node for node in nodes if node not in dead]
         if trained and len(left) >= len(trained):
-            ledger.note(folder, "replaced", job, nodes=dead, iteration=iteration(folder))
+            ledger.note(folder, "replaced", job, nodes=list(dead), iteration=iteration(folder))
         else:
-            requeue(job, nodes=len(every))
+            requeue(job, nodes=len(every), without=list(dead) if test else [])
     return outcome
 
 
 def goes_on(folder: Path, job: str) -> str:
     """Which nodes of the job are replaced by spares before its next start; "" where the job ends."""
-    last = ledger.events(folder)[-1:]
-    return ", ".join(e["nodes"][0] for e in last if e["event"] == "replaced" and e["id"] == job)
+    mine = [e for e in ledger.events(folder, "started", "ended", "replaced") if e["id"] == job]
+    return ", ".join(node for e in mine[-1:] if e["event"] == "replaced" for node in e["nodes"])
 
 
 def of_allocation(folder: Path, job: str) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
     require_spares(request.spares, nodes, cluster)
     is_watcher, is_bench = name in ("monitor", "prepare"), name == "bench"
     one_each = is_bench or (request.launcher == "srun" and name in ("train", "sweep"))  # one task for each GPU
+    tested = 0 if cluster.gpu.kind == "cpu" else used
     options = asdict(request)
     environment = options.pop("environment")
     return options | {
@@ -75,7 +76,7 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "nodes": 1 if is_watcher else nodes + request.spares,
         "train_nodes": nodes,
         "preflight": request.preflight and nodes + request.spares > 1,
-        "gpus": 0 if cluster.gpu.kind == "cpu" else used,
+        "node_test": f"--test --gpus {tested} -- {srun_arguments(site, request.launcher)}".strip(),
         "tasks_per_node": used if one_each else 1,
         "processes_per_node": used,
         "gpus_per_node": "" if is_watcher or cluster.gpu.kind == "cpu" else f"{site.gpu_type}:{used}".lstrip(":"),
