@@ -47,7 +47,9 @@ def stalls_after(detector: StallDetector, clock: Clock, most: int = 20_000) -> i
     return most
 
 
-@pytest.mark.parametrize(("timeout_s", "step", "seconds"), [(200, 2, 205), (200, 1, 1005), (200, 0, 1005), (20, 1, 665)])
+@pytest.mark.parametrize(
+    ("timeout_s", "step", "seconds"), [(200, 2, 205), (200, 1, 1005), (200, 0, 1005), (20, 1, 665)]
+)
 def test_a_rank_is_given_five_times_as_long_until_its_second_iteration(
     timeout_s: float, step: int, seconds: int, tmp_path: Path, clock: Clock, beat: Callable[..., None]
 ) -> None:
