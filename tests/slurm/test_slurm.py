@@ -251,10 +251,10 @@ def test_a_controller_that_stays_away_is_one_clear_line(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     ledger.note(sleeper, "submitted", "1", site="test", script="")
     begin = time.monotonic()
-    assert main(["slurm", "status", str(sleeper)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("trilane: slurm=squeue: the controller cannot be reached (") and said.count("\n") == 1
-    assert time.monotonic() - begin < 60
+    assert main(["slurm", "status", str(sleeper)]) == 75
+    why, line = capsys.readouterr().out.splitlines()
+    assert why.startswith("slurm=scontrol ping: SLURM does not answer (") and "(as of " in line
+    assert time.monotonic() - begin < 20  # 4 s on a machine that does nothing else
 
 
 def test_without_slurm_a_submission_is_one_line(sleeper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
