@@ -218,10 +218,11 @@ def play(tmp_path: Path) -> Play:
     return Play(tmp_path)
 
 
-def torchrun(gpus: int, start: int = 0) -> list[str]:
+def torchrun(name: str, start: int = 0) -> list[str]:
     """What starts a node's processes; each start of a job has a port and an id of its own."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-id=77.{start}", f"--rdzv-endpoint=n1:{10077 + 1000 * start}"]
-    nodes = ["--nnodes=2", f"--nproc-per-node={gpus}", "--max-restarts=0"]
+    first = "n1i" if name == "juwels-booster" else "n1"  # its name on InfiniBand
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-id=77.{start}", f"--rdzv-endpoint={first}:{10077 + 1000 * start}"]
+    nodes = ["--nnodes=2", f"--nproc-per-node={NODES[name][0]}", "--max-restarts=0"]
     head = ["python", "-m", "trilane.engine.torchrun", "ranks/failures-77-0.json"]
     return [*head, *nodes, *rendezvous, "-m", "trilane.engine", "plan.json"]
 
@@ -244,7 +245,7 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     (play.place / "runs/two").mkdir(parents=True)
     (play.place / "runs.txt").write_text("runs/one\nruns/two\n")
     assert play.run(recorded(name)[f"{template}-{name}.sbatch"]) == 0
-    wanted = [*loads(name), BEGIN, CORPUS, choice(gpus), HOSTS, SRUN, torchrun(gpus), [*END, "--code", "0"]]
+    wanted = [*loads(name), BEGIN, CORPUS, choice(gpus), HOSTS, SRUN, torchrun(name), [*END, "--code", "0"]]
     assert play.calls == wanted
     env = play.env
     assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
@@ -336,7 +337,7 @@ def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(name: str, 
     assert (command, shell, rcfile, path) == ("salloc", "bash", "--rcfile", "job.sbatch")
     play.log.unlink()
     assert play.run(text.partition("if [[ $- != *i* ]]")[0] + "train") == 0
-    assert play.calls[-2:] == [SRUN, torchrun(NODES[name][0], start=1)]
+    assert play.calls[-2:] == [SRUN, torchrun(name, start=1)]
 
 
 def test_every_blank_is_given_and_every_given_value_is_used() -> None:

@@ -41,6 +41,7 @@ def test_every_further_option_of_a_site_is_one_directive() -> None:
     found = directives(rendered(FREE))
     wanted = {"gres": "gpu:a100:8", "mem": "0", "exclusive": "", "switches": "1@12:00:00"}
     assert found.items() >= {**wanted, "licenses": "scratch", "contiguous": ""}.items()
+    assert "MASTER_ADDR=${TRAIN_HOSTS%%$'\\n'*}-ib\n" in rendered(replace(FREE, host_suffix="-ib"))
     blocks = directives(rendered(replace(FREE, switches="", segment=16, gpu_option="gpus-per-node")))
     assert (blocks["segment"], blocks["gpus-per-node"], "gres" in blocks) == ("16", "a100:8", False)
 
@@ -56,6 +57,7 @@ BAD = [
     ({"sbatch": {"gre": "1"}}, r"^site.sbatch=--gre: the script sets --gres itself"),
     ({"sbatch": {"x\n#SBATCH --uid": "0"}}, r"^site.sbatch=.*must be the long name of an option"),
     ({"sbatch": {"licenses": "a\n#SBATCH --uid=0"}}, r"^site.sbatch.licenses=.*must consist of letters"),
+    ({"host_suffix": "i; touch x"}, r"^site.host_suffix='i; touch x': must be letters"),
     ({"srun": ["-n1"]}, r"^site.srun='-n1': must be a long option"),
     ({"srun": ["--ntasks=4"]}, r"^site.srun=--ntasks=4: the script sets --ntasks itself"),
     ({"srun": ["--output=x"]}, r"^site.srun=--output=x: the script sets --output itself"),

@@ -112,6 +112,7 @@ def _site_blanks(site: Site, request: JobRequest, is_watcher: bool) -> dict[str,
         "switches": "" if is_watcher else site.switches,
         "segment": 0 if is_watcher else site.segment,
         "gpu_option": site.gpu_option,
+        "host_suffix": site.host_suffix,
         "srun_args": srun_arguments(site, request.launcher),
     }
 

@@ -11,6 +11,7 @@ from trilane.utils.validation import require, require_integer, require_known, re
 PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
+HOST_SUFFIX = re.compile(r"[A-Za-z0-9.-]{0,60}")
 SRUN_WORD = re.compile(r"--([a-z][a-z0-9-]{1,40})(=.*)?")
 MEMORY = re.compile(r"\d{1,9}[KMGT]?")
 SWITCHES = re.compile(r"\d{1,4}(@[0-9:-]{1,20})?")
@@ -25,7 +26,15 @@ OWN_VARIABLES = (
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE", "HOSTFILE", "TRILANE_SWEEP", "VENV", "PATH"),
     *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE", "HF_HUB_OFFLINE"),
     *("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH"),
-    *("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "TRAIN_NODES", "TRAIN_NODELIST", "RDZV_ID", "TRILANE_CODE"),
+    *(
+        "LOCAL_WORLD_SIZE",
+        "CUDA_VISIBLE_DEVICES",
+        "TRAIN_NODES",
+        "TRAIN_NODELIST",
+        "RDZV_ID",
+        "TRILANE_CODE",
+        "TRAIN_HOSTS",
+    ),
 )
 # Options of sbatch that the scripts set from the plan, the site's other fields and the request, or that change what
 # they mean.
@@ -56,6 +65,8 @@ class Options(Protocol):
     def srun(self) -> Sequence[str]: ...
     @property
     def sbatch(self) -> Mapping[str, str]: ...
+    @property
+    def host_suffix(self) -> str: ...
     @property
     def mem(self) -> str: ...
     @property
@@ -113,6 +124,8 @@ def require_options(site: Options) -> None:
         require(found is not None, "site.srun", repr(word), rule)
         assert found is not None
         _require_other("site.srun", word, found[1], OWN_SRUN)
+    rule = "must be letters, digits, dots and dashes, such as i for node1i"
+    require(HOST_SUFFIX.fullmatch(site.host_suffix) is not None, "site.host_suffix", repr(site.host_suffix), rule)
     _require_nodes(site)
     _require_container(site)
 

@@ -59,6 +59,7 @@ class Site:
     offline            whether compute nodes have no internet
     local              folders that are local to each node
     env, setup         variables, and shell lines that run in order as they are; the first that fails ends the job
+    host_suffix        what ends the name of a node on the network on which the processes meet
     sbatch, srun       further #SBATCH options by their long names, and further arguments of srun
     mem, exclusive     memory of a node, such as 480G or 0 (all); whether the job has its nodes for itself
     switches, segment  how near to each other the nodes must be: at most so many switches, or blocks of so many nodes
@@ -83,6 +84,7 @@ class Site:
     local: tuple[str, ...] = ("/tmp", "/dev/shm")
     env: dict[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
+    host_suffix: str = ""
     sbatch: dict[str, str] = field(default_factory=dict)
     srun: tuple[str, ...] = ()
     mem: str = ""
