@@ -1,6 +1,8 @@
 """Whether a job starts the training, and which of a run's jobs counts: told by its ledger and by what SLURM says."""
 
 import json
+import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +149,10 @@ def test_where_no_node_answers_it_is_not_the_nodes(monkeypatch: pytest.MonkeyPat
         def __init__(self, command: list[str], **_: object) -> None:
             self.returncode = int(any(f"--nodelist={node}" in command for node in dead))
 
-        def communicate(self, timeout: float) -> tuple[str, str]:
+        def poll(self) -> int:
+            return self.returncode
+
+        def communicate(self) -> tuple[str, str]:
             return "", "srun: error: Communication connection failure"
 
     monkeypatch.setattr(node_failure.subprocess, "Popen", Step)
@@ -157,6 +162,32 @@ def test_where_no_node_answers_it_is_not_the_nodes(monkeypatch: pytest.MonkeyPat
     assert node_failure.unreachable(["n1", "n2", "n3"]) == ["n2", "n3"]
     dead |= {"n1"}
     assert node_failure.unreachable(["n1", "n2", "n3"]) == []
+
+
+def test_nodes_that_a_slow_controller_lets_answer_one_after_another_are_not_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With rl_enable SLURM answers 128 requests over a minute or two; a node is dead once nothing answers any more."""
+    begin = time.monotonic()
+
+    class Step:
+        def __init__(self, command: list[str], **_: object) -> None:
+            node = int(command[-2].removeprefix("--nodelist=n"))
+            self.answers = begin + 0.2 * node if node < 5 else math.inf
+            self.returncode = 0
+
+        def poll(self) -> int | None:
+            return 0 if time.monotonic() > self.answers else None
+
+        def communicate(self) -> tuple[str, str]:
+            return "", ""
+
+        def kill(self) -> None: ...
+
+    monkeypatch.setattr(node_failure.subprocess, "Popen", Step)
+    monkeypatch.setattr(client, "call", lambda command: "slurm 23.02.7")
+    monkeypatch.setattr(node_failure, "STEP_S", 0.5)
+    assert node_failure.unreachable([f"n{i}" for i in range(6)]) == ["n5"]
 
 
 def test_an_oom_is_not_tried_again_and_a_lost_node_is() -> None:

@@ -1,5 +1,6 @@
 """Which nodes of a job train: by what the test of each alone, and of pairs, finds; on nodes that are made up."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,22 @@ def test_the_health_of_gpus_is_what_nvidia_smi_reports(change: dict, broken: str
         return next((rows for word, rows in change.items() if word in key), CARDS[key])
 
     assert gpu_health.findings(2, ask) == ([broken] * bool(broken), [doubtful] * bool(doubtful))
+
+
+def test_the_signal_before_the_time_limit_ends_no_test_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sends it to every step of the job; a node whose test it ended would be broken."""
+    srun = (
+        'if [ "$1" = --version ]; then echo slurm 23.02.7; exit; fi\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"'
+    )
+    result = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": 1.0}}'
+    for name, text in {"srun": srun, "python": f"kill -USR1 $$; echo READY; echo '{result}'"}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    steps = node_test.Steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7"})
+    assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
 
 
 def test_a_node_without_nvidia_smi_has_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:

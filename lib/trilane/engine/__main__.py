@@ -11,7 +11,7 @@ from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, read_plan
 from trilane.engine.signals import Signals
 from trilane.utils.files import patient_text, set_aside
-from trilane.utils.process import die_with_parent
+from trilane.utils.process import allow_open_files, die_with_parent
 from trilane.utils.validation import print_refusal
 
 RANK_LOGS = "TRILANE_RANK_LOGS"
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     """
     begin, signals = time.monotonic(), Signals()
     die_with_parent()
+    allow_open_files()
     _redirect_output()
     if len(argv) != 1:
         print("usage: python -m trilane.engine plan.json", file=sys.stderr)

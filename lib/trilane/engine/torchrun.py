@@ -17,7 +17,7 @@ from typing import Any
 from trilane.engine.distributed import rendezvous
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
-from trilane.utils.process import announce, die_with_parent
+from trilane.utils.process import allow_open_files, announce, die_with_parent
 
 LOOPBACK = "127.0.0.1"
 
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     # Workers inherit the mask: a signal that comes while they import torch stays pending and kills no process.
     signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
     die_with_parent()
+    allow_open_files()
     os.environ.update(announce({}))
     os.environ[FORWARDED] = "1"
     _forward_signals()

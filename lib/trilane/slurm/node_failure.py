@@ -22,6 +22,7 @@ from trilane.workspace.status import RunStatus, Status, write_status
 
 Test = Callable[[Sequence[str]], Mapping[str, str]]  # the broken ones of nodes, and why
 STEP_S = 30.0  # in which a step starts on a healthy node many times
+POLL_S = 0.1
 
 
 def handle_node_failure(
@@ -209,26 +210,30 @@ def step_options(version: str = "") -> list[str]:
 
 
 def unreachable(nodes: Sequence[str]) -> list[str]:
-    """The nodes on which no step can be started within STEP_S seconds; to be called inside the job.
+    """The nodes on which no step can be started within STEP_S seconds of the last answer; to be called inside the job.
 
-    A step on a healthy node starts in a second or two. Empty where that holds for all nodes: then srun itself fails,
-    since this process runs on one of them.
+    A step on a healthy node starts in a second or two, but a controller that limits the rate of requests answers 128
+    of them one after another (rl_enable, man slurm.conf: by default 30 at once, then 2 a second). Empty where none can
+    be started: then srun itself fails, since this process runs on one of the nodes.
     """
     options = step_options(client.call(["srun", "--version"]))
     one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     steps = {n: subprocess.Popen([*one, f"--nodelist={n}", "true"], **streams, text=True) for n in nodes}
-    end = time.monotonic() + STEP_S
-    found = [node for node, step in steps.items() if not _is_reachable(step, end)]
+    waits, last = set(nodes), time.monotonic()
+    while waits and time.monotonic() < last + STEP_S:
+        if ended := {node for node in waits if steps[node].poll() is not None}:
+            waits, last = waits - ended, time.monotonic()
+        time.sleep(POLL_S)
+    found = [node for node, step in steps.items() if not _is_reachable(step)]
     return found if len(found) < len(nodes) else []
 
 
-def _is_reachable(step: "subprocess.Popen[str]", end: float) -> bool:
-    """Whether the step succeeded, or failed for another reason than an unreachable node."""
-    try:
-        _, error = step.communicate(timeout=max(0.1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
+def _is_reachable(step: "subprocess.Popen[str]") -> bool:
+    """Whether the step succeeded, or failed for another reason than an unreachable node; one that goes on is ended."""
+    if step.poll() is None:
         step.kill()
         step.communicate()
         return False
+    _, error = step.communicate()
     return step.returncode == 0 or UNREACHABLE.search(error) is None
