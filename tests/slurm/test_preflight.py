@@ -123,6 +123,21 @@ REFUSED = {
 }
 
 
+def test_spare_nodes_have_their_price_and_their_limits(folder: Path) -> None:
+    (found,) = [f for f in findings(folder, plan(), spares=1) if f.rule == "spares"]
+    assert (found.level, "1 of 3 nodes stand by: 160 of the 480 GPU-hours" in found.message) == (WARNING, True)
+    (found,) = [f for f in findings(folder, plan(), spares=3) if f.rule == "spares"]
+    assert (found.level, found.message) == (REFUSAL, "spares=3: must be at most the nodes that train (2)")
+    few = str(folder.parent / "few.json")
+    Path(few).write_text(json.dumps(to_mapping(replace(cluster("jz-a100-80g"), max_nodes=2))))
+    (found,) = [f for f in findings(folder, plan(), replace(A100, cluster=few), spares=1) if f.rule == "spares"]
+    assert found.message.startswith("spares=1: must be at most 0: ") and found.level == REFUSAL
+    written = [f.message for f in findings(folder, plan(), script=lambda text: text, spares=2) if f.rule == "script"]
+    assert written == []
+    later = findings(folder, plan(), spares=1)
+    assert any("--spares 1 is requested, job.sbatch has 2" in f.message for f in later)
+
+
 @pytest.mark.parametrize("rule", REFUSED)
 def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
     p, where, says, wishes = REFUSED[rule]
