@@ -241,7 +241,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
     ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
     outcome = attempt.end(folder, 1, env, test=lambda _: broken)
-    ledger.note(folder, "alerted", "78", key="k", state="sent", by="me")  # by a process of its own
+    ledger.note(folder, "noted", "78")  # by a process of its own, such as that which alerts
     assert (outcome.status, node_failure.goes_on(folder, "78")) == (status, replaced)
     assert (requeued != []) is (status == "node failure" and not replaced)
     assert node_failure.lost_nodes(folder, "78") == [*dead, *(broken if replaced else ())]

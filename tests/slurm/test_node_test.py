@@ -93,6 +93,7 @@ def test_half_of_the_nodes_may_import_for_minutes_and_then_the_others_are_late()
     late = step(now - 300, 0.0)
     assert not node_test._is_late(late, [late, step(now - 300, 200.0), step(now - 300, 0.0)])
     assert node_test._is_late(late, [late, step(now - 300, 60.0), step(now - 300, 80.0)])
+    assert node_test._is_late(late, [late, step(now - 300, 60.0)])
     assert node_test._is_late(step(now - 300, 200.0), []) and not node_test._is_late(step(now - 300, 250.0), [])
 
 
