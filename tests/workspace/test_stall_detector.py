@@ -97,14 +97,19 @@ def test_a_node_that_no_longer_reports_is_noticed_and_is_the_cause_once_the_othe
 
 
 def test_another_node_decides_where_that_of_rank_0_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads no report before."""
+    """It reads no report before, and does not wait for the stacks of a node that has died."""
     cluster = Cluster(tmp_path, monkeypatch, node=2)
-    reads = list[Path]()
-    monkeypatch.setattr(stall_detector, "read_reports", lambda folder: reads.append(folder) or [])
+    reads, real = list[Path](), stall_detector.read_reports
+    monkeypatch.setattr(stall_detector, "read_reports", lambda folder: reads.append(folder) or real(folder))
     monkeypatch.setattr(stall_detector, "read_report", lambda path: reads.append(path))
     cluster.beat(4, 5)
+    cluster.report(0, 0.1, 0.1)
     assert not cluster.after(T + 14) and not reads
-    assert "rank 0 before its first heartbeat" not in cluster.after(5) and reads
+    for _ in range(5):
+        cluster.report(1, 1001.0, 1001.0), cluster.report(3, 1001.0, 1001.0)
+        said = cluster.after(1)
+    assert said.startswith("no progress for 1000 s: rank ") and reads
+    assert {"n1", "n3"} <= cluster.detector.hosts() and "n0" not in cluster.detector.hosts()
 
 
 def test_the_reports_of_an_earlier_start_are_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ class HangMonitor:
         if len(self._exited) > exits == 0 and not is_asked():
             with contextlib.suppress(OSError):  # where the others are before they fail or wait for ever
                 capture(self._folder, self._plan)
-        if not waits and (why := self._stall.decide()):
+        if not waits and (why := self._stall.decide()) and (self._node.first == 0 or not is_asked()):
             raise Hang(self.hang_status(why))
         self._note_silent_nodes()
 

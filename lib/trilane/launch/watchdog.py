@@ -25,7 +25,7 @@ from trilane.workspace.status import Status, known_status, write_status
 POLL_S = 0.5
 ASK_S = 5.0  # between two looks at stacks/ of the run folder, on a node without a stall
 PRECEDENCE_S = 15.0  # how much earlier than the next node that of rank 0 decides
-STAGGER_S, LATEST_S = 0.5, 15.0  # from one further node to the next, and of the last
+STAGGER_S, LATEST_S = 5.0, 15.0  # from one further node to the next: it sees the other's request; and of the last
 DECISION_S = OTHERS_S + 30.0  # after a request for stacks, which another node may have made to decide
 ANSWER_S = 120.0  # after a request for stacks a decision may follow
 END_S = 10.0  # to write the last report
@@ -64,7 +64,7 @@ def watch_node(folder: Path, parent: int, first: int) -> None:
 def patience_s(first: int, plan: Plan) -> float:
     """How much later than the node of rank 0 the one of rank `first` decides: not all at once."""
     further = first // min(plan.cluster.gpus_per_node, plan.topology.gpus)
-    return PRECEDENCE_S + min(STAGGER_S * further, LATEST_S) if first else 0.0
+    return PRECEDENCE_S + min(STAGGER_S * (further - 1), LATEST_S) if further else 0.0
 
 
 class _Requests:

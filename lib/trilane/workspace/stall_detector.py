@@ -138,9 +138,15 @@ class StallDetector:
         return self._longest(now)
 
     def hosts(self) -> set[str]:
-        """The hosts that can answer: of this node's ranks, and of the nodes that still report."""
+        """The hosts that can answer: of this node's ranks, and of the nodes that still report.
+
+        Nor is waited for the node of rank 0 where another decides in its place, and it has not reported since the stall
+        was found: a node with a stall reports every second.
+        """
+        gone = set(self.silent())
+        gone |= {first for first, seen in self._seen.items() if first == 0 and seen.looked > seen.since}
         own = {progress.beat.host for progress in self.own.values()}
-        return own | {seen.report.host for first, seen in self._seen.items() if first not in self.silent()}
+        return own | {seen.report.host for first, seen in self._seen.items() if first not in gone}
 
     def silent(self) -> dict[int, NodeReport]:
         """The last reports of nodes that no longer report, by first rank."""
