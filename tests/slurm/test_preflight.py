@@ -145,6 +145,14 @@ def test_it_is_refused_with_rule_and_remedy(rule: str, folder: Path) -> None:
     assert found.level == REFUSAL and says in found.message and len(found.remedy) > 5
 
 
+def test_one_task_for_each_gpu_is_what_its_script_needs_and_the_signal_reaches_it(folder: Path) -> None:
+    plain = {f.rule for f in findings(folder, plan())}
+    assert {f.rule for f in findings(folder, plan(), launcher="srun", script=lambda s: s)} == plain
+    one = lambda s: s.replace("--ntasks-per-node=8", "--ntasks-per-node=1")  # noqa: E731
+    found = check.refused(findings(folder, plan(), launcher="srun", script=one))
+    assert [f.message for f in found] == ["--ntasks-per-node=1: the plan's 16 GPUs need 8"]
+
+
 def test_a_qos_that_the_site_does_not_list_is_a_warning_that_names_what_is_unknown(folder: Path) -> None:
     found = [f for f in findings(folder, plan(), qos="qos_gpu_a100-t2") if f.rule.startswith("qos")]
     assert [(f.level, f.rule) for f in found] == [(WARNING, "qos")]
