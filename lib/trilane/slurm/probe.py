@@ -72,6 +72,8 @@ def probe(partition: str = "", card: str = "") -> Probe:
     default = default if default in [q.name for q in limits] else ""
     unknown += UNASKED
     sources = {"all": f"{client.call(['sinfo', '--version']).strip()}: sinfo, scontrol and sacctmgr"}
+    usual = next((kind.partition for kind in kinds if kind.is_default), "none")
+    sources["partitions"] = f"sinfo, those that are up; the default one: {usual}"
     sources |= {"accounts": ", ".join(accounts)} if accounts else {}
     sources = {
         key: one_line(text)[:MOST_CHARACTERS] for key, text in (sources | {"unknown": "; ".join(unknown)}).items()
