@@ -15,10 +15,10 @@ from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
-from trilane.config.training import Data, Run
+from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.predict import predict
 from trilane.slurm import client
-from trilane.slurm.preflight import check, resources
+from trilane.slurm.preflight import check, purpose, resources
 from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, JobCheck
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, seconds_of, site
@@ -27,13 +27,16 @@ from trilane.workspace.checkpoints import name_of, write_manifest
 from trilane.workspace.status import RunStatus, write_status
 
 A100, V100 = site("jean-zay-a100"), site("jean-zay-v100-32g")
-A100_80G, AVAILABLE = cluster("jz-a100-80g"), resources.available
+A100_80G, AVAILABLE, MAX_ARRAY = cluster("jz-a100-80g"), resources.available, client.max_array
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder that counts as shared, on a machine without SLURM, with a venv whose torch fits an A100."""
-    monkeypatch.setattr(client, "is_installed", lambda: False)
+    """A run folder that counts as shared, on a login node whose SLURM accepts all, with a torch that fits an A100."""
+    monkeypatch.setattr(client, "is_installed", lambda: True)
+    monkeypatch.setattr(client, "require_answer", lambda: None)
+    monkeypatch.setattr(client, "max_array", lambda: None)
+    monkeypatch.setattr(client, "test_only", lambda script: "")
     monkeypatch.setattr(resources, "available", lambda _: (1e15, 1e9))
     torch(tmp_path, "2.13.0+cu130", "13.0")
     (tmp_path / "run").mkdir()
@@ -70,8 +73,128 @@ def findings(folder: Path, p: Plan, where=A100, script: Callable[[str], str] | N
     return check.check_job(p, where, request, folder, allow)
 
 
-def test_a_good_plan_is_only_told_that_slurm_was_not_asked(folder: Path) -> None:
-    assert [(f.level, f.rule) for f in findings(folder, plan())] == [(WARNING, "sbatch")]
+def good(folder: Path, tokens: int = 10**9, **changes: Any) -> Plan:
+    """The plan with a corpus of so many tokens and a learning rate of its size."""
+    corpus = folder.parent / "corpus"
+    for ending, size in (("bin", 2 * tokens), ("idx", 42)):
+        with corpus.with_suffix(f".{ending}").open("wb") as file:
+            file.truncate(size)  # sparse
+    optimizer = changes.pop("optimizer", Optimizer(lr=2e-4, min_lr=2e-5))
+    return plan(data={"source": str(corpus), "split": "949,50,1"}, optimizer=optimizer, **changes)
+
+
+def test_nothing_is_found_about_a_good_plan(folder: Path) -> None:
+    """4.2e9 tokens, 3.2 a parameter, in 4.4 epochs of a billion: too many."""
+    assert rules(findings(folder, good(folder))) == ["epochs"]
+    assert findings(folder, good(folder, 2 * 10**9)) == []
+
+
+def test_off_the_cluster_all_that_this_machine_lacks_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "is_installed", lambda: False)
+    monkeypatch.setattr(resources, "available", lambda _: (0, 0))
+    torch(folder.parent, "2.13.0+cpu", None)
+    p = replace(good(folder), data=Data(source="/gpfs/corpus"))
+    found = findings(folder, p, replace(A100, local=(str(folder.parent),)))
+    assert [(f.level, f.rule) for f in found] == [(WARNING, "sbatch")]
+    assert all(word in found[0].message for word in ("wheel", "data", "disk", "inodes"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "rule", "says"),
+    [
+        (10**10, {"train_iters": 50}, "tokens", "a benchmark"),
+        (10**10, {"train_iters": 1100}, "tokens", "no published training has so few"),
+        (10**8, {}, "epochs", "44 epochs"),
+        (10**10, {"optimizer": Optimizer(lr=1e-3)}, "learning rate", "have used 2.0e-04 to 3.0e-04"),
+        (10**10, {"optimizer": Optimizer(lr=6e-5, min_lr=0.0)}, "learning rate", "GPT-3"),
+    ],
+)
+def test_what_makes_no_sense_for_the_size_of_the_model_is_named(
+    tokens: int, changes: dict, rule: str, says: str, folder: Path
+) -> None:
+    """One line about a benchmark, whatever its corpus and learning rate are."""
+    (found,) = findings(folder, good(folder, tokens, **changes))
+    assert (found.level, found.rule) == (WARNING, rule) and says in found.message
+
+
+def test_a_47b_of_the_prequel_on_the_demos_corpus_is_called_a_benchmark_and_the_known_rates_are_in_bounds() -> None:
+    assert [purpose.known_rate(purpose.LOWEST, size) for size in (1e6, 1.3e9, 175e9, 1e12)] == [6e-4, 2e-4, 6e-5, 6e-5]
+    assert purpose.known_rate(purpose.HIGHEST, 7e9) == pytest.approx(3e-4)  # LLaMA 7B
+    assert purpose.known_rate(purpose.LOWEST, 47e9) == pytest.approx(8.0e-5, rel=0.05)
+
+
+def long(folder: Path, **changes: Any) -> Plan:
+    """Forty hours of iterations: two jobs of twenty."""
+    return good(folder, 10**11, train_iters=int(40 * 3600 / predict(plan()).sec_per_it), **changes)
+
+
+@pytest.mark.parametrize(("signal_s", "levels"), [(300, []), (12, [WARNING]), (3, [REFUSAL])])
+def test_the_warning_before_the_limit_leaves_time_for_an_iteration_and_a_save(
+    signal_s: int, levels: list[str], folder: Path
+) -> None:
+    """15.8 GB by two nodes of 1 GB/s: 8 s, as an iteration is predicted to take."""
+    found = [f for f in findings(folder, long(folder), signal_s=signal_s) if f.rule == "signal"]
+    assert [f.level for f in found] == levels
+    if found:
+        assert "8 s of an iteration, 8 s of a save, predicted" in found[0].message
+        assert found[0].remedy == "--signal-s 60"
+
+
+def test_what_was_measured_in_the_folder_takes_the_place_of_the_prediction(folder: Path) -> None:
+    """Earlier saves of 400 s, iterations of 20 s and an evaluation of ten batches: 470 s."""
+    p = long(folder, run={"eval_interval": 100, "eval_iters": 10})
+    (folder / "plan.json").write_text(json.dumps(p.to_json()))
+    steps = [{"iteration": n, "sec_per_it": 20.0, "global_batch_size": 512, "lm_loss": 5.0} for n in range(1, 41)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    saved = "saved checkpoints/iter_0000020 (15800.0 MB in 400.00 s, training stopped for 9.00 s)\n"
+    (folder / "run.log").write_text("START\n" + saved)
+    (found,) = (f for f in findings(folder, p, allow=["run folder"]) if f.rule == "signal")
+    assert found.level == REFUSAL and found.remedy == "--signal-s 720", found.message
+    assert "70 s of an iteration and an evaluation, 400 s of a save, measured" in found.message
+
+
+def test_evaluations_are_in_the_time_of_the_job(folder: Path) -> None:
+    """19 hours of iterations end in time; with an evaluation of 50 batches every 100, a quarter each, they do not."""
+    count = int(19 * 3600 / predict(plan()).sec_per_it)
+    for run, late in (({}, False), ({"eval_interval": 100, "eval_iters": 50}, True)):
+        found = findings(folder, good(folder, 10**11, train_iters=count, run=run))
+        assert ("time" in rules(found)) is late
+
+
+def test_a_limit_that_holds_no_start_and_save_is_named(folder: Path) -> None:
+    found = [f for f in findings(folder, long(folder), time_limit="00:20:00") if "hold no start" in f.message]
+    assert [(f.level, f.rule) for f in found] == [(WARNING, "time")]
+
+
+@pytest.mark.parametrize(("save_s", "levels"), [(0, [WARNING]), (600, []), (3600, []), (20, [WARNING])])
+def test_an_interval_far_from_dalys_is_named_with_his(save_s: int, levels: list[str], folder: Path) -> None:
+    """Two nodes fail every 316 h and save in 8 s: 71 minutes. Every 20 s, two fifths of the time are lost."""
+    interval = round(save_s / predict(plan()).sec_per_it)
+    p = good(folder, 10**10, train_iters=9000, run={"save_interval": interval})
+    found = [f for f in findings(folder, p) if f.rule == "checkpoints"]
+    assert [f.level for f in found] == levels
+    if found:
+        at = int(re.findall(r"save_interval=(\d+)", found[0].remedy)[0]) * predict(plan()).sec_per_it
+        assert at == pytest.approx(71 * 60, rel=0.02)
+
+
+LACKING = {
+    "no GPU is asked for": ("#SBATCH --gres=gpu:8\n", REFUSAL),
+    "--nodes=2 is missing": ("#SBATCH --nodes=2\n", REFUSAL),
+    "--constraint=a100 is missing": ("#SBATCH --constraint=a100\n", REFUSAL),
+    "--cpus-per-task is missing": ("#SBATCH --cpus-per-task=64\n", WARNING),
+}
+
+
+@pytest.mark.parametrize("says", LACKING)
+def test_a_script_that_lacks_what_its_site_needs_is_named(says: str, folder: Path) -> None:
+    line, level = LACKING[says]
+    found = [
+        f for f in findings(folder, good(folder, 10**10), script=lambda s: s.replace(line, "")) if f.rule == "script"
+    ]
+    assert [f.level for f in found] == [level] and found[0].message.startswith(says)
+    tasks = findings(folder, good(folder, 10**10), script=lambda s: s.replace(line, line + "#SBATCH --ntasks=16\n"))
+    assert "--ntasks=16: 2 nodes need 2" in [f.message for f in tasks]
 
 
 V100_PLAN = {"place": "jz-v100-32g", "topology": {"precision": "fp16"}, "train_iters": 100}
@@ -165,10 +288,12 @@ def test_a_container_that_is_missing_is_refused_where_it_could_be_seen(
     """On the cluster; elsewhere it may be there. pyxis mounts what the site names, and nothing else."""
     where = replace(A100, container="pyxis", container_image="/images/torch.sqsh", container_mounts=("/shared",))
     every = {f.rule: f for f in findings(folder, plan(), where)}
-    assert every["container"].level == WARNING and every["wheel"].message.startswith("torch is the container's")
-    assert every["container"].message == "container_image=/images/torch.sqsh: no such file here"
+    assert every["container"].level == REFUSAL and every["wheel"].message.startswith("torch is the container's")
+    assert every["container"].message == "container_image=/images/torch.sqsh: no such file"
+    monkeypatch.setattr(client, "is_installed", lambda: False)
+    (here,) = (f for f in findings(folder, plan(), where) if f.rule in ("sbatch", "container"))
+    assert here.level == WARNING and "container" in here.message
     monkeypatch.setattr(client, "is_installed", lambda: True)
-    monkeypatch.setattr(client, "test_only", lambda script: "")
     elsewhere = plan(data={"folder": "/elsewhere"})
     found = [f for f in findings(folder, elsewhere, where) if f.rule == "container"]
     assert [f.level for f in found] == [REFUSAL, WARNING] and found[1].message.startswith(
@@ -286,7 +411,7 @@ def test_the_script_that_is_submitted_is_the_one_that_is_looked_at(folder: Path,
     text = render("sweep", plan(), A100, JobRequest(account="xyz@a100"), array="1,2,1001")
     script = folder.parent / "sweep-2x8.sbatch"
     script.write_text(text.replace("set -euo pipefail", "set -eu").replace("@a100", "@v100"))
-    monkeypatch.setattr(client, "is_installed", lambda: True)
+    monkeypatch.setattr(client, "max_array", MAX_ARRAY)
     monkeypatch.setattr(client, "call", lambda command: "SlurmctldHost = x\nMaxArraySize            = 1001\n")
     monkeypatch.setattr(client, "test_only", lambda script: "")
     where = replace(A100, local=())

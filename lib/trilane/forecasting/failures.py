@@ -4,6 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from trilane.config.parallelism import Topology
 from trilane.utils.validation import require, require_not_negative, require_positive, shipped_json
 
 NODE_YEAR_S = 365.25 * 86400.0
@@ -112,6 +113,10 @@ class FailureModel:
         """Interruptions of all kinds per second of work on so many nodes, at the median rates."""
         return sum(s.per_node_year * nodes + s.per_year for s in self.stops) / NODE_YEAR_S
 
+    def save_s(self, checkpoint_bytes: float, nodes: float) -> float:
+        """Seconds in which so many nodes write a checkpoint."""
+        return checkpoint_bytes / (max(nodes, 1.0) * self.write_bytes_per_s)
+
     def checkpoint_interval_s(self, save_s: float, nodes: float) -> float:
         """Seconds between checkpoints: the given interval, else Daly's optimum for saves of `save_s` seconds."""
         rate = self.stops_per_s(nodes)
@@ -133,6 +138,11 @@ class FailureModel:
         mean = lost + idle + self.startup_s + wait
         variance = interval_s**2 / 12 + idle**2 + self.startup_s**2 + wait**2
         return mean, variance, (lost + self.startup_s + idle * stop.charged) / max(mean, 1e-9)
+
+
+def evaluation_s(topology: Topology, batches: float, sec_per_it: float) -> float:
+    """Seconds of an evaluation: forward passes of a quarter of an iteration with full recomputation, else a third."""
+    return (1 / 4 if topology.recompute == "full" else 1 / 3) * batches * sec_per_it
 
 
 def young_interval_s(save_s: float, mtbf_s: float) -> float:

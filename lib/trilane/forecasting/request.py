@@ -12,7 +12,7 @@ from trilane.costmodel.calibration import Calibration, load
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
 from trilane.forecasting.capacity import Capacity, CapacityWindow, capacity_of, constant, parse_day
-from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel
+from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST, phases_of, require_divisible
 from trilane.forecasting.simulation import Uncertainty
 from trilane.utils.validation import (
@@ -150,7 +150,7 @@ class ForecastRequest:
     @property
     def save_s(self) -> float:
         """Seconds of one checkpoint, written by all nodes of the plan."""
-        return checkpoint_bytes(self.plan.shape) / (max(self._nodes, 1.0) * self.risks.write_bytes_per_s)
+        return self.risks.save_s(checkpoint_bytes(self.plan.shape), self._nodes)
 
     @property
     def interval_s(self) -> float:
@@ -159,14 +159,10 @@ class ForecastRequest:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Certain extra time per second of work.
-
-        An evaluation is a forward pass: a quarter of an iteration with full recomputation, else a third.
-        """
+        """Certain extra time per second of work."""
         r = self.risks
-        forward = 1 / 4 if self.plan.topology.recompute == "full" else 1 / 3
         return {
-            EVALUATION: forward * r.evaluation_iters / r.evaluation_every,
+            EVALUATION: evaluation_s(self.plan.topology, r.evaluation_iters, 1.0) / r.evaluation_every,
             SAVING: self.save_s / self.interval_s,
             JOB_ENDS: r.startup_s / (r.job_hours * 3600),
         }

@@ -10,6 +10,7 @@ from trilane.config.training import Data
 from trilane.utils.files import replace_text
 from trilane.utils.validation import read_json, require
 
+STDLIB_BYTES = 4_000_000  # of "stdlib": enough for 50 iterations to see new text each, little enough to take seconds
 BUILT_IN = ("stdlib", "mock")  # sources that need no files, and seconds
 # Bytes of text that a job still tokenizes itself, while its nodes wait: 8 s with a Hugging Face tokenizer, which takes
 # 1.9 MB/s on one core here (byte-level BPE of 8,000 entries, Python's standard library), and nothing as bytes.
@@ -59,6 +60,22 @@ def existing_pair(source: str) -> str | None:
     """The prefix that `source` names, with or without its suffix; None where there is no such pair."""
     prefix = source.removesuffix(".bin").removesuffix(".idx")
     return prefix if Path(prefix + ".idx").is_file() or Path(prefix + ".bin").is_file() else None
+
+
+def tokens_about(data: Data, base: Path, vocabulary: int) -> float:
+    """Tokens of a source, roughly and without reading it; 0 where it is missing or made on the fly.
+
+    A pair has 2 bytes a token, 4 from 65,500 ids on, as Megatron writes it; text a byte a token, or with a Hugging Face
+    tokenizer about 4 (OpenAI's page of its tokenizers, for English: platform.openai.com/tokenizer).
+    """
+    if data.source in BUILT_IN:
+        return float(STDLIB_BYTES) if data.source == "stdlib" else 0.0
+    prefix = existing_pair(str(Path(base, data.source)))
+    if prefix and Path(prefix + ".bin").is_file():
+        return Path(prefix + ".bin").stat().st_size / (2 if vocabulary < 65500 else 4)
+    place = Path(base, data.source)
+    size = sum(file.stat().st_size for file in files(place)) if place.exists() else 0
+    return size / (1 if data.tokenizer == "bytes" else 4)
 
 
 def unprepared(sources: Iterable[Data], base: Path = Path(), above: int = SMALL_BYTES) -> dict[str, int]:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from trilane.utils.validation import MOST_BYTES, read_text, require, require_file, shown
-from trilane.workspace.prepared_corpora import files
+from trilane.workspace.prepared_corpora import STDLIB_BYTES, files
 
 MOST_TEXT = 1 << 36  # bytes of a text file, which is held in memory; larger corpora are .bin/.idx pairs
-STDLIB_BYTES = 4_000_000  # enough for 50 iterations to see new text each, little enough to prepare in seconds
 STDLIB_LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 
 

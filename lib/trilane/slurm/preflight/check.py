@@ -5,9 +5,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
-from trilane.slurm.preflight import resources
+from trilane.slurm import client
+from trilane.slurm.preflight import purpose, resources, timing
 from trilane.slurm.preflight import script as script_checks
-from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, Findings, JobCheck, JobFinding
+from trilane.slurm.preflight.finding import REFUSAL, RULES, WARNING, Findings, JobCheck, JobFinding, warn
 from trilane.slurm.script import SCRIPT, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.validation import read_text, require_known
@@ -32,13 +33,29 @@ def check_job(
         return Findings([of_error(error)])
     case = JobCheck(plan, site, request, folder, text, path.name)
     found: list[JobFinding] = []
-    for find in (*resources.RULES, *script_checks.RULES):
+    for find in (*resources.RULES, *timing.RULES, *purpose.RULES, *script_checks.RULES):
         try:
             found += find(case)
         except ValueError as error:  # an #SBATCH line edited by hand
             found.append(of_error(error))
+    if not site.is_local and (not client.is_installed() or any(UNCONFIGURED in f.message for f in found)):
+        found = off_cluster(found)
     found = [replace(f, level=WARNING) if f.rule in allow else f for f in dict.fromkeys(found)]
     return Findings(sorted(found, key=lambda f: f.level != REFUSAL))
+
+
+UNCONFIGURED = "establish a configuration source"  # by SLURM's commands without a slurm.conf
+# what is read off the machine on which the check runs, which must then be the cluster's
+OF_MACHINE = ("sbatch", "wheel", "data", "corpus", "container", "shared", "disk", "inodes")
+
+
+def off_cluster(found: Collection[JobFinding]) -> list[JobFinding]:
+    """The findings, those about a machine that is not the cluster in one: it says nothing about the cluster's."""
+    about = list(dict.fromkeys(f.rule for f in found if f.rule in OF_MACHINE and f.rule != "sbatch"))
+    message = "this machine is not the cluster (sbatch is not installed, or not configured): SLURM was not asked"
+    unknown = f"; what this machine lacks ({', '.join(about)}) the cluster may have" if about else ""
+    rest = [f for f in found if f.rule not in OF_MACHINE]
+    return [*rest, warn("sbatch", message + unknown, "run the check on a login node")]
 
 
 REMEDIES = {

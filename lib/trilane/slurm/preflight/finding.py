@@ -45,7 +45,7 @@ RULES = (
         "port",
         "code",
     ),
-    *("internet", "container", "bash", "sbatch", "data", "corpus", "shared"),
+    *("internet", "container", "bash", "sbatch", "data", "corpus", "shared", "tokens", "epochs", "learning rate"),
     *("disk", "inodes", "run folder", "checkpoint"),
 )
 

@@ -1,4 +1,4 @@
-"""Pre-flight checks of resources: nodes, memory and time of the plan, and the folders and free space of the run."""
+"""Pre-flight checks of resources: nodes and memory of the plan, and the folders and free space of the run."""
 
 import math
 import os
@@ -140,32 +140,6 @@ def memory(case: JobCheck) -> Iterator[JobFinding]:
         yield refuse("host memory", message, "more nodes, or no offload")
 
 
-def time(case: JobCheck) -> Iterator[JobFinding]:
-    """The training ends, or saves a checkpoint, before the job's time limit."""
-    run, second = case.plan.run, case.prediction
-    limit = seconds_of(case.directives.get("time", "00:10:00"))
-    asked = "signal" in case.directives or run.exit_duration_minutes > 0
-    needs = (iterations := run.goal - run.start_iteration) * second.sec_per_it
-    if 0 < limit < run.exit_duration_minutes * 60:
-        message = f"exit_duration_minutes={run.exit_duration_minutes:g} is beyond the limit of {limit / 60:.0f} minutes"
-        yield refuse("time", message, "end the run some minutes before the limit")
-    if limit == math.inf and not run.save_interval:
-        message = "without a time limit SLURM sends no signal before it, and no checkpoint is saved before the end"
-        yield warn("checkpoints", message, "save_interval, or a time limit")
-    if needs <= limit:
-        return
-    duration = f"{iterations} iterations take {needs / 3600:.1f} h, the limit is {limit / 3600:.1f} h"
-    interval = run.save_interval * second.sec_per_it
-    if not asked and not 0 < interval < limit:
-        remedy = "save_interval, exit_duration_minutes or --signal-s"
-        yield refuse("checkpoints", f"{duration}, and no checkpoint is saved before", remedy)
-    else:
-        yield warn("time", f"{duration}: {-(-needs // limit):.0f} jobs one after another", "submit them as a chain")
-    if limit / 10 < interval:
-        message = f"a checkpoint every {interval / 3600:.1f} h: a failure loses as much"
-        yield warn("checkpoints", message, f"save_interval={max(1, int(limit / 10 / second.sec_per_it))}")
-
-
 def size(case: JobCheck) -> float:
     """The most bytes of the run's checkpoints: those that are kept, and the one being written."""
     run = case.plan.run
@@ -204,11 +178,11 @@ def corpus(case: JobCheck) -> Iterator[JobFinding]:
 
 def shared(case: JobCheck) -> Iterator[JobFinding]:
     """The files that all nodes read or write are on a file system that all of them share."""
-    source = case.plan.data.source
-    paths = {"run folder": str(case.folder.resolve()), "data.folder": str(Path(case.plan.data.folder).resolve())}
-    paths |= {} if source in BUILT_IN else {"data.source": str(Path(source).resolve())}
-    for name, path in paths.items():
-        own = next((place for place in case.site.local if Path(path).is_relative_to(place)), None)
+    data, here = case.plan.data, case.folder.resolve()
+    paths = [("run folder", here), ("data.folder", (here / data.folder).resolve())]
+    paths += [("data.source", (here / p.source).resolve()) for p in data.parts if p.source not in BUILT_IN]
+    for name, path in paths:
+        own = next((place for place in case.site.local if path.is_relative_to(place)), None)
         if own and case.nodes > 1:
             yield refuse("shared", f"{name} {path} lies below {own}, which is local to each node", "move it")
         elif own and not case.site.is_local:
@@ -268,7 +242,6 @@ RULES: tuple[Rule, ...] = (
     wheel,
     limits,
     memory,
-    time,
     known,
     data,
     corpus,

@@ -45,6 +45,29 @@ def directives(case: JobCheck) -> Iterator[JobFinding]:
         yield warn("script", "%A and %a are 4294967294 outside of a job array", "use %j")
 
 
+def lacking(case: JobCheck) -> Iterator[JobFinding]:
+    """The script asks for what it needs: otherwise sbatch gives one node, a core, no GPU, or nodes of another kind."""
+    asked, site = case.directives, case.site
+    if site.is_local:
+        return
+    tasks = case.gpus_per_node if RANK_EACH.search(case.script) else 1
+    nodes, gpus = case.nodes + case.spares, {"gpus-per-node", "gpus", "gpus-per-task"}
+    remedy = "add the line, or write the script again with `trilane slurm submit --rewrite --dry-run`"
+    if case.cluster.gpu.kind == "cuda" and not gpus & set(asked) and not gres_gpus(asked.get("gres", "")):
+        yield refuse("script", f"no GPU is asked for: --gres=gpu:{case.gpus_per_node} is missing", remedy)
+    if nodes > 1 and "nodes" not in asked:
+        yield refuse("script", f"--nodes={nodes} is missing: sbatch would choose their number", remedy)
+    if asked.get("ntasks", str(nodes * tasks)) != str(nodes * tasks):
+        yield refuse("script", f"--ntasks={asked['ntasks']}: {nodes} nodes need {nodes * tasks}", "correct the script")
+    elif tasks > 1 and not {"ntasks", "ntasks-per-node"} & set(asked):
+        yield refuse("script", f"--ntasks-per-node={tasks} is missing: srun would start one rank a node", remedy)
+    if site.nodes_wanted and not {"constraint", "partition", "nodelist"} & set(asked):
+        message = f"--constraint={site.nodes_wanted} is missing: the job may get nodes of another kind"
+        yield refuse("script", message, remedy)
+    if not {"cpus-per-task", "cpus-per-gpu", "exclusive"} & set(asked):
+        yield warn("script", "--cpus-per-task is missing: each task gets one core", remedy)
+
+
 def requested(case: JobCheck) -> Iterator[JobFinding]:
     """The options requested now are those of the script, which may have been written earlier."""
     if case.request.spares not in (0, case.spares):
@@ -193,4 +216,15 @@ def accepted(case: JobCheck) -> Iterator[JobFinding]:
             yield refuse("sbatch", str(error), remedy)
 
 
-RULES: tuple[Rule, ...] = (directives, requested, spares, array, dead_ends, internet, container, readable, accepted)
+RULES: tuple[Rule, ...] = (
+    directives,
+    lacking,
+    requested,
+    spares,
+    array,
+    dead_ends,
+    internet,
+    container,
+    readable,
+    accepted,
+)
