@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import slurm_cluster
+import webhook_receiver
 from support import known_machine
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ def cluster(slurm_daemons: slurm_cluster.Cluster) -> Iterator[slurm_cluster.Clus
         yield slurm_daemons
     with mock.patch.dict(os.environ, slurm_daemons.variables):  # without what the test itself changed
         slurm_daemons.clean()
+
+
+@pytest.fixture
+def receiver() -> Iterator[webhook_receiver.Receiver]:
+    """A webhook on this machine, which keeps what it is sent."""
+    yield from webhook_receiver.received()
 
 
 @pytest.fixture(scope="session")

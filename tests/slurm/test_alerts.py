@@ -1,76 +1,26 @@
 """Alerts: each is sent once, in words that cannot do harm; a webhook that does not answer costs nobody time."""
 
-import http.server
 import json
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from slurm_cluster import fake_commands, plan, run_folder
+from webhook_receiver import SECRET, Receiver
 
 from trilane.cli.app import main
 from trilane.slurm import alerts, client, delivery, ledger, monitor, webhook
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
 
-SECRET = "T0SECRET/hook"
-
-
-class Receiver(http.server.BaseHTTPRequestHandler):
-    """Answers as the server's `answer` tells."""
-
-    def do_POST(self) -> None:
-        server = self.server
-        server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))  # type: ignore[attr-defined]
-        answer = server.answer  # type: ignore[attr-defined]
-        if answer == "hang":
-            server.released.wait(20)  # type: ignore[attr-defined]
-        elif answer == "drip":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-            while not server.released.wait(0.05):  # type: ignore[attr-defined]
-                self.wfile.write(b"x")
-        elif answer == "nonsense":
-            self.wfile.write(b"\x16\x03\x01 not HTTP\r\n\r\n")
-        else:
-            self.send_response(answer)
-            if answer == 302:
-                self.send_header("Location", f"http://127.0.0.1:{server.server_address[1]}/elsewhere")
-            self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    answer: int | str = 200
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Receiver)
-        self.bodies: list[dict[str, str]] = []
-        self.released = threading.Event()
-
-    def handle_error(self, *_: object) -> None:
-        """A client that has gone away is what some tests are about."""
-
-    def texts(self) -> list[str]:
-        return [body["text"] for body in self.bodies]
-
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    made = Server()
-    thread = threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("TRILANE_WEBHOOK", f"http://127.0.0.1:{made.server_address[1]}/{SECRET}?token=abc")
+def server(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> Receiver:
+    """A receiver to which the environment's webhook goes."""
+    monkeypatch.setenv("TRILANE_WEBHOOK", receiver.url)
     monkeypatch.setattr(delivery, "PAUSE_S", 0.01)
-    yield made
-    made.released.set()
-    made.shutdown()
-    made.server_close()
+    return receiver
 
 
 @pytest.fixture
@@ -108,7 +58,7 @@ def watched(folder: Path, stall_s: float = 600.0) -> list[str]:
 
 
 def test_each_alert_of_a_run_is_sent_once_also_by_another_watch(
-    folder: Path, server: Server, state: dict[str, str]
+    folder: Path, server: Receiver, state: dict[str, str]
 ) -> None:
     """Failing saves, a stall, a node that died, a requeue, a spare, a death that only SLURM tells of, the end."""
     at(folder, 27)
@@ -129,6 +79,7 @@ def test_each_alert_of_a_run_is_sent_once_also_by_another_watch(
     ledger.note(folder, "ended", "77", status="crashed", evidence="exit code 1")
     watched(folder)
     ledger.note(folder, "node failure", "77", nodes=["n4"])
+    watched(folder)
     ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=27)
     ledger.note(folder, "started", "77", nodes="n[1-2,4-5]", iteration=20, restarts=1)
     watched(folder), watched(folder)
@@ -178,7 +129,7 @@ def test_a_log_of_gigabytes_is_read_by_what_is_new_at_its_end(folder: Path) -> N
 
 
 def test_what_a_log_says_can_neither_command_slack_nor_a_terminal_nor_fill_a_screen(
-    folder: Path, server: Server
+    folder: Path, server: Receiver
 ) -> None:
     said = "<!channel> <http://evil|click> & \x1b[2J\u202e\r\n" + "x" * 5000
     ledger.note(folder, "ended", "77", status="crashed", evidence=said)
@@ -190,7 +141,7 @@ def test_what_a_log_says_can_neither_command_slack_nor_a_terminal_nor_fill_a_scr
 
 @pytest.mark.parametrize("answer", [500, 302, "hang", "drip", "nonsense", "refuse"])
 def test_a_webhook_that_does_not_answer_never_holds_up_and_is_named_without_its_secret(
-    answer: int | str, folder: Path, server: Server, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    answer: int | str, folder: Path, server: Receiver, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tries, then none for a minute; the run's line at once, one line of the problem, no redirect is followed."""
     monkeypatch.setattr(webhook, "TRY_S", 0.3)
@@ -217,7 +168,7 @@ def test_a_webhook_that_does_not_answer_never_holds_up_and_is_named_without_its_
 
 
 def test_a_webhook_that_stays_away_is_tried_a_bounded_number_of_times(
-    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    folder: Path, server: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "AGAIN_S", (0.0, 0.0))
     server.answer = 500
@@ -226,7 +177,7 @@ def test_a_webhook_that_stays_away_is_tried_a_bounded_number_of_times(
     assert len(server.bodies) == 6 and {body["kind"] for body in server.bodies} == {"died"}
 
 
-def test_of_two_processes_at_the_same_time_one_sends(folder: Path, server: Server) -> None:
+def test_of_two_processes_at_the_same_time_one_sends(folder: Path, server: Receiver) -> None:
     ledger.note(folder, "ended", "77", status="crashed", evidence="Segmentation fault")
     senders = [delivery.sender([folder]) for _ in range(4)]
     for sender in senders:
@@ -256,7 +207,7 @@ def test_a_url_that_is_none_is_one_line_without_it(
 
 
 def test_a_webhook_is_tried_out_by_the_command_alone(
-    server: Server, capsys: pytest.CaptureFixture, monkeypatch
+    server: Receiver, capsys: pytest.CaptureFixture, monkeypatch
 ) -> None:
     assert main(["slurm", "alert"]) == 0
     assert server.bodies[0]["kind"] == "test" and SECRET not in capsys.readouterr().out
@@ -293,7 +244,7 @@ def test_an_edited_script_cannot_mail_into_a_file_or_a_program(address: str, fol
 
 
 def test_a_job_sends_its_alerts_without_waiting_and_none_where_its_nodes_have_no_internet(
-    folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    folder: Path, server: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
@@ -308,7 +259,7 @@ def test_a_job_sends_its_alerts_without_waiting_and_none_where_its_nodes_have_no
     assert main(command[3:]) == 0 and server.bodies[0]["kind"] == "requeued"
 
 
-def test_what_happened_long_ago_is_no_news(folder: Path, server: Server, state: dict[str, str]) -> None:
+def test_what_happened_long_ago_is_no_news(folder: Path, server: Receiver, state: dict[str, str]) -> None:
     old = {"event": "ended", "id": "77", "time": "2026-01-01T00:00:00+00:00", "status": "crashed", "evidence": "x"}
     (folder / "jobs.jsonl").write_text(
         json.dumps({**old, "event": "submitted", "site": "test", "script": ""}) + "\n" + json.dumps(old) + "\n"

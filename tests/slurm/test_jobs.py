@@ -17,6 +17,7 @@ from trilane.config.plan import read_plan
 from trilane.engine.data import corpus
 from trilane.report import notebook
 from trilane.slurm import client, job_status, jobs, ledger, monitor, submission, sweep
+from trilane.slurm.exclusion import exclude
 from trilane.slurm.preflight import check, finding
 from trilane.slurm.script import render
 from trilane.slurm.sites import JobRequest
@@ -180,11 +181,32 @@ def test_capture_names_the_number_that_srun_takes(commands: Commands, folder: Pa
 def test_a_node_that_is_excluded_joins_those_that_the_job_avoids_already(commands: Commands) -> None:
     shown = "echo '   ReqNodeList=(null) ExcNodeList=n[1-2]'"
     commands.say("scontrol", f"case $* in 'show job'*) {shown};; *hostnames*) printf 'n1\\nn2\\n';; esac")
-    client.exclude("77", ["n2", "n5"])
+    exclude("77", ["n2", "n5"])
     assert commands.calls("scontrol")[-1] == "scontrol update JobId=77 ExcNodeList=n1,n2,n5"
     commands.say("scontrol", "echo '   ReqNodeList=(null) ExcNodeList=(null)'")
-    client.exclude("77", ["n5"])
+    exclude("77", ["n5"])
     assert commands.calls("scontrol")[-1] == "scontrol update JobId=77 ExcNodeList=n5"
+
+
+@pytest.mark.parametrize(
+    ("shown", "avoided"),
+    [
+        ("NumNodes=3 Partition=gpu", "n9,n3,n5"),  # six nodes, of which three may be left out: not n1, the first
+        ("NumNodes=2-2 Partition=gpu", "n9,n1,n3,n5"),
+        ("NumNodes=3 Partition=gpu Reservation=ours", "n9,n1,n3,n5"),  # eight nodes
+        ("NumNodes=6 Partition=gpu", "n9,n5"),  # what the person has excluded stays, and so does the newest
+        ("NumNodes=3 Partition=(null)", "n9,n1,n3,n5"),
+    ],
+)
+def test_a_job_may_use_repaired_nodes_again_where_too_few_others_are_left(
+    shown: str, avoided: str, commands: Commands
+) -> None:
+    """Fifty-two nodes are all that some have: a job of 48 would wait for ever after the fifth that failed."""
+    says = f"'show job'*) echo '{shown} ExcNodeList=n[9,1,3]';; *reservation*) echo 'NodeCnt=8 CoreCnt=64';;"
+    commands.say("scontrol", f"case $* in {says} *hostnames*) printf 'n9\\nn1\\nn3\\n';; esac")
+    commands.say("sinfo", "seq -f n%.0f 6")
+    exclude("77", ["n5"], ["n1", "n3"])
+    assert commands.calls("scontrol")[-1] == f"scontrol update JobId=77 ExcNodeList={avoided}"
 
 
 def test_watching_goes_on_while_slurm_is_away_and_says_it_once(

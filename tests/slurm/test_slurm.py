@@ -19,6 +19,7 @@ from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
 from trilane.slurm import client, frozen_code, job_status, jobs, ledger, monitor, submission, sweep
+from trilane.slurm.exclusion import exclude
 from trilane.slurm.preflight import check
 from trilane.slurm.preflight.finding import REFUSAL
 from trilane.utils.validation import to_mapping
@@ -184,7 +185,7 @@ def test_a_run_of_an_array_is_looked_into(cluster: Cluster, sleeper: Path) -> No
 
 def test_a_dead_node_joins_those_that_a_waiting_job_avoids(sleeper: Path) -> None:
     job = submission.sbatch(sleeper / "job.sbatch", "--begin=now+1hour", "--exclude=jz-a100-[1-2]")
-    client.exclude(job, ["jz-a100-3"])
+    exclude(job, ["jz-a100-3"])
     found = re.findall(r"ExcNodeList=(\S+)", client.call(["scontrol", "show", "job", job]))
     assert [client.hostnames(nodes) for nodes in found] == [["jz-a100-1", "jz-a100-2", "jz-a100-3"]]
     with pytest.raises(ValueError, match=r"^job=999999: SLURM has no such job$"):

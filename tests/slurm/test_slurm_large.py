@@ -1,19 +1,33 @@
-"""A rehearsal on 52 nodes of a real SLURM, 48 and 4 spare: the training is a sleep, everything else is real."""
+"""Rehearsals on 52 nodes of a real SLURM: the training is a sleep or a stand-in, everything else is real."""
 
 import json
+import os
+import re
+import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, ended, one, says
-from support import wait_until
+from support import REPOSITORY, wait_until
+from webhook_receiver import Receiver
 
+from trilane.cli.app import main
 from trilane.config.cluster import cluster as nodes_of
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import chain, client, jobs, ledger, submission
+from trilane.slurm import chain, client, delivery, jobs, ledger, monitor, submission
+from trilane.slurm.webhook import Webhook
+from trilane.utils.files import json_lines
+from trilane.workspace import run_folder
+from trilane.workspace.checkpoints import FOLDER, latest, name_of
+from trilane.workspace.heartbeat import read_beats
 
 JOBS = 200
 
@@ -55,6 +69,149 @@ def test_a_chain_on_48_nodes_loses_one_and_goes_on_with_a_spare(cluster: Cluster
     assert len(now) == 48 and dead not in now and set(now) - set(before) <= {f"jz-a100-{n}" for n in range(1, 53)}
     assert dead in ledger.events(folder, "node failure")[0]["nodes"]
     assert client.states([second])[second].state in ("CANCELLED", "COMPLETED")  # nothing was left to do
+
+
+GOAL, SAVES, TRAIN, SPARES = 40, 10, 42, 6
+
+
+class Rehearsal:
+    """A run of 42 nodes and 6 spares; the test lets its iterations begin, and kills what they need."""
+
+    def __init__(self, cluster: Cluster, chained: Path) -> None:
+        t = Topology(dp=TRAIN, mbs=1, gbs=TRAIN, precision="bf16")
+        shape, nodes = parse_shape("24,2048,16,2048,50304"), replace(nodes_of("jz-a100-80g"), gpus_per_node=1)
+        p = Plan(label="big", shape=shape, cluster=nodes, topology=t, run=Run(train_iters=GOAL, save_interval=SAVES))
+        request = replace(REQUEST, spares=SPARES, preflight=True)
+        (self.folder,) = chain.create(chained, p, [], SITE, request)
+        self.cluster, self.begin = cluster, time.monotonic()
+        self._put_stand_ins(chained / "bin")
+
+    def _put_stand_ins(self, programs: Path) -> None:
+        """tests/planted/node.py in place of each node's ranks and of its test, and short intervals for long ones.
+
+        The nodes are tested before the first start alone: a test of 48 takes 10 s here.
+        """
+        node = f"{sys.executable} -IS {REPOSITORY}/tests/planted/node.py"
+        programs.mkdir()
+        (programs / "python").write_text(
+            f'#!/bin/sh\n[ "$2" != trilane.engine.bench.node_test ] || exec {node} test\nexec {sys.executable} "$@"\n'
+        )
+        (programs / "python").chmod(0o755)
+        script = (self.folder / "job.sbatch").read_text()
+        ranks = r"exec python -m trilane.engine.torchrun .*?plan.json'"
+        script = re.sub(ranks, lambda _: f"exec {node} {GOAL} {SAVES}'", script, flags=re.S)
+        for old, new in (
+            ("# Nothing left to do", f'export PATH="{programs}:$PATH"\n# Nothing left to do'),
+            ("python -m trilane.engine.data.corpus --in-job plan.json\n", ""),
+            ("slurm job guard . &", "slurm job guard . --every 1 &"),
+            ("--wait=60", "--wait=2"),
+            (" --test ", " $([ -e tested ] || { touch tested; echo --test; }) "),
+        ):
+            assert old in script, old
+            script = script.replace(old, new)
+        (self.folder / "job.sbatch").write_text(script)
+
+    def lead_to(self, iteration: int) -> None:
+        """Let the training begin all iterations up to this one, and wait until it has."""
+        (self.folder / "allowed").write_text(str(iteration))
+        self.wait(lambda: run_folder.iteration(self.folder) >= iteration, f"iteration {iteration}")
+
+    def wait(self, true: Callable[[], bool], what: str) -> None:
+        """Wait, and print how long all took; where it takes too long, show what the job has printed."""
+        try:
+            wait_until(true, PATIENCE_S, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {one(self.folder)} {says(self.folder)}") from None
+        print(f"{time.monotonic() - self.begin:6.1f} s: {what}", flush=True)
+
+    def kill(self, *places: int) -> list[str]:
+        """Kill the nodes at these places of those that train; their names."""
+        chosen = ledger.events(self.folder, "nodes")[-1]["chosen"]
+        for place in places:
+            self.cluster.do("kill-node", chosen[place])
+        return [chosen[place] for place in places]
+
+    def count(self, event: str) -> int:
+        return len(ledger.events(self.folder, event))
+
+    def executed(self) -> list[int]:
+        """Every iteration that was trained, again or not, in order."""
+        return [line["iteration"] for line in json_lines((self.folder / "executed.jsonl").read_text())]
+
+
+def test_52_nodes_lose_four_and_the_controller_and_no_iteration(
+    cluster: Cluster, tmp_path: Path, receiver: Receiver
+) -> None:
+    """A broken and a slow node stay out; two nodes die, then a third, whose places spares take; the controller; the
+    first node, which costs a requeue; the signal before the time limit, after which the next job of the chain goes on.
+    Who watches is told of each.
+
+    The nodes that die are heads of the tree by which SLURM collects the end of a step (every 8th): of others the heads
+    wait a minute for them, and hold their nodes.
+    """
+    r = Rehearsal(cluster, tmp_path / "chain")
+    lines: list[str] = []
+    sender = delivery.Sender(Webhook(url=receiver.url), {})
+    watching = threading.Thread(target=lambda: lines.extend(monitor.watch([r.folder], 0.5, PATIENCE_S, 600.0, sender)))
+    for name, node in (("broken", "jz-a100-4"), ("slow", "jz-a100-30")):
+        (r.folder / name).write_text(node)
+    first, second = chain.submit(tmp_path / "chain", SITE, times=2)
+    watching.start()
+    r.wait(lambda: r.count("nodes") == 1, "nodes tested")
+    assert set(ledger.events(r.folder, "nodes")[0]["left_out"]) == {"jz-a100-4", "jz-a100-30"}
+    r.lead_to(13)
+    assert len(read_beats(r.folder)) == 8 * TRAIN
+    dead = [r.kill(17, 33)]
+    r.wait(lambda: r.count("replaced") == 1, "spares for two nodes")
+    r.lead_to(14)
+    dead += [r.kill(9)]
+    r.wait(lambda: r.count("replaced") == 2, "a spare for a third")
+    r.lead_to(15)
+    assert one(r.folder).id == first and {e["restarts"] for e in ledger.events(r.folder, "started")} == {0}
+    assert answered_in_5_s(r.folder) == 0
+    controller = int((Path(cluster.env["LOCAL_SLURM_DIR"]) / "run/slurmctld.pid").read_text().split()[0])
+    os.kill(controller, signal.SIGKILL)
+    assert answered_in_5_s(r.folder) == 75
+    r.lead_to(17)
+    cluster.start()  # the dead nodes come back, too
+    dead += [r.kill(0)]
+    client.call(["scontrol", "update", f"NodeName={dead[-1][0]}", "State=DOWN", "Reason=killed"])
+    r.wait(lambda: ledger.events(r.folder, "started")[-1]["restarts"] == 1, "requeued")
+    r.lead_to(25)
+    client.send(first, "USR1")
+    r.wait(lambda: latest(r.folder / FOLDER).name == name_of(25), "saved before the limit")
+    client.cancel([first])
+    r.wait(lambda: one(r.folder).id == second, "the next job of the chain")
+    r.lead_to(GOAL)
+    found = ended(r.folder)
+    assert (found.id, found.status, found.iteration) == (second, "completed", GOAL), says(r.folder)
+    watching.join(30.0)
+    assert [line["iteration"] for line in json_lines((r.folder / "steps.jsonl").read_text())] == [*range(1, GOAL + 1)]
+    again = [[11, 12, 13], [11, 12, 13, 14], [11, 12, 13, 14, 15, 16, 17]]  # from the checkpoint of 10
+    assert r.executed() == [*range(1, 14), *again[0], 14, *again[1], 15, 16, 17, *again[2], *range(18, GOAL + 1)]
+    starts = [(e["id"], e["restarts"], e["iteration"]) for e in ledger.events(r.folder, "started")]
+    assert starts == [(first, 0, 0), (first, 0, 13), (first, 0, 14), (first, 1, 17), (second, 0, 25)]
+    lost = [["jz-a100-4"], *dead]
+    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "node failure")] == [sorted(nodes) for nodes in lost]
+    assert [sorted(e["nodes"]) for e in ledger.events(r.folder, "replaced")] == [sorted(nodes) for nodes in dead[:2]]
+    assert [len(set(e["chosen"])) for e in ledger.events(r.folder, "nodes")] == [TRAIN] * 5
+    statuses = [e["status"] for e in ledger.events(r.folder, "ended")]
+    assert statuses == ["crashed", "crashed", "node failure", "completed"], (
+        "the first job was cancelled in its last start"
+    )
+    kinds = [body["kind"] for body in receiver.bodies]
+    assert sorted(kinds) == ["died", "finished", "replaced", "replaced", "requeued"], receiver.texts()
+    assert [line[:13] for line in lines if "REPLACED" in line] == ["big: REPLACED"] * 2 and "completed" in lines[-1]
+
+
+def answered_in_5_s(folder: Path) -> int:
+    """The exit code of `trilane slurm status`, which needs no more than 5 s."""
+    begin = time.monotonic()
+    code = main(["slurm", "status", str(folder)])
+    seconds = time.monotonic() - begin
+    print(f"status of {TRAIN + SPARES} nodes: {seconds:.2f} s")
+    assert seconds < 5
+    return code
 
 
 def test_the_status_of_200_jobs_takes_one_call_of_slurm(

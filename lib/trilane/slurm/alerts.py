@@ -60,8 +60,9 @@ def recorded(folder: Path, unsure_s: float = 0.0) -> list[Alert]:
         kind, text, key = _of_event(event, starts[job])
         after = [later["event"] for later in events[place + 1 :] if later["id"] == job]
         if event["event"] == "ended" and kind == "died":
-            started = after.index("started") if "started" in after else len(after)
-            kind = "" if "replaced" in after[:started] or (not after and age_s < unsure_s) else kind
+            has_started = "started" in after
+            until = after[: after.index("started")] if has_started else after
+            kind = "" if "replaced" in until or (not has_started and age_s < unsure_s) else kind
         if kind and age_s < OLD_S:
             found.append(Alert(kind=kind, run=folder.name, job=job, key=f"{kind}:{key}", text=text))
     return found

@@ -242,14 +242,6 @@ def down_nodes() -> dict[str, str]:
     return {name: state for name, state in pairs if re.match(r"down|fail|drain\w*\*", state)}
 
 
-def exclude(job: str, nodes: Iterable[str]) -> None:
-    """Keep a waiting job off `nodes`, in addition to those that it already avoids."""
-    shown = call(["scontrol", "show", "job", job])
-    before = [host for found in re.findall(r"ExcNodeList=([^\s(]+)", shown) for host in hostnames(found)]
-    every = ",".join(dict.fromkeys([*before, *nodes]))  # an update replaces the list
-    call(["scontrol", "update", f"JobId={job}", f"ExcNodeList={every}"])
-
-
 def _message(text: str) -> str:
     """The error lines (a site may explain a refusal there), an option that this SLURM does not know, and the last line;
     unprefixed, joined and shortened.

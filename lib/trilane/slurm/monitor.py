@@ -77,7 +77,7 @@ def watch(
     """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
 
     `sender` sends the alerts, in a thread of its own, and its failures are lines too. While SLURM does not answer, one
-    line reports it and the polling goes on.
+    line reports it, the polling goes on, and the alerts are those of the ledgers.
     """
     end, round_ = time.monotonic() + seconds, Round(folders, stall_s)
     is_down = False
@@ -87,13 +87,13 @@ def watch(
             lines, found = round_.look()
         except client.SlurmError as error:
             yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
-            is_down = True
+            is_down, found = True, {Path(f): alerts.recorded(Path(f), alerts.UNSURE_S) for f in folders}
         else:
             yield from ["SLURM answers again"] if is_down else []
             is_down, is_active = False, round_.is_active
             yield from lines
-            for folder, news in found.items():
-                sender.offer(folder, news) if sender else None
+        for folder, news in found.items():
+            sender.offer(folder, news) if sender else None
         yield from sender.problems() if sender else ()
         if not is_active or time.monotonic() + every_s > end:
             break

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.slurm import client, ledger
+from trilane.slurm.exclusion import exclude
 from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -116,7 +117,7 @@ def requeue(job: str, nodes: int = 0, without: Sequence[str] = ()) -> bool:
             if nodes > 1:
                 client.call(["scontrol", "update", f"JobId={job}", f"NumNodes={nodes}"])
             if without:
-                client.exclude(job, without)
+                exclude(job, without)
     return True
 
 
@@ -186,10 +187,11 @@ def waiting(folder: Path, job: str) -> list[str]:
 
 
 def avoid(folder: Path, job: str, dead: Sequence[str]) -> None:
-    """Record nodes of the job as failed, and keep the folder's waiting jobs off them."""
+    """Record nodes of the job as failed, and keep the folder's waiting jobs off them, as far as enough others exist."""
+    earlier = [node for event in ledger.events(folder, "node failure") for node in event["nodes"]]
     ledger.note(folder, "node failure", job, nodes=list(dead))
     for later in waiting(folder, job):
-        client.exclude(later, dead)
+        exclude(later, dead, list(dict.fromkeys(earlier)))
 
 
 OVERLAP_FROM = (20, 11)  # the first SLURM in which a step shares its job's resources only with --overlap
