@@ -113,6 +113,8 @@ def _site_blanks(site: Site, request: JobRequest, is_watcher: bool) -> dict[str,
         "segment": 0 if is_watcher else site.segment,
         "gpu_option": site.gpu_option,
         "host_suffix": site.host_suffix,
+        "stage_env": site.stage_env,
+        "stage_folder": re.sub(r"\$\{?(\w+)\}?", r"${\1:-}", site.stage_env),
         "srun_args": srun_arguments(site, request.launcher),
     }
 

@@ -17,6 +17,8 @@ MEMORY = re.compile(r"\d{1,9}[KMGT]?")
 SWITCHES = re.compile(r"\d{1,4}(@[0-9:-]{1,20})?")
 IMAGE_URI = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@#+-]{0,199}")
 APPTAINER = ("apptainer", "singularity")
+PART = r"(?:[A-Za-z0-9_.+-]|\$[A-Za-z_]\w*+|\$\{[A-Za-z_]\w*+\})++"
+STAGE = re.compile(rf"(?=[/$])/?{PART}(?:/{PART})*+", re.ASCII)
 CONTAINERS = ("", "pyxis", *APPTAINER)
 GPU_OPTIONS = ("gres", "gpus-per-node")
 
@@ -26,15 +28,8 @@ OWN_VARIABLES = (
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE", "HOSTFILE", "TRILANE_SWEEP", "VENV", "PATH"),
     *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE", "HF_HUB_OFFLINE"),
     *("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH"),
-    *(
-        "LOCAL_WORLD_SIZE",
-        "CUDA_VISIBLE_DEVICES",
-        "TRAIN_NODES",
-        "TRAIN_NODELIST",
-        "RDZV_ID",
-        "TRILANE_CODE",
-        "TRAIN_HOSTS",
-    ),
+    *("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "TRAIN_NODES", "TRAIN_NODELIST", "TRAIN_HOSTS", "RDZV_ID"),
+    "TRILANE_CODE",
 )
 # Options of sbatch that the scripts set from the plan, the site's other fields and the request, or that change what
 # they mean.
@@ -67,6 +62,8 @@ class Options(Protocol):
     def sbatch(self) -> Mapping[str, str]: ...
     @property
     def host_suffix(self) -> str: ...
+    @property
+    def stage_env(self) -> str: ...
     @property
     def mem(self) -> str: ...
     @property
@@ -126,6 +123,12 @@ def require_options(site: Options) -> None:
         _require_other("site.srun", word, found[1], OWN_SRUN)
     rule = "must be letters, digits, dots and dashes, such as i for node1i"
     require(HOST_SUFFIX.fullmatch(site.host_suffix) is not None, "site.host_suffix", repr(site.host_suffix), rule)
+    if site.stage_env:
+        rule = "must be a folder of each node, such as /tmp or $JOBSCRATCH/env (letters, digits and _ . + -)"
+        require(STAGE.fullmatch(site.stage_env) is not None, "site.stage_env", repr(site.stage_env), rule)
+        require(
+            not site.container_image, "site.stage_env", site.stage_env, "contradicts container_image: it is one file"
+        )
     _require_nodes(site)
     _require_container(site)
 

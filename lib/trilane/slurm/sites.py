@@ -64,6 +64,7 @@ class Site:
     mem, exclusive     memory of a node, such as 480G or 0 (all); whether the job has its nodes for itself
     switches, segment  how near to each other the nodes must be: at most so many switches, or blocks of so many nodes
     gpu_option         how GPUs are requested, gres or gpus-per-node; gpu_type is their type there, such as a100
+    stage_env          a folder of each node, such as /tmp or $TMPDIR, to which it copies Python's environment; "": none
     container          what runs container_image, with the folders container_mounts: pyxis, apptainer or singularity
     sources            the source of each number
     """
@@ -93,6 +94,7 @@ class Site:
     segment: int = 0
     gpu_option: str = "gres"
     gpu_type: str = ""
+    stage_env: str = ""
     container: str = ""
     container_image: str = ""
     container_mounts: tuple[str, ...] = ()
