@@ -102,7 +102,7 @@ ONLINE = ("generic", "perlmutter", "perlmutter-80g")  # whose compute nodes reac
 # further directives of a site's jobs on GPUs
 FURTHER = {
     "juwels-booster": {"partition": "booster", "mem": "0"},
-    "leonardo": {"partition": "boost_usr_prod", "mem": "0"},
+    "leonardo": {"partition": "boost_usr_prod"},
 }
 
 
