@@ -102,3 +102,25 @@ def test_a_slow_and_a_broken_node_stay_out_and_without_spares_a_broken_one_sends
     shown = client.call(["scontrol", "show", "job", job])
     assert "jz-a100-5" in client.hostnames(shown.split("ExcNodeList=")[1].split()[0])
     client.cancel([job])
+
+
+def test_a_job_that_loses_its_first_node_goes_back_into_the_queue_for_all_its_nodes(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """The script runs there. Under --no-kill SLURM lets such a job hold its other nodes until its time limit."""
+    p = replace(plan("first", tmp_path / "data"), topology=replace(plan("first", tmp_path).topology, dp=4))
+    folder = run_folder(tmp_path, p, replace(REQUEST, spares=1))
+    script = (folder / "job.sbatch").read_text().replace("job guard .", "job guard . --every 1")
+    head, _, _ = script.partition("    exec python -m trilane.engine.torchrun")
+    (folder / "job.sbatch").write_text(f"{head}    sleep 600'\nexit\ndone\n")
+    job = submission.sbatch(folder / "job.sbatch")
+    steps = lambda: client.call(["squeue", "-h", "-s", "-j", job, "-o", "%i"]).split()  # noqa: E731
+    wait_until(lambda: {f"{job}.0", f"{job}.1"} <= set(steps()), PATIENCE_S, says(folder))
+    first = client.hostnames(client.states([job])[job].nodes)[0]
+    cluster.do("kill-node", first)
+    client.call(["scontrol", "update", f"NodeName={first}", "State=DOWN", "Reason=killed"])
+    wait_until(lambda: len(ledger.events(folder, "started")) == 2, PATIENCE_S, says(folder))
+    assert [e["nodes"] for e in ledger.events(folder, "node failure")] == [[first]]
+    now = client.hostnames(client.states([job])[job].nodes)
+    assert len(now) == 3 and first not in now
+    client.cancel([job])
