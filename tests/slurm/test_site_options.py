@@ -48,7 +48,13 @@ def test_every_further_option_of_a_site_is_one_directive() -> None:
 
 BAD = [
     ({"env": {"A-B": "1"}}, r"^site.env='A-B': must be the name of a variable"),
-    ({"env": {"PATH": "/opt"}}, r"^site.env=PATH: is set by the script or by SLURM; extend it in a line of setup$"),
+    (
+        {"env": {"PATH": "/opt"}},
+        r"^site.env=PATH: is set by the script, by bash or by SLURM; extend it in a line of setup$",
+    ),
+    ({"env": {"UID": "5"}}, r"^site.env=UID: is set"),
+    ({"env": {"TRILANE_START": "5"}}, r"^site.env=TRILANE_START: is set"),
+    ({"env": {"TRILANE_WEBHOOK": "https://x/y"}}, r"^site.env=TRILANE_WEBHOOK: is a secret, which no file holds"),
     ({"env": {"SLURM_NTASKS": "1"}}, r"^site.env=SLURM_NTASKS: is set"),
     ({"env": {"A": "x\ny"}}, r"^site.env.A=.*must be one line"),
     ({"setup": ["module load a", "x\ny"]}, r"^site.setup, line 2=.*must be one line"),
@@ -160,7 +166,7 @@ def prepared(site: Site, folder: Path, **env: str) -> "subprocess.CompletedProce
     text = rendered(site)
     head = text[text.index("set -euo pipefail") : text.index("# the environment of this repository")]
     env = {"PATH": os.environ["PATH"], **env}
-    script = head + "\necho started ${FROM_SETUP:-} ${QUOTED:-}"
+    script = head + '\necho started ${FROM_SETUP:-} ${QUOTED:-}\neval "${AFTER:-}"'
     return subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -195,6 +201,13 @@ def test_setup_lines_run_as_they_are_in_one_shell(tmp_path: Path) -> None:
     )
     done = prepared(replace(FREE, setup=lines), tmp_path)
     assert (done.returncode, done.stdout) == (0, "started two words it's $HOME\n"), done.stderr
+
+
+def test_a_setup_line_takes_no_job_out_of_its_folder_and_hides_no_failure(tmp_path: Path) -> None:
+    """As the files of vendors do: then `tee` after srun would turn each failure into success."""
+    site = replace(FREE, setup=("cd / && set +eu", "set +o pipefail"))
+    done = prepared(site, tmp_path, AFTER="pwd; false | true; echo went on")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, str(tmp_path)), done.stderr
 
 
 def test_a_shell_without_module_takes_it_from_the_sites_files_or_ends_in_one_line(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
             return f"stop: {reason}"
         newest = latest(folder / FOLDER)
         put_aside(folder, keep=newest is not None)
-        nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT", "0"))
+        nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT") or 0)
         note_lost_nodes(folder)
         if job not in ("0", *ledger.job_ids(folder)):  # submitted by hand
             ledger.note(folder, "submitted", job, site="", script="")
@@ -95,7 +95,7 @@ def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
     """This job's id as SLURM's commands take it: ARRAY_INDEX in an array; "0" outside a job."""
-    if env.get("SLURM_ARRAY_JOB_ID"):
+    if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID", "0")
 

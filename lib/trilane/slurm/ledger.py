@@ -51,7 +51,10 @@ def events(folder: Path, *kinds: str) -> list[dict[str, Any]]:
 
 def _is_event(values: dict[str, Any]) -> bool:
     wanted = {"event": str, "id": str, **FIELDS.get(str(values.get("event")), {})}
-    return all(isinstance(values.get(name), kind) for name, kind in wanted.items())
+    if not all(isinstance(values.get(name), kind) for name, kind in wanted.items()):
+        return False
+    nodes = [node for name, kind in wanted.items() if kind is list for node in values[name]]
+    return all(isinstance(word, str) for word in [values.get("token", ""), *nodes])
 
 
 def job_ids(folder: Path) -> list[str]:

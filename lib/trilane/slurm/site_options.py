@@ -30,7 +30,9 @@ OWN_VARIABLES = (
     *("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH"),
     *("LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "TRAIN_NODES", "TRAIN_NODELIST", "TRAIN_HOSTS", "RDZV_ID"),
     "TRILANE_CODE",
+    *("IFS", "UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS"),  # bash's own; to set most of them ends the script
 )
+OF_A_SITE = ("TRILANE_VENV", "TRILANE_OUTPUTS", "TRILANE_HOME")  # of trilane's own variables
 # Options of sbatch that the scripts set from the plan, the site's other fields and the request, or that change what
 # they mean.
 OWN_DIRECTIVES = (
@@ -101,9 +103,12 @@ def require_options(site: Options) -> None:
     for name, value in site.env.items():
         is_name = VARIABLE.fullmatch(name) is not None
         require(is_name, "site.env", repr(name), "must be the name of a variable: letters, digits and _")
+        rule = "is a secret, which no file holds: export it where you submit, or in a file that setup sources"
+        require(name != "TRILANE_WEBHOOK", "site.env", name, rule)
         is_own = name in OWN_VARIABLES or name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+        is_own = is_own or (name.startswith("TRILANE_") and name not in OF_A_SITE)
         remedy = "; extend it in a line of setup" if name in ("PATH", "PYTHONPATH") else ""
-        require(not is_own, "site.env", name, f"is set by the script or by SLURM{remedy}")
+        require(not is_own, "site.env", name, f"is set by the script, by bash or by SLURM{remedy}")
         require_line(f"site.env.{name}", value)
     for number, line in enumerate(site.setup, 1):
         require_line(f"site.setup, line {number}", line)
