@@ -40,6 +40,11 @@ def test_without_the_controller_status_is_the_ledgers_and_nothing_is_submitted_o
                 assert main(command) == 75
                 out, line = capsys.readouterr()
                 assert not out and line.count("\n") == 1 and says in line and f"nothing was {claim}" in line
+            begin = time.monotonic()
+            watch = ["watch", str(waits), "--every", "1", "--seconds", "0.1"]
+            for words in (["attach", job, "hostfile"], ["site", "--probe"], watch):
+                assert main(["slurm", *words]) == 75 and says in "".join(capsys.readouterr())
+            assert time.monotonic() - begin < 10
     finally:
         os.kill(controller, signal.SIGCONT)
         wait_until(lambda: not Path(f"/proc/{controller}").exists(), 10, "the controller ends")

@@ -162,6 +162,7 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
     for line in itertools.chain([str(sender)] * bool(sender), monitor.watch(folders, every, seconds, stall, sender)):
         print(one_line(line), flush=True)
     try:
+        client.require_answer()
         found = jobs.job_status(folders)
     except client.SlurmError as error:
         print(one_line(str(error)), flush=True)
@@ -196,8 +197,9 @@ ONLY_JSON = option("--json", "as_json", is_flag=True, help="print the command (o
 @command(slurm, click.argument("job"), WHAT, SLOTS, ONLY_JSON)
 def attach(job: str, what: str, slots: int, as_json: bool) -> None:
     """Look into the running job of that id: its GPUs' memory, the ranks' stacks or processes, or its hostfile."""
-    from trilane.slurm import monitor
+    from trilane.slurm import client, monitor
 
+    client.require_answer()
     if what == "hostfile":
         text = monitor.hostfile(job, slots)
         emit(as_json, {"hostfile": text}, text.removesuffix("\n"), indent=None)

@@ -1,6 +1,5 @@
 """`trilane slurm job`: what the job scripts ask: may this attempt begin, on which nodes, and how did it end."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -63,4 +62,4 @@ def guard(folder: Path, every: float, here: bool) -> None:
     if here:
         node_failure.guard_first_node(folder, attempt.job_id(), every)
     else:
-        node_failure.guard(folder.resolve(), attempt.job_id(), os.environ["SLURM_JOB_NODELIST"], every)
+        node_failure.guard(folder.resolve(), attempt.job_id(), attempt.job_nodes(), every)

@@ -23,12 +23,14 @@ OUTPUT = option("--output", type=click.Path(path_type=Path), help="with --probe:
 @together(NAME, PROBE, PARTITION, GPU, OUTPUT, JSON)
 def site_command(site: Site | None, probe: bool, partition: str, gpu: str, output: Path | None, as_json: bool) -> None:
     """Print SITE (a name or a JSON file), or the one of this cluster, as JSON; what SLURM does not tell, on stderr."""
+    from trilane.slurm import client
     from trilane.slurm import probe as probing
 
     require(probe != (site is not None), "site", site.name if site else "none", "give either a name or --probe")
     if site is not None:
         emit(True, to_mapping(site), "")
         return
+    client.require_answer()
     found = probing.probe(partition, gpu)
     written = found.write(output) if output else []
     values = to_mapping(found.site)

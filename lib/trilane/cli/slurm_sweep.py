@@ -47,9 +47,11 @@ def start_sweep(
     folder: Path, site: Site, allow: Collection[str], as_json: bool, request: JobRequest, *, is_again: bool
 ) -> int:
     """Check the runs, each with its array's script, and submit them; 1 where one is refused."""
-    from trilane.slurm import sweep
+    from trilane.slurm import client, sweep
     from trilane.slurm.preflight import check
 
+    if not site.is_local:
+        client.require_answer("; nothing was submitted: submit again when it answers")
     scripts, paths = sweep.scripts(folder, site), sweep.members(folder)
     chosen = sweep.failures(folder) if is_again else range(1, len(paths) + 1)
     found, is_refused = checked([paths[n - 1] for n in chosen], site, request, allow, [scripts[n] for n in chosen])
@@ -73,8 +75,9 @@ def status_of_sweep(folder: Path, as_json: bool) -> int:
 @command(sweep, FOLDER, JSON, name="table")
 def table_of_sweep(folder: Path, as_json: bool) -> None:
     """Print the results, fastest first."""
-    from trilane.slurm import sweep
+    from trilane.slurm import client, sweep
 
+    client.require_answer()
     found = sweep.table(folder)
     emit(as_json, json.loads(found.to_json(orient="records")), found.to_string(index=False))
 

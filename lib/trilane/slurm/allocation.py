@@ -65,7 +65,7 @@ def start_nodes(
     Where too few work, the attempt has ended as a node failure, the job goes back into the queue, and ValueError names
     the broken nodes.
     """
-    job, nodes = attempt.job_id(env), client.hostnames(env["SLURM_JOB_NODELIST"])
+    job, nodes = attempt.job_id(env), client.hostnames(attempt.job_nodes(env))
     lost = dict.fromkeys(lost_nodes(folder, job), "has failed")
     left = [node for node in nodes if node not in lost]
     found = test(left) if test and len(left) > 1 else node_test.Findings()

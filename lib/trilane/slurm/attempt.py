@@ -17,6 +17,7 @@ from trilane.slurm import client, ledger
 from trilane.slurm.frozen_code import USED_BY as CODE
 from trilane.slurm.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
@@ -98,6 +99,13 @@ def job_id(env: Mapping[str, str] = os.environ) -> str:
     if env.get("SLURM_ARRAY_JOB_ID") and env.get("SLURM_ARRAY_TASK_ID"):
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID", "0")
+
+
+def job_nodes(env: Mapping[str, str] = os.environ) -> str:
+    """This job's nodes as SLURM lists them; ValueError outside a job."""
+    nodes = env.get("SLURM_JOB_NODELIST", "")
+    require(bool(nodes), "SLURM_JOB_NODELIST", nodes, "is not set: this runs inside a job")
+    return nodes
 
 
 def finished(folder: Path) -> str:

@@ -116,6 +116,7 @@ class Round:
 
     def look(self) -> tuple[list[str], dict[Path, list[Alert]]]:
         """A line for each change, and all alerts of each folder, old and new. Raises SlurmError."""
+        client.require_answer()
         jobs_now = dict(zip(self._folders, jobs.job_status(self._folders), strict=True))
         now = {str(folder): job for folder, job in jobs_now.items()}
         lines = changes(self._before, now)
