@@ -77,6 +77,8 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     assert "corpus" not in {f.rule for f in check_job(p, site("local"), REQUEST, folder)}
     missing = replace(p, data=replace(p.data, source="corpus.jsonl"))  # in the folder above, which is not the job's
     assert "data" in {f.rule for f in refused(check_job(missing, SITE, REQUEST, folder))}
+    monkeypatch.chdir(corpus.parent)
+    assert "data" not in {f.rule for f in check_job(missing, site("local"), REQUEST, folder)}
 
 
 def test_a_training_waits_for_the_job_that_prepares_its_corpus(

@@ -111,6 +111,11 @@ class JobCheck:
         """The script's own #SBATCH options, which are decisive; ValueError where they cannot be read."""
         return directives(self.script)
 
+    @property
+    def base(self) -> Path:
+        """Where the plan's relative paths begin: in the run folder of a job; here, in the current folder."""
+        return Path() if self.site.is_local else self.folder.resolve()
+
     @cached_property
     def slurm_problem(self) -> str:
         """Why SLURM cannot be asked: it is not installed here, or does not answer; "" where it can."""

@@ -156,9 +156,9 @@ def known(case: JobCheck) -> Iterator[JobFinding]:
 
 
 def data(case: JobCheck) -> Iterator[JobFinding]:
-    """The corpus exists, where the job looks for it: relative to the run folder."""
+    """The corpus exists, where the job looks for it."""
     for source in (part.source for part in case.plan.data.parts):
-        places = (case.folder.resolve() / (source + ending) for ending in ("", ".idx", ".bin"))
+        places = (case.base / (source + ending) for ending in ("", ".idx", ".bin"))
         if source not in BUILT_IN and not any(place.exists() for place in places):
             yield refuse(
                 "data", f"data.source={source}: no such file, folder or .bin/.idx pair", "name an existing one"
@@ -178,8 +178,8 @@ def corpus(case: JobCheck) -> Iterator[JobFinding]:
 
 def shared(case: JobCheck) -> Iterator[JobFinding]:
     """The files that all nodes read or write are on a file system that all of them share."""
-    data, here = case.plan.data, case.folder.resolve()
-    paths = [("run folder", here), ("data.folder", (here / data.folder).resolve())]
+    data, here = case.plan.data, case.base
+    paths = [("run folder", case.folder.resolve()), ("data.folder", (here / data.folder).resolve())]
     paths += [("data.source", (here / p.source).resolve()) for p in data.parts if p.source not in BUILT_IN]
     for name, path in paths:
         own = next((place for place in case.site.local if path.is_relative_to(place)), None)
