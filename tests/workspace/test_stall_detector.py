@@ -75,6 +75,9 @@ def test_a_stall_elsewhere_is_found_though_this_nodes_ranks_have_finished(
             cluster.report(node, 5.0, float(second) if node == 2 else 5.0)
         assert not (said := cluster.after(15)) or second > T
     assert said == "no progress for 1000 s: rank 5 in iteration 7, forward"
+    for node in (1, 2, 3):
+        cluster.report(node, 5.0, 5.0)
+    assert cluster.after(1100, every_s=5.0).endswith(", which no longer reports"), "of those that died meanwhile"
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -138,5 +141,7 @@ def test_reports_cost_the_shared_file_system_less_than_one_open_a_second(
     for node in range(1, nodes):
         cluster.report(node, 0.1, 0.1)
     cluster.beat(0, 1)
-    assert not cluster.after(300, every_s=0.5)
+    assert not cluster.after(150, every_s=0.5)
+    assert nodes == 8 or not cluster.detector.silent(), "not read again yet"
+    assert not cluster.after(150, every_s=0.5)
     assert nodes < len(calls) < 0.75 * 300
