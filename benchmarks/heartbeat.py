@@ -1,7 +1,7 @@
 """What a heartbeat costs: seconds of one beat, and its share of a step of the engine at toy size and of a real one.
 
-`python benchmarks/heartbeat.py [FOLDER]`: a folder on the file system of the heartbeats (default: the temporary one). What many
-nodes cost a shared file system: heartbeat_cluster.py.
+`python benchmarks/heartbeat.py [FOLDER]`: a folder on the file system of the heartbeats (default: the temporary one).
+What many nodes cost a shared file system: heartbeat_cluster.py.
 """
 
 import statistics
