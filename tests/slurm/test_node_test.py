@@ -126,19 +126,22 @@ def test_the_health_of_gpus_is_what_nvidia_smi_reports(change: dict, broken: str
     assert gpu_health.findings(2, ask) == ([broken] * bool(broken), [doubtful] * bool(doubtful))
 
 
-def test_the_signal_before_the_time_limit_ends_no_test_of_a_node(
+def test_the_test_of_a_node_uses_the_sites_network_and_no_signal_before_the_time_limit_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SLURM sends it to every step of the job; a node whose test it ended would be broken."""
+    """SLURM sends it to every step of the job; a node whose test it ended, or whose name leads elsewhere, is broken."""
     srun = (
         'if [ "$1" = --version ]; then echo slurm 23.02.7; exit; fi\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"'
     )
     result = '{"broken": [], "doubtful": [], "rates": {"matmul FLOP/s": 1.0}}'
-    for name, text in {"srun": srun, "python": f"kill -USR1 $$; echo READY; echo '{result}'"}.items():
+    for name, text in {
+        "srun": srun,
+        "python": f"[[ $MASTER_ADDR == n1i ]] || exit; kill -USR1 $$; echo READY; echo '{result}'",
+    }.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    steps = node_test.Steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7"})
+    steps = node_test.Steps(["n1"], 0, [], {**os.environ, "SLURM_JOB_ID": "7", "HOST_SUFFIX": "i"})
     assert steps("alone", [("n1",)]) == {("n1",): node_test.Result(rates={"matmul FLOP/s": 1.0})}
 
 

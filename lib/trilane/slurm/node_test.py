@@ -163,7 +163,7 @@ class Steps:
         kept = [f"--cpus-per-task={self._cores}", "--kill-on-bad-exit=1", "--wait=5", f"--time={STEP_MINUTES}"]
         where = f"--nodelist={','.join(group)}"
         # rank 0, which the others look for, is on the first node in the order of the job
-        meeting = {"MASTER_ADDR": min(group, key=self._order.index)}
+        meeting = {"MASTER_ADDR": min(group, key=self._order.index) + self._env.get("HOST_SUFFIX", "")}
         meeting["MASTER_PORT"] = str(10_000 + (self._first_port + self._count) % 20_000)
         test = [*DEAF, "python", "-m", "trilane.engine.bench.node_test", mode, str(self._gpus)]
         output, errors = place / f"{self._count}.out", place / f"{self._count}.err"
