@@ -71,6 +71,8 @@ def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     folder = run_on(corpus, "one")
     p = preparation.read_plan(folder / "plan.json")
     large = {str(corpus): 40_000_000_000}
+    for name, answer in (("is_installed", True), ("require_answer", None), ("test_only", "")):
+        monkeypatch.setattr(client, name, lambda *_, answer=answer: answer)  # as on a login node
     monkeypatch.setattr(preparation, "unprepared", lambda *_: large)
     (found,) = (f for f in refused(check_job(p, SITE, REQUEST, folder)) if f.rule == "corpus")
     assert "40 GB of text are not prepared, and 1 nodes would wait" in found.message and "prepare" in found.remedy
