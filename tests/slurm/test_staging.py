@@ -122,9 +122,11 @@ def test_the_job_trains_from_the_copy_of_each_node_where_there_is_one(launcher: 
         place = tmp_path / str(exists)
         copy = place / f"x/trilane-env-{os.geteuid()}-77"
         copy.mkdir(parents=True)
+        play = Play(place)
         if exists:
             (copy / "use").write_text("export STAGED=here\n")
-        play = Play(place)
+            (place / "bin/rm").write_text('#!/bin/bash\n[[ $1 == -rf ]] || exec /bin/rm "$@"\n')  # it takes too long
+            (place / "bin/rm").chmod(0o755)
         # what runs on the nodes in place of the two programs: one leaves the training's environment
         for name in ("python", "deepspeed"):
             text_of = (place / "bin" / name).read_text()
@@ -133,7 +135,8 @@ def test_the_job_trains_from_the_copy_of_each_node_where_there_is_one(launcher: 
         assert play.env.get("STAGED") == ("here" if exists else None)
         calls = [call[2:] for call in play.calls if call[:3] == ["python", "-m", "trilane.slurm.staging"]]
         assert calls == [["trilane.slurm.staging", "pack"], ["trilane.slurm.staging", "unpack", f"{place}/x"]]
-        assert not copy.exists()  # removed at the end
+        # removed at the end; where the time for that is up, a job that begins anew does not take the rest for a copy
+        assert not (copy / "use").exists() and copy.exists() is exists
 
 
 @pytest.mark.parametrize("folder", ["tmp", "/tmp;id", "$(id)", "/t mp", '/a"b', "/a\n", "/", "${A:-$(id)}", "-x", "/é"])
