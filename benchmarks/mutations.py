@@ -98,6 +98,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("np.where(main, 12.0,", "np.where(main, 16.0,"),
     ],
     ("calendar", "forecasting/failures.py", "forecasting/test_failures.py"): [
+        ("(1 / 4 if topology", "(1 / 3 if topology"),
         ("interval_s**2 / 12 +", "interval_s**2 / 6 +"),
         (" + wait**2", ""),
         ("self.queue_s if shared else 0.0", "self.queue_s"),
@@ -124,7 +125,6 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("calendar", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("deviation * math.sqrt(1 - common)", "deviation * math.sqrt(common)"),
-        ("1 / 4 if self.plan", "1 / 3 if self.plan"),
         ("watts * PUE / 1000", "watts / 1000"),
     ],
     ("calendar", "forecasting/schedule.py", "forecasting/test_schedule.py"): [
@@ -176,6 +176,14 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("jobs", "slurm/node_failure.py", "slurm/test_attempt.py"): [
         ("found if len(found) < len(nodes) else []", "found"),
+        ("if not set(dead) & set(trained or nodes)", "if not dead"),
+    ],
+    ("jobs", "slurm/node_test.py", "slurm/test_node_test.py"): [
+        ("if good and node not in good", "if node not in good"),
+        ("statistics.median_high(rates", "statistics.median_low(rates"),
+    ],
+    ("jobs", "slurm/allocation.py", "slurm/test_node_test.py"): [
+        ("chosen = tuple(node for node in nodes if node in best)", "chosen = tuple(best)"),
     ],
     ("jobs", "slurm/sites.py", "slurm/test_preflight.py"): [
         ("int(days or 0) * 24 + hours", "int(days or 0) * 12 + hours"),
