@@ -1,14 +1,18 @@
 """The frozen code of submissions: kept once for the same code, damaged it starts nothing, in use it is not removed."""
 
+import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import small_plan
 from test_script import Play, recorded
 
-from trilane.slurm import client, frozen_code, ledger
+from trilane.slurm import client, frozen_code, ledger, preparation, sites
+from trilane.slurm.sites import JobRequest
 from trilane.utils.files import append_line
 from trilane.workspace import installation
 
@@ -127,6 +131,25 @@ def test_a_copy_goes_when_no_job_can_use_it(
     new = frozen_code.freeze(home)
     frozen_code.discard_unused(home, new)
     assert (old.exists(), new.exists()) == (stays, True)
+
+
+@pytest.mark.parametrize(("state", "stays"), [("PENDING", True), ("COMPLETED", False)])
+def test_a_job_that_prepares_the_corpus_keeps_its_copy_until_it_has_ended(
+    state: str, stays: bool, package: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for hours, while the run itself is submitted with newer code."""
+    monkeypatch.setattr(client, "states", lambda ids: {i: client.JobState(id=i, state=state) for i in ids})
+    monkeypatch.setattr(preparation.submission, "sbatch", lambda script, **arguments: "5")
+    plan = small_plan()
+    plan = replace(plan, data=replace(plan.data, source=str(home / "corpus.txt")))
+    (home / "corpus.txt").write_text("a corpus\n" * 9)
+    (home / "plan.json").write_text(json.dumps(plan.to_json()))
+    assert preparation.prepare([home], sites.site("generic"), JobRequest()) == {home: "5"}
+    (old,) = (home / "code").iterdir()
+    os.utime(old, (time.time() - 7200,) * 2)
+    (package / "__init__.py").write_text("changed")
+    frozen_code.discard_unused(home, frozen_code.freeze(home))
+    assert old.exists() == stays
 
 
 def test_a_copy_of_the_last_hour_stays(package: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

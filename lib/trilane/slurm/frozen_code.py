@@ -76,6 +76,8 @@ def _jobs(home: Path) -> tuple[dict[str, list[str | None]], dict[str, float]]:
         is_open = {event["token"] for event in ledger.open_submissions(path.parent)}
         given = {str(e.get("token")): str(e["code"]) for e in events if e["event"] == "submitting" and e.get("code")}
         for event in events:
+            if event["event"] == "preparing":
+                jobs.setdefault(str(event.get("code")), []).append(event["id"])
             code = given.get(str(event.get("token")))
             if code and event["event"] in ("submitting", "submitted"):
                 ages[code] = min(ages.get(code, float("inf")), ledger.age_s(event))

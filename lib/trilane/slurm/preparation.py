@@ -69,9 +69,11 @@ def _prepare(folders: list[Path], site: Site, request: JobRequest) -> dict[Path,
     kept = {name: getattr(request, name) for name in KEPT}
     text = render("prepare", read_plan(first / "plan.json"), site, JobRequest(**kept, signal_s=0))
     write_text(first / SCRIPT, text)
-    job = submission.sbatch(first / SCRIPT, arguments=[str(frozen_code.freeze(first))])
+    code = frozen_code.freeze(first)
+    job = submission.sbatch(first / SCRIPT, arguments=[str(code)])
+    facts = {"site": site.name, "script": ledger.fingerprint(text), "place": str(first), "code": code.name}
     for folder in folders:
-        ledger.note(folder, "preparing", job, site=site.name, script=ledger.fingerprint(text), place=str(first))
+        ledger.note(folder, "preparing", job, **facts)
     return dict.fromkeys(folders, job)
 
 
