@@ -11,6 +11,7 @@ import pytest
 from support import small_plan
 from test_script import Play, recorded
 
+from trilane.analysis import collect
 from trilane.slurm import client, frozen_code, ledger, preparation, sites
 from trilane.slurm.sites import JobRequest
 from trilane.utils.files import append_line
@@ -49,6 +50,13 @@ def test_the_same_code_is_kept_once_and_other_code_beside_it(package: Path, home
     (package / "__init__.py").write_text("changed")
     second = frozen_code.freeze(home)
     assert second != first and (first / "trilane/__init__.py").read_text() == "__init__.py"
+
+
+def test_a_copy_is_no_log_of_its_sweep(package: Path, home: Path) -> None:
+    (package / "data/LICENSE").write_text("some text")
+    frozen_code.freeze(home)
+    (home / "slurm-7.out").write_text("a log\n")
+    assert collect.files(str(home)) == [home / "slurm-7.out"]
 
 
 def test_a_copy_knows_from_which_revision_it_was_made(home: Path) -> None:

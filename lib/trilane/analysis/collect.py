@@ -19,6 +19,7 @@ from trilane.documents.runs import read_runs
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, middle, percent, short
 from trilane.utils.validation import require
+from trilane.workspace.installation import SUMS
 from trilane.workspace.run_folder import STEPS
 from trilane.workspace.study import Study
 
@@ -198,7 +199,11 @@ def files(logs: str) -> list[Path]:
     for path in sorted(map(Path, glob.glob(str(Path(logs).expanduser()), recursive=True))):
         if path.is_dir() and not _is_run(path):
             inside = sorted(p for p in path.rglob("*") if p.is_dir() and _is_run(p))
-            alone = [p for p in path.rglob("*") if p.is_file() and not any(run in p.parents for run in inside)]
+            others = {
+                *inside,
+                *(sums.parent for sums in path.rglob(SUMS)),
+            }  # SUMS: of the frozen code of a sweep or chain
+            alone = [p for p in path.rglob("*") if p.is_file() and others.isdisjoint(p.parents)]
             found += [*inside, *sorted(p for p in alone if p.suffix not in NOT_LOGS and p.name[0] != ".")]
         else:
             found.append(path)
