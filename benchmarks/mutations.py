@@ -123,6 +123,9 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("share = (rest - slower)", "share = rest"),
         (".total_seconds() + 86400", ".total_seconds()"),
     ],
+    ("calendar", "forecasting/failures.py", "forecasting/test_forecast.py"): [
+        ("1 / 4 if topology", "1 / 3 if topology"),
+    ],
     ("calendar", "forecasting/request.py", "forecasting/test_forecast.py"): [
         ("deviation * math.sqrt(1 - common)", "deviation * math.sqrt(common)"),
         ("watts * PUE / 1000", "watts / 1000"),
@@ -134,16 +137,26 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("calendar", "forecasting/capacity.py", "forecasting/test_forecast.py"): [
         ("earlier < later", "earlier <= later"),
     ],
+    ("jobs", "slurm/site_options.py", "slurm/test_site_options.py"): [
+        ("if option.startswith(name)", "if option == name"),
+        ('launcher == "srun" and', 'launcher == "x" and'),
+    ],
+    ("jobs", "slurm/probe.py", "slurm/test_probe.py"): [
+        ("min(seconds_or_inf(row[1]), kind.longest_s)", "seconds_or_inf(row[1])"),
+        ("min(chosen.nodes, most or chosen.nodes)", "chosen.nodes"),
+    ],
+    ("guard", "slurm/preflight/timing.py", "slurm/test_preflight.py"): [
+        ("if limit / 10 < interval", "if limit / 2 < interval"),
+        ("count = run.goal - run.start_iteration", "count = run.goal"),
+    ],
     ("guard", "slurm/preflight/resources.py", "slurm/test_preflight.py"): [
         ("gpus > qos.gpus", "gpus >= qos.gpus"),
         ("(2, 11)", "(2, 12)"),
-        ("if limit / 10 < interval", "if limit / 2 < interval"),
         ("qos and seconds > qos.hours", "qos and seconds >= qos.hours"),
         ("(kept + 1) * checkpoint", "kept * checkpoint"),
         ("need > free / 2", "need > free * 2"),
         ("stat.f_bavail", "stat.f_bfree"),
         ("p.host_memory_bytes * used", "p.host_memory_bytes"),
-        ("(iterations := run.goal - run.start_iteration)", "(iterations := run.goal)"),
         ("own and case.nodes > 1", "own and case.nodes >= 1"),
         ("compute_capability < AMPERE", "compute_capability <= AMPERE"),
         ("kept * (2 * ranks + 3)", "kept * ranks"),
