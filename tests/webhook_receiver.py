@@ -31,6 +31,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header("Location", f"http://127.0.0.1:{receiver.server_address[1]}/elsewhere")
             self.end_headers()
 
+    def do_GET(self) -> None:  # a redirection that was followed
+        self.server.bodies.append({"kind": "followed", "text": self.path})
+        self.send_response(200)
+        self.end_headers()
+
     def log_message(self, *_: object) -> None:
         pass
 

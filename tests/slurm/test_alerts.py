@@ -10,7 +10,7 @@ from slurm_cluster import fake_commands, plan, run_folder
 from webhook_receiver import SECRET, Receiver
 
 from trilane.cli.app import main
-from trilane.slurm import alerts, client, delivery, ledger, monitor, webhook
+from trilane.slurm import alerts, client, delivery, ledger, monitor, node_failure, webhook
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -97,6 +97,13 @@ def test_each_alert_of_a_run_is_sent_once_also_by_another_watch(
     assert "lost n4 after iteration 27" in server.texts()[4]
     assert "time limit" in server.texts()[5] and {body["job"] for body in server.bodies} == {"77", "78"}
     assert SECRET not in (folder / "jobs.jsonl").read_text() and "token" not in (folder / "jobs.jsonl").read_text()
+
+
+def test_what_a_watch_notes_does_not_hide_from_the_job_that_a_spare_takes_over(folder: Path, server: Receiver) -> None:
+    """The job asks for its last event, and a watch may note an alert in between."""
+    ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=27)
+    assert main(["slurm", "alert", str(folder)]) == 0 and len(server.bodies) == 1
+    assert node_failure.goes_on(folder, "77")
 
 
 def test_a_save_that_is_overdue_is_reported_though_no_line_tells_of_it(folder: Path) -> None:
