@@ -175,6 +175,11 @@ def test_code_that_cannot_be_frozen_is_one_line(package: Path, tmp_path: Path, m
     (tmp_path / "code").write_text("a file")
     with pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \("):
         frozen_code.freeze(tmp_path)
+    home = tmp_path / "full"
+    with monkeypatch.context() as full, pytest.raises(ValueError, match=r"^code=.*/code: cannot be written \(No space"):
+        full.setattr(Path, "write_bytes", lambda path, data: (_ for _ in ()).throw(OSError(28, "No space left")))
+        frozen_code.freeze(home)
+    assert not list((home / "code").iterdir())  # a part of a copy would keep the disk full
     ticks = iter(range(9))
     monkeypatch.setattr(frozen_code, "_stamps", lambda paths: [next(ticks)])
     with pytest.raises(ValueError, match=r"^code=.*/trilane: is being changed"):

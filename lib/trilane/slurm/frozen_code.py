@@ -41,7 +41,8 @@ def freeze(home: Path) -> Path:
         target = home / FOLDER / _digits(sums)
         _write(target, {**files, SUMS: sums.encode()}, revision())
     except OSError as error:
-        raise ValueError(f"code={home / FOLDER}: cannot be written ({error.strerror}: {error.filename})") from None
+        where = f": {error.filename}" if error.filename else ""
+        raise ValueError(f"code={home / FOLDER}: cannot be written ({error.strerror}{where})") from None
     return target
 
 
@@ -141,19 +142,20 @@ def _write(target: Path, files: dict[str, bytes], made_of: str) -> None:
     """Write a copy under another name, then rename it; where it exists, replace the files that differ."""
     exists = target.exists()
     place = target if exists else target.with_name(f"new-{os.getpid()}-{target.name}")
-    for name, data in files.items():
-        path = place / name
-        if exists and path.is_file() and path.read_bytes() == data:
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.new")
-        part.write_bytes(data)
-        part.replace(path)
-    if not exists:
-        (place / REVISION).write_text(f"{made_of}\n", encoding="utf-8")
-        try:
+    try:
+        for name, data in files.items():
+            path = place / name
+            if exists and path.is_file() and path.read_bytes() == data:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.new")
+            part.write_bytes(data)
+            part.replace(path)
+        if not exists:
+            (place / REVISION).write_text(f"{made_of}\n", encoding="utf-8")
             place.rename(target)
-        except OSError:
-            shutil.rmtree(place)
-            if not target.exists():
-                raise
+    except OSError:  # a full disk; or another process was first
+        if not exists:
+            shutil.rmtree(place, ignore_errors=True)
+        if exists or not target.exists():
+            raise
