@@ -73,6 +73,16 @@ def test_one_script_of_each_template_is_the_recorded_one() -> None:
     assert {path.name: path.read_text() for path in GOLDEN.glob("*.sbatch")} == recorded(RECORDED)
 
 
+@pytest.mark.parametrize(("name", "wanted"), [("perlmutter", ("cpu", "shared")), ("jean-zay-a100", (None, None))])
+def test_a_job_of_one_core_takes_the_qos_asked_for_where_no_partition_is_made_for_it(name: str, wanted: tuple) -> None:
+    """NERSC refuses a job without -C cpu or gpu; Jean Zay's prepost knows no QoS of the GPUs."""
+    site = sites.site(name)
+    found = script.directives(
+        script.render("prepare", plan_for(site), site, JobRequest(qos="shared", constraint="cpu"))
+    )
+    assert (found.get("constraint"), found.get("qos")) == wanted
+
+
 def test_bash_and_shellcheck_accept_every_script(tmp_path: Path) -> None:
     paths = []
     for name in PRESETS:

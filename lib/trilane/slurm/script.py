@@ -69,6 +69,8 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
     is_watcher, is_bench = name in ("monitor", "prepare"), name == "bench"
     one_each = is_bench or (request.launcher == "srun" and name in ("train", "sweep"))  # one task for each GPU
     tested = 0 if cluster.gpu.kind == "cpu" else used
+    # a site's service partition has neither the nodes nor the QoS of the training
+    asked = JobRequest() if name == "monitor" or (is_watcher and site.service_partition) else request
     options = asdict(request)
     environment = options.pop("environment")
     return options | {
@@ -84,8 +86,8 @@ def blanks(name: str, plan: Plan, site: Site, request: JobRequest, array: str = 
         "threads": _cores(cluster, used, one_each=True, is_watcher=False),
         "hint": "" if is_watcher else site.hint,
         "partition": request.partition or (site.service_partition if is_watcher else site.partition),
-        "constraint": "" if is_watcher else request.constraint or site.nodes_wanted,
-        "qos": "" if is_watcher else request.qos,
+        "constraint": asked.constraint or ("" if is_watcher else site.nodes_wanted),
+        "qos": asked.qos,
         **_site_blanks(site, request, is_watcher),
         "requeue": "requeue" if request.requeue else "no-requeue",
         "offline": site.offline,
