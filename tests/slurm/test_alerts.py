@@ -103,7 +103,7 @@ def test_what_a_watch_notes_does_not_hide_from_the_job_that_a_spare_takes_over(f
     """The job asks for its last event, and a watch may note an alert in between."""
     ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=27)
     assert main(["slurm", "alert", str(folder)]) == 0 and len(server.bodies) == 1
-    assert node_failure.goes_on(folder, "77")
+    assert node_failure.goes_on(folder, "77") and ledger.events(folder)[-1]["event"] == "replaced"
 
 
 def test_a_save_that_is_overdue_is_reported_though_no_line_tells_of_it(folder: Path) -> None:
