@@ -51,6 +51,7 @@ def running(
         "MASTER_PORT": str(port),
         "HOSTFILE": "ranks/hostfile",
         "OMP_NUM_THREADS": "1",
+        "TRAIN_NODES": "1",
         "SLURM_NNODES": "1",
         "SLURM_NODEID": "0",
     }
