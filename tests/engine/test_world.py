@@ -113,7 +113,7 @@ def test_a_card_says_by_its_capability_what_it_can(
     """A V100 has 7.0, an A100 8.0, an H100 9.0 (NVIDIA's table of CUDA GPUs); torch says yes to bf16 on all three."""
     import torch
 
-    from trilane.engine.distributed.world import own_device
+    from trilane.engine.distributed.device import own_device
 
     pretended = {"is_available": True, "device_count": 1, "get_device_capability": capability, "set_device": None}
     for name, value in pretended.items():
@@ -147,21 +147,23 @@ def test_a_host_with_a_gpu_that_torch_cannot_use_is_no_cpu(
     """The others would wait half an hour for a rank that came with gloo."""
     import torch
 
-    from trilane.engine.distributed import world
+    from trilane.engine.distributed import device
 
     file = tmp_path / "nvidia0"
     file.touch() if there else None
-    monkeypatch.setattr(world, "GPU", file)
+    monkeypatch.setattr(device, "GPU", file)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if refusal is None:
-        assert world.own_device("fp32") == torch.device("cpu")
+        assert device.own_device("fp32") == torch.device("cpu")
     else:
-        with pytest.raises(world.HostError, match=rf"cannot use {file}: {re.escape(refusal)}; CUDA_VISIBLE_DEVICES=-1"):
-            world.own_device("fp32")
+        with pytest.raises(
+            device.HostError, match=rf"cannot use {file}: {re.escape(refusal)}; CUDA_VISIBLE_DEVICES=-1"
+        ):
+            device.own_device("fp32")
 
 
 def test_what_a_host_lacks_is_said_by_each_of_its_ranks_and_a_common_mistake_once(
@@ -242,7 +244,7 @@ def test_a_task_uses_the_card_of_its_number_or_the_only_one_it_sees(
 ) -> None:
     import torch
 
-    from trilane.engine.distributed.world import own_device
+    from trilane.engine.distributed.device import own_device
 
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -258,17 +260,17 @@ def test_all_processes_that_share_a_card_are_refused_and_the_others_are_not(monk
     """Each sees one card: only its number shows whether it is its own (a task of `srun --gpus-per-task=1` has one)."""
     import torch
 
-    from trilane.engine.distributed import world
+    from trilane.engine.distributed import device
     from trilane.utils.validation import HostError
 
     store, card, uuids = torch.distributed.HashStore(), torch.device("cuda", 0), threading.local()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: uuids)
-    monkeypatch.setattr(world.time, "sleep", lambda _: None)
+    monkeypatch.setattr(device.time, "sleep", lambda _: None)
 
     def refused(rank: int) -> str:
         uuids.uuid = "aba"[rank]
         try:
-            world._require_own_card(store, rank, 3, card)
+            device.require_own_card(store, rank, 3, card)
         except HostError as error:
             return str(error)
         return ""

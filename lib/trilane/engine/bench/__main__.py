@@ -49,7 +49,7 @@ def _single_process(out: str, name: str) -> None:
     cards = torch.cuda.device_count()
     if cards == 0:
         from trilane.engine.bench import single_process
-        from trilane.engine.distributed.world import own_device
+        from trilane.engine.distributed.device import own_device
 
         own_device("fp32")  # raises where there is a GPU that torch cannot use
         return _write(path, single_process.measure(name or LOCAL))

@@ -14,7 +14,8 @@ from trilane.config.cluster import Cluster, Gpu
 from trilane.costmodel.constants import PRIOR
 from trilane.engine.bench import device_rates
 from trilane.engine.bench.collectives import Link, large_bytes, links
-from trilane.engine.distributed.world import World, core_numbers, gather_values, own_device
+from trilane.engine.distributed.device import own_device
+from trilane.engine.distributed.world import World, core_numbers, gather_values
 from trilane.utils.validation import require
 
 # Values by the field of Cluster that holds them.

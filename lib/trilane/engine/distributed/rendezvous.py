@@ -7,11 +7,14 @@ At 128 nodes the first import of torch from a shared file system takes minutes, 
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 
 # from the first node that waits to the last that comes; then the same from the first rank to the last
 WAIT_S = 600
 # torch takes a node out whose last sign of life is 15 s old, by the clock of each node, and nothing ever replaces it
 KEEP_ALIVE_ATTEMPTS = 120  # of 5 s
+# of a collective: longer than the slowest work of one rank while the others wait, preparing a corpus on a shared disk
+TIMEOUT = timedelta(minutes=30)
 HOSTS = "TRAIN_HOSTS"  # the nodes that train, as SLURM names them, in their order; set by the job script
 
 
