@@ -115,6 +115,8 @@ FURTHER = {
     "leonardo": {"partition": "boost_usr_prod"},
 }
 
+OF_SRUN = {"juwels-booster": ["--cpu-bind=threads"]}  # a site's own arguments of srun
+
 
 def directives(text: str) -> dict[str, str]:
     """The options that sbatch reads: of the comments before the first command; none twice."""
@@ -255,7 +257,9 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     (play.place / "runs/two").mkdir(parents=True)
     (play.place / "runs.txt").write_text("runs/one\nruns/two\n")
     assert play.run(recorded(name)[f"{template}-{name}.sbatch"]) == 0
-    wanted = [*loads(name), BEGIN, CORPUS, choice(gpus), HOSTS, SRUN, torchrun(name), [*END, "--code", "0"]]
+    own = OF_SRUN.get(name, [])
+    nodes, step = [*choice(gpus), *own], [*SRUN, *own]
+    wanted = [*loads(name), BEGIN, CORPUS, nodes, HOSTS, step, torchrun(name), [*END, "--code", "0"]]
     assert play.calls == wanted
     env = play.env
     assert env["PWD"] == str(play.place / ("runs/two" if template == "sweep" else ""))
@@ -325,9 +329,10 @@ def test_deepspeeds_launcher_gets_the_nodes_from_a_hostfile(play: Play) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_benchmark_names_every_gpu_then_measures_with_one_task_each(name: str, play: Play) -> None:
     assert play.run(recorded(name)[f"bench-{name}.sbatch"]) == 0
-    first = [*SRUN, "--ntasks=2", "--ntasks-per-node=1"]
+    own = OF_SRUN.get(name, [])
+    first = [*SRUN, "--ntasks=2", "--ntasks-per-node=1", *own]
     measure = ["python", "-m", "trilane", "measure", "machine", "cluster-77.json"]
-    assert play.calls == [*loads(name), HOSTS, first, ["nvidia-smi", "-L"], SRUN, measure]
+    assert play.calls == [*loads(name), HOSTS, first, ["nvidia-smi", "-L"], [*SRUN, *own], measure]
 
 
 @pytest.mark.parametrize("code", ["0", "1", "75"])
@@ -347,7 +352,7 @@ def test_the_interactive_script_asks_for_the_same_nodes_with_a_shell(name: str, 
     assert (command, shell, rcfile, path) == ("salloc", "bash", "--rcfile", "job.sbatch")
     play.log.unlink()
     assert play.run(text.partition("if [[ $- != *i* ]]")[0] + "train") == 0
-    assert play.calls[-2:] == [SRUN, torchrun(name, start=1)]
+    assert play.calls[-2:] == [[*SRUN, *OF_SRUN.get(name, [])], torchrun(name, start=1)]
 
 
 def test_every_blank_is_given_and_every_given_value_is_used() -> None:
@@ -387,8 +392,20 @@ HOSTILE = [
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("wish", ["account", "constraint", "qos", "partition", "reservation", "mail", "exclude"])
 def test_a_value_that_bash_or_sbatch_would_read_twice_is_refused(wish: str, value: str) -> None:
+    """In a constraint four signs have a meaning of SLURM's own, and no script gives it to bash without quotes."""
+    if wish == "constraint" and value in ("x|y", "x&y", "x*", "x(y)"):
+        assert JobRequest(constraint=value).constraint == value
+        return
     with pytest.raises(ValueError, match=f"^{wish}="):
         JobRequest(**{wish: value})
+
+
+@pytest.mark.parametrize("wanted", ["a100", "gpu&hbm80g", "[rack1|rack2]", "(v100|a100)&nvme", "rack1*2&gpu"])
+def test_a_constraint_may_combine_features(wanted: str) -> None:
+    """As NERSC's documentation asks for its nodes of 80 GB."""
+    site = sites.site("generic")
+    text = script.render("train", plan_for(site), site, JobRequest(constraint=wanted))
+    assert directives(text)["constraint"] == wanted
 
 
 @pytest.mark.parametrize("value", HOSTILE)

@@ -66,6 +66,7 @@ BAD = [
     ({"host_suffix": "i; touch x"}, r"^site.host_suffix='i; touch x': must be letters"),
     ({"srun": ["-n1"]}, r"^site.srun='-n1': must be a long option"),
     ({"srun": ["--ntasks=4"]}, r"^site.srun=--ntasks=4: the script sets --ntasks itself"),
+    ({"srun": ["--export=NONE"]}, r"^site.srun=--export=NONE: the script sets --export itself"),
     ({"srun": ["--output=x"]}, r"^site.srun=--output=x: the script sets --output itself"),
     ({"mem": "lots"}, r"^site.mem='lots': must be such as 480G"),
     ({"mem": "0", "sbatch": {"mem-per-gpu": "60G"}}, r"^site.mem=0: contradicts site.sbatch mem-per-gpu$"),

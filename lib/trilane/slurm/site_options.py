@@ -9,6 +9,9 @@ from trilane.utils.validation import require, require_integer, require_known, re
 
 # characters of a directive or an assignment that neither bash nor sbatch interprets
 PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,@:+=/-]{0,199}")
+CONSTRAINT = re.compile(
+    r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@:+=/()\[\]&|*-]{0,199}"
+)  # features, and SLURM's signs between them
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
 HOST_SUFFIX = re.compile(r"[A-Za-z0-9.-]{0,60}")
@@ -47,7 +50,7 @@ OWN_DIRECTIVES = (
 OWN_SRUN = (
     *("kill-on-bad-exit", "wait", "nodes", "nodelist", "ntasks", "ntasks-per-node", "cpus-per-task", "output", "error"),
     *("input", "exclude", "relative", "multi-prog", "pty", "chdir", "jobid", "no-kill", "gpus", "gres", "test-only"),
-    *("time", "unbuffered", "help", "version", "no-allocate", "async", "gpus-per-node"),
+    *("time", "unbuffered", "help", "version", "no-allocate", "async", "gpus-per-node", "export"),
 )
 
 
@@ -96,6 +99,12 @@ def plain(field: str, value: str) -> str:
     rule = "must consist of letters, digits and _ . , @ : + = / - (200 at most), and not begin with a dash"
     require(PLAIN.fullmatch(value) is not None, field, repr(value), rule)
     return value
+
+
+def require_constraint(field: str, value: str) -> None:
+    """ValueError unless `value` is a --constraint, such as "a100" or "gpu&hbm80g" (man sbatch); "" is none."""
+    rule = "must be features of nodes, with & | * ( ) [ ] between them, such as gpu&hbm80g"
+    require(not value or CONSTRAINT.fullmatch(value) is not None, field, repr(value), rule)
 
 
 def require_options(site: Options) -> None:

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from trilane.config import cluster as hardware
-from trilane.slurm.site_options import plain, require_options
+from trilane.slurm.site_options import plain, require_constraint, require_options
 from trilane.utils.validation import (
     from_mapping,
     read_json,
@@ -104,12 +104,13 @@ class Site:
         require(bool(self.name), "site.name", repr(self.name), "must be a name")
         for name in ("name", "cluster"):
             require_line(f"site.{name}", getattr(self, name))
-        for name in ("partition", "service_partition", "constraint", "hint"):
+        for name in ("partition", "service_partition", "hint"):
             if word := getattr(self, name):
                 plain(f"site.{name}", word)
         for name in ("partitions", "modules", "features"):
             for word in getattr(self, name):
                 plain(f"site.{name}", word)
+        require_constraint("site.constraint", self.constraint)
         plain("site.account_ending", f"account{self.account_ending}")
         for folder in self.local:
             require_path("site.local", folder)
@@ -212,9 +213,10 @@ class JobRequest:
     preflight: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("account", "qos", "partition", "constraint", "reservation", "mail"):
+        for name in ("account", "qos", "partition", "reservation", "mail"):
             if value := getattr(self, name):
                 plain(name, value)
+        require_constraint("constraint", self.constraint)
         is_list = not self.exclude or NODES.fullmatch(self.exclude) is not None
         require(is_list, "exclude", repr(self.exclude), "must be a list of nodes, such as gpu[1-3],gpu7")
         rule = "must be at most 200 letters, digits, blanks and _ . , : ; @ + = / ( ) -"
