@@ -187,15 +187,15 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("sizes[:number].count", "sizes[: number + 1].count"),
         ("return (run.goal - run.start_iteration)", "return run.goal"),
     ],
-    ("jobs", "slurm/node_failure.py", "slurm/test_attempt.py"): [
+    ("jobs", "slurm/nodes/node_failure.py", "slurm/test_attempt.py"): [
         ("found if len(found) < len(nodes) else []", "found"),
         ("if not set(dead) & set(trained or nodes)", "if not dead"),
     ],
-    ("jobs", "slurm/node_test.py", "slurm/test_node_test.py"): [
+    ("jobs", "slurm/nodes/node_test.py", "slurm/test_node_test.py"): [
         ("if good and node not in good", "if node not in good"),
         ("statistics.median_high(rates", "statistics.median_low(rates"),
     ],
-    ("jobs", "slurm/allocation.py", "slurm/test_node_test.py"): [
+    ("jobs", "slurm/nodes/allocation.py", "slurm/test_node_test.py"): [
         ("chosen = tuple(node for node in nodes if node in best)", "chosen = tuple(best)"),
     ],
     ("jobs", "slurm/sites.py", "slurm/test_preflight.py"): [

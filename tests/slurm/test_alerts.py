@@ -10,7 +10,9 @@ from slurm_cluster import fake_commands, plan, run_folder
 from webhook_receiver import SECRET, Receiver
 
 from trilane.cli.app import main
-from trilane.slurm import alerts, client, delivery, ledger, monitor, node_failure, webhook
+from trilane.slurm import client, ledger, monitor
+from trilane.slurm.alerting import alerts, delivery, webhook
+from trilane.slurm.nodes import node_failure
 from trilane.slurm.sites import JobRequest
 from trilane.workspace.status import RunStatus, Status, write_status
 

@@ -10,8 +10,9 @@ import pytest
 from slurm_cluster import plan, run_folder
 
 from trilane.config.plan import read_plan
-from trilane.slurm import attempt, client, jobs, ledger, node_failure
+from trilane.slurm import attempt, client, jobs, ledger
 from trilane.slurm.client import JobState
+from trilane.slurm.nodes import node_failure
 from trilane.workspace.checkpoints import name_of
 from trilane.workspace.status import RunStatus, Status, write_status
 

@@ -17,7 +17,7 @@ from trilane.config.plan import read_plan
 from trilane.engine.data import corpus
 from trilane.report import notebook
 from trilane.slurm import client, job_status, jobs, ledger, monitor, submission, sweep
-from trilane.slurm.exclusion import exclude
+from trilane.slurm.nodes.exclusion import exclude
 from trilane.slurm.preflight import check, finding
 from trilane.slurm.script import render
 from trilane.slurm.sites import JobRequest

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from trilane.engine.bench import gpu_health
-from trilane.slurm import allocation, node_test
-from trilane.slurm.node_test import Group, Result
+from trilane.slurm.nodes import allocation, node_test
+from trilane.slurm.nodes.node_test import Group, Result
 
 FAST = {"matmul FLOP/s": 100.0, "PCIe B/s": 10.0}
 

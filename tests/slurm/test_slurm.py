@@ -19,7 +19,7 @@ from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
 from trilane.slurm import client, frozen_code, job_status, jobs, ledger, monitor, submission, sweep
-from trilane.slurm.exclusion import exclude
+from trilane.slurm.nodes.exclusion import exclude
 from trilane.slurm.preflight import check
 from trilane.slurm.preflight.finding import REFUSAL
 from trilane.utils.validation import to_mapping

@@ -22,8 +22,9 @@ from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Run
-from trilane.slurm import chain, client, delivery, jobs, ledger, monitor, submission
-from trilane.slurm.webhook import Webhook
+from trilane.slurm import chain, client, jobs, ledger, monitor, submission
+from trilane.slurm.alerting import delivery
+from trilane.slurm.alerting.webhook import Webhook
 from trilane.utils.files import json_lines
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest, name_of

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from test_script import Play, plan_for
 
-from trilane.slurm import script, sites, staging
+from trilane.slurm import script, sites
+from trilane.slurm.nodes import staging
 from trilane.slurm.sites import JobRequest, Site
 
 SEES = "import sys, package, frozen; print(sys.prefix, package.__file__, frozen.__file__, *sys.path, sep='\\n')"
@@ -133,8 +134,11 @@ def test_the_job_trains_from_the_copy_of_each_node_where_there_is_one(launcher: 
             (place / "bin" / name).write_text(text_of.replace("*engine.torchrun*", "*trilane.engine*plan.json"))
         assert play.run(text, SCRATCH_HERE=str(place)) == 0
         assert play.env.get("STAGED") == ("here" if exists else None)
-        calls = [call[2:] for call in play.calls if call[:3] == ["python", "-m", "trilane.slurm.staging"]]
-        assert calls == [["trilane.slurm.staging", "pack"], ["trilane.slurm.staging", "unpack", f"{place}/x"]]
+        calls = [call[2:] for call in play.calls if call[:3] == ["python", "-m", "trilane.slurm.nodes.staging"]]
+        assert calls == [
+            ["trilane.slurm.nodes.staging", "pack"],
+            ["trilane.slurm.nodes.staging", "unpack", f"{place}/x"],
+        ]
         # removed at the end; where the time for that is up, a job that begins anew does not take the rest for a copy
         assert not (copy / "use").exists() and copy.exists() is exists
 

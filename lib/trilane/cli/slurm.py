@@ -155,7 +155,8 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
     Alerts go to the webhook of the environment's TRILANE_WEBHOOK, and by mail where the jobs have --mail. Exit code 0
     when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
     """
-    from trilane.slurm import client, delivery, jobs, monitor
+    from trilane.slurm import client, jobs, monitor
+    from trilane.slurm.alerting import delivery
 
     folders = folders_of(runs)
     sender = delivery.sender(folders)
@@ -176,7 +177,7 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
 def alert(runs: Sequence[str], as_json: bool) -> int:
     """Send the alerts of runs that are not sent yet; without a run one that tries the webhook. Exit code 1 where none
     gets through."""
-    from trilane.slurm import alerts, delivery
+    from trilane.slurm.alerting import alerts, delivery
 
     folders = folders_of(runs)
     sender = delivery.sender(folders)

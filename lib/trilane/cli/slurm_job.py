@@ -16,7 +16,8 @@ job = Group("job", help="For the job scripts: may this attempt begin, on which n
 @command(job, FOLDER, JSON)
 def begin(folder: Path, as_json: bool) -> None:
     """Print whether the attempt of the run folder may begin."""
-    from trilane.slurm import attempt, delivery
+    from trilane.slurm import attempt
+    from trilane.slurm.alerting import delivery
 
     decision = attempt.begin(folder)
     delivery.send_apart(folder)
@@ -34,7 +35,9 @@ HERE = option("--here", is_flag=True, help="on this node, not by a step on anoth
 @command(job, FOLDER, SRUN, CODE, TEST, GPUS, JSON)
 def end(folder: Path, srun: Sequence[str], code: int, tests: bool, gpus: int, as_json: bool) -> None:
     """Write and print how the attempt ended."""
-    from trilane.slurm import allocation, attempt, delivery, node_failure
+    from trilane.slurm import attempt
+    from trilane.slurm.alerting import delivery
+    from trilane.slurm.nodes import allocation, node_failure
 
     outcome = attempt.end(folder, code, test=allocation.broken_by(gpus, srun) if tests else None)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
@@ -46,7 +49,7 @@ def end(folder: Path, srun: Sequence[str], code: int, tests: bool, gpus: int, as
 @command(job, FOLDER, SRUN, COUNT, TEST, GPUS)
 def nodes(folder: Path, srun: Sequence[str], count: int, tests: bool, gpus: int) -> None:
     """Print the nodes of the job that train next, as a SLURM node list; on stderr those that are left out, and why."""
-    from trilane.slurm import allocation
+    from trilane.slurm.nodes import allocation
 
     chosen, lines = allocation.start_nodes(folder, count, allocation.tester(gpus, srun) if tests else None)
     for line in lines:
@@ -57,7 +60,8 @@ def nodes(folder: Path, srun: Sequence[str], count: int, tests: bool, gpus: int)
 @command(job, FOLDER, option("--every", type=number(), default=30.0, help="seconds between two looks"), HERE)
 def guard(folder: Path, every: float, here: bool) -> None:
     """Requeue the job when its first node, on which its script runs, has died; from another node, until ended."""
-    from trilane.slurm import attempt, node_failure
+    from trilane.slurm import attempt
+    from trilane.slurm.nodes import node_failure
 
     if here:
         node_failure.guard_first_node(folder, attempt.job_id(), every)

@@ -15,7 +15,7 @@ from trilane.config.plan import read_plan
 from trilane.logs.run import RunLog, read_log
 from trilane.slurm import client, ledger
 from trilane.slurm.frozen_code import USED_BY as CODE
-from trilane.slurm.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
+from trilane.slurm.nodes.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, latest, name_of

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from trilane.config.plan import Plan
 from trilane.diagnose.hang.capture import capture
-from trilane.slurm import alerts, client, job_status, jobs, ledger, node_failure
-from trilane.slurm.alerts import Alert, SaveCheck
-from trilane.slurm.delivery import Sender
+from trilane.slurm import client, job_status, jobs, ledger
+from trilane.slurm.alerting import alerts
+from trilane.slurm.alerting.alerts import Alert, SaveCheck
+from trilane.slurm.alerting.delivery import Sender
 from trilane.slurm.jobs import JobStatus
+from trilane.slurm.nodes import node_failure
 from trilane.utils.validation import require, require_known
 from trilane.workspace.heartbeat import read_beats
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trilane.slurm import ledger
-from trilane.slurm.alerts import Alert, recorded
+from trilane.slurm.alerting.alerts import Alert, recorded
+from trilane.slurm.alerting.webhook import ADDRESS, VARIABLE, Webhook, mail_command, post_mail, webhook
 from trilane.slurm.script import SCRIPT, directives
-from trilane.slurm.webhook import ADDRESS, VARIABLE, Webhook, mail_command, post_mail, webhook
 from trilane.utils.files import read_text
 
 PAUSE_S = 2.0  # between the two tries of one delivery

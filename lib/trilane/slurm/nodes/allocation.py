@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trilane.slurm import attempt, client, ledger, node_test
-from trilane.slurm.node_failure import avoid, lost_nodes, requeue
+from trilane.slurm import attempt, client, ledger
+from trilane.slurm.nodes import node_test
+from trilane.slurm.nodes.node_failure import avoid, lost_nodes, requeue
 from trilane.utils.files import append_line
 from trilane.utils.validation import require
 from trilane.workspace.status import RunStatus, Status, write_status

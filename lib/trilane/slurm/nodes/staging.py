@@ -1,6 +1,6 @@
 """A copy of the Python environment and the code on each node (site.stage_env), from one archive that each node reads.
 
-`python -m trilane.slurm.staging pack` makes the archive of the active environment, in it, where it is missing or older;
+`python -m trilane.slurm.nodes.staging pack` makes the archive of the active environment, where none is up to date;
 `... unpack BASE`, on each node, makes BASE/trilane-env-USER-JOB. There `use`, which a shell sources, puts the copy in
 place of the environment. Whatever fails is one line, and that node imports from the shared environment.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.slurm import client, ledger
-from trilane.slurm.exclusion import exclude
+from trilane.slurm.nodes.exclusion import exclude
 from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trilane.slurm import client
-from trilane.slurm.node_failure import step_options
+from trilane.slurm.nodes.node_failure import step_options
 
 # What is slow, as a share of the median, by a word in the rate's name. GPUs of one kind in one cluster differ by 8 % on
 # average and up to 22 %, and outliers are 1.5 times slower: Sinha et al. 2022, arXiv:2208.11035. A network is shared

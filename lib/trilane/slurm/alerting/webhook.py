@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trilane.slurm.alerts import Alert
+from trilane.slurm.alerting.alerts import Alert
 from trilane.utils.tables import short
 from trilane.utils.validation import require
 

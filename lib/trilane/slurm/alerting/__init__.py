@@ -1,0 +1,1 @@
+"""Alerts about runs that nobody watches: what they say, and their delivery, each once."""
