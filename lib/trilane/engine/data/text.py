@@ -81,18 +81,21 @@ def jsonl(path: Path) -> Iterator[str]:
     """The field "text" of each line; only a line feed ends a line, since JSON may hold Unicode's other line ends."""
     require_file("data.source", path)
     with path.open("rb") as file:  # a line at a time: it may be larger than the memory
+        begin = 0
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _text_of(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, number)
+                yield _text_of(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, path, number, begin)
+            begin += len(line)
 
 
-def _text_of(line: bytes, path: Path, number: int) -> str:
-    """The field "text" of a line of JSONL."""
+def _text_of(line: bytes, path: Path, number: int, begin: int) -> str:
+    """The field "text" of a line of JSONL, which begins at that byte."""
     try:
         text = json.loads(line.decode())["text"]
         text.encode()  # half a surrogate pair is valid JSON, and no text
-    except UnicodeDecodeError:
-        raise ValueError(f"data.source={shown(path)}:{number}: not text in UTF-8") from None
+    except UnicodeDecodeError as error:
+        where = f"byte {begin + error.start}"
+        raise ValueError(f"data.source={shown(path)}:{number}: not text in UTF-8 ({where})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         text = None
     require(isinstance(text, str), "data.source", f"{path}:{number}", 'each line must be {"text": "..."}')
