@@ -59,7 +59,7 @@ def start_sweep(
         refused = {path: check.refused(findings) for path, findings in found.items()}
         return emit(as_json, {"findings": as_dicts(refused)}, findings_text(found), failed=True)
     is_given = click.get_current_context().get_parameter_source("parallel") is ParameterSource.COMMANDLINE
-    parallel = request.parallel if is_given else None  # as `create` was told
+    parallel = request.parallel if is_given else None  # what `create` was given
     submitted = (sweep.rerun if is_again else sweep.submit)(folder, site, parallel)
     return print_values(as_json, "submitted", submitted)
 

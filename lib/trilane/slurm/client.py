@@ -103,12 +103,12 @@ def require_answer(then: str = "") -> None:
         return
     try:
         done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
-        said = _message(done.stdout.partition("\n*")[0] + done.stderr)
+        error = _message(done.stdout.partition("\n*")[0] + done.stderr)
         is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout  # a backup controller may answer
     except subprocess.TimeoutExpired:
-        said, is_down = f"nothing within {ANSWER_S:g} s", True
-    if is_down or DOWN.search(said):
-        raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({said}){then}")
+        error, is_down = f"nothing within {ANSWER_S:g} s", True
+    if is_down or DOWN.search(error):
+        raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({error}){then}")
 
 
 def comment(job: str) -> str:

@@ -102,7 +102,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """What a node's watchdog tells about all its ranks, every REPORT_S: ranks/nodes/<its first rank>.json, one line.
+    """What a node's watchdog reports about all its ranks, every REPORT_S: ranks/nodes/<its first rank>.json, one line.
 
     `number` rises with each report: a reader needs no clock to see that the node is alive. `start` names the start of
     the run (node_folder.start_id), so that what an earlier one left is not taken for news.

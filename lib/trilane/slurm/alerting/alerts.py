@@ -17,10 +17,10 @@ from trilane.utils.tables import short
 from trilane.workspace.checkpoints import FOLDER, iteration_of, latest
 from trilane.workspace.status import Status
 
-OLD_S = 86400.0  # what is older is no news: who begins to watch learns of the last day
-UNSURE_S = 90.0  # in which a job has asked its nodes whether one has died
-TEXT = 600  # characters of an alert; what a log says may have any length
-LOOK_BYTES = 1 << 20  # of run.log at a time; it may have gigabytes
+OLD_S = 86400.0  # events that are older when a watch begins are not alerted
+UNSURE_S = 90.0  # until a job has found out whether one of its nodes has died
+TEXT = 600  # characters of an alert; a line of a log may have any length
+LOOK_BYTES = 1 << 20  # of run.log at a time, which may have gigabytes
 NOT_SAVED = "CHECKPOINT NOT SAVED: "  # as the training loop prints it
 NAMED = re.compile(r"iter_(\d{7,12})")
 

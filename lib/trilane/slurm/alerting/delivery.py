@@ -73,7 +73,7 @@ def _begun(lines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _note(folder: Path, alert: Alert, state: str, me: str, **facts: str) -> None:
-    """Record the delivery; on a full disk, of which an alert may tell, this process alone knows that it was sent."""
+    """Record the delivery; on a full disk, which an alert may be about, only in this process."""
     with contextlib.suppress(OSError):
         ledger.note(folder, ledger.ALERTED, alert.job, key=alert.key, state=state, by=me, **facts)
 
