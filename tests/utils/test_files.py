@@ -211,3 +211,9 @@ def test_what_a_process_prints_on_a_full_disk_is_kept_for_later(tmp_path: Path) 
     print("three", file=stream)
     os.close(handle)
     assert (tmp_path / "log").read_text() == "one\ntwo \\ud800\nthree\n"
+
+
+def test_the_end_of_a_large_file_is_read_alone(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"first\n" * 100 + "last ü\n".encode())
+    assert read_text(tmp_path / "log", 8) == "last ü\n" and read_text(tmp_path / "log", 7) == "ast ü\n"
+    assert read_text(tmp_path / "log", 10**6) == read_text(tmp_path / "log") and read_text(tmp_path / "no", 8) == ""

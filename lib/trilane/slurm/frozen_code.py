@@ -23,9 +23,8 @@ FOLDER = "code"
 USED_BY = "TRILANE_CODE"  # what a script that runs the frozen code mentions
 DIGITS = 16  # of the SHA-256 of SHA256SUMS
 TRIES = 3
-KEPT_S = (
-    3600.0  # after the last submission with a copy: SLURM can put an ended job back into the queue for some minutes
-)
+# after the last submission with a copy: SLURM can put an ended job back into the queue for some minutes
+KEPT_S = 3600.0
 NAME = re.compile(r"[\w.@+=,~-]+")  # sha256sum escapes others, which are no part of trilane
 
 

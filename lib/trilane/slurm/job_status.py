@@ -156,6 +156,4 @@ def last_line(folder: Path) -> str:
 
 
 def _tail(path: Path, lines: int) -> list[str]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 400 * lines))
-        return file.read().decode("utf-8", "replace").splitlines()[-lines:]
+    return read_text(path, 400 * lines).splitlines()[-lines:]

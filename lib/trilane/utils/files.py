@@ -24,14 +24,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 REPLACED = "\ufffd"  # what stands for bytes that are not UTF-8
 
 
-def read_text(path: Path) -> str:
-    """The text of a file as far as it can be read; "" where there is none.
+def read_text(path: Path, last: int = 0) -> str:
+    """The text of a file as far as it can be read, of its `last` bytes where that is given; "" where there is none.
 
     A host that crashes leaves NULs at the end of a file, a cut write half a character: NULs are left out, bytes that
     are not UTF-8 replaced. Raises ValueError for a folder, and for a file that must not be read.
     """
     try:
-        return path.read_bytes().replace(b"\0", b"").decode("utf-8", "replace")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - last) if last else 0)
+            return file.read().replace(b"\0", b"").decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
     except OSError as error:

@@ -28,10 +28,8 @@ READS_PER_S = 0.7  # of other nodes' reports, by the node that decides, while it
 PASS_SHARE = 0.25  # of the timeout: no slower than this are all of them read once
 SILENT = 4  # a node is silent after so many reports that did not come
 SILENT_S = 10.0  # and not before
-LOOK_S, SHARED_LOOK_S = (
-    0.1,
-    5.0,
-)  # between two looks at the heartbeats of this node, or where they lie in the run folder
+LOOK_S = 0.1  # between two looks at the heartbeats of this node
+SHARED_LOOK_S = 5.0  # the same where they lie in the run folder
 RESOLUTION_S = 2.0  # of the ages of ranks of different nodes
 SETTLE_S = 2.0  # from the first stall to the decision: the reports of other nodes' stalls come in
 

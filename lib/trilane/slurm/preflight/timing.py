@@ -19,6 +19,7 @@ SIGNAL_S = 60  # man sbatch, --signal: where no time is given
 MARGIN = 1.5
 # engine/checkpoint/save.py: "saved checkpoints/iter_0000010 (12.3 MB in 0.42 s, ..."
 SAVED = re.compile(r"saved checkpoints/iter_\d+ \([\d.]+ MB in ([\d.]+) s")
+LAST_BYTES = 1 << 24  # of the run's files, which may have gigabytes
 ACCEPTED = 0.01  # share of a run's time that an interval may lose relative to the best one
 SHORT_S = 3600.0  # a run of an hour loses an hour at most
 
@@ -39,15 +40,15 @@ class Pace:
 
 
 def pace(case: JobCheck) -> Pace:
-    """The pace of the run: the median of its earlier iterations and its slowest earlier save, else as predicted.
+    """The pace of the run: the median of its last iterations and the slowest of its last saves, else as predicted.
 
     A save is predicted by the forecast's bandwidth (data/risks.json: 1 GB/s a node, assumed), an evaluation as
     forward passes. "Measured" is what has both. Left out: that a later part of a batch ramp-up is slower.
     """
     plan, model = case.plan, FailureModel()
-    steps = [step.get("sec_per_it") for step in json_lines(read_text(case.folder / STEPS))]
+    steps = [step.get("sec_per_it") for step in json_lines(read_text(case.folder / STEPS, LAST_BYTES))]
     seconds = statistics.median([s for s in steps if isinstance(s, float) and 0 < s < math.inf] or [0.0])
-    saves = [float(s) for s in SAVED.findall(read_text(case.folder / "run.log"))]
+    saves = [float(s) for s in SAVED.findall(read_text(case.folder / "run.log", LAST_BYTES))]
     iteration_s = seconds if seconds > 0 else case.prediction.sec_per_it
     return Pace(
         iteration_s=iteration_s,
