@@ -18,7 +18,7 @@ from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
 from trilane.utils.validation import MOST_CHARACTERS, require, require_known, to_mapping
 
-UNASKED = (
+NOT_PROBED = (
     "modules: what the scripts must load (module avail)",
     "offline: whether compute nodes have no internet; false is assumed",
     "service_partition: a partition in which a job that only monitors costs nothing",
@@ -70,7 +70,7 @@ def probe(partition: str = "", card: str = "") -> Probe:
     found = _fields(chosen, kinds, options, config, unknown)
     valid = _site("-".join(filter(None, (config.get("ClusterName", ""), chosen.partition))), found, unknown)
     default = default if default in [q.name for q in limits] else ""
-    unknown += UNASKED
+    unknown += NOT_PROBED
     sources = {"all": f"{client.call(['sinfo', '--version']).strip()}: sinfo, scontrol and sacctmgr"}
     usual = next((kind.partition for kind in kinds if kind.is_default), "none")
     sources["partitions"] = f"sinfo, those that are up; the default one: {usual}"

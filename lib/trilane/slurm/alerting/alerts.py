@@ -1,4 +1,4 @@
-"""Alerts: what a person should learn of a run unasked: died, stalled, not saved, requeued, replaced, finished.
+"""Alerts: what a person should know of a run that nobody watches: died, stalled, not saved, requeued, finished, ...
 
 Each is read from what the run left (its ledger, SLURM's state, the end of its log), so that everybody who looks finds
 the same ones, and each has a key by which it is sent once.
@@ -40,7 +40,7 @@ class Alert:
         return short(f"{self.run}: {self.kind.upper()}: {self.text}", TEXT)
 
     def to_json(self) -> dict[str, Any]:
-        """The body for a webhook; `text` is what Slack and its kin show, and a log's `<!channel>` or link stays text.
+        """The body for a webhook; `text` is what Slack shows, and a log's `<!channel>` or link stays text.
 
         https://docs.slack.dev/messaging/formatting-message-text: & < > are escaped, and nothing else.
         """

@@ -111,7 +111,7 @@ def requeue(job: str, nodes: int = 0, without: Sequence[str] = ()) -> bool:
     """
     if _field(client.call(["scontrol", "show", "job", "-o", job]), "Requeue") != "1":
         return False
-    with _deaf_to(signal.SIGTERM):
+    with _ignoring(signal.SIGTERM):
         client.call(["scontrol", "requeue", job])
         with contextlib.suppress(ValueError):
             if nodes > 1:
@@ -122,7 +122,7 @@ def requeue(job: str, nodes: int = 0, without: Sequence[str] = ()) -> bool:
 
 
 @contextlib.contextmanager
-def _deaf_to(number: signal.Signals) -> Iterator[None]:
+def _ignoring(number: signal.Signals) -> Iterator[None]:
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield

@@ -30,7 +30,7 @@ LATE, LATE_S = 3.0, 20.0  # then: so many times as long as the middle one, and s
 POLL_S = 0.1
 STEP_MINUTES = math.ceil((IMPORT_S + TEST_S) / 60) + 1  # SLURM's own limit, for steps whose parent has died
 # SLURM's signal before the time limit reaches every step, and would end the test of a healthy node
-DEAF = ("bash", "-c", 'trap "" USR1; exec "$@"', "bash")
+IGNORING_USR1 = ("bash", "-c", 'trap "" USR1; exec "$@"', "bash")
 
 Group = tuple[str, ...]
 
@@ -99,12 +99,12 @@ def _by_pairs(nodes: Sequence[str], run: Run, is_cpu: bool) -> Findings:
                 elif node not in good:
                     bad[node].append(f"with {mate}: {why}")
                     shares[node] = share
-    condemned = {node: bad[node][-1] for node in nodes if good and node not in good and len(bad[node]) >= TWICE}
-    unknown = [node for node in nodes if node not in good and node not in condemned and bad[node]]
+    twice_bad = {node: bad[node][-1] for node in nodes if good and node not in good and len(bad[node]) >= TWICE}
+    unknown = [node for node in nodes if node not in good and node not in twice_bad and bad[node]]
     why = f"{', '.join(unknown)}: not left out, for lack of another to try: {bad[unknown[0]][0]}" if unknown else ""
     return Findings(
-        broken={node: reason for node, reason in condemned.items() if not shares[node]},
-        slow={node: (shares[node], reason) for node, reason in condemned.items() if shares[node]},
+        broken={node: reason for node, reason in twice_bad.items() if not shares[node]},
+        slow={node: (shares[node], reason) for node, reason in twice_bad.items() if shares[node]},
         notes=(why,) if why else (),
     )
 
@@ -165,7 +165,7 @@ class Steps:
         # rank 0, which the others look for, is on the first node in the order of the job
         meeting = {"MASTER_ADDR": min(group, key=self._order.index) + self._env.get("HOST_SUFFIX", "")}
         meeting["MASTER_PORT"] = str(10_000 + (self._first_port + self._count) % 20_000)
-        test = [*DEAF, "python", "-m", "trilane.engine.bench.node_test", mode, str(self._gpus)]
+        test = [*IGNORING_USR1, "python", "-m", "trilane.engine.bench.node_test", mode, str(self._gpus)]
         output, errors = place / f"{self._count}.out", place / f"{self._count}.err"
         with output.open("wb") as out, errors.open("wb") as err:
             command = ["srun", *self._options, *sizes, *kept, where, *self._srun, *test]
