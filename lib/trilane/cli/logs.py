@@ -24,14 +24,25 @@ def report_unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
 CSV_FILE = option("--csv", type=FILE, metavar="FILE", help="write all iterations of all runs to FILE")
 
 
-@command(logs, click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=FILE), CSV_FILE, JSON)
-def parse(logs: Sequence[Path], csv: Path | None, as_json: bool) -> int:
+DIALECT = option(
+    "--dialect",
+    multiple=True,
+    type=FILE,
+    metavar="FILE",
+    help="how your trainer prints its iterations (JSON); repeatable",
+)
+
+
+@command(logs, click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=FILE), CSV_FILE, DIALECT, JSON)
+def parse(logs: Sequence[Path], csv: Path | None, dialect: Sequence[Path], as_json: bool) -> int:
     """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
     from trilane.analysis.parallel import read_many, record_text
+    from trilane.logs.dialects import use
 
+    use(dialect)
     if csv:
         require(csv.parent.is_dir(), "csv", csv, "its folder does not exist")
         require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")

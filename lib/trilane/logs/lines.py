@@ -11,6 +11,7 @@ from trilane.logs.fixed_width import MergedLines
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP
 from trilane.logs.table import NAN
+from trilane.logs.table_lines import TableLines
 from trilane.utils.validation import require
 
 # an iteration line begins; it may end on a later line
@@ -19,7 +20,13 @@ OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |aft
 MAX_PIECES = 12  # of a wrapped iteration line
 MAX_LENGTH = 1 << 16  # bytes: longer lines are searched for iterations only
 MAX_RUNS = 10_000  # of a file
-OTHERS = {"hf-trainer", "torchtitan", "trilane"}  # all other dialects derive from Megatron
+MEGATRON = {
+    "megatron-lm",
+    "megatron-2021",
+    "megatron-deepspeed-2022",
+    "deepspeedai",
+    "gpt-neox",
+}  # one run may mix them
 
 
 class Lines:
@@ -31,6 +38,7 @@ class Lines:
         self._begun, self._pieces = b"", 0
         self._pending, self._dict = dict[str, float](), b""  # of the Trainer, whose bar may follow on another line
         self._bar: dict[str, float] = {}  # the last one on a line of its own
+        self.tables = TableLines(self)
         self.facts = run_facts.RunFacts()
 
     @property
@@ -41,7 +49,7 @@ class Lines:
     @property
     def pending(self) -> bool:
         """Whether the next line matters whatever it holds, as it may complete the line before it."""
-        return bool(self._begun or self._pending or self.facts.traceback)
+        return bool(self._begun or self._pending or self.tables.block or self.facts.traceback)
 
     def close(self) -> list[PartialRun]:
         """All runs that have any content."""
@@ -62,6 +70,10 @@ class Lines:
         if self._pending and line.strip() and b"{'" not in line:
             self._release(line)
         if self._begun and self._continues(line):
+            return True
+        if self.tables.block and self.tables.continues(line):
+            return True
+        if kind & (NUMBER | STEP) and b"elapsed time per iteration" not in line and self.tables.read(line, whole):
             return True
         if b"iteration" in line and WRAPPED.search(line):
             self._begun, self._pieces = line, 1
@@ -95,24 +107,29 @@ class Lines:
     def finish(self, whole: bool = True) -> None:
         """Read the iteration line that was begun as far as it goes, and the pending dict of the Trainer."""
         self._release()
+        self.tables.end_block()
         line, self._begun = self._begun, b""
         dialect = megatron.dialect(line) if line else ""
         for spans in megatron.iterations(line, whole):
             row = {span.column: span.value(line) for span in spans}
             if whole or "sec_per_it" in row:
-                self._step(row, dialect, row.pop("_rank", NAN), line)
+                self.step(row, dialect, row.pop("_rank", NAN), line)
 
-    def _step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
+    def step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
         others = {name for name in self.run.dialects if name != "deepspeed"}
         takes = self.run.accepts(row, rank)
-        if takes is False or (others and dialect not in others and OTHERS & (others | {dialect})):
+        if others and dialect not in others and not others | {dialect} <= MEGATRON:
+            # another reporter of the same run, such as a bar, repeats the number of the iteration
+            takes = None if self.run.iterations.last("iteration") == row["iteration"] else False
+        if takes is False:
             self.begin()
             takes = True
         if takes:
             self._split_after_end()
             self.run.add(row, dialect, rank, line)
-        elif dialect == "torchtitan":
+        elif dialect not in MEGATRON:
+            self.run.dialects[dialect] += 0
             self.run.complete(row)
 
     def begin(self) -> None:
@@ -153,18 +170,12 @@ class Lines:
 
     def _numbers(self, line: bytes) -> bool:
         """Read all numbers but Megatron's iterations; returns whether the line has the form of any."""
-        prefix = megatron.PREFIX.match(line)
-        rank = float(prefix[prefix.lastindex or 0]) if prefix else NAN
-        matched = True
-        if b"step:" in line and (row := trainers.torchtitan_step(line)):
-            max_reserved = row["max_reserved"]
-            self._step(self.run.timed(row, trainers.timestamp(line), "torchtitan"), "torchtitan", rank, line)
-            self.run.add_memory({"rank": 0.0 if rank != rank else rank, "max_reserved": max_reserved})
-        elif b"{'" in line:
+        rank, matched = megatron.rank(line), True
+        if b"{'" in line:
             self._hf(line)
         elif line.lstrip().startswith(b'{"'):
             if row := trainers.trilane_step(line):
-                self._step(row, "trilane", NAN, line)
+                self.step(row, "trilane", NAN, line)
                 if timers := trainers.trilane_timers(line):
                     values = np.array([[value] for value in timers.values()])
                     self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
@@ -206,7 +217,7 @@ class Lines:
                 return  # another node's copy; epochs alone are rounded, and equal for many steps
             every = run.arguments.get("logging_steps")
             row = trainers.hf_iteration(values, run.iteration, every if isinstance(every, int) else 1)
-            self._step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict)
+            self.step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict)
 
 
 def _complete_fields(line: bytes) -> int:

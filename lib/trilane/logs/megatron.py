@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
     def value(self, line: bytes) -> float:
         """The number, in the unit of its column."""
-        return float(line[self.start : self.stop]) * self.multiplier / self.divisor
+        return float(line[self.start : self.stop].replace(b",", b"")) * self.multiplier / self.divisor
 
 
 def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
@@ -138,6 +138,12 @@ def timers(line: bytes) -> list[Span]:
         last = [Span(name, *found.span(3 if found[3] else 2), 1.0, 1e3)]
         return [Span(f"{name} min", *found.span(2), 1.0, 1e3), *last] if found[3] else last
     return []
+
+
+def rank(line: bytes) -> float:
+    """The rank that the line's prefix names; NaN without one."""
+    prefix = PREFIX.match(line)
+    return float(prefix[prefix.lastindex or 0]) if prefix else float("nan")
 
 
 def dialect(line: bytes) -> str:

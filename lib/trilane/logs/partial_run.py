@@ -33,6 +33,7 @@ class PartialRun:
         self.previous: PartialRun | None = None  # the run that these lines may belong to
         self.rank = NAN  # that prints the iterations, if known
         self.root_rank: int | None = None
+        self.first_iteration = 1  # what the program calls its first iteration
         self.last_line = b""
         self._last: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time stamp
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of time stamps
@@ -127,10 +128,12 @@ class PartialRun:
         self.last_line = line
 
     def complete(self, row: dict[str, float]) -> None:
-        """Add the loss that another rank prints for an iteration already read: only the last stage computes it."""
-        place = self.iterations.find("iteration", row["iteration"])
-        if place is not None and "lm_loss" in row:
-            self.iterations.change(place, {"lm_loss": row["lm_loss"]})
+        """Add what another rank or reporter prints for an iteration already read: only the last stage has a loss."""
+        table, place = self.iterations, self.iterations.find("iteration", row["iteration"])
+        if place is not None:
+            table.change(
+                place, {n: v for n, v in row.items() if n not in table or table.at(n, place) != table.at(n, place)}
+            )
 
     def add_companion(self, row: dict[str, float], line: bytes) -> None:
         """Add DeepSpeed's own numbers, a row for each iteration; used only where no other dialect reports any."""

@@ -4,6 +4,8 @@ Every line that matters contains one of some four-byte pieces of words. All piec
 a line selected by mistake costs only the time to read it. LineCache remembers lines that hold nothing.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from trilane.logs.arguments import UNDOTTED
@@ -38,19 +40,19 @@ def _hash(codes: np.ndarray) -> np.ndarray:
     return (codes * MULTIPLIER) >> np.uint32(32 - HASH_BITS)
 
 
-def _lookup() -> np.ndarray:
+def lookup(words: Iterable[bytes] = ()) -> np.ndarray:
+    """The bits of each hash; lines with one of `words`, of four bytes or more, may hold a number."""
     table: np.ndarray = np.zeros(1 << HASH_BITS, np.uint8)
+    for word in words:
+        table[_hash(np.frombuffer(word[-4:], "<u4"))] |= NUMBER
     for bit, pieces in PIECES.items():
         for piece in pieces.split(","):
             table[_hash(np.frombuffer(piece.encode(), "<u4"))] |= bit
     return table
 
 
-LOOKUP = _lookup()
-
-
-def line_kinds(lines: list[bytes]) -> np.ndarray:
-    """For each line the sum of the bits STEP, NUMBER, ARGUMENT and END that it may hold; 0 for none."""
+def line_kinds(lines: list[bytes], pieces: np.ndarray) -> np.ndarray:
+    """For each line the sum of the bits STEP, NUMBER, ARGUMENT and END that it may hold; `pieces` is a lookup()."""
     if not lines:
         return np.zeros(0, np.uint8)
     block = b"\n".join(lines) + b"\n\0\0\0\0"
@@ -59,7 +61,7 @@ def line_kinds(lines: list[bytes]) -> np.ndarray:
     hits: np.ndarray = np.zeros(len(block), np.uint8)
     for offset in range(4):
         codes = np.frombuffer(block, "<u4", (len(block) - offset) // 4, offset)
-        hits[offset : offset + 4 * len(codes) : 4] = LOOKUP[_hash(codes)]
+        hits[offset : offset + 4 * len(codes) : 4] = pieces[_hash(codes)]
     kinds = np.bitwise_or.reduceat(hits, starts)
     first = np.frombuffer(block, np.uint8)[starts]
     for byte, bits in FIRST_BYTE.items():
@@ -72,7 +74,8 @@ class LineCache:
     """Forms of lines that hold nothing, so that the thousandth such line costs a look-up. A full cache is emptied, as
     the wording of a log changes along the way; where hardly any form occurs twice, caching pauses for some blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Iterable[bytes] = ()) -> None:
+        self._pieces = lookup(words)
         self._forms, self._free, self._pause = set[bytes](), CAPACITY, 0
 
     def add(self, line: bytes) -> None:
@@ -88,7 +91,7 @@ class LineCache:
         numbers = rest.tolist()
         fresh = [i for i, number in enumerate(numbers) if forms[number] not in known]
         texts = [lines[numbers[i]] for i in fresh]
-        found = line_kinds(texts)
+        found = line_kinds(texts, self._pieces)
         if b"  " in block:
             pairs = enumerate(zip(found.tolist(), texts, strict=True))
             found[[i for i, (kind, text) in pairs if not kind and UNDOTTED.match(text)]] = MAYBE

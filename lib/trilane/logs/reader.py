@@ -86,7 +86,7 @@ class Reader:
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._lines = Lines(keep, spill)
-        self._forms, self._cache = Forms(), LineCache()
+        self._forms, self._cache = Forms(), LineCache(self._lines.tables.words)
 
     def feed(self, block: bytes) -> None:
         """Read whole lines; only the last block of a file may end inside one."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from trilane.logs import endings, units
 from trilane.logs.arguments import Value
+from trilane.logs.dialects import dialects
 from trilane.logs.hardware import Device
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.reader import Reader, blocks
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
 DIALECTS = (
-    "megatron-lm, megatron-deepspeed-2022, megatron-2021, deepspeedai, gpt-neox, deepspeed, hf-trainer, torchtitan, "
-    "trilane, all_reduce_bench, nccl-tests"
+    *("megatron-lm", "megatron-deepspeed-2022", "megatron-2021", "deepspeedai", "gpt-neox", "deepspeed", "hf-trainer"),
+    *("trilane", "all_reduce_bench", "nccl-tests"),
 )
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 FRESH_S = 60.0  # a log written within this time, or within two iterations, is still being written
@@ -101,7 +102,8 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
     for block in blocks(path):
         reader.feed(block)
     runs = reader.close()
-    require(bool(runs), "log", path, f"holds no iteration line; dialects tried: {DIALECTS}")
+    tried = dict.fromkeys([*DIALECTS, *(dialect.name for dialect in dialects())])
+    require(bool(runs), "log", path, f"holds no iteration line; dialects tried: {', '.join(tried)}")
     age = time.time() - path.stat().st_mtime
     return [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
 
@@ -202,7 +204,8 @@ def _status(run: PartialRun, table: NumericTable, age: float) -> tuple[Status, s
         return Status.NAN_LOSS, last, None
     if end and end.level == 4:
         return end.status, end.evidence, end
-    if "train_runtime" in run.summary or (table.rows and table.last("iteration") == table.last("train_iters")):
+    done = table.last("iteration") + 1 - run.first_iteration if table.rows else NAN
+    if "train_runtime" in run.summary or done == table.last("train_iters"):
         return Status.COMPLETED, last, None
     if end:
         return end.status, end.evidence, end

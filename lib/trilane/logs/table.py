@@ -164,6 +164,10 @@ class NumericTable:
         column = self._columns[name]
         return next((i for i in range(self.rows - 1, max(-1, self.rows - 1 - back), -1) if column[i] == value), None)
 
+    def at(self, name: str, place: int) -> float:
+        """The number of the row at index `place`."""
+        return self._columns[name][place]
+
     def last(self, name: str) -> float:
         """The number in the last row, NaN if missing."""
         return self._columns[name][-1] if self.rows and name in self._columns else NAN

@@ -1,4 +1,4 @@
-"""Lines of Hugging Face's Trainer, torchtitan, trilane's steps.jsonl, and DeepSpeed: steps, memory, flops profiler."""
+"""Lines of Hugging Face's Trainer, trilane's steps.jsonl, and DeepSpeed: steps, memory, flops profiler."""
 
 import json
 import re
@@ -9,7 +9,6 @@ from typing import Any
 from trilane.logs.megatron import PREFIXES
 from trilane.logs.table import NAN
 
-NUMBER = rb"[-+]?(?:[\d.,]+(?:[eE][-+]?\d+)?|nan|inf)"
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
 BAR = re.compile(
@@ -17,11 +16,6 @@ BAR = re.compile(
 )  # tqdm's bar on the same line, with the time passed
 COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]{0,100}|Num examples) = (\d[\d,]{0,20})")
 COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
-TITAN = re.compile(
-    rb"step:\s*(\d+)\s+loss:\s*(%(n)s)\s+(?:grad_norm:\s*(%(n)s)\s+)?memory:\s*(\d+(?:\.\d*)?)GiB\((\d+(?:\.\d*)?)%%\)\s+"
-    rb"(?:tps|wps):\s*([\d,]+)\s+(?:tflops:\s*(\d[\d,]*(?:\.\d*)?)\s+)?mfu:\s*(?:(\d+(?:\.\d*)?)%%|N/A)"
-    % {b"n": NUMBER}
-)
 STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
@@ -103,26 +97,6 @@ def hf_count(line: bytes) -> tuple[str, int] | None:
     if not found:
         return None
     return COUNTS.get(found[1].strip(), "total_train_batch_size"), int(found[2].replace(b",", b""))
-
-
-def torchtitan_step(line: bytes) -> dict[str, float] | None:
-    """The row of a torchtitan step, in bytes, FLOP/s, tokens/s per GPU; None for other lines.
-
-    The loss is -1 on all stages but the last, and then left out.
-    """
-    found = TITAN.search(ESCAPE.sub(b"", line))
-    if not found:
-        return None
-    names = ("iteration", "lm_loss", "grad_norm", "max_reserved", "memory_share", "tokens_per_gpu_per_second")
-    row = {n: v for n, raw in zip(names, found.groups(), strict=False) if raw and (v := _float(raw)) is not None}
-    if found[7]:
-        row["flops_per_s_per_gpu"] = float(found[7].replace(b",", b"")) * 1e12
-    row |= {"max_reserved": row["max_reserved"] * 2**30, "memory_share": row["memory_share"] / 100}
-    if found[8]:
-        row["mfu"] = float(found[8]) / 100
-    if row.get("lm_loss") == -1:
-        del row["lm_loss"]
-    return row
 
 
 def trilane_step(line: bytes) -> dict[str, float] | None:

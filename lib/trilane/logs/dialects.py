@@ -1,0 +1,228 @@
+"""Dialects as tables: how a trainer prints an iteration, one JSON file each in data/dialects/, or one of your own.
+
+A table's patterns give the numbers of an iteration line as *spans* (see logs.megatron), as Megatron's own lines do. Own
+tables are the files, and those of the folders, that the environment's TRILANE_DIALECTS names, separated by colons.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trilane.logs import patterns
+from trilane.logs.megatron import PREFIX, Span
+from trilane.utils.validation import DATA, read_json, require, require_file, shown
+
+VARIABLE = "TRILANE_DIALECTS"
+KEYS = {"name", "source", "iteration", "fields", "validation", "launch", "end", "lines", "first_iteration"}
+COLUMNS = {
+    *(
+        "iteration",
+        "train_iters",
+        "epoch",
+        "time_s",
+        "sec_per_it",
+        "lm_loss",
+        "grad_norm",
+        "learning_rate",
+        "loss_scale",
+    ),
+    *("consumed_samples", "consumed_tokens", "global_batch_size", "seq_length", "samples_per_second", "mfu", "skipped"),
+    *("tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu", "allocated", "max_allocated", "nan"),
+    *("reserved", "max_reserved", "memory_share", "num_zeros", "params_norm"),
+}
+UNITS = {  # multiplier and divisor to seconds, bytes or a share; / 1e3 rounds once where x 1e-3 does not
+    **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},
+    **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
+    **{"MB": (1e6, 1.0), "GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)},
+}
+GROUP_UNITS = {"percent": "%"}  # a group's name holds no %
+SUFFIXES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"B": 1e9, b"T": 1e12, b"P": 1e15}
+NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|inf(?:inity)?)\b"
+FIELD = (
+    rb"(?<![\w/.-])['\"]?(%s)['\"]?(?:\s{0,40}[:=]|(?=\s))\s{0,40}['\"]?("
+    + NUMBER
+    + rb")([KMGBTP](?![A-Za-z]))?(?![\d.]|:\d)"
+)
+MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
+MAX_BLOCK = 200  # lines after the first one of a block
+LARGEST = 1 << 20  # bytes of a table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How one trainer prints its iterations; see docs/guides/my-logs.md for the keys of its file.
+
+    `fields` gives column, multiplier and divisor for a number's printed name; one of `words` stands in every line that
+    matters.
+    """
+
+    name: str
+    source: str = ""
+    iteration: tuple[re.Pattern[bytes], ...]
+    fields: Mapping[bytes, tuple[str, float, float]] = field(default_factory=dict)
+    validation: tuple[re.Pattern[bytes], ...] = ()
+    launch: tuple[re.Pattern[bytes], ...] = ()
+    end: tuple[re.Pattern[bytes], ...] = ()
+    lines: str = ""
+    first_iteration: int = 1
+    words: tuple[bytes, ...] = ()
+
+    @functools.cached_property
+    def _field(self) -> re.Pattern[bytes] | None:
+        names = [re.escape(name) for name in sorted(self.fields, key=len, reverse=True)]
+        return re.compile(FIELD % b"|".join(names)) if names else None
+
+    def iterations(self, line: bytes) -> list[Span]:
+        """The numbers of an iteration line, its number first; [] for any other line."""
+        found = _first(self.iteration, line)
+        if not found or (self.lines == "json" and not line.rstrip().endswith(b"}")):
+            return []
+        spans = _groups(*found)
+        return [*spans, *self.rest(line, {span.column for span in spans})]
+
+    def continues(self, line: bytes) -> bool:
+        """Whether the line may stand in a block: it is indented."""
+        prefix = PREFIX.match(line)
+        return line[prefix.end() if prefix else 0 :][:1].isspace()
+
+    def validated(self, line: bytes) -> dict[str, float]:
+        """The numbers of an evaluation; {} for any other line."""
+        found = _first(self.validation, line)
+        return {span.column: span.value(line) for span in _groups(*found)} if found else {}
+
+    def is_launch(self, line: bytes) -> bool:
+        """Whether the line is printed only when a training begins."""
+        return bool(_first(self.launch, line))
+
+    def is_end(self, line: bytes) -> bool:
+        """Whether the line is printed only at the planned end."""
+        return bool(_first(self.end, line))
+
+    def rest(self, line: bytes, seen: set[str]) -> list[Span]:
+        """The further numbers of an iteration, on its line or on the next of its block, but for columns `seen`."""
+        found = list[Span]()
+        for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
+            column, multiplier, divisor = self.fields[match[1]]
+            if column not in seen:
+                seen = seen | {column}
+                found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
+        return found
+
+
+def _first(patterns: Sequence[re.Pattern[bytes]], line: bytes) -> tuple[re.Match[bytes], int] | None:
+    """The first match of a pattern in the line, or in the line after its prefix, and where that begins."""
+    if len(line) > MAX_LINE:
+        return None
+    prefix = PREFIX.match(line)
+    for start in (0, prefix.end()) if prefix else (0,):
+        for pattern in patterns:
+            if found := pattern.search(line[start:]):
+                return found, start
+    return None
+
+
+def _groups(found: re.Match[bytes], start: int) -> list[Span]:
+    spans = []
+    for name, text in found.groupdict().items():
+        if text is not None:
+            column, multiplier, divisor = _column(name.replace("__", " "))
+            begin, end = found.span(name)
+            if text[-1:] in SUFFIXES:
+                end, multiplier = end - 1, multiplier * SUFFIXES[text[-1:]]
+            if re.fullmatch(NUMBER, found.string[begin:end]):
+                spans.append(Span(column, start + begin, start + end, multiplier, divisor))
+    return sorted(spans, key=lambda span: span.column != "iteration")
+
+
+def _column(text: str) -> tuple[str, float, float]:
+    """Column and factors of "column unit"; ValueError for one that nothing reads."""
+    name, _, unit = text.strip().partition(" ")
+    unit = GROUP_UNITS.get(unit, unit)
+    known = name in COLUMNS or re.fullmatch(r"[a-z]\w*_(?:loss|norm)", name)
+    require(bool(known), "column", name, f"is none of {', '.join(sorted(COLUMNS))}, nor a ..._loss or ..._norm")
+    require(unit in UNITS, "unit", unit, f"is none of {', '.join(filter(None, UNITS))}")
+    return name, *UNITS[unit]
+
+
+def read_dialect(path: Path) -> Dialect:
+    """The dialect of a JSON file; raises ValueError("dialects=FILE: field=value: the rule")."""
+    require_file("dialects", path)
+    try:
+        require(path.stat().st_size < LARGEST, "size", path.stat().st_size, f"must be below {LARGEST} bytes")
+        return _dialect(read_json(path, "dialect"))
+    except ValueError as error:
+        raise ValueError(f"dialects={path}: {error}") from None
+
+
+def _dialect(table: Any) -> Dialect:
+    require(isinstance(table, dict), "dialect", table, "must be a JSON object")
+    for key in table:
+        require(key in KEYS, "key", key, f"is none of {', '.join(sorted(KEYS))}")
+    name = table.get("name", "")
+    require(isinstance(name, str) and bool(re.fullmatch(r"[\w.-]{1,40}", name)), "name", name, "must be a word")
+    source, lines, first = table.get("source", ""), table.get("lines", ""), table.get("first_iteration", 1)
+    require(isinstance(source, str), "source", source, "must be text")
+    require(lines in ("", "json", "block"), "lines", lines, "must be json or block, or left out")
+    require(isinstance(first, int) and first in (0, 1), "first_iteration", first, "must be 0 or 1")
+    fields = table.get("fields", {})
+    is_table = isinstance(fields, dict) and all(isinstance(value, str) and key.strip() for key, value in fields.items())
+    require(is_table, "fields", fields, "must be an object of printed names and columns")
+    compiled = {key: _patterns(table, key) for key in ("iteration", "validation", "launch", "end")}
+    require(bool(compiled["iteration"]), "iteration", "", "must have a pattern")
+    return Dialect(
+        name=name,
+        source=source,
+        fields={key.encode(): _column(value) for key, value in fields.items()},
+        lines=lines,
+        first_iteration=first,
+        words=tuple({word for found in compiled.values() for word in map(patterns.word, found)}),
+        **compiled,
+    )
+
+
+def _patterns(table: Mapping[str, Any], key: str) -> tuple[re.Pattern[bytes], ...]:
+    """The compiled patterns of a key; ValueError for one without a word or a group, or that may take very long."""
+    given = table.get(key, [])
+    require(
+        isinstance(given, list) and all(isinstance(p, str) for p in given), key, given, "must be a list of patterns"
+    )
+    for pattern in given:
+        try:
+            compiled = patterns.compile_safe(pattern)
+        except ValueError as error:
+            raise ValueError(f"{key}={shown(pattern)}: {error}") from None
+        groups = {_column(name.replace("__", " "))[0] for name in compiled.groupindex}
+        needs = {"iteration": "iteration", "validation": "lm_loss"}.get(key)
+        require(not needs or needs in groups, key, pattern, f"must have a group (?P<{needs}>...)")
+    return tuple(re.compile(pattern.encode()) for pattern in given)
+
+
+@functools.cache
+def _read_all(named: str) -> tuple[Dialect, ...]:
+    """The dialects that ship with trilane, and before them those of the files and folders in `named`."""
+    paths = list[Path]()
+    for place in map(Path, filter(None, named.split(os.pathsep))):
+        paths += sorted(place.glob("*.json")) if place.is_dir() else [place]
+    own = [read_dialect(path) for path in paths]
+    names = {dialect.name for dialect in own}
+    shipped = map(read_dialect, sorted((DATA / "dialects").glob("*.json")))
+    return (*own, *(dialect for dialect in shipped if dialect.name not in names))
+
+
+def dialects() -> tuple[Dialect, ...]:
+    """All dialects that have a table; one of your own replaces that of the same name."""
+    return _read_all(os.environ.get(VARIABLE, ""))
+
+
+def use(paths: Sequence[Path]) -> None:
+    """Add tables, files or folders, for this process and those that it starts; ValueError for a bad one."""
+    for path in paths:
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            read_dialect(file)
+        rule = f"must not contain {os.pathsep!r}"
+        require(os.pathsep not in str(path), "dialects", path, rule)
+    os.environ[VARIABLE] = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(VARIABLE)])])

@@ -1,0 +1,74 @@
+"""TableLines: the lines of dialects that have a table, given to their runs."""
+
+from typing import TYPE_CHECKING
+
+from trilane.logs import endings, megatron, trainers
+from trilane.logs.dialects import MAX_BLOCK, Dialect, dialects
+
+if TYPE_CHECKING:
+    from trilane.logs.lines import Lines
+
+MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
+Block = tuple[Dialect, dict[str, float], float, bytes]  # row, rank and first line of an iteration of several lines
+
+
+class TableLines:
+    """Reads lines by tables; `block` is the iteration that the next lines may continue."""
+
+    def __init__(self, lines: "Lines") -> None:
+        self._lines, self._dialects = lines, dialects()
+        self.words = tuple({word for dialect in self._dialects for word in dialect.words})
+        self.block: Block | None = None
+        self._length = 0
+
+    def read(self, line: bytes, whole: bool) -> bool:
+        """Read a line of a dialect that has a table, of several the one that finds most; False for any other line."""
+        known = [dialect for dialect in self._dialects if any(word in line for word in dialect.words)]
+        if not known:
+            return False
+        found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
+        if found:
+            spans, dialect = max(found, key=lambda pair: len(pair[0]))
+            self._lines.finish()
+            row = {s.column: s.value(line) for s in spans if whole or s.stop < len(line)}
+            if "iteration" in row:
+                self.block, self._length = (dialect, row, megatron.rank(line), line), 0
+                if dialect.lines != "block":
+                    self.end_block()
+            return True
+        return any([self._around(line, dialect) for dialect in known])
+
+    def _around(self, line: bytes, dialect: Dialect) -> bool:
+        """Read a line of that dialect that is no iteration."""
+        if dialect.is_launch(line):
+            self._lines.finish()
+            self._lines.begin()
+        elif dialect.is_end(line):
+            self._lines.finish()
+            self._lines.run.add_ending(endings.planned_end(line, self._lines.run.rows))
+        elif row := dialect.validated(line):
+            self._lines.finish()
+            self._lines.run.add_validation({"iteration": self._lines.run.iteration} | row)
+        else:
+            return False
+        return True
+
+    def continues(self, line: bytes) -> bool:
+        """Whether the line holds further numbers of the iteration that the block began; else the block may end."""
+        assert self.block
+        dialect, row, _, _ = self.block
+        self._length += 1
+        if spans := dialect.rest(line, set(row)):
+            row |= {span.column: span.value(line) for span in spans}
+        elif self._length > MAX_BLOCK or not (dialect.continues(line) or not line.strip()):
+            self.end_block()
+        return bool(spans)
+
+    def end_block(self) -> None:
+        if self.block:
+            (dialect, row, rank, line), self.block = self.block, None
+            row = self._lines.run.timed(row, row.get("time_s", trainers.timestamp(line)), dialect.name)
+            self._lines.step(row, dialect.name, rank, line)
+            self._lines.run.first_iteration = dialect.first_iteration
+            if held := {name: row[name] for name in MEMORY if name in row}:
+                self._lines.run.add_memory({"rank": 0.0 if rank != rank else rank, **held})
