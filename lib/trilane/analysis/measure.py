@@ -1,7 +1,7 @@
 """Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, status."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,8 @@ class Measurement:
             "asked_gib": log.asked_bytes / 2**30,
             "arguments": dict(log.arguments),
             "iterations": len(log.iterations),
+            "first_iteration": log.first_iteration,
+            "last_iteration": log.last_iteration,
             "iterations_counted": self.iterations,
             "global_batch_size": self.config.gbs or None,
             "sec_per_it": self.sec_per_it,
@@ -140,6 +142,7 @@ class Measurement:
             "skipped_iterations": self.numerics.skipped,
             "nan_iterations": self.numerics.nan_iterations,
             "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],
+            "problems": [asdict(problem) for problem in log.problems],
         }
         return {name: _finite(value) for name, value in values.items()}
 

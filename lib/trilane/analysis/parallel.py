@@ -15,6 +15,7 @@ from typing import Any
 
 from trilane.analysis.collect import measure_path
 from trilane.analysis.measure import KEEP
+from trilane.logs.plausibility import Problem
 from trilane.logs.run import INTEGERS, RunLog
 
 LARGE = 50_000_000  # bytes in several files from which other processes pay off
@@ -121,7 +122,7 @@ def _header(part: Path) -> list[str]:
 
 
 def record_text(values: dict[str, Any]) -> str:
-    """A run's record in three lines."""
+    """A run's record in three lines, and one for each of its problems."""
     rates = ", ".join(f"{rate:.1f} TFLOP/s/GPU {name}" for name, rate in values["tflops"].items() if rate is not None)
     parts = (
         f"{values['iterations']} iterations",
@@ -132,4 +133,5 @@ def record_text(values: dict[str, Any]) -> str:
         *(f"validation loss {row['lm_loss']:.4f}" for row in values["validation"][-1:] if row["lm_loss"] is not None),
     )
     numbers = ", ".join(filter(None, parts))
-    return f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}"
+    wrong = "".join(f"\n  problem: {Problem(**problem)}" for problem in values["problems"])
+    return f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}{wrong}"

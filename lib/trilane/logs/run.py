@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trilane.logs import endings, units
+from trilane.logs import endings, plausibility, units
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import dialects
 from trilane.logs.hardware import Device
 from trilane.logs.partial_run import PartialRun
+from trilane.logs.plausibility import Problem
 from trilane.logs.reader import Reader, blocks
 from trilane.logs.table import NAN, Column, NumericTable
 from trilane.utils.tables import Table, show
@@ -56,6 +57,7 @@ class RunLog(Table):
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
                  `asked_bytes` the size of the allocation that failed (NaN if unknown)
     notes        corrections made in reading
+    problems     numbers that cannot be right, or that nothing shows to be right
     spilled      further columns of the iterations, in files, if reading was given a folder for them
     resumes      of a run folder: for each time that the run was resumed the first iteration after it, and the rows that
                  it trained again, as they were before
@@ -76,8 +78,23 @@ class RunLog(Table):
     rank: int | None = None
     asked_bytes: float = NAN
     notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
     resumes: tuple[tuple[int, "pd.DataFrame"], ...] = ()
+
+    @property
+    def first_iteration(self) -> int | None:
+        """The number of the first iteration, as the log counts; None without one, as of a typed table's row."""
+        return self._iteration(0)
+
+    @property
+    def last_iteration(self) -> int | None:
+        """The number of the last iteration, as the log counts; None without one."""
+        return self._iteration(-1)
+
+    def _iteration(self, place: int) -> int | None:
+        number = float(self.iterations["iteration"].iloc[place]) if len(self.iterations) else NAN
+        return int(number) if number == number else None
 
     def to_frame(self) -> "pd.DataFrame":
         """The iterations: a row each, columns as above."""
@@ -140,7 +157,8 @@ def _joined(parts: list[RunLog]) -> RunLog:
             first = int(part.iterations["iteration"].iloc[0])
             resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
         held = continued(whole.validation, part)
-        whole = replace(part, iterations=iterations, validation=held, timers=timers, resumes=resumes)
+        problems = tuple(dict.fromkeys((*whole.problems, *part.problems)))
+        whole = replace(part, iterations=iterations, validation=held, timers=timers, resumes=resumes, problems=problems)
     return whole
 
 
@@ -167,6 +185,9 @@ def finish(run: PartialRun, path: Path, age: float) -> RunLog:
     table = run.iterations if run.iterations.rows else run.companion
     note = units.correct_units(table)
     status, evidence, end = _status(run, table, age)
+    numbers = table.column("iteration") if table.rows else np.empty(0)
+    found = plausibility.check(run, table)
+    problems = plausibility.problems(found, numbers, endings.text(run.last_line), path)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
@@ -188,6 +209,7 @@ def finish(run: PartialRun, path: Path, age: float) -> RunLog:
         summary=run.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
+        problems=problems,
         notes=tuple(filter(None, (note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
     )
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trilane.logs.digest import CHECKED, Digest
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -119,11 +121,12 @@ class NumericTable:
     """Columns that grow together; a number that a row lacks is NaN.
 
     With `keep`, only the columns of these names are kept in memory; the others are written to files in the folder
-    `spill`, or dropped where there is none.
+    `spill`, or dropped where there is none, but for a digest of those that the gate of plausibility checks.
     """
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self.rows, self._keep, self._spill, self._columns = 0, keep, spill, dict[str, Column]()
+        self._digests: dict[str, Digest] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._columns
@@ -144,9 +147,10 @@ class NumericTable:
         self._pad()
 
     def append(self, other: "NumericTable") -> None:
-        names = list(other._columns)
+        names = [*other._columns, *(name for name, digest in other._digests.items() if digest.stride == 1)]
         if names and other.rows:
-            self.extend(names, np.array([other.column(name) for name in names]))
+            found = [other.column(name) if name in other else other.digest(name).sample() for name in names]
+            self.extend(names, np.array(found))
 
     def change(self, place: int, row: Mapping[str, float]) -> None:
         """Update the row at index `place`."""
@@ -176,6 +180,15 @@ class NumericTable:
         """The column, to be read before the table grows further."""
         return self._columns[name].numbers()
 
+    def digest(self, name: str) -> Digest:
+        """The digest of a column, also of one in files or not kept; empty where there is none of that name."""
+        if name in self._digests or name not in self._columns:
+            return self._digests.get(name, Digest(self.rows)).settled()
+        digest, column = Digest(), self._columns[name]
+        for start in range(0, self.rows, TAIL):
+            digest.extend(column.read(start, min(self.rows, start + TAIL)))
+        return digest
+
     def replace(self, name: str, values: np.ndarray) -> None:
         assert len(values) == self.rows
         column = Column(0)
@@ -197,17 +210,20 @@ class NumericTable:
         """The columns in files, by name."""
         return {name: column for name, column in self._columns.items() if column.is_spilled}
 
-    def _column(self, name: str) -> Column | None:
+    def _column(self, name: str) -> Column | Digest | None:
         if name not in self._columns:
             if len(self._columns) >= MAX_COLUMNS:
                 return None
             kept = self._keep is None or name in self._keep
             if not kept and self._spill is None:
-                return None
+                if name in CHECKED and name not in self._digests:
+                    self._digests[name] = Digest(self.rows)
+                return self._digests.get(name)
             self._columns[name] = Column(self.rows, None if kept or self._spill is None else SpilledColumn(self._spill))
         return self._columns[name]
 
     def _pad(self) -> None:
-        for column in self._columns.values():
+        columns: list[Column | Digest] = [*self._columns.values(), *self._digests.values()]
+        for column in columns:
             if column.rows < self.rows:
                 column.extend(np.full(self.rows - column.rows, NAN))

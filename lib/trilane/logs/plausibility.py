@@ -1,0 +1,227 @@
+"""The gate of plausibility: what cannot be right in the numbers of a run, or that nothing shows to be right."""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trilane.logs import endings
+from trilane.logs.digest import LINES, Columns, median, median_ratio
+from trilane.logs.partial_run import PartialRun
+from trilane.logs.reader import Reader, blocks
+from trilane.logs.table import NAN, NumericTable
+
+# An iteration launches thousands of kernels of some microseconds each; toy models on a CPU take a millisecond.
+SHORTEST_S = 2e-4
+# The longest iteration of all measured rows that are shipped (data/measured.csv) takes 870 s.
+LONGEST_S = 3600.0
+# Dense fp8 of NVIDIA's B200 (data sheet), the fastest card that trains today; training reaches half of a card's peak.
+FASTEST_FLOPS_PER_S = 4.5e15
+SLOWEST_FLOPS_PER_S = 1e6  # a rate below was printed in units of 1e12 and read in units of 1
+MOST_BYTES, LEAST_BYTES = 288 * 2.0**30, 2.0**20  # the largest cards have 288 GB; an allocator's first block is of 2 MiB
+LARGEST_VOCABULARY = 262_144  # tokens, Gemma's; where the log does not name its own
+AGREE = 1.5  # of two rates of one run: one may be a running mean, or leave out what the other counts
+COUNTS_AGREE = 1.1  # of two counts, which have no spread, over a ramp-up of the batch
+ROUNDED_EPOCHS = 0.2  # of progress in epochs, which the Trainer rounds to 0.01, from which on it can be compared
+MOST_NUMBER = 1e15  # of an iteration that is searched for
+MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are read to see whether they are its line
+EQUAL, DIGITS = 10, 4  # lines whose loss is equal to the last of so many digits: it was not computed anew
+BATCH = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What cannot be right in a column, or cannot be known: `rule` by its short name, `line` its number in the file
+    (None: unknown), `evidence` that line's text."""
+
+    rule: str
+    column: str
+    message: str
+    line: int | None = None
+    evidence: str = ""
+
+    def __str__(self) -> str:
+        where = f" (line {self.line})" if self.line is not None else ""
+        return f"{self.column}: {self.message}{where}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem before its line is known; `row` is the table's row that shows it, -1 for the last."""
+
+    rule: str
+    column: str
+    message: str
+    row: int = -1
+
+
+def check(run: PartialRun, table: NumericTable) -> list[Finding]:
+    """What is wrong with the iterations of a run, and with what it printed once."""
+    if not table.rows:
+        return []
+    columns = Columns(table, run.arguments)
+    rules = (_unknown, _bounds, _falls, _loss, _rates, _counts)
+    return [*(found for rule in rules for found in rule(columns)), *_epochs(columns, run.summary)]
+
+
+def problems(found: Collection[Finding], numbers: np.ndarray, last: str, path: Path | None) -> tuple[Problem, ...]:
+    """The problems with their lines: `last` is the text of the last iteration's line, the others are searched for in
+    the file `path`, where that is given; `numbers` are those of the iterations, (rows,).
+    """
+    rows = {f.row for f in found if 0 <= f.row < len(numbers) - 1 and abs(numbers[f.row]) < MOST_NUMBER}
+    lines = find_lines(path, {int(numbers[row]) for row in rows}) if path and rows else {}
+    made = []
+    for f in found:
+        line, text = (None, last) if f.row not in rows else lines.get(int(numbers[f.row]), (None, ""))
+        made.append(Problem(rule=f.rule, column=f.column, message=f.message, line=line, evidence=text))
+    return tuple(made)
+
+
+def find_lines(path: Path, numbers: Collection[int]) -> dict[int, tuple[int, str]]:
+    """Number and text of the line of each of these iterations, where one line alone shows it."""
+    written = rb"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
+    word, found, before, left = (
+        re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])"),
+        dict[int, tuple[int, str]](),
+        0,
+        MOST_CANDIDATES,
+    )
+    for block in blocks(path):
+        at = 0
+        while left and len(found) < len(numbers) and (hit := word.search(block, at)):
+            start, stop = block.rfind(b"\n", 0, hit.start()) + 1, block.find(b"\n", hit.end())
+            at, left = stop if stop >= 0 else len(block), left - 1
+            reader = Reader()
+            reader.feed(block[start:at] + b"\n")
+            for run in reader.close():
+                if run.rows and run.iteration in numbers:
+                    line = before + block.count(b"\n", 0, start) + 1
+                    found.setdefault(int(run.iteration), (line, endings.text(block[start:at])))
+        if not left or len(found) == len(numbers):
+            break
+        before += block.count(b"\n")
+    return found
+
+
+def _unknown(c: Columns) -> Iterator[Finding]:
+    """Iterations of which nothing is known."""
+    rates = ("samples_per_second", "tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu")
+    has = np.zeros(len(c["iteration"]), bool)
+    for name in ("sec_per_it", "lm_loss", *rates):
+        has |= np.isfinite(c[name])
+    skipped = np.nan_to_num(c["skipped"]) > 0
+    nan = "lm_loss" in c.table and np.isnan(c["lm_loss"])
+    empty = ~(has | skipped | nan)
+    # a line without either may be the report of another part of the program; most lines cannot be
+    if 2 * empty.sum() > len(empty):
+        yield Finding(
+            "no-time-no-loss", "iteration", f"of {int(empty.sum())} iterations neither time nor loss is known"
+        )
+
+
+def _bounds(c: Columns) -> Iterator[Finding]:
+    """Numbers that are impossible each by itself."""
+    for name, low, high, message in (
+        ("sec_per_it", 0.0, math.inf, "an iteration takes no negative time"),
+        ("grad_norm", 0.0, math.inf, "a norm is not negative"),
+        ("learning_rate", 0.0, 1.0, "a learning rate lies between 0 and 1"),
+        ("lm_loss", 0.0, math.inf, "a cross entropy is not negative"),
+        ("mfu", 0.0, 1.0, "no more than the peak can be used; a percentage read as a share?"),
+        ("flops_per_s_per_gpu", 0.0, FASTEST_FLOPS_PER_S, "no card is that fast; another unit?"),
+        ("max_allocated", 0.0, MOST_BYTES, "no card has that much memory; another unit?"),
+        ("max_reserved", 0.0, MOST_BYTES, "no card has that much memory; another unit?"),
+    ):
+        digest = c.table.digest(name)
+        if digest.low < low or digest.high > high:
+            value, row = (digest.low, digest.low_at) if digest.low < low else (digest.high, digest.high_at)
+            yield Finding("bounds", name, f"{value:.6g}: {message}", row)
+    seconds, rate = median(c["sec_per_it"]), median(c["flops_per_s_per_gpu"])
+    if seconds < SHORTEST_S or seconds > LONGEST_S:
+        yield Finding("bounds", "sec_per_it", f"{seconds:.4g} s an iteration: another unit, or other iterations?")
+    if 0 < rate < SLOWEST_FLOPS_PER_S:
+        yield Finding("bounds", "flops_per_s_per_gpu", f"{rate:.4g} FLOP/s: another unit?")
+    for name in ("max_allocated", "max_reserved"):
+        if 0 < median(c[name]) < LEAST_BYTES:
+            yield Finding("bounds", name, f"{median(c[name]):.4g} bytes: another unit?")
+    end = c["iteration"] > c["train_iters"]
+    if end.any():
+        at = int(end.argmax())
+        text = f"iteration {c['iteration'][at]:.0f} of {c['train_iters'][at]:.0f}"
+        yield Finding("bounds", "train_iters", f"{text}: beyond the last", at * c.table.digest("iteration").stride)
+
+
+def _falls(c: Columns) -> Iterator[Finding]:
+    """Counts that jump back."""
+    for name in ("iteration", "consumed_samples", "consumed_tokens"):
+        if (row := c.table.digest(name).falls_at) >= 0:
+            yield Finding(
+                "jumps-back", name, "falls from one line to the next: lines of two runs, or of two counts?", row
+            )
+
+
+def _loss(c: Columns) -> Iterator[Finding]:
+    """A loss that no language model in training has: a uniform guess has ln(vocabulary)."""
+    digest, loss = c.table.digest("lm_loss"), c["lm_loss"]
+    loss = loss[np.isfinite(loss)]
+    vocabulary = c.argument("padded_vocab_size", "vocab_size")
+    guess = math.log(vocabulary if vocabulary > 1 else LARGEST_VOCABULARY)
+    if len(loss) >= LINES and digest.low > 2 * guess:
+        text = f"never below {digest.low:.4g}, twice a uniform guess or more: a sum, or another quantity?"
+        yield Finding("loss", "lm_loss", text, digest.low_at)
+    exact = len(f"{digest.high:.12g}".replace(".", "").strip("0")) >= DIGITS or digest.high == 0
+    if len(loss) >= EQUAL and digest.low == digest.high and exact:
+        yield Finding("loss", "lm_loss", f"{digest.high:.9g} in each of {len(loss)} lines or more: not computed anew")
+
+
+def _rates(c: Columns) -> Iterator[Finding]:
+    """Printed rates against those that follow from the seconds."""
+    seconds, batch = c["sec_per_it"], c.or_argument("global_batch_size", *BATCH)
+    tokens = batch * c.or_argument("seq_length", "seq_length", "encoder_seq_length")
+    gpus = c.argument("world_size")
+    for name, amount, words in (
+        ("samples_per_second", batch, "the batch"),
+        ("tokens_per_second", tokens, "the batch's tokens"),
+        ("tokens_per_gpu_per_second", tokens / gpus, "a GPU's share of the batch's tokens"),
+    ):
+        ratio = median_ratio(c[name] * seconds, amount)
+        if abs(math.log(ratio)) > math.log(AGREE):
+            text = f"printed rate times seconds is {ratio:.3g} times {words}"
+            yield Finding("rate", name, f"{text}: the rate, the seconds or the batch is wrong")
+
+
+def _counts(c: Columns) -> Iterator[Finding]:
+    """Samples and tokens consumed against the iterations passed."""
+    at, used, batch = c["iteration"], c["consumed_samples"], c.or_argument("global_batch_size", *BATCH)
+    length = c.or_argument("seq_length", "seq_length", "encoder_seq_length")
+    if len(at) <= LINES:
+        return
+    steps, each = np.diff(at), batch[1:] if isinstance(batch, np.ndarray) else batch
+    ratio = median_ratio(np.diff(used), steps * each)
+    if abs(math.log(ratio)) > math.log(COUNTS_AGREE):
+        text = f"samples consumed between two lines are {ratio:.3g} times the iterations' batches"
+        yield Finding("count", "iteration", f"{text}: the iterations are counted otherwise, or the batch is wrong")
+    ratio = median_ratio(
+        np.diff(c["consumed_tokens"]), np.diff(used) * (length[1:] if isinstance(length, np.ndarray) else length)
+    )
+    if ratio > COUNTS_AGREE:
+        yield Finding("count", "consumed_tokens", f"{ratio:.3g} times the consumed samples' tokens")
+
+
+def _epochs(c: Columns, summary: Mapping[str, float]) -> Iterator[Finding]:
+    """The Trainer's iterations against its epochs: its log has a line for every `logging_steps`."""
+    at, epoch, total = c["iteration"], c["epoch"], c.argument("total_optimization_steps")
+    whole = summary.get("train_steps_per_second", NAN) * summary.get("train_runtime", NAN)
+    steps = c.argument("num_examples") / c.argument("total_train_batch_size")
+    steps = steps if steps == steps else (total if total == total else whole) / summary.get("epoch", NAN)
+    passed = (epoch[-1] - epoch[0]) if len(epoch) else NAN
+    if passed >= ROUNDED_EPOCHS:
+        ratio = passed * steps / (at[-1] - at[0])
+        if ratio > AGREE or ratio < 1 / AGREE:
+            yield Finding(
+                "count", "iteration", f"the epochs passed are {ratio:.3g} times the iterations between the lines"
+            )
+    if at[-1] > total:
+        yield Finding("bounds", "train_iters", f"iteration {at[-1]:.0f} of {total:.0f}: beyond the last")

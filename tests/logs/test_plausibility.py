@@ -1,0 +1,131 @@
+"""Planted faults: each is reported by its rule; a right log has no problem."""
+
+import numpy as np
+import pytest
+
+from trilane.logs import digest
+from trilane.logs.digest import Digest
+from trilane.logs.run import read_logs
+
+
+def line(i, loss=5.0, total=200, batch=4, used=None, ms=2000.0, more="", first=""):
+    """An iteration of Megatron-LM, https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/training.py"""
+    used = batch * i if used is None else used
+    return (
+        f"{first} iteration {i:8d}/{total:8d} | consumed samples: {used:12d} | elapsed time per iteration (ms): {ms:.1f} | "
+        f"{more}global batch size: {batch:5d} | lm loss: {loss:.6E} | loss scale: 1.0 | number of nan iterations:   0 |\n"
+    )
+
+
+def lines(count=20, step=1, **changed):
+    return "".join(line(i, 9 - i / 50, **changed) for i in range(step, count * step + 1, step))
+
+
+def trainer(numbers):
+    return "".join(f"{{'loss': {3 - n / 100:.4f}, 'learning_rate': 1e-05, 'epoch': {e:.2f}}}\n" for n, e in numbers)
+
+
+EXAMPLES = ">>  Num examples = 4,000\n>>  Total train batch size (w. parallel, distributed & accumulation) = 40\n"
+RATE = "tokens per gpu per second (tgs): {} | actual seqlen:  {} | "
+SIZES = (
+    "using world size: 8, data-parallel-size: 8\n------ arguments ------\n  world_size ... 8\n  seq_length ... 2048\n"
+)
+TITAN = (  # https://github.com/pytorch/torchtitan/blob/main/torchtitan/components/metrics.py
+    "step: {i:2d}  loss:  {loss:.4f}  grad_norm:  {norm:.4f}  memory: {gib:.4f}GiB(40.53%)  tps: 7,812  "
+    "tflops: {tflops:.2f}  mfu: {mfu}%\n"
+)
+
+
+def titan(norm=1.5, gib=38.5, tflops=312.5, mfu=31.6):
+    return "".join(TITAN.format(i=i, loss=8 - i / 10, norm=norm, gib=gib, tflops=tflops, mfu=mfu) for i in range(1, 6))
+
+
+RIGHT = {
+    "every iteration": lines(),
+    "every tenth": lines(step=10),
+    "a rate of tokens": SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 2048)),
+    "a curriculum at its start": SIZES + lines(more=RATE.format(4 * 64 / 2 / 8, 64)),
+    "a ramp-up": lines() + "".join(line(i, 8.5, batch=8, used=80 + 8 * (i - 20)) for i in range(21, 50)),
+    "torchtitan": titan(),
+    "the Trainer, every tenth step": "".join(
+        f"{n}/100 [00:{n // 2:02d}<01:00]\n{trainer([(n, n / 100)])}" for n in range(10, 101, 10)
+    )
+    + EXAMPLES,
+    "a few lines": line(1) + line(2),
+    "skipped iterations": "".join(line(i).replace("lm loss: 5.000000E+00 |", "") for i in range(1, 9)),
+    "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
+}
+FAULTS = {
+    "no-time-no-loss": (
+        "iteration",
+        "".join(f"[INFO] [Rank 0] step={i}, skipped=0, lr=[1e-05], mom=[0.9]\n" for i in range(1, 9)),
+    ),
+    "bounds of seconds": ("sec_per_it", lines(ms=4e6)),
+    "bounds of fast seconds": ("sec_per_it", lines(ms=0.1)),
+    "bounds of the rate": ("learning_rate", lines(10) + line(11, more="learning rate: 2.000E+00 | ")),
+    "bounds of the negative rate": ("learning_rate", lines(10) + line(11, more="learning rate: -1.000E-04 | ")),
+    "bounds of the norm": ("grad_norm", titan(norm=-1.5)),
+    "bounds of the loss": ("lm_loss", lines(10) + line(11, -0.5)),
+    "bounds of the share": ("mfu", titan(mfu=3160.0)),
+    "bounds of FLOP/s": ("flops_per_s_per_gpu", titan(tflops=5000.0)),
+    "bounds of small FLOP/s": ("flops_per_s_per_gpu", lines(more="approx flops per GPU: 57.6 | ")),
+    "bounds of memory": ("max_reserved", titan(gib=38500)),
+    "bounds of small memory": ("max_reserved", titan(gib=0.0001)),
+    "bounds of iterations": ("train_iters", lines(20, total=15)),
+    "jumps-back": ("consumed_samples", lines(10) + line(11, used=4) + line(12, used=8)),
+    "loss that is a sum": ("lm_loss", "".join(line(i, 900.0 - i) for i in range(1, 9))),
+    "loss that is constant": ("lm_loss", "".join(line(i, 5.123456) for i in range(1, 30))),
+    "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
+    "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
+    "count of iterations": ("iteration", "".join(line(i, used=40 * i) for i in range(1, 20))),
+    "count of epochs": ("iteration", trainer([(n, n / 10) for n in range(1, 21)]) + EXAMPLES),
+}
+
+
+def problems(folder, text):
+    (folder / "a.log").write_text(text)
+    return [problem for log in read_logs(folder / "a.log") for problem in log.problems]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_log_has_no_problem(tmp_path, name):
+    assert problems(tmp_path, RIGHT[name]) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported_by_its_rule_alone(tmp_path, name):
+    column, text = FAULTS[name]
+    found = problems(tmp_path, text)
+    assert [(p.rule, p.column) for p in found] == [(name.split(" ")[0], column)], [str(p) for p in found]
+    assert found[0].evidence in map(str.strip, text.splitlines())
+
+
+def test_the_line_that_shows_a_problem_is_named_with_its_number(tmp_path):
+    (problem,) = problems(tmp_path, SIZES + lines(90) + line(91, more="learning rate: 2.0E+00 | ") + lines(120)[-4000:])
+    assert problem.line == SIZES.count("\n") + 91 and "2.0E+00" in problem.evidence
+
+
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("name", [*RIGHT, *FAULTS])
+def test_a_long_log_of_which_few_columns_are_kept_is_judged_alike(tmp_path, name, spill):
+    text = RIGHT[name] if name in RIGHT else FAULTS[name][1]
+    (tmp_path / "a.log").write_text(text)
+    whole, kept = read_logs(tmp_path / "a.log"), read_logs(tmp_path / "a.log", (), tmp_path if spill else None)
+    assert [log.problems for log in kept] == [log.problems for log in whole]
+
+
+def test_a_digest_is_the_same_however_its_numbers_came(monkeypatch):
+    monkeypatch.setattr(digest, "MOST", 8)
+    numbers = np.random.default_rng(1).normal(size=1000)
+    numbers[::7] = np.nan
+    one, other = Digest(), Digest(3)
+    one.extend(numbers)
+    for part in np.split(numbers[3:], [1, 5, 300, 301, 302]):
+        other.extend(part) if len(part) > 1 else other.append(part[0])
+    other[0], other[1], other[2] = numbers[:3]
+    for each in (one, other.settled()):
+        assert (each.low, each.low_at) == (np.nanmin(numbers), np.nanargmin(numbers))
+        assert (each.high, each.high_at) == (np.nanmax(numbers), np.nanargmax(numbers))
+    np.testing.assert_array_equal(one.sample(), numbers[:: one.stride])
+    np.testing.assert_array_equal(one.sample(), other.sample())
+    assert 8 < len(one.sample()) <= 16
