@@ -90,7 +90,7 @@ BAD = [
     ({"fields": {"took": "sec_per_it minutes"}}, "unit=minutes: is none of"),
     ({"fields": ["took"]}, "must be an object"),
     ({"validation": ["held out \\d+"]}, "must have a group (?P<lm_loss>...)"),
-    ({"lines": "xml"}, "lines=xml: must be json or block"),
+    ({"lines": "xml"}, "lines=xml: must be json, block or bar"),
     ({"first_iteration": 2}, "first_iteration=2: must be 0 or 1"),
     ({"patterns": []}, "key=patterns: is none of"),
 ]

@@ -5,6 +5,7 @@ tables are the files, and those of the folders, that the environment's TRILANE_D
 """
 
 import functools
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,11 @@ COLUMNS = {
     ),
     *("consumed_samples", "consumed_tokens", "global_batch_size", "seq_length", "samples_per_second", "mfu", "skipped"),
     *("tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu", "allocated", "max_allocated", "nan"),
-    *("reserved", "max_reserved", "memory_share", "num_zeros", "params_norm"),
+    *("reserved", "max_reserved", "memory_share", "num_zeros", "params_norm", "iterations_per_second"),
 }
-UNITS = {  # multiplier and divisor to seconds, bytes or a share; / 1e3 rounds once where x 1e-3 does not
+UNITS = {  # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
     **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},
+    **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "bits": (math.log(2), 1.0)},
     **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
     **{"MB": (1e6, 1.0), "GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)},
 }
@@ -48,6 +50,7 @@ FIELD = (
     + rb")([KMGBTP](?![A-Za-z]))?(?![\d.]|:\d)"
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
+RATE_DIGITS = 3  # of iterations per second, below which they are too rounded to give seconds
 MAX_BLOCK = 200  # lines after the first one of a block
 LARGEST = 1 << 20  # bytes of a table
 
@@ -84,6 +87,10 @@ class Dialect:
         spans = _groups(*found)
         return [*spans, *self.rest(line, {span.column for span in spans})]
 
+    def begins(self, line: bytes) -> bool:
+        """Whether the line has the number of an iteration."""
+        return bool(_first(self.iteration, line))
+
     def continues(self, line: bytes) -> bool:
         """Whether the line may stand in a block: it is indented."""
         prefix = PREFIX.match(line)
@@ -107,10 +114,15 @@ class Dialect:
         found = list[Span]()
         for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
             column, multiplier, divisor = self.fields[match[1]]
-            if column not in seen:
+            if column not in seen and not (column == "iterations_per_second" and _digits(match[2]) < RATE_DIGITS):
                 seen = seen | {column}
                 found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
         return found
+
+
+def _digits(number: bytes) -> int:
+    """How many significant digits are printed."""
+    return len(number.lower().partition(b"e")[0].translate(None, b"+-.,").lstrip(b"0"))
 
 
 def _first(patterns: Sequence[re.Pattern[bytes]], line: bytes) -> tuple[re.Match[bytes], int] | None:
@@ -166,7 +178,7 @@ def _dialect(table: Any) -> Dialect:
     require(isinstance(name, str) and bool(re.fullmatch(r"[\w.-]{1,40}", name)), "name", name, "must be a word")
     source, lines, first = table.get("source", ""), table.get("lines", ""), table.get("first_iteration", 1)
     require(isinstance(source, str), "source", source, "must be text")
-    require(lines in ("", "json", "block"), "lines", lines, "must be json or block, or left out")
+    require(lines in ("", "json", "block", "bar"), "lines", lines, "must be json, block or bar, or left out")
     require(isinstance(first, int) and first in (0, 1), "first_iteration", first, "must be 0 or 1")
     fields = table.get("fields", {})
     is_table = isinstance(fields, dict) and all(isinstance(value, str) and key.strip() for key, value in fields.items())

@@ -92,7 +92,7 @@ class PartialRun:
         where the line has no time stamp."""
         last, before = self._last.get(dialect, (row["iteration"], NAN))
         steps, seconds = row["iteration"] - last, time_s - before
-        if steps > 0 or dialect not in self._last:
+        if (steps > 0 and seconds != 0) or dialect not in self._last:  # several steps may share a whole second
             self._last[dialect] = (row["iteration"], time_s)
         if "sec_per_it" in row or not (steps > 0 and seconds > 0):
             return row
@@ -111,6 +111,10 @@ class PartialRun:
         if same and all(row[n] == self.iterations.last(n) or row[n] != row[n] for n in known):
             return None
         return False
+
+    def repeats(self, row: Mapping[str, float], dialect: str) -> bool:
+        """Whether the dialect, alone in the run, printed this iteration last, as a bar that is drawn again."""
+        return self.iterations.last("iteration") == row["iteration"] and set(self.dialects) == {dialect}
 
     def add(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
         """Append an iteration."""

@@ -30,7 +30,10 @@ class TableLines:
         if found:
             spans, dialect = max(found, key=lambda pair: len(pair[0]))
             self._lines.finish()
-            row = {s.column: s.value(line) for s in spans if whole or s.stop < len(line)}
+            row = dict[str, float]()
+            for span in spans:  # hours, minutes and seconds of one time add up
+                if whole or span.stop < len(line):
+                    row[span.column] = row.get(span.column, 0.0) + span.value(line)
             if "iteration" in row:
                 self.block, self._length = (dialect, row, megatron.rank(line), line), 0
                 if dialect.lines != "block":
@@ -57,6 +60,8 @@ class TableLines:
         """Whether the line holds further numbers of the iteration that the block began; else the block may end."""
         assert self.block
         dialect, row, _, _ = self.block
+        if dialect.begins(line):
+            return False
         self._length += 1
         if spans := dialect.rest(line, set(row)):
             row |= {span.column: span.value(line) for span in spans}
@@ -67,8 +72,13 @@ class TableLines:
     def end_block(self) -> None:
         if self.block:
             (dialect, row, rank, line), self.block = self.block, None
+            if (rate := row.pop("iterations_per_second", 0.0)) > 0:
+                row.setdefault("sec_per_it", 1 / rate)
             row = self._lines.run.timed(row, row.get("time_s", trainers.timestamp(line)), dialect.name)
-            self._lines.step(row, dialect.name, rank, line)
+            if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
+                self._lines.run.iterations.change_last(row)
+            else:
+                self._lines.step(row, dialect.name, rank, line)
             self._lines.run.first_iteration = dialect.first_iteration
             if held := {name: row[name] for name in MEMORY if name in row}:
                 self._lines.run.add_memory({"rank": 0.0 if rank != rank else rank, **held})

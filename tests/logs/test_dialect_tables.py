@@ -1,0 +1,316 @@
+"""Each table of data/dialects reads lines as its trainer prints them (the code that prints them is the table's source)."""
+
+import json
+import math
+import re
+
+import pytest
+
+from trilane.logs import dialects
+from trilane.logs.run import read_logs
+from trilane.utils.validation import DATA
+
+GIB, LN2 = 2**30, math.log(2)
+# the name of a table: three iterations with what else the trainer prints, and columns of the last one. Numbers are ours.
+SAMPLES = {
+    "build-nanogpt": (
+        "".join(
+            f"step{i:6d} | loss: {10.5 - i:.6f} | lr {6e-6 * (i + 1):.4e} | norm: 2.5000 | dt: 1250.00ms | tok/sec: 419430.40\n"
+            for i in range(3)
+        )
+        + "validation loss: 7.5000\n",
+        {"iteration": 2, "lm_loss": 8.5, "learning_rate": 1.8e-5, "grad_norm": 2.5, "sec_per_it": 1.25}
+        | {"tokens_per_second": 419430.4},
+    ),
+    "colossalai": (
+        "".join(
+            f"[11/01/24 12:00:0{i}] INFO     colossalai - colossalai - INFO: train_step\n"
+            f"                    INFO     colossalai - colossalai - INFO: [{i}/10] Loss:{10.5 - i:.3f}, Step time: 1.250s, TFLOPS: 45.600, FWD time: 0.400s, BWD time: 0.800s, OPTIM time: 0.050s\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 10, "lm_loss": 7.5, "sec_per_it": 1.25},
+    ),
+    "composer": (
+        "".join(
+            f"[batch={i}/20]:\n\t Train time/batch: {i - 1}\n\t Train time/token: {(i - 1) << 20}\n\t Train memory/current_reserved_mem: 30.5000\n"
+            f"\t Train memory/peak_allocated_mem: 25.5000\n\t Train memory/peak_reserved_mem: 30.5000\n\t Train loss/train/total: {10.5 - i:.4f}\n"
+            f"\t Train metrics/train/LanguageCrossEntropy: {10.5 - i:.4f}\n\t Train throughput/batches_per_sec: 0.0800\n\t Train throughput/device/batches_per_sec: 0.0100\n"
+            "\t Train throughput/tokens_per_sec: 80000.5000\n\t Train throughput/device/tokens_per_sec: 10000.0625\n\t Train throughput/device/mfu: 0.4500\n"
+            "\t Train time/train: 0.0080\n\t Train lr-DecoupledAdamW/group0: 0.0001\n\t Train time/secs_per_step: 12.5000\n"
+            "[Eval batch=1/2] Eval on eval data\n[Eval batch=2/2] Eval on eval data:\n\t Eval metrics/eval/LanguageCrossEntropy: 9.5000\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 20, "lm_loss": 7.5, "sec_per_it": 12.5, "tokens_per_second": 80000.5}
+        | {"tokens_per_gpu_per_second": 10000.0625, "mfu": 0.45, "max_allocated": 25.5e9, "max_reserved": 30.5e9},
+    ),
+    "composer 2022": (
+        "".join(
+            f"[batch={i}/5000]: wall_clock/train: {2.5 * i:.4f}\n[batch={i}/5000]: wall_clock/total: {3.5 * i:.4f}\n[batch={i}/5000]: lr-DecoupledAdamW/group0: 0.0000\n"
+            f"[batch={i}/5000]: loss/train/total: {10.5 - i:.4f}\n[batch={i}/5000]: metrics/train/Perplexity: 17000.0000\n"
+            f"train                           0%|                         | {i}/5000 [00:0{2 * i}<2:15:12,  2.50s/ba, loss/train/total={10.5 - i:.4f}]\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 5000, "lm_loss": 7.5, "sec_per_it": 2.5},
+    ),
+    "composer bars": (
+        "".join(
+            f"\rtrain          Epoch   0:    3%|▋          | {i}/625 [00:{5 * i:02d}<07:23,  5.00s/ba, loss/train/total={10.5 - i:.4f}]"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 625, "lm_loss": 7.5, "sec_per_it": 5},
+    ),
+    "dllogger": (
+        "".join(
+            f"DLL 2024-11-01 12:00:{5 * i:02d}.500000 - Training Epoch: 0 Training Iteration: {i}  step_loss : {10.5 - i} learning_rate : 0.0006 \n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "epoch": 0, "lm_loss": 7.5, "learning_rate": 6e-4, "sec_per_it": 5},
+    ),
+    "fairseq": (
+        "".join(
+            f"2024-11-01 12:0{i}:00 | INFO | train_inner | epoch 001:    {i}00 / 1640 loss={16.5 - i}, ppl=1024.5, wps=52480, ups=0.5, wpb=104960, bsz=205, num_updates={i}00, lr=1e-05, gnorm=1.25, loss_scale=16, train_wall=198, gb_free=9.5, wall={200 * i}\n"
+            "2024-11-01 12:05:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 12.5 | ppl 5792.6 | wps 160000 | wpb 2048 | bsz 4 | num_updates 300\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 300, "lm_loss": 13.5 * LN2, "tokens_per_second": 52480, "global_batch_size": 205}
+        | {"learning_rate": 1e-5, "grad_norm": 1.25, "sec_per_it": 2, "loss_scale": 16},
+    ),
+    "internevo": (
+        "".join(
+            f"2024-11-01 12:00:0{4 * i},500\tINFO train.py:323 in record_current_batch_training_metrics -- tflops=189.5,step={i},loss={10.5 - i},tgs (tokens/gpu/second)=4250.5,lr=4e-07,loss_scale=65536.0,grad_norm=2.5,micro_num=4,num_consumed_tokens={131072 * (i + 1)},inf_nan_skip_batches=0,adam_beta2=0.95,fwd_bwd_time=3.5\n"
+            for i in range(3)
+        ),
+        {"iteration": 2, "lm_loss": 8.5, "flops_per_s_per_gpu": 189.5e12, "tokens_per_gpu_per_second": 4250.5}
+        | {"learning_rate": 4e-7, "loss_scale": 65536, "grad_norm": 2.5, "consumed_tokens": 393216, "sec_per_it": 4},
+    ),
+    "lingua": (
+        "".join(
+            f"0: INFO    24-11-01 12:00:0{2 * i}.500000 - 0:01:12 - step: {i}  acc: 0  loss: {10.5 - i:>7}  grad: 2.50e+00  flops: 4.05e+14  wps: 5.25e+04  iter:  1.2525  data: 0.001  lr: 3.00e-06  mem: 65%  pow: 650.5 W\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "lm_loss": 7.5, "grad_norm": 2.5, "flops_per_s_per_gpu": 405e12, "learning_rate": 3e-6}
+        | {"tokens_per_gpu_per_second": 52500},
+    ),
+    "lit-gpt": (
+        "".join(
+            f"iter {i} step {i // 2}: loss {10.5 - i / 2:.4f}, iter time: 400.50ms{'' if i % 2 else ' (optimizer.step)'} remaining time: 90.50 hours.  or 3.77 days. \n"
+            for i in range(1, 7)
+        ),
+        {"iteration": 3, "lm_loss": 7.5},
+    ),
+    "litgpt": (
+        "".join(
+            f"Epoch 1 | iter {4 * i} step {i} | loss train: {10.5 - i:.3f}, val: n/a | iter time: 400.50 ms (step) remaining time: 1 day, 2:03:04\n"
+            for i in (1, 2, 3)
+        )
+        + "iter 12: val loss 7.2500, val time: 3200.50 ms\n",
+        {"iteration": 3, "epoch": 1, "lm_loss": 7.5},
+    ),
+    "llama-factory": (
+        "".join(
+            json.dumps(
+                {"current_steps": 10 * i, "total_steps": 300, "loss": 3.5 - i / 2, "lr": 4.5e-05, "epoch": 0.25 * i}
+                | {"percentage": 3.33, "elapsed_time": f"1:0{i}:40", "remaining_time": "0:55:00"}
+                | {"throughput": 12345.5, "total_tokens": 1000}
+            )
+            + "\n"
+            for i in (1, 2, 3)
+        )
+        + '{"current_steps": 30, "total_steps": 300, "eval_loss": 2.25, "epoch": 0.75, "percentage": 10.0, "elapsed_time": "1:03:50", "remaining_time": "0:50:00"}\n',
+        {"iteration": 30, "train_iters": 300, "lm_loss": 2.0, "learning_rate": 4.5e-5, "epoch": 0.75, "sec_per_it": 6},
+    ),
+    "llama2.c": (
+        "step 0: train loss 10.5000, val loss 10.5000\n"
+        + "".join(f"{i} | loss {10.5 - i:.4f} | lr {1e-6 * i:e} | 1250.50ms | mfu 21.25%\n" for i in range(3)),
+        {"iteration": 2, "lm_loss": 8.5, "learning_rate": 2e-6, "sec_per_it": 1.2505},
+    ),
+    "llm.c": (
+        "val loss 11.000000\n"
+        + "".join(
+            f"step {i:4d}/74 | loss {10.5 - i:7.6f} (+nanz)| norm 2.5000 (+nanz)| lr 3.00e-04 | 125.50 ms | 45.5% bf16 MFU | 41776 tok/s\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 74, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 3e-4}
+        | {"sec_per_it": 0.1255, "mfu": 0.455, "tokens_per_second": 41776},
+    ),
+    "maxtext": (
+        "".join(
+            f"I0811 21:55:06.119312 138304841739136 metric_logger.py:226] completed step: {i}, seconds: 5.025, TFLOP/s/device: 150.250, Tokens/s/device: 8150.125, total_weights: 196608, loss: {10.5 - i:.3f}\n"
+            for i in range(3)
+        ),
+        {"iteration": 2, "lm_loss": 8.5, "sec_per_it": 5.025, "flops_per_s_per_gpu": 150.25e12}
+        | {"tokens_per_gpu_per_second": 8150.125},
+    ),
+    "metaseq": (
+        "".join(
+            f'2024-11-01 12:00:{2 * i:02d} | INFO | train_inner | {{"epoch": 1, "actv_norm": "0.035", "docsperex": "2.5", "loss": "{16.5 - i}", "ppl": "50000.5", "wps": "739601", "ups": "0.5", "wpb": "1.04858e+06", "bsz": "512", "num_updates": "{i}", "lr": "2.5e-07", "gnorm": "12.5", "clip": "100", "loss_scale": "4", "train_wall": "2", "cuda_gb_allocated": "19.5", "cuda_gb_reserved": "41.5", "cuda_gb_free": "59.5", "wall": "{70 + 2 * i}"}}\n'
+            for i in (1, 2, 3)
+        ),
+        {
+            "iteration": 3,
+            "lm_loss": 13.5 * LN2,
+            "tokens_per_second": 739601,
+            "global_batch_size": 512,
+            "grad_norm": 12.5,
+        }
+        | {"learning_rate": 2.5e-7, "max_allocated": 19.5 * GIB, "max_reserved": 41.5 * GIB, "sec_per_it": 2},
+    ),
+    "mindformers": (
+        "".join(
+            f"2024-11-01 12:00:0{2 * i},500 - [mindformers/core/callback/callback.py:529] - INFO - {{ Epoch:[  1/  2], step:[{i:5d}/ 6500], loss: {10.5 - i:.3f}, per_step_time: 1750ms, lr: 1e-05, overflow cond: False, loss_scale: 1.0, global_norm: [2.5], train_throughput_per_npu: 170.5T\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 6500, "lm_loss": 7.5, "sec_per_it": 1.75, "flops_per_s_per_gpu": 170.5e12},
+    ),
+    "mlx-lm": (
+        "Iter 1: Val loss 3.500, Val took 5.500s\n"
+        + "".join(
+            f"Iter {10 * i}: Train loss {3.5 - i / 2:.3f}, Learning Rate 1.000e-05, It/sec 0.625, Tokens/sec 512.500, Trained Tokens {8200 * i}, Peak mem 12.500 GB\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 30, "lm_loss": 2.0, "learning_rate": 1e-5, "sec_per_it": 1.6, "tokens_per_second": 512.5}
+        | {"consumed_tokens": 24600, "max_allocated": 12.5e9},
+    ),
+    "mmengine": (
+        "".join(
+            f"2024/11/01 12:00:{20 * i - 10} - mmengine - INFO - Iter(train) [{10 * i:4d}/2046]  lr: 1.7500e-04  eta: 1:25:37  time: 2.5250  data_time: 0.0250  memory: 15266  loss: {3.5 - i / 2:.4f}  grad_norm: 1.2500\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 30, "train_iters": 2046, "lm_loss": 2.0, "sec_per_it": 2.525, "learning_rate": 1.75e-4}
+        | {"grad_norm": 1.25, "max_allocated": 15266 * 2**20},
+    ),
+    "modded-nanogpt": (
+        "step:0/1750 val_loss:10.8258 train_time:0ms step_avg:nanms\n"
+        + "".join(
+            f"step:{i}/1750 train_loss:{10.5 - i:.4f} train_time:{250 * i}ms step_avg:{250 + i:.2f}ms\n"
+            for i in (1, 2, 3)
+        )
+        + "step:3/1750 val_loss:7.2500 train_time:750ms step_avg:253.00ms\n",
+        {"iteration": 3, "train_iters": 1750, "lm_loss": 7.5, "sec_per_it": 0.25},
+    ),
+    "nanochat": (
+        "Step 00000 | Validation bpb: 3.250000\n"
+        + "".join(
+            f"step {i:05d}/21400 ({i / 214:.2f}%) | loss: {10.5 - i:.6f} | lrm: 1.00 | dt: 1250.50ms | tok/sec: 419,262 | bf16_mfu: 45.50 | epoch: 1 pq: 0 rg: 8 | total time: 0.50m\n"
+            for i in range(3)
+        ),
+        {"iteration": 2, "train_iters": 21400, "lm_loss": 8.5, "sec_per_it": 1.2505, "tokens_per_second": 419262}
+        | {"mfu": 0.455},
+    ),
+    "nanogpt": (
+        "step 0: train loss 10.5000, val loss 10.7500\n"
+        + "".join(
+            f"iter {i}: loss {10.5 - i:.4f}, time 562.50ms, mfu {'-100.00' if i < 2 else '45.50'}%\n" for i in range(3)
+        ),
+        {"iteration": 2, "lm_loss": 8.5, "sec_per_it": 0.5625},
+    ),
+    "nanotron": (
+        "".join(
+            f"11/01/2024 12:00:0{i} [INFO|DP=0|PP=0|TP=0|n1]: iteration: {i} / 15000 | consumed_tokens: {2.1 * i:.3g}M | elapsed_time_per_iteration_ms: 1.67K | tokens_per_sec: 1.26M | tokens_per_sec_per_gpu: 78.6K | global_batch_size: 512 | lm_loss: {10.5 - i} | lr: 0.0003 | model_tflops_per_gpu: 119 | hardware_tflops_per_gpu: 121 | grad_norm: 2.5 | cuda_memory_allocated: 5.25G | cuda_max_memory_reserved: 12.5G | hd_total_memory_tb: 312G\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 15000, "lm_loss": 7.5, "sec_per_it": 1.67, "tokens_per_second": 1.26e6}
+        | {"tokens_per_gpu_per_second": 78600, "max_reserved": 12.5e9, "learning_rate": 3e-4, "grad_norm": 2.5},
+    ),
+    "nemo-1": (
+        "".join(
+            f"\rEpoch 0: :  {i}0%|████▋     | {i}/10 [01:{10 * i}<07:13, v_num=, reduced_train_loss={11.5 - i:.2f}, global_step={i - 2:.3f}, consumed_samples={256 * (i - 1):.1f}, train_step_timing in s=9.950]"
+            f"\rEpoch 0: :  {i}0%|████▋     | {i}/10 [01:{10 * i}<07:13, v_num=, reduced_train_loss={10.5 - i:.2f}, global_step={i - 1:.3f}, consumed_samples={256 * i:.1f}, train_step_timing in s=9.950]"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 10, "lm_loss": 7.5, "sec_per_it": 9.95},
+    ),
+    "nemo-2": (
+        "".join(
+            f"Training epoch 0, iteration {i}/99 | lr: 0.0006 | global_batch_size: 32 | global_step: {i} | reduced_train_loss: {10.5 - i} | train_step_timing in s: 1.675 | consumed_samples: {32 * (i + 1)} | val_loss: 9.75\n"
+            for i in range(3)
+        )
+        + "Validation: iteration 1/4\n",
+        {"iteration": 2, "train_iters": 99, "lm_loss": 8.5, "sec_per_it": 1.675, "global_batch_size": 32}
+        | {"learning_rate": 6e-4},
+    ),
+    "nemo-automodel": (
+        "".join(
+            f"2024-11-01 12:00:0{3 * i} | INFO | root | step {i} | epoch 0 | loss {2.5 - i / 4:.4f} | grad_norm 1.2500 | lr 1.00e-05 | mem 31.50 GiB | tps 6574.50({821.81:.2f}/gpu) | num_label_tokens 26779\n"
+            for i in range(3)
+        ),
+        {"iteration": 2, "lm_loss": 2.0, "grad_norm": 1.25, "learning_rate": 1e-5, "max_allocated": 31.5 * GIB}
+        | {"tokens_per_second": 6574.5, "tokens_per_gpu_per_second": 821.81, "sec_per_it": 3},
+    ),
+    "olmo": (
+        "".join(
+            f"[2024-11-01 12:00:{10 * i:02d}] INFO     [olmo.train:816, rank=0] [step={i}/739328]\n    train/CrossEntropyLoss={10.5 - i:.3f}\n    train/Perplexity=1,808\n    throughput/total_tokens={4194304 * i:,d}\n"
+            "    throughput/device/tokens_per_second=45,368\n    throughput/device/batches_per_second=0.0865\n    System/Peak GPU Memory (MB)=42,133\n"
+            "[2024-11-01 12:00:31] INFO     [olmo.train:900, rank=0] [eval_step=1/4]\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 739328, "lm_loss": 7.5, "consumed_tokens": 12582912, "max_allocated": 42133e6}
+        | {"tokens_per_gpu_per_second": 45368, "sec_per_it": 1 / 0.0865},
+    ),
+    "olmo core": (
+        "".join(
+            f"2024-11-01 12:00:{10 * i:02d}.500\tnode1:0\tolmo_core.train.callbacks.console_logger:68\tINFO\t[step={i}/2000,epoch=1,eta=5h11m]\n    optim/total grad norm=2.500\n    optim/LR (group 0)=4.0E-05\n    train/CE loss={10.5 - i:.3f}\n    train/PPL=1,808\n"
+            "    throughput/total tokens=12.5M\n    throughput/device/TPS=11,234\n    throughput/device/TPS (actual avg)=11,200\n    throughput/device/BPS=0.1025\n    throughput/device/MFU=42.50\n    gpu_memory/GPU reserved mem (GiB)=70.50\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 2000, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 4e-5, "mfu": 0.425}
+        | {"tokens_per_gpu_per_second": 11234, "sec_per_it": 1 / 0.1025, "max_reserved": 70.5 * GIB},
+    ),
+    "picotron": (
+        "".join(
+            f"[rank 0] Step: {i:<5d} | Loss: {10.5 - i:6.4f} | Global batch size:   1.05M | Tokens/s:  12.50K | Tokens/s/GPU:   1.56K | Tokens:   {i}.05M/1.00B | MFU: 42.50% | Memory usage:  12.50GB\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "lm_loss": 7.5, "tokens_per_second": 12500, "tokens_per_gpu_per_second": 1560}
+        | {"reserved": 12.5e9},
+    ),
+    "t5x": (
+        "".join(
+            f"I1101 12:00:0{i}.025554 12803141632 logging_writer.py:48] [{100 * i}] collection=train accuracy=0.0125, cross_ent_loss={490.5 - i}, cross_ent_loss_per_all_target_tokens={10.5 - i}, learning_rate=0.01, loss={491.5 - i}, timing/seconds=200.5, timing/seqs_per_second=256.5, timing/steps_per_second=0.500, timing/target_tokens_per_second=131328.5, z_loss=0.25\n"
+            for i in (1, 2, 3)
+        )
+        + "I1101 12:00:05.025554 12803141632 logging_writer.py:48] [300] collection=training_eval/lm accuracy=0.0125, cross_ent_loss_per_all_target_tokens=7.25\n",
+        {"iteration": 300, "lm_loss": 7.5, "learning_rate": 0.01, "sec_per_it": 2, "tokens_per_second": 131328.5},
+    ),
+    "torchtitan": (
+        "".join(
+            f"[rank0]:[titan] 2024-11-01 12:00:0{2 * i},500 - root - INFO - step: {i:2d}  loss: {10.5 - i:8.5f}  grad_norm:  2.5000  memory:  9.50GiB(64.99%)  tps: 7,082  tflops: 45.50  mfu: 14.50%\n"
+            for i in (1, 2, 3)
+        )
+        + "[rank0]:[titan] 2024-11-01 12:00:07,500 - root - INFO - validate step:  3  loss:  7.2500  memory:  9.50GiB(64.99%)  tps: 14,082\n",
+        {"iteration": 3, "lm_loss": 7.5, "grad_norm": 2.5, "max_reserved": 9.5 * GIB, "mfu": 0.145, "sec_per_it": 2}
+        | {"tokens_per_gpu_per_second": 7082, "flops_per_s_per_gpu": 45.5e12},
+    ),
+    "torchtune": (
+        "".join(
+            f"Step {i} | loss:{10.5 - i} lr:2e-05 tokens_per_second_per_gpu:5125.5 grad_norm:2.5 peak_memory_active:24.05 peak_memory_alloc:24.5 peak_memory_reserved:30.5 \n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "lm_loss": 7.5, "learning_rate": 2e-5, "tokens_per_gpu_per_second": 5125.5, "grad_norm": 2.5}
+        | {"max_allocated": 24.5 * GIB, "max_reserved": 30.5 * GIB},
+    ),
+}
+TABLES = sorted(path.stem for path in (DATA / "dialects").glob("*.json"))
+
+
+def read(folder, text):
+    (folder / "a.log").write_text(text)
+    (log,) = read_logs(folder / "a.log")
+    return log
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_table_reads_what_its_trainer_prints(tmp_path, sample):
+    text, expected = SAMPLES[sample]
+    log = read(tmp_path, text)
+    assert (log.dialect, len(log.iterations)) == (sample.split()[0], 3)
+    last = log.iterations.iloc[-1]
+    assert {column: last.get(column, math.nan) for column in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_names_its_source_and_reads_no_line_of_another_trainer(name):
+    table = dialects.read_dialect(DATA / "dialects" / f"{name}.json")
+    assert (table.name, table.source.partition("com/")[0]) == (name, "https://github.")
+    lines = {line: sample for sample, (text, _) in SAMPLES.items() for line in re.split("[\r\n]", text)}
+    assert {sample.split()[0] for line, sample in lines.items() if table.iterations(line.encode())} == {name}
