@@ -12,6 +12,7 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.files import Appended, json_object
+from trilane.utils.growing import Growing
 from trilane.utils.progress import BATCH, bar_html, in_kernel
 
 POLL_S = 0.1
@@ -96,22 +97,12 @@ class Tail:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file, self._offset = path, 0, 0
+        self._file = Growing(path)
 
     def lines(self, rest: bool = False) -> list[str]:
         """The whole lines added since the last call; with `rest` also an unfinished last one."""
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            number = os.fstat(file.fileno()).st_ino
-            if self._file not in (0, number):
-                self._offset = 0
-            self._file = number
-            file.seek(self._offset)
-            new = file.read()
-        whole = new if rest else new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode("utf-8", "replace").splitlines()
+        new = b"".join(self._file.blocks()) + (self._file.close() if rest else b"")
+        return new.decode("utf-8", "replace").splitlines()
 
 
 @contextlib.contextmanager

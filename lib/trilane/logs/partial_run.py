@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,13 @@ class PartialRun:
     def rows(self) -> int:
         """How many iterations were read."""
         return max(self.iterations.rows, self.companion.rows)
+
+    def latest(self, rows: int) -> "PartialRun":
+        """A copy that has the last `rows` iterations, for a look at a run that is still read."""
+        found = copy(self)
+        for name in ("iterations", "companion", "timers", "validation", "bandwidth"):
+            setattr(found, name, getattr(self, name).latest(rows))
+        return found
 
     @property
     def ends_at_launch(self) -> bool:

@@ -35,7 +35,7 @@ def blocks(path: Path) -> Iterator[bytes]:
             size += len(chunk)
             data = chunk if started else chunk.lstrip(b"\0")
             if data and not started:
-                require(not _is_binary(data[: 1 << 16]), "log", path, "is a binary file, not a log")
+                require(not is_binary(data[: 1 << 16]), "log", path, "is a binary file, not a log")
                 started = True
             cut = data.rfind(b"\n") + 1
             if cut == 0 and len(rest) + len(data) < MAX_LINE:
@@ -75,7 +75,7 @@ def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
         data = data or raw.read(size)
 
 
-def _is_binary(head: bytes) -> bool:
+def is_binary(head: bytes) -> bool:
     """Whether over 2 % of the bytes are control characters, or most are zero."""
     odd = len(head) - len(head.translate(None, CONTROL))
     return odd > len(head) // 50 or head.count(b"\0") > len(head) // 2
@@ -112,6 +112,10 @@ class Reader:
             if not lines.read(line, kind, whole=number < last):
                 self._cache.add(line)
         self._flush(last + 1, steps, timers, block, starts, stops)
+
+    def runs(self) -> list[PartialRun]:
+        """The runs read so far, which grow; a line that the next may continue is not in them yet."""
+        return [run for run in self._lines.runs if run.has_content]
 
     def _relevant(self, rest: list[int], kinds: np.ndarray) -> Iterator[tuple[int, int]]:
         """Index and kind of the lines that may matter, and of every line while one before it is incomplete."""

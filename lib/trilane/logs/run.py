@@ -180,14 +180,15 @@ def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
     return pd.concat([before[before["iteration"] < after["iteration"].iloc[0]], after], ignore_index=True)
 
 
-def finish(run: PartialRun, path: Path, age: float) -> RunLog:
-    """The RunLog of a run read from `path`, which was last written `age` seconds ago."""
+def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> RunLog:
+    """The RunLog of a run read from `path`, which was last written `age` seconds ago; `with_lines`, the lines of its
+    problems are searched for in that file."""
     table = run.iterations if run.iterations.rows else run.companion
     note = units.correct_units(table)
     status, evidence, end = _status(run, table, age)
     numbers = table.column("iteration") if table.rows else np.empty(0)
     found = plausibility.check(run, table)
-    problems = plausibility.problems(found, numbers, endings.text(run.last_line), path)
+    problems = plausibility.problems(found, numbers, endings.text(run.last_line), path if with_lines else None)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):

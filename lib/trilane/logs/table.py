@@ -206,6 +206,16 @@ class NumericTable:
             columns[name] = numbers.astype(np.int64) if whole else numbers
         return pd.DataFrame(columns, copy=False)
 
+    def latest(self, rows: int) -> "NumericTable":
+        """A table of the last `rows` rows that are in memory, which does not grow with this one."""
+        found, start = NumericTable(), max(0, self.rows - rows)
+        for name, column in self._columns.items():
+            if not column.is_spilled:
+                found._columns[name] = Column(0)
+                found._columns[name].extend(column.read(start, self.rows))
+        found.rows = self.rows - start
+        return found
+
     def spilled(self) -> dict[str, Column]:
         """The columns in files, by name."""
         return {name: column for name, column in self._columns.items() if column.is_spilled}
