@@ -3,6 +3,7 @@
 import gzip
 import os
 import random
+from pathlib import Path
 
 import pytest
 from test_log_dialects import DIALECTS, M2021, TITAN, m2021
@@ -10,6 +11,7 @@ from test_log_dialects import DIALECTS, M2021, TITAN, m2021
 from trilane.logs.run import read_log, read_logs
 from trilane.workspace.status import Status
 
+HERE = Path(__file__).parent
 FIVE = "".join(map(m2021, range(1, 6)))
 TEN = FIVE + "".join(map(m2021, range(6, 11)))
 OOM = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.15 GiB\n"
@@ -39,7 +41,7 @@ ENDINGS = [
     ("OOM", FIVE + OOM, "Tried to allocate 2.50 GiB", 3),
     ("OOM", FIVE + OLD_OOM + ELASTIC, "Tried to allocate 96.00 MiB", 9),
     ("OOM", OOM, "Tried to allocate", 3),
-    ("OOM", FIVE + KILLER + SRUN, "oom-kill", None),
+    ("host memory", FIVE + KILLER + SRUN, "oom-kill", None),
     ("OOM", FIVE + WATCHDOG + OOM + CANCEL, "CUDA out of memory", 3),
     ("time limit", FIVE + LIMIT, "DUE TO TIME LIMIT", None),
     ("time limit", FIVE + WATCHDOG + LIMIT, "DUE TO TIME LIMIT", None),
@@ -54,7 +56,7 @@ ENDINGS = [
         None,
     ),
     ("crashed", FIVE + TRACE + ELASTIC + SRUN + CANCEL, "AssertionError: heads", 9),
-    ("crashed", FIVE + ELASTIC, "ChildFailedError", 9),
+    ("killed", FIVE + ELASTIC, "exitcode  : -9 (pid: 77)", 9),
     ("crashed", FIVE + SRUN + CANCEL, "Exited with exit code 1", 6),
     ("crashed", FIVE + "[default2]:Fatal Python error: Segmentation fault\n", "Segmentation fault", 2),
     ("unfinished", FIVE, "iteration        5/", None),
@@ -79,15 +81,76 @@ def test_the_status_of_a_run_has_a_line_that_proves_it(tmp_path, status, text, e
     assert evidence in log.evidence and log.evidence in text
 
 
+TABLE = [line for line in (HERE / "endings.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=[f"{i}-{row.partition(' |')[0]}" for i, row in enumerate(TABLE)])
+def test_an_ending_has_its_cause_its_node_and_what_to_exclude(tmp_path, row):
+    """Lines in the form of those of SLURM, the kernel, CUDA, NCCL, PyTorch, ...: endings.txt names the source of each."""
+    status, hosts, exclude, line = (cell.strip() for cell in row.split("|", 3))
+    line, _, gpu = line.partition(" @")
+    (tmp_path / "a.log").write_text(FIVE + line + "\n")
+    os.utime(tmp_path / "a.log", (0, 0))
+    log = read_log(tmp_path / "a.log")
+    assert (log.status, ",".join(log.hosts), log.exclude, ",".join(log.gpus)) == (status, hosts, exclude, gpu)
+    assert log.evidence == line
+
+
+def test_lines_that_only_mention_failures_end_no_run(tmp_path):
+    for line in (HERE / "harmless.txt").read_text().splitlines():
+        (tmp_path / "a.log").write_text(FIVE + line + "\n")
+        os.utime(tmp_path / "a.log", (0, 0))
+        assert read_log(tmp_path / "a.log").status == "unfinished", line
+
+
+XID = "Nov 20 04:00:11 gpu03 kernel: NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
+ECC = "[rank17]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+PEERS = "".join(NCCL.replace("5]", f"{rank}]") for rank in (*range(17), *range(18, 32)))
+OF_RANK = "gpu05:81:99 [1] NCCL INFO comm 0x55d rank 17 nranks 32 cudaDev 1 busId 1b000 - Init COMPLETE\n"
+SMALLER = "gpu09:81:99 [3] NCCL INFO comm 0x55e rank 17 nranks 18 cudaDev 3 busId 1b000 - Init COMPLETE\n"
+TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PEERS + XID, ("GPU error", ("gpu03",), ("PCI:0000:c1:00",), "gpu03", None)),
+        (PEERS + ECC + SRUN, ("GPU error", (), (), "", 17)),
+        (OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), ("1",), "gpu05", 17)),
+        (PEERS + ECC + TORCHRUN, ("GPU error", ("r1n1",), ("1",), "r1n1", 17)),
+        (XID + XID.replace("gpu03", "gpu04"), ("GPU error", ("gpu03", "gpu04"), ("PCI:0000:c1:00",), "gpu03,gpu04", None)),
+        (XID.replace("gpu03", "gpu03.site.org"), ("GPU error", ("gpu03.site.org",), ("PCI:0000:c1:00",), "gpu03", None)),
+        (XID.replace("gpu03", "10.1.2.3"), ("GPU error", ("10.1.2.3",), ("PCI:0000:c1:00",), "", None)),
+        (XID.replace("gpu03", "a;reboot"), ("GPU error", (), ("PCI:0000:c1:00",), "", None)),
+        (XID.replace("gpu03", "$(id)"), ("GPU error", (), ("PCI:0000:c1:00",), "", None)),
+        (NCCL + "[rank3]: ValueError: heads\n", ("crashed", (), (), "", 3)),
+        (NCCL + "[rank3]: RuntimeError: heads\n", ("NCCL error", (), (), "", 5)),
+        (WATCHDOG + "Exception ignored in: <function f>\n" + TRACE, ("hang", (), (), "", 12)),
+        ("Exception ignored in: <function f>\n" + "saved\n" + TRACE, ("crashed", (), (), "", None)),
+        (XID + LIMIT, ("time limit", (), (), "", None)),
+        (XID + m2021(6) + m2021(7), ("unfinished", (), (), "", None)),
+    ],
+)  # fmt: skip
+def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expected):
+    """500 ranks print NCCL errors when the GPU of one is gone; and nobody runs a name that is none in a shell."""
+    (tmp_path / "a.log").write_text(FIVE + text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    log = read_log(tmp_path / "a.log")
+    assert (log.status, log.hosts, log.gpus, log.exclude, log.rank) == expected
+
+
 NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 60.0 GiB for an array with shape (8053063680,)\n"
 ON_CPU = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes.\n"
 
 
-@pytest.mark.parametrize(("line", "asked"), [(OOM, 2.5 * 2**30), (NUMPY, 60 * 2**30), (ON_CPU, 64 * 2**30)])
-def test_what_memory_was_asked_for_is_known(tmp_path, line, asked):
+ASKED = [("OOM", OOM, 2.5 * 2**30), ("host memory", NUMPY, 60 * 2**30), ("host memory", ON_CPU, 64 * 2**30)]
+
+
+@pytest.mark.parametrize(("status", "line", "asked"), ASKED)
+def test_what_memory_was_asked_for_is_known(tmp_path, status, line, asked):
     (tmp_path / "a.log").write_text(line)
     log = read_log(tmp_path / "a.log")
-    assert (log.status, log.asked_bytes, len(log.iterations)) == ("OOM", asked, 0)
+    assert (log.status, log.asked_bytes, len(log.iterations)) == (status, asked, 0)
 
 
 def test_a_log_that_was_written_a_moment_ago_belongs_to_a_running_job(tmp_path):

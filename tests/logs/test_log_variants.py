@@ -106,11 +106,11 @@ ENDINGS = [
     ("OOM", "[gpu187:1]:torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.00 GiB (GPU 1; 79.35 GiB total capacity)\n"),
     ("OOM", "[rank5]: torch.OutOfMemoryError: HIP out of memory. Tried to allocate 512.00 MiB.\n"),
     ("OOM", "node1:392:494 [2] enqueue.cc:43 NCCL WARN Cuda failure 2 'out of memory'\n"),
-    ("OOM", "slurmstepd: error: Detected 3 oom_kill events in StepId=42.0. Some of the step tasks have been OOM Killed.\n"),
+    ("host memory", "slurmstepd: error: Detected 3 oom_kill events in StepId=42.0. Some of the step tasks have been OOM Killed.\n"),
     ("hang", "[rank12]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 12] Timeout at NCCL work: 1234\n[Rank 12] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1234)\n"),
     ("NCCL error", "7: RuntimeError: NCCL communicator was aborted on rank 7.  Original reason for failure was: NCCL error: unhandled system error\n"),
     ("node failure", "srun: error: Node failure on r6i5n1\nsrun: Job step aborted: Waiting up to 62 seconds for job step to finish.\n"),
-    ("crashed", "srun: error: r6i5n1: tasks 8-15: Killed\nsrun: error: Timed out waiting for job step to complete\n"),
+    ("killed", "srun: error: r6i5n1: tasks 8-15: Killed\nsrun: error: Timed out waiting for job step to complete\n"),
     ("crashed", "slurmstepd: error: *** STEP 99.0 ON r6i5n1 CANCELLED AT 2025-05-23T08:46:02 DUE TO TASK FAILURE ***\n"),
     ("time limit", "slurmstepd: error: *** STEP 9.0 ON r1 CANCELLED AT 2025-05-23T08:46:02 DUE TO TIME LIMIT ***\nsrun: error: Timed out waiting for job step to complete\n"),
     ("cancelled", "KeyboardInterrupt\nTraceback (most recent call last):\nNameError: free variable 'kill_cmd' referenced before assignment\n"),
@@ -119,15 +119,15 @@ ENDINGS = [
     ("completed", "[exiting program after 1190.0 minutes] datetime: 2022-03-01 10:00:00 \n"),
     ("OOM", "RuntimeError: cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/generic/THCStorage.cu:58\n"),
     ("OOM", "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\n"),
-    ("OOM", "MemoryError\n"),
-    ("OOM", "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1234kB\n"),
+    ("host memory", "MemoryError\n"),
+    ("host memory", "Memory cgroup out of memory: Killed process 4711 (python) total-vm:1234kB\n"),
     ("hang", "[rank12]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 12] Heartbeat monitor timed out! Process will be terminated after dumping debug info.\n"),
     ("hang", "[rank12]:[F ProcessGroupNCCL.cpp:1169] [PG 0 Rank 12] ProcessGroupNCCL's watchdog got stuck for 600 seconds without making progress\n"),
     ("hang", "[rank2]:[E1120 ProcessGroupNCCL.cpp] Received a dump signal due to a collective timeout from  rank 5 and we will try our best to dump\n"),
     ("node failure", "srun: error: Aborting, io error and missing step on node 3\n"),
     ("crashed", "srun: error: node3: task 24: Terminated\n"),
     ("crashed", "[2023-01-01 00:00:00,000] [INFO] [launch.py:315:sigkill_handler] Killing subprocess 123\n"),
-    ("crashed", "[2023-01-01 00:00:00,000] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = -9\n"),
+    ("killed", "[2023-01-01 00:00:00,000] [ERROR] [launch.py:321:sigkill_handler] ['/usr/bin/python'] exits with return code = -9\n"),
     ("crashed", "pdsh@login: node3: ssh exited with exit code 1\n"),
     ("crashed", "[rank1]:   + Exception Group Traceback (most recent call last):\n[rank1]:   | ValueError: bad\n"),
     ("crashed", "Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    step()\ntorch._dynamo.exc.Unsupported: call_function\n"),
@@ -148,7 +148,7 @@ def test_a_form_that_held_nothing_is_read_once_other_digits_give_it_values(tmp_p
     monkeypatch.setattr("trilane.logs.reader.BLOCK", 500)
     killed = "slurmstepd: error: Detected {} oom_kill events in StepId=42.0.\n"
     (tmp_path / "a.log").write_text(killed.format(0) * 30 + FIVE + killed.format(0) * 30 + killed.format(1))
-    assert read_log(tmp_path / "a.log").status == "OOM"
+    assert read_log(tmp_path / "a.log").status == "host memory"
     (tmp_path / "a.log").write_text(DS.format(m=0, i=0) * 30 + DS.format(m=5, i=9))
     assert list(read_log(tmp_path / "a.log").iterations["iteration"]) == [9]
 

@@ -69,7 +69,7 @@ def test_a_job_that_will_not_run_any_more_has_ended(state: str, commands: Comman
     accounted(commands, j77=state)
     assert one(folder).status not in ("waiting", "running") and one(folder).has_failed
     if state == "PREEMPTED":
-        assert (one(folder).status, one(folder).evidence) == ("cancelled", "SLURM: PREEMPTED")
+        assert (one(folder).status, one(folder).evidence) == ("preempted", "SLURM: PREEMPTED")
 
 
 def test_a_cancellation_leaves_out_what_squeue_forgot_and_refuses_what_is_somebody_elses(

@@ -134,4 +134,12 @@ def record_text(values: dict[str, Any]) -> str:
     )
     numbers = ", ".join(filter(None, parts))
     wrong = "".join(f"\n  problem: {Problem(**problem)}" for problem in values["problems"])
-    return f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}{wrong}"
+    places = (
+        f"node {', '.join(values['hosts'])}" * bool(values["hosts"]),
+        f"GPU {', '.join(values['gpus'])}" * bool(values["gpus"]),
+        f"--exclude={values['exclude']}" * bool(values["exclude"]),
+    )
+    place = f"\n  {', '.join(filter(None, places))}" if any(places) else ""
+    return (
+        f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}{place}{wrong}"
+    )

@@ -1,87 +1,68 @@
 """How a run ended, and the line that proves it: the scheduler's messages first, then those of the run itself."""
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 
 from trilane.utils.tables import printable
 from trilane.workspace.status import Status
 
+# A lower level is stronger, whenever it is printed; within a level the first line counts.
+SCHEDULER = 0  # a reason of the scheduler, or of the kernel on its behalf
+CAUSE = 1  # a cause outside the program: errors of other ranks are its consequences
+ERROR = 2  # an error of one rank
+CONSEQUENCE = 3  # an error that a rank also has when another one is gone
+OUTSIDE = 4  # ended from outside
+WRAPPER = 5  # a launcher that reports the failure of what it started
+PLANNED = 6  # the planned end
+LAUNCHER = 7  # a launcher that ends its workers, for any reason
+LEVELS = ("scheduler", "cause", "error", "consequence", "outside", "wrapper", "planned", "launcher")  # in the table
+
 RANK_PREFIX = rb"(?:\[\w{1,40} ?\d{0,9}\]:|\d{1,9}: )"  # of a rank's output; exception groups add bars
 LEAD = rb"^\s*(?:" + RANK_PREFIX + rb"\s*)?(?:\|\s*)?(?:\w++\.)*+"
-EXCEPTION = LEAD + rb"\w*(?:Error|Exception)(?:Group)?(?::|\s*$)"
-NO_MEMORY = LEAD + rb"_?(?:Array)?MemoryError(?::|\s*$)"
 TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
 FRAME = re.compile(rb"^(?:" + RANK_PREFIX + rb"(?:\s\s|\s*$)|\s|$)")  # the body of a traceback is indented
 RAISED = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")  # after a traceback, any such name is an exception
 
-# (level, status, words, pattern): a lower level is stronger; within a level the first line counts.
-#   0 the scheduler's reason         1 out of memory on a GPU: errors of other ranks are consequences
-#   2 a rank's own error             3 ended from outside, or known by an exit code only
-#   4 the planned end                5 a launcher that ends its workers, for any reason
-# One of the words must occur in the line before the pattern is tried: searching for words is much cheaper.
-PATTERNS = [
-    (0, "time limit", b"LIMIT walltime", rb"DUE TO TIME ?LIMIT|TERM_RUNLIMIT|walltime \d+ exceeded limit"),
-    (0, "node failure", b"FAIL failure", rb"DUE TO NODE FAILURE|[Nn]ode failure on|NODE_FAIL"),
-    (0, "OOM", b"kill Out OUT_OF", rb"[1-9]\d{0,8} oom[-_]kill event|task[s ].{0,500}: Out Of Memory|OUT_OF_MEMORY"),
-    (0, "OOM", b"MEMORY memory", rb"DUE TO OUT OF MEMORY|Exceeded (?:job|step) memory limit|cgroup out of memory"),
-    (1, "OOM", b"memory OutOf", rb"(?:CUDA|HIP) out of memory|OutOfMemoryError|CUDA (?:driver )?error: out of memory"),
-    (1, "OOM", b"allocate ALLOC", rb"can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED"),
-    (1, "OOM", b"failure memory", rb"Cuda failure (?:\d+ )?'out of memory'|cuda runtime error \(2\)"),
-    (1, "OOM", b"Error", NO_MEMORY),
-    (2, "rendezvous", b"rendezvous", rb"\brendezvous=\S{1,99}: "),
-    (
-        3,
-        "rendezvous",
-        b"socket Rendezvous clients",
-        rb"client socket has (?:timed out|failed to connect)|Rendezvous\w*Error",
-    ),
-    (3, "rendezvous", b"clients", rb"Timed out after \d+ seconds waiting for clients"),
-    (2, "hang", b"atchdog collective", rb"[Ww]atchdog caught collective|collective operation timeout"),
-    (2, "hang", b"atchdog collective", rb"watchdog got stuck for \d|due to a collective timeout"),
-    (2, "hang", b"imed timeout", rb"failed or timed out|Wait timeout|wait\(\) timed out|watchdog.{0,80}timeout"),
-    (2, "hang", b"imed", rb"Heartbeat monitor timed out"),
-    (2, "hang", b"imed Timeout", rb"[Tt]imed out (?:waiting(?! for job)|after|initializing)|Socket Timeout"),
-    (2, "NCCL error", b"NCCL nccl", rb"NCCL error|nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage)\w*"),
-    (
-        2,
-        "NCCL error",
-        b"unhandled aborted Dist",
-        rb"unhandled (?:system|cuda) error|NCCL .{0,500} aborted|DistBackendError",
-    ),
-    (2, "NaN loss", b"NaN nan", rb"found NaN in|Unexpected result nan|[Ll]oss is (?:nan|NaN)|NaN detected in loss"),
-    (3, "crashed", b"Error", rb"ChildFailedError|CalledProcessError"),
-    (3, "crashed", b"FAILURE", rb"DUE TO TASK FAILURE"),
-    (3, "node failure", b"missing", rb"srun: error: .{0,500}missing step on node"),
-    (3, "cancelled", b"CANCELLED PREEMPT", rb"CANCELLED AT|DUE TO PREEMPTION"),
-    (3, "cancelled", b"Interrupt ignal", rb"^KeyboardInterrupt|SignalException|death signal"),
-    (2, "crashed", b"Error Exception", EXCEPTION),
-    (2, "crashed", b"fault Fatal terminate Bus", rb"Segmentation fault|Fatal Python|terminate called|Bus error \("),
-    (3, "crashed", b"srun", rb"srun: error: .{0,500}(?:[Ee]xited with exit code|Killed|Aborted|Bus error)"),
-    (3, "crashed", b"exitcode exits", rb"failed \(exitcode: -?\d|exits with return code = -?[1-9]"),
-    (3, "crashed", b"pdsh@", rb"pdsh@.{0,500}: ssh exited with exit code [1-9]"),
-    (4, "stopped", b"trilane", rb"trilane: stopped at iteration \d+ by "),
-    (4, "completed", b"raining exiting", rb"\[after training is done\]|exiting program (?:at|after)"),
-    (4, "completed", b"raining", rb"Training completed"),
-    (5, "crashed", b"Killing closing", rb"(?:^|_handler\] )Killing subprocess|Sending process \d+ closing signal"),
-    (5, "crashed", b"srun", rb"srun: error: .{0,500}: Terminated"),
-]
-WORDS = sorted({word for _, _, words, _ in PATTERNS for word in words.split()})
-ANY_WORD = re.compile(b"|".join(WORDS))
-COMPILED = [(l, Status(s), frozenset(words.split()), re.compile(pattern)) for l, s, words, pattern in PATTERNS]
-
-# a word that ANY_WORD finds may hide one that it contains, or a longer one
-OVERLAPPING = {word: {other for other in WORDS if other in word or word in other} for word in WORDS}
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b|^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")
-ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: \d+\)")
+ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
 REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
 MAX_EVIDENCE = 600  # characters of evidence
+MAX_PLACES = 256  # nodes of one ending
+# after a line of such a form says nothing, one with other digits may
+DIGITS_DECIDE = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
+# of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
+FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
+NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
+MAX_PLACE = 2000  # bytes of a line that are searched for a node
+NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
+
+
+NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
+# The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
+HOST = re.compile(
+    rb"(?:[Nn]ode|Prolog) failure on (?:node )?(NAMES)|(?:failed|exited on| process.{0,60}) (?:on )?node (NAMES)"
+    rb"|srun: error: (?:Nodes? )?(NAMES)(?:: tasks? \d| (?:is|are) still not)|ON (NAMES) UNCORRECTABLE"
+    rb"|^(?:\[[\w ]{1,20}\]: ?)?(?:\[[\d :.T-]{8,40}\] )?(NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
+    rb"|^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT\S{8,30}) (NAMES) \S{1,40}: |^\[([a-z]NAMES):\d+\] "
+    rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S".replace(
+        b"NAMES", NAMES
+    )
+)
+ELSEWHERE = b"CANCELLED AT"  # slurmstepd names the node that prints this, which is not the one that failed
+GPU = re.compile(
+    rb"Xid \(((?:PCI:)?[\da-fA-F:.]{1,20})\)|GPU (?:at )?((?:PCI:)?[\da-fA-F]{4,8}(?::[\da-fA-F]{2}){2})(?:\.\d)?"
+    rb"|\bGPU[ =](\d{1,2})\b(?! GPU)|:\d+:\d+ \[(\d{1,2})\]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
     """A line about the end of a run: `rank` that printed it (None if unnamed), `asked_bytes` of a failed allocation
-    (else NaN), `rows` read before it (iterations)."""
+    (else NaN), `rows` read before it (iterations), the nodes and the GPU that it names."""
 
     level: int
     status: Status
@@ -89,22 +70,73 @@ class Ending:
     rows: int
     rank: int | None = None
     asked_bytes: float = float("nan")
+    hosts: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def blames_node(self) -> bool:
+        """Whether a node is at fault, so that the next start should avoid it; of a lost link its own."""
+        return self.status in (Status.GPU_ERROR, Status.NODE_FAILURE) or (
+            self.status is Status.NETWORK and self.level == CAUSE
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A line of data/endings.json."""
+
+    level: int
+    status: Status
+    pattern: re.Pattern[bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The table of lines that report how a run ended, in its order: of a line the first rule counts that it matches.
+
+    `any_word` finds words of rules, since searching for words is much cheaper than trying patterns, and `of_word` has
+    the rules of each, with those of words that it may hide: one that it contains, or a longer one.
+    """
+
+    rules: tuple[Rule, ...]
+    any_word: re.Pattern[bytes]
+    of_word: dict[bytes, frozenset[int]]
+
+
+@cache
+def rules() -> Rules:
+    """The rules of data/endings.json: a level, a status, words of which a line holds one, patterns and their source."""
+    table = json.loads(resources.files("trilane").joinpath("data/endings.json").read_text(encoding="utf-8"))
+    found = list[Rule]()
+    of_word = dict[bytes, set[int]]()
+    for number, row in enumerate(table):
+        pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
+        level, status = LEVELS.index(row["level"]), Status(row["status"])
+        found.append(Rule(level=level, status=status, pattern=re.compile(pattern)))
+        for word in row["words"].encode().split():
+            of_word.setdefault(word, set()).add(number)
+    related = {word: [other for other in of_word if other in word or word in other] for word in of_word}
+    return Rules(
+        rules=tuple(found),
+        any_word=re.compile(b"|".join(sorted(of_word))),
+        of_word={word: frozenset[int]().union(*(of_word[other] for other in related[word])) for word in of_word},
+    )
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
-    words_found = {word for found in set(ANY_WORD.findall(line)) for word in OVERLAPPING[found]}
-    if not words_found:
-        return None
-    for level, status, words, pattern in COMPILED:
-        if words & words_found and pattern.search(line):
-            return _ending(level, status, line, rows)
+    table = rules()
+    words = set(table.any_word.findall(line))
+    for number in sorted(frozenset[int]().union(*(table.of_word[word] for word in words))):
+        rule = table.rules[number]
+        if rule.pattern.search(line):
+            return _ending(rule.level, rule.status, line, rows)
     return None
 
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """The exception on the first line after a traceback; its name need not end in Error."""
-    return _ending(2, Status.CRASHED, line, rows) if RAISED.match(line) else None
+    return _ending(ERROR, Status.CRASHED, line, rows) if RAISED.match(line) else None
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
@@ -116,13 +148,40 @@ def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
         rank=int(next(filter(None, rank.groups()))) if rank else None,
         asked_bytes=float(requested[1]) * UNITS[requested[2] or b""] if requested else float("nan"),
         rows=rows,
+        **_place(line),
     )
+
+
+def _place(line: bytes) -> dict[str, tuple[str, ...]]:
+    """The nodes and the GPU that the line names."""
+    host = None if ELSEWHERE in line else HOST.search(line[:MAX_PLACE])
+    gpu = GPU.search(line[:MAX_PLACE])
+    return {name: (m[m.lastindex or 0].decode(),) if m else () for name, m in (("hosts", host), ("gpus", gpu))}
+
+
+def joined(first: Ending, later: Ending) -> Ending:
+    """The first of two endings of one kind; where nodes are at fault, with those of both."""
+    if not first.blames_node or len(first.hosts) >= MAX_PLACES:
+        return first
+    pairs = [(dict.fromkeys((*a, *b))) for a, b in ((first.hosts, later.hosts), (first.gpus, later.gpus))]
+    return replace(first, hosts=tuple(pairs[0]), gpus=tuple(pairs[1]))
+
+
+def where(end: Ending | None, place: tuple[str, str] | None) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Nodes and GPUs of an ending, of which the rank ran at `place`; and those at fault, as --exclude takes them:
+    without names that no node can have, and without addresses."""
+    if end is None:
+        return (), (), ""
+    host, gpu = place or ("", "")
+    hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
+    names = dict.fromkeys(name.partition(".")[0] for name in hosts)
+    return hosts, gpus, ",".join(filter(NODE.fullmatch, names)) if end.blames_node else ""
 
 
 def superseded(found: Ending, rows: int) -> bool:
     """Whether the run continued after a rank's message, which then was no end: a message before the first iteration by
     that iteration, a later one by the second iteration after it, because the rank that prints may lag."""
-    return found.level > 0 and (rows > 0 if found.rows == 0 else rows >= found.rows + 2)
+    return found.level > SCHEDULER and (rows > 0 if found.rows == 0 else rows >= found.rows + 2)
 
 
 def strongest(found: list[Ending], rows: int) -> Ending | None:
@@ -142,4 +201,4 @@ def text(line: bytes) -> str:
 
 def planned_end(line: bytes, rows: int) -> Ending:
     """The planned end, reported by `line`."""
-    return Ending(level=4, status=Status.COMPLETED, evidence=text(line), rows=rows)
+    return Ending(level=PLANNED, status=Status.COMPLETED, evidence=text(line), rows=rows)

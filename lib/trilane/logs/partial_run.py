@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs.arguments import Value
-from trilane.logs.endings import Ending, superseded
+from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
 from trilane.logs.table import NAN, NumericTable
 
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
+ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
 MAX_LATE = 1000  # iterations, where they have no times
 
 
@@ -35,6 +36,7 @@ class PartialRun:
         self.rank = NAN  # that prints the iterations, if known
         self.root_rank: int | None = None
         self.first_iteration = 1  # what the program calls its first iteration
+        self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
         self._last: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time stamp
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of time stamps
@@ -62,12 +64,12 @@ class PartialRun:
     @property
     def ends_at_launch(self) -> bool:
         """Whether a launch seen now begins another run."""
-        return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in (0, 3, 5) for e in self.endings)
+        return bool(self.rows or self.summary or self.bandwidth.rows) or any(e.level in ENDED for e in self.endings)
 
     @property
     def ended_by_scheduler(self) -> bool:
         """Whether the scheduler ended it after some iterations; what follows is another run, or delayed output."""
-        return bool(self.iterations.rows) and any(e.level == 0 for e in self.endings)
+        return bool(self.iterations.rows) and any(e.level == SCHEDULER for e in self.endings)
 
     @property
     def may_be_delayed(self) -> bool:
@@ -85,6 +87,7 @@ class PartialRun:
         self.last_line = late.last_line
         self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
         self.memory |= late.memory
+        self.places |= late.places
         self.arguments |= late.arguments
         self.summary |= late.summary
         for end in ends:
@@ -177,7 +180,11 @@ class PartialRun:
             row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
 
     def add_ending(self, found: Ending) -> None:
-        """Add an ending. Of each level and status the first one is kept that the run did not continue after."""
+        """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
+        nodes at fault of all."""
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
-        if not any((e.level, e.status) == (found.level, found.status) for e in self.endings):
-            self.endings.append(found)
+        for place, e in enumerate(self.endings):
+            if (e.level, e.status) == (found.level, found.status):
+                self.endings[place] = joined(e, found)
+                return
+        self.endings.append(found)

@@ -55,7 +55,8 @@ class RunLog(Table):
     devices      the GPUs that nvidia-smi lists
     summary      numbers printed once, such as train_runtime and those of the flops profiler
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
-                 `asked_bytes` the size of the allocation that failed (NaN if unknown)
+                 `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
+                 line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
     spilled      further columns of the iterations, in files, if reading was given a folder for them
@@ -77,6 +78,9 @@ class RunLog(Table):
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
     asked_bytes: float = NAN
+    hosts: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    exclude: str = ""
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
@@ -194,6 +198,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     for _, row in sorted(run.memory.items()):
         memory.add(row)
     rank = end.rank if end and end.rank is not None else run.root_rank if end else None
+    hosts, gpus, exclude = endings.where(end, run.places.get(-1 if rank is None else rank))
     return RunLog(
         source=path,
         spilled=table.spilled(),
@@ -211,6 +216,9 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
         problems=problems,
+        hosts=hosts,
+        gpus=gpus,
+        exclude=exclude,
         notes=tuple(filter(None, (note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
     )
 
@@ -218,14 +226,14 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
 def _status(run: PartialRun, table: NumericTable, age: float) -> tuple[Status, str, endings.Ending | None]:
     """Status, evidence, and the ending if one decides."""
     end, last = endings.strongest(run.endings, run.rows), endings.text(run.last_line)
-    if end and end.level < 4:
+    if end and end.level < endings.PLANNED:
         return end.status, end.evidence, end
     loss = table.column("lm_loss") if "lm_loss" in table else np.empty(0)
     is_nan = len(loss) and loss[-1] != loss[-1] and b"nan" in run.last_line.lower().partition(b"loss")[2][:16]
     # the Trainer prints 0 for a loss that is NaN
     if is_nan or (len(loss) and loss[-1] == 0 and re.search(rb"'grad_norm': '?nan", run.last_line)):
         return Status.NAN_LOSS, last, None
-    if end and end.level == 4:
+    if end and end.level == endings.PLANNED:
         return end.status, end.evidence, end
     done = table.last("iteration") + 1 - run.first_iteration if table.rows else NAN
     if "train_runtime" in run.summary or done == table.last("train_iters"):

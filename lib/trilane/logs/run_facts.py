@@ -25,6 +25,8 @@ class RunFacts:
         self.inside, self._other = False, 0  # whether a dump is open; lines since its last argument
         self.traceback = 0  # lines that an open traceback may still have
         self.seen: set[bytes] = set()  # lines of dumps that would change nothing if repeated
+        self._ignored = False  # the exception of an open traceback
+        self._host, self._nranks = "", 0  # of torchrun's table of failures; the size of the largest communicator
         self._benchmark, self._devices = hardware.BenchmarkParser(), hardware.DeviceParser()
 
     def is_launch(self, line: bytes) -> bool:
@@ -90,17 +92,35 @@ class RunFacts:
 
     def end(self, line: bytes, run: PartialRun) -> bool:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""
+        was_open = self.traceback > 0
         raised = self._raised(line, run)
+        ignored = self._ignored and (was_open or self.traceback > 0)  # raised by a destructor, which no caller sees
+        self._ignored = ignored and self.traceback > 0
+        if b"Exception ignored in" in line:
+            self._ignored, self.traceback = True, max(self.traceback, 1)
         if end := endings.ending(line, run.rows) or raised:
-            run.add_ending(end)
+            if not (ignored and end.level in (endings.ERROR, endings.CONSEQUENCE)):
+                run.add_ending(end)
         elif b"andwidth" in line and hardware.benchmark_finished(line):
             run.add_ending(endings.planned_end(line, run.rows))
-        elif b"local_rank" in line:
-            if run.root_rank is None and (root := endings.ROOT.search(line)):
-                run.root_rank = int(root[1])
+        elif b"local_rank" in line or b"host  " in line or b"nranks" in line:
+            self._place(line, run)
         elif not self.traceback:
-            return b"oom" in line  # `0 oom_kill events` is none, 1 is one
+            return bool(endings.DIGITS_DECIDE.search(line))  # `0 oom_kill events` is none, 1 is one
         return True
+
+    def _place(self, line: bytes, run: PartialRun) -> None:
+        """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
+        if host := endings.FAILED_HOST.match(line):
+            self._host = endings.text(host[1])
+        elif root := endings.ROOT.search(line):
+            run.root_rank = int(root[1]) if run.root_rank is None else run.root_rank
+            if self._host:
+                run.places[int(root[1])] = (self._host, str(int(root[2])))
+            self._host = ""
+        elif (told := endings.NCCL_RANK.search(line)) and int(told[4]) >= self._nranks:
+            self._nranks = int(told[4])  # the largest communicator numbers the ranks of the run
+            run.places.setdefault(int(told[3]), (endings.text(told[1]), str(int(told[2]))))
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""

@@ -18,9 +18,9 @@ REASONS = {
     "DEADLINE": Status.TIME_LIMIT,
     "NODE_FAIL": Status.NODE_FAILURE,
     "BOOT_FAIL": Status.NODE_FAILURE,
-    "OUT_OF_MEMORY": Status.OOM,
+    "OUT_OF_MEMORY": Status.HOST_MEMORY,
     "CANCELLED": Status.CANCELLED,
-    "PREEMPTED": Status.CANCELLED,
+    "PREEMPTED": Status.PREEMPTED,
 }
 
 

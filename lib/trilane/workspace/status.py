@@ -19,7 +19,9 @@ class Status(StrEnum):
     `stopped`: the run was asked to end before its last iteration, saved if it could, and can be resumed. `hang`: its
     ranks made no progress and were ended; `timeout`: it exceeded a limit of ours, `time limit` one of the scheduler.
     `pruned`: a run of a sweep that was not started, because one that needs no more memory ran out of it.
-    `unfinished`: the log ends without a reason. `rendezvous`: it never began, as not all nodes came in time.
+    `unfinished`: the log ends without a reason. `rendezvous`: it never began, as not all nodes came in time. `OOM`: a
+    GPU had too little memory, `host memory`: a node. `killed`: by SIGKILL, and nothing tells by whom. The next step for
+    each is in docs/guides/my-logs.md.
     """
 
     NOT_SUBMITTED = "not submitted"
@@ -34,11 +36,21 @@ class Status(StrEnum):
     TIMEOUT = "timeout"
     TIME_LIMIT = "time limit"
     OOM = "OOM"
+    HOST_MEMORY = "host memory"
+    GPU_ERROR = "GPU error"
     NODE_FAILURE = "node failure"
+    NETWORK = "network"
+    FILE_SYSTEM = "file system"
+    PREEMPTED = "preempted"
+    KILLED = "killed"
     RENDEZVOUS = "rendezvous"
     HANG = "hang"
     NCCL_ERROR = "NCCL error"
     NAN_LOSS = "NaN loss"
+    PORT_IN_USE = "port in use"
+    ENVIRONMENT = "environment"
+    CHECKPOINT = "checkpoint"
+    MISSING_FILE = "missing file"
 
     @property
     def is_active(self) -> bool:
@@ -63,7 +75,8 @@ class Status(StrEnum):
     @property
     def can_retry(self) -> bool:
         """Whether it failed and another attempt of the same plan may succeed."""
-        return self.has_failed and self is not Status.OOM
+        again = (Status.OOM, Status.HOST_MEMORY, Status.ENVIRONMENT, Status.CHECKPOINT, Status.MISSING_FILE)
+        return self.has_failed and self not in again
 
     @property
     def is_hang(self) -> bool:
@@ -73,7 +86,8 @@ class Status(StrEnum):
     @property
     def may_be_node_failure(self) -> bool:
         """Whether a lost node can look like this in the log."""
-        return self in (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
+        seen = (Status.CRASHED, Status.NCCL_ERROR, Status.HANG, Status.NODE_FAILURE, Status.RENDEZVOUS)
+        return self in (*seen, Status.GPU_ERROR, Status.NETWORK, Status.KILLED)
 
     @property
     def exit_code(self) -> int:
