@@ -18,7 +18,19 @@ from trilane.logs.megatron import PREFIX, Span
 from trilane.utils.validation import DATA, read_json, require, require_file, shown
 
 VARIABLE = "TRILANE_DIALECTS"
-KEYS = {"name", "source", "iteration", "fields", "validation", "launch", "end", "lines", "first_iteration"}
+KEYS = {
+    "name",
+    "source",
+    "iteration",
+    "fields",
+    "validation",
+    "launch",
+    "end",
+    "lines",
+    "first_iteration",
+    "needs",
+    "fallback",
+}
 COLUMNS = {
     *(
         "iteration",
@@ -37,10 +49,12 @@ COLUMNS = {
 }
 UNITS = {  # multiplier and divisor to seconds, bytes, nats or a share; / 1e3 rounds once where x 1e-3 does not
     **{"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "%": (1.0, 100.0)},
-    **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "bits": (math.log(2), 1.0)},
+    **{"min": (60.0, 1.0), "h": (3600.0, 1.0), "d": (86400.0, 1.0), "bits": (math.log(2), 1.0)},
     **{"K": (1e3, 1.0), "M": (1e6, 1.0), "G": (1e9, 1.0), "T": (1e12, 1.0)},
     **{"MB": (1e6, 1.0), "GB": (1e9, 1.0), "MiB": (2.0**20, 1.0), "GiB": (2.0**30, 1.0)},
 }
+PRINTED = re.compile(rb"\s?(ms|us|min|s)(?:ec(?:ond)?s?)?\b")  # a unit after its number
+UNITS["printed"] = (0.0, 1.0)  # the one after the number, without which the number is left out
 GROUP_UNITS = {"percent": "%"}  # a group's name holds no %
 SUFFIXES = {b"K": 1e3, b"M": 1e6, b"G": 1e9, b"B": 1e9, b"T": 1e12, b"P": 1e15}
 NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|inf(?:inity)?)\b"
@@ -60,7 +74,7 @@ class Dialect:
     """How one trainer prints its iterations; see docs/guides/my-logs.md for the keys of its file.
 
     `fields` gives column, multiplier and divisor for a number's printed name; one of `words` stands in every line that
-    matters.
+    matters. A line without the columns `needs` is no iteration. A `fallback` reads what nothing else reads of a run.
     """
 
     name: str
@@ -72,6 +86,8 @@ class Dialect:
     end: tuple[re.Pattern[bytes], ...] = ()
     lines: str = ""
     first_iteration: int = 1
+    needs: frozenset[str] = frozenset()
+    fallback: bool = False
     words: tuple[bytes, ...] = ()
 
     @functools.cached_property
@@ -85,7 +101,8 @@ class Dialect:
         if not found or (self.lines == "json" and not line.rstrip().endswith(b"}")):
             return []
         spans = _groups(*found)
-        return [*spans, *self.rest(line, {span.column for span in spans})]
+        spans += self.rest(line, {span.column for span in spans})
+        return spans if self.needs <= {span.column for span in spans} else []
 
     def begins(self, line: bytes) -> bool:
         """Whether the line has the number of an iteration."""
@@ -114,9 +131,15 @@ class Dialect:
         found = list[Span]()
         for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
             column, multiplier, divisor = self.fields[match[1]]
-            if column not in seen and not (column == "iterations_per_second" and _digits(match[2]) < RATE_DIGITS):
-                seen = seen | {column}
-                found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
+            if column in seen or (column == "iterations_per_second" and _digits(match[2]) < RATE_DIGITS):
+                continue
+            if not multiplier:
+                unit = PRINTED.match(line, match.end())
+                if not unit:
+                    continue
+                multiplier, divisor = UNITS[unit[1].decode()]
+            seen = seen | {column}
+            found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
         return found
 
 
@@ -180,6 +203,11 @@ def _dialect(table: Any) -> Dialect:
     require(isinstance(source, str), "source", source, "must be text")
     require(lines in ("", "json", "block", "bar"), "lines", lines, "must be json, block or bar, or left out")
     require(isinstance(first, int) and first in (0, 1), "first_iteration", first, "must be 0 or 1")
+    needs, fallback = table.get("needs", []), table.get("fallback", False)
+    require(
+        isinstance(needs, list) and all(map(COLUMNS.__contains__, needs)), "needs", needs, "must be a list of columns"
+    )
+    require(isinstance(fallback, bool), "fallback", fallback, "must be true or false")
     fields = table.get("fields", {})
     is_table = isinstance(fields, dict) and all(isinstance(value, str) and key.strip() for key, value in fields.items())
     require(is_table, "fields", fields, "must be an object of printed names and columns")
@@ -191,6 +219,8 @@ def _dialect(table: Any) -> Dialect:
         fields={key.encode(): _column(value) for key, value in fields.items()},
         lines=lines,
         first_iteration=first,
+        needs=frozenset(needs),
+        fallback=fallback,
         words=tuple({word for found in compiled.values() for word in map(patterns.word, found)}),
         **compiled,
     )

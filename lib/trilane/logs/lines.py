@@ -87,6 +87,7 @@ class Lines:
             self.begin()
         if kind & (NUMBER | STEP):
             matched |= self._numbers(line)
+            matched |= not self._pending and self.tables.fallback(line, whole)
         if kind & ARGUMENT or self.facts.inside:
             matched |= self.facts.arguments(line, self.run)
         if kind & END or self.facts.traceback:
@@ -117,6 +118,8 @@ class Lines:
 
     def step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
+        if dialect not in self.tables.guesses and self.tables.guesses & set(self.run.dialects):
+            self.run.forget()
         others = {name for name in self.run.dialects if name != "deepspeed"}
         takes = self.run.accepts(row, rank)
         if others and dialect not in others and not others | {dialect} <= MEGATRON:

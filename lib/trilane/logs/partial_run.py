@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,8 @@ class PartialRun:
     else is bounded by the number of ranks and names."""
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
-        self.iterations, self.companion = NumericTable(keep, spill), NumericTable(keep, spill)
+        self._table = partial(NumericTable, keep, spill)
+        self.iterations, self.companion = self._table(), self._table()
         self.timers, self.bandwidth = NumericTable(keep), NumericTable()
         self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
@@ -122,6 +124,11 @@ class PartialRun:
         if same and all(row[n] == self.iterations.last(n) or row[n] != row[n] for n in known):
             return None
         return False
+
+    def forget(self) -> None:
+        """Drop the iterations read so far, which were not what they looked like."""
+        self.iterations = self._table()
+        self.dialects.clear()
 
     def repeats(self, row: Mapping[str, float], dialect: str) -> bool:
         """Whether the dialect, alone in the run, printed this iteration last, as a bar that is drawn again."""

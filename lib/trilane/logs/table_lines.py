@@ -16,16 +16,20 @@ class TableLines:
     """Reads lines by tables; `block` is the iteration that the next lines may continue."""
 
     def __init__(self, lines: "Lines") -> None:
-        self._lines, self._dialects = lines, dialects()
-        self.words = tuple({word for dialect in self._dialects for word in dialect.words})
+        self._lines, every = lines, dialects()
+        self._dialects = [dialect for dialect in every if not dialect.fallback]
+        self._fallbacks = [dialect for dialect in every if dialect.fallback]
+        self.guesses = {dialect.name for dialect in self._fallbacks}
+        self.words = tuple({word for dialect in every for word in dialect.words})
         self.block: Block | None = None
         self._length = 0
 
     def read(self, line: bytes, whole: bool) -> bool:
         """Read a line of a dialect that has a table, of several the one that finds most; False for any other line."""
         known = [dialect for dialect in self._dialects if any(word in line for word in dialect.words)]
-        if not known:
-            return False
+        return bool(known) and self._by(known, line, whole)
+
+    def _by(self, known: list[Dialect], line: bytes, whole: bool) -> bool:
         found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
         if found:
             spans, dialect = max(found, key=lambda pair: len(pair[0]))
@@ -40,6 +44,12 @@ class TableLines:
                     self.end_block()
             return True
         return any([self._around(line, dialect) for dialect in known])
+
+    def fallback(self, line: bytes, whole: bool) -> bool:
+        """Read a line that nothing else reads, in a run that nothing else has read."""
+        read = set(self._lines.run.dialects)
+        known = [dialect for dialect in self._fallbacks if read <= {dialect.name}]
+        return bool(known) and self._by(known, line, whole)
 
     def _around(self, line: bytes, dialect: Dialect) -> bool:
         """Read a line of that dialect that is no iteration."""
