@@ -179,6 +179,7 @@ def _notes(a: Sequence[Measurement], b: Sequence[Measurement]) -> tuple[str, ...
         kinds = {(m.config.shape, m.config.tp, m.config.pp, m.config.dp, m.config.mbs) for m in runs}
         if len(kinds) > 1:
             notes.append(f"the runs of {side} differ among themselves in shape or topology")
+        notes += [f"the time of {m.name} of {side} is open: {m.time_problems[0]}" for m in runs if m.time_problems]
     gpus = [{m.config.gpus for m in runs if m.config.gpus} for runs in (a, b)]
     if all(gpus) and gpus[0] != gpus[1]:
         one, other = (" or ".join(map(str, sorted(numbers))) for numbers in gpus)

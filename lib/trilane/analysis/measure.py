@@ -9,16 +9,23 @@ import numpy as np
 
 from trilane.analysis import flops
 from trilane.analysis.phase_times import ideal_bubble, measured_bubble
-from trilane.analysis.run_config import RunConfig, run_config
-from trilane.analysis.steady_state import WARM_UP, SteadyState, mean_seconds, ranges, share_beyond, steady_state
+from trilane.analysis.plausibility import HARMLESS, shape_problems
+from trilane.analysis.run_config import RunConfig, of_window, run_config
+from trilane.analysis.steady_state import (
+    WARM_UP,
+    SteadyState,
+    exact_seconds,
+    mean_seconds,
+    ranges,
+    share_beyond,
+    steady_state,
+)
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
+from trilane.logs.plausibility import Problem
 from trilane.logs.run import RunLog, read_run_folder
-from trilane.utils.files import damaged_lines, json_lines, read_text
-from trilane.workspace.run_folder import MOST_ITERATIONS, STEPS
 from trilane.workspace.status import Status
 
-MOST_S = 1e9  # an iteration of 30 years is a damaged number
 KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # columns that a measurement reads, if few are kept
 
 
@@ -92,10 +99,19 @@ class Measurement:
 
     @property
     def note(self) -> str:
-        """What a table's notes add to the status: an engine other than megatron, and whether the rate is the log's."""
+        """What a table's notes add to the status: an engine other than megatron, whether the rate is the log's, and the
+        columns with problems.
+        """
         printed = "narayanan" not in self.flops_per_s and "printed" in self.flops_per_s
         engine = self.plan.engine if self.plan and self.plan.engine != "megatron" else ""
-        return ", ".join(filter(None, (engine, "TFLOPs as printed" if printed else "")))
+        wrong = ", ".join(dict.fromkeys(problem.column for problem in self.log.problems))
+        contradicted = f"contradicted: {wrong}" if wrong else ""
+        return ", ".join(filter(None, (engine, "TFLOPs as printed" if printed else "", contradicted)))
+
+    @property
+    def time_problems(self) -> tuple[Problem, ...]:
+        """The log's problems that leave open how long an iteration takes, or what it computes."""
+        return tuple(problem for problem in self.log.problems if problem.column not in HARMLESS)
 
     def row(self) -> dict[str, Any]:
         """The run as a table's row of numbers in base units (`tflops` excepted); NaN where unknown."""
@@ -157,7 +173,7 @@ def measure(folder: Path | str, warm_up: int = WARM_UP, status: Status | None = 
     Raises ValueError where the folder holds no plan.
     """
     folder = Path(folder)
-    plan, log = read_plan(folder / "plan.json"), _exact(read_run_folder(folder))
+    plan, log = read_plan(folder / "plan.json"), exact_seconds(read_run_folder(folder))
     return measure_log(replace(log, status=status or log.status), plan, warm_up, name=folder.name)
 
 
@@ -170,9 +186,7 @@ def measure_log(
     """
     config = run_config(log, plan, gpu)
     window = steady_state(log, warm_up, config.gbs, config.seq_length)
-    batch = _column(log, "global_batch_size")
-    if len(batch) and (of_window := float(np.median(batch[window.counts])) if window.counts.any() else 0) > 0:
-        config = replace(config, gbs=of_window)
+    config = of_window(config, log, window.counts)
     every = _column(log, "sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
     counted = every[window.counts]
     seconds = float(np.median(counted)) if len(counted) else mean_seconds(log)
@@ -180,9 +194,11 @@ def measure_log(
     tokens = config.gbs * config.seq_length
     loss = _column(log, "lm_loss")
     loss = loss[np.isfinite(loss)]
+    rates = flops.rates(config, seconds)
+    wrong = shape_problems(log, config, window.counts, rates)
     return Measurement(
         name=name or log.source.name,
-        log=log,
+        log=replace(log, problems=(*log.problems, *wrong)) if wrong else log,
         config=config,
         window=window,
         plan=plan,
@@ -190,7 +206,7 @@ def measure_log(
         sec_per_it=seconds,
         spread=float(high - low) / 2 / seconds if seconds > 0 else math.nan,
         tokens_per_s=tokens / seconds if tokens and seconds > 0 else math.nan,
-        flops_per_s={**flops.printed_rates(log), **flops.rates(config, seconds)},
+        flops_per_s={**flops.printed_rates(log), **rates},
         utilization=flops.utilization(config, seconds),
         lost_share=share_beyond(every[WARM_UP:], seconds),
         bubble=ideal_bubble(config),
@@ -223,23 +239,6 @@ def numerics(log: RunLog) -> Numerics:
         loss_scale_min=float(scale.min()) if len(scale) else math.nan,
         loss_scale_drops=int((np.diff(scale) < 0).sum()),
     )
-
-
-def _exact(log: RunLog) -> RunLog:
-    """The log with the seconds of the steps.jsonl next to it, for each iteration that is in both."""
-    path, exact = log.source.with_name(STEPS), dict[int, float]()
-    text = read_text(path) if path.is_file() else ""
-    for step in json_lines(text):
-        match step:
-            case {"iteration": int(number), "sec_per_it": int() | float() as seconds}:
-                if 0 < number < MOST_ITERATIONS and 0 < seconds < MOST_S:
-                    exact[number] = seconds
-    if damaged := damaged_lines(text):
-        log = replace(log, notes=(*log.notes, f"{damaged} damaged lines of steps.jsonl are left out"))
-    if not exact or "sec_per_it" not in log.iterations:
-        return log
-    seconds = log.iterations["iteration"].map(exact).fillna(log.iterations["sec_per_it"])
-    return replace(log, iterations=log.iterations.assign(sec_per_it=seconds))
 
 
 def memory_by_rank(log: RunLog) -> dict[int, float]:

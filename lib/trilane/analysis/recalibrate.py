@@ -29,7 +29,10 @@ NOTHING = Text("Nothing to predict: the logs give no shape and topology, or `clu
 
 @dataclass(frozen=True, kw_only=True)
 class Recalibration(Table):
-    """The runs that could be predicted, as cases, and what is predicted before and after; false where there is none."""
+    """The runs that could be predicted, as cases, and what is predicted before and after; false where there is none.
+
+    `left_out` names the runs of which a log's numbers contradict each other, and how: nothing is learned from them.
+    """
 
     runs: tuple[Measurement, ...]
     cases: tuple[Configuration, ...]
@@ -38,6 +41,7 @@ class Recalibration(Table):
     belief: Posterior
     before: tuple[Prediction, ...]
     after: tuple[Prediction, ...]
+    left_out: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.cases)
@@ -55,7 +59,8 @@ class Recalibration(Table):
         return pd.DataFrame(columns)
 
     def _repr_html_(self) -> str:
-        return super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
+        found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
+        return found + "".join(Html.of("<p>Not used: {}</p>", line) for line in self.left_out)
 
     def memory(self) -> Table | Text:
         """Measured against predicted memory, a row for each run that printed it."""
@@ -148,8 +153,12 @@ def _of_model(timed: Sequence[Measurement]) -> list[tuple[str, str]]:
 
 
 def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> Recalibration:
-    """The constants fitted to the runs whose shape and topology are known, on `cluster` unless they have a plan."""
+    """The constants fitted to the runs whose shape and topology are known, on `cluster` unless they have a plan; not
+    to those whose log leaves open how long an iteration takes.
+    """
     pairs = [(m, case) for m in runs if m.sec_per_it > 0 and (case := case_of(m, cluster))]
+    left_out = tuple(f"{m.name}: {m.time_problems[0]}" for m, _ in pairs if m.time_problems)
+    pairs = [(m, case) for m, case in pairs if not m.time_problems]
     cases, seconds = [case for _, case in pairs], [m.sec_per_it for m, _ in pairs]
     prior = shipped.default(cases[0].cluster, stack(pairs[0][0])) if pairs else Calibration()
     fitted = fit_time(cases, seconds, prior) if pairs else prior
@@ -165,6 +174,7 @@ def recalibrate(runs: Sequence[Measurement], cluster: Cluster | None = None) -> 
         belief=belief,
         before=tuple(predictions(cases, prior)),
         after=tuple(predictions(cases, fitted, belief)),
+        left_out=left_out,
     )
 
 

@@ -1,8 +1,10 @@
 """RunConfig: what ran, from the plan or else the log's launch arguments: shape, parallelism, batch, card."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from trilane.config import cluster
 from trilane.config.cluster import Gpu, card_words
@@ -74,6 +76,20 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
     `gbs` is the full batch size, also of a run that is still ramping up.
     """
     return config_of(plan) if plan else _of_log(log, gpu or card(log))
+
+
+def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
+    """The configuration with the batch size and the sequence length of the rows that `counts` marks."""
+    sizes = {}
+    for name in ("global_batch_size", "seq_length"):
+        values = log.iterations[name].to_numpy(float)[counts] if name in log.iterations else np.empty(0)
+        sizes[name] = float(np.median(values)) if len(values) else 0.0
+    if sizes["global_batch_size"] > 0:
+        config = replace(config, gbs=sizes["global_batch_size"])
+    if (length := int(sizes["seq_length"] if sizes["seq_length"] > 0 else 0)) and length != config.seq_length:
+        shape = replace(config.shape, seq_length=length) if config.shape else None
+        config = replace(config, seq_length=length, shape=shape)
+    return config
 
 
 def config_of(plan: Plan) -> RunConfig:

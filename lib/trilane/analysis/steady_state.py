@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
 from trilane.logs.run import RunLog
+from trilane.utils.files import damaged_lines, json_lines, read_text
+from trilane.workspace.run_folder import MOST_ITERATIONS, STEPS
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
+MOST_S = 1e9  # an iteration of 30 years is a damaged number
 MOST_RANGES = 4  # of iterations that are left out for one reason are listed
 
 
@@ -120,6 +123,23 @@ def ranges(numbers: tuple[int, ...]) -> str:
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     more = sum(map(len, runs[MOST_RANGES:]))
     return ", ".join(words[:MOST_RANGES]) + (f" and {more} more" if more else "")
+
+
+def exact_seconds(log: RunLog) -> RunLog:
+    """The log with the seconds of the steps.jsonl next to it, for each iteration that is in both."""
+    path, exact = log.source.with_name(STEPS), dict[int, float]()
+    text = read_text(path) if path.is_file() else ""
+    for step in json_lines(text):
+        match step:
+            case {"iteration": int(number), "sec_per_it": int() | float() as seconds}:
+                if 0 < number < MOST_ITERATIONS and 0 < seconds < MOST_S:
+                    exact[number] = seconds
+    if damaged := damaged_lines(text):
+        log = replace(log, notes=(*log.notes, f"{damaged} damaged lines of steps.jsonl are left out"))
+    if not exact or "sec_per_it" not in log.iterations:
+        return log
+    seconds = log.iterations["iteration"].map(exact).fillna(log.iterations["sec_per_it"])
+    return replace(log, iterations=log.iterations.assign(sec_per_it=seconds))
 
 
 def mean_seconds(log: RunLog) -> float:

@@ -21,10 +21,8 @@ LONGEST_S = 3600.0
 # Dense fp8 of NVIDIA's B200 (data sheet), the fastest card that trains today; training reaches half of a card's peak.
 FASTEST_FLOPS_PER_S = 4.5e15
 SLOWEST_FLOPS_PER_S = 1e6  # a rate below was printed in units of 1e12 and read in units of 1
-MOST_BYTES, LEAST_BYTES = (
-    288 * 2.0**30,
-    2.0**20,
-)  # the largest cards have 288 GB; an allocator's first block is of 2 MiB
+# The largest cards have 288 GB; an allocator's first block is of 2 MiB.
+MOST_BYTES, LEAST_BYTES = 288 * 2.0**30, 2.0**20
 LARGEST_VOCABULARY = 262_144  # tokens, Gemma's; where the log does not name its own
 AGREE = 1.5  # of two rates of one run: one may be a running mean, or leave out what the other counts
 COUNTS_AGREE = 1.1  # of two counts, which have no spread, over a ramp-up of the batch

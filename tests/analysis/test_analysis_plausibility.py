@@ -1,0 +1,69 @@
+"""Where shape and card are known, what contradicts them is reported, and is no measurement in silence."""
+
+import numpy as np
+import pytest
+from test_measure import ARGUMENTS, log
+
+from trilane.analysis.compare import compare
+from trilane.analysis.measure import measure_log
+from trilane.analysis.recalibrate import recalibrate
+from trilane.config.cluster import cluster
+from trilane.logs.plausibility import Problem
+from trilane.logs.run import RunLog
+
+V100 = cluster("jz-v100-32g")
+
+
+def measured(memory_gib=0.0, **columns):
+    this = log(arguments={**ARGUMENTS, "fp16": True}, **columns)
+    memory = log(1, max_reserved=memory_gib * 2**30).iterations.assign(rank=0)
+    return measure_log(RunLog(**{**vars(this), "memory": memory if memory_gib else this.memory}), gpu=V100.gpu)
+
+
+RIGHT = measured().flops_per_s["narayanan"]  # 2 s an iteration
+CASES = {
+    "as computed": ([], {"flops_per_s_per_gpu": RIGHT}),
+    "another definition": ([], {"flops_per_s_per_gpu": 1.33 * RIGHT}),
+    "rounded away": ([], {"flops_per_s_per_gpu": RIGHT / 500, "sec_per_it": 1000.0}),
+    "a tenth of the computed": (["flops"], {"flops_per_s_per_gpu": RIGHT / 10}),
+    "milliseconds read as seconds": (["flops"], {"flops_per_s_per_gpu": RIGHT, "sec_per_it": 2000.0}),
+    "computed beyond the peak": (["peak"], {"sec_per_it": 0.02}),
+    "printed beyond the peak": (["flops", "peak"], {"flops_per_s_per_gpu": 4e14}),
+    "memory of the card": ([], {"memory_gib": 31.7}),
+    "memory beyond the card": (["memory"], {"memory_gib": 33.0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rate_and_memory_are_held_against_shape_and_card(name):
+    rules, columns = CASES[name]
+    assert [problem.rule for problem in measured(**columns).log.problems] == rules
+
+
+def test_tokens_and_flops_of_a_curriculum_are_those_of_its_sequence_length():
+    """`actual seqlen` 64 of 2048: the tokens are 32 times fewer than the arguments give."""
+    short, whole = (measured(seq_length=length) for length in (64.0, 2048.0))
+    assert whole.tokens_per_s == 16 * 2048 / 2.0 and short.tokens_per_s == whole.tokens_per_s / 32
+    assert short.flops_per_s["size_factor"] == pytest.approx(whole.flops_per_s["size_factor"] / 32, rel=0.02)
+    grown = measured(seq_length=np.repeat([64.0, 2048.0], 10))
+    assert grown.tokens_per_s == whole.tokens_per_s, "the full length counts where it was reached"
+
+
+def test_a_run_whose_numbers_contradict_each_other_teaches_the_planner_nothing():
+    good, bad = measured(), measured(flops_per_s_per_gpu=RIGHT / 10)
+    assert recalibrate([good], V100).runs == (good,) and recalibrate([good], V100).left_out == ()
+    found = recalibrate([good, bad], V100)
+    assert found.runs == (good,) and "TFLOP/s printed" in found.left_out[0]
+    assert "Not used: a.log" in found._repr_html_() and not recalibrate([bad], V100)
+
+
+def test_a_comparison_and_a_table_name_the_contradiction():
+    good, bad = measured(), measured(flops_per_s_per_gpu=RIGHT / 10)
+    assert compare([good], [good]).notes == () and "TFLOP/s printed" in compare([good], [bad]).notes[0]
+    assert good.note == "" and bad.note == "contradicted: flops_per_s_per_gpu"
+
+
+def test_what_says_nothing_about_the_time_leaves_the_time_alone():
+    problem = Problem(rule="bounds", column="lm_loss", message="is wrong")
+    m = measure_log(RunLog(**{**vars(log()), "problems": (problem,)}))
+    assert m.time_problems == () and "lm_loss" in m.note
