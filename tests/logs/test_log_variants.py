@@ -60,11 +60,12 @@ VARIANTS = [
     ),
     (
         "an epoch of many steps, on two nodes",
-        "".join(
+        "+ python train.py --logging_steps 5\n"
+        + "".join(
             2 * f"{{'loss': {loss}, 'grad_norm': 1.5, 'learning_rate': 1e-05, 'epoch': 0.01}}\n"
             for loss in (1.5, 1.25, 1.0)
         ),
-        {"iteration": 3, "lm_loss": 1.0},
+        {"iteration": 15, "lm_loss": 1.0},
     ),
 ]
 
@@ -91,7 +92,7 @@ def test_a_bar_on_a_line_of_its_own_has_the_step_of_the_dict_next_to_it(tmp_path
         text += HF_BAR.format(i=3, n=7, s=1)  # an evaluation's
     (tmp_path / "a.log").write_text(text + HF_DICT.format(loss=3.5) + "done\n")
     table = read_log(tmp_path / "a.log").iterations
-    assert table["iteration"].tolist() == [10, 20, 30, 31] and table["lm_loss"].tolist() == [3.9, 3.8, 3.7, 3.5]
+    assert table["iteration"].tolist() == [10, 20, 30, 40] and table["lm_loss"].tolist() == [3.9, 3.8, 3.7, 3.5]
     assert table["sec_per_it"].tolist()[1:3] == [0.2, 0.2] and set(table["grad_norm"]) == {1.25}
 
 

@@ -78,7 +78,10 @@ FAULTS = {
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
     "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
     "count of iterations": ("iteration", "".join(line(i, used=40 * i) for i in range(1, 20))),
-    "count of epochs": ("iteration", trainer([(n, n / 10) for n in range(1, 21)]) + EXAMPLES),
+    "count of epochs": (
+        "iteration",
+        "+ python train.py --logging_steps 1\n" + trainer([(n, n / 10) for n in range(1, 21)]) + EXAMPLES,
+    ),
 }
 
 

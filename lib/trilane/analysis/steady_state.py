@@ -13,6 +13,7 @@ from trilane.workspace.run_folder import MOST_ITERATIONS, STEPS
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
 MOST_S = 1e9  # an iteration of 30 years is a damaged number
+LEAST_RATE = 0.1  # steps per second: a rate rounded to 0.001 is then right to 0.5 %
 MOST_RANGES = 4  # of iterations that are left out for one reason are listed
 
 
@@ -147,10 +148,13 @@ def mean_seconds(log: RunLog) -> float:
     its rate; NaN where there is neither.
     """
     steps = log.arguments.get("total_optimization_steps")
+    if not steps and "train_iters" in log.iterations and (total := log.iterations["train_iters"].iloc[-1]) > 0:
+        steps = int(total)  # of a progress bar
     if "train_runtime" in log.summary:
         if isinstance(steps, int) and steps > 0:
             return log.summary["train_runtime"] / steps
-        return 1 / (log.summary.get("train_steps_per_second") or math.nan)
+        rate = log.summary.get("train_steps_per_second", 0.0)  # rounded to 0.001
+        return 1 / rate if rate > LEAST_RATE else math.nan
     batch = log.arguments.get("deepspeed.train_batch_size")
     if "samples_per_second" in log.iterations and isinstance(batch, int):
         return batch / float(log.iterations["samples_per_second"].median())

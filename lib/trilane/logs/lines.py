@@ -1,7 +1,7 @@
 """Lines: assigns each line that may matter to its run, and finds where one run ends and the next begins."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from trilane.logs import megatron, run_facts, trainers
 from trilane.logs.fixed_width import MergedLines
 from trilane.logs.partial_run import PartialRun
-from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP
+from trilane.logs.prefilter import ARGUMENT, DIGITS, END, NUMBER, STEP
 from trilane.logs.table import NAN
 from trilane.logs.table_lines import TableLines
 from trilane.utils.validation import require
@@ -35,10 +35,16 @@ class Lines:
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._keep, self._spill = keep, spill
         self.runs = [PartialRun(keep, spill)]
-        self._begun, self._pieces = b"", 0
-        self._pending, self._dict = dict[str, float](), b""  # of the Trainer, whose bar may follow on another line
+        self._begun, self._begun_at, self._pieces = b"", 0, 0
+        self._pending, self._dict, self._dict_at = (
+            dict[str, float](),
+            b"",
+            0,
+        )  # of the Trainer, whose bar may follow on another line
         self._bar: dict[str, float] = {}  # the last one on a line of its own
         self.tables = TableLines(self)
+        self._launches = set[bytes]()  # lines of the current run's launch, every digit as 0
+        self.number = 0  # of the current line in the file
         self.facts = run_facts.RunFacts()
 
     @property
@@ -55,6 +61,8 @@ class Lines:
         """All runs that have any content."""
         self.finish()
         self._settle()
+        for run in self.runs:
+            run.settle_numbers()
         return [run for run in self.runs if run.has_content]
 
     def read(self, line: bytes, kind: int, whole: bool) -> bool:
@@ -76,15 +84,14 @@ class Lines:
         if kind & (NUMBER | STEP) and b"elapsed time per iteration" not in line and self.tables.read(line, whole):
             return True
         if b"iteration" in line and WRAPPED.search(line):
-            self._begun, self._pieces = line, 1
+            self._begun, self._begun_at, self._pieces = line, self.number, 1
             if not whole or len(line) >= MAX_LENGTH or (line.rstrip().endswith(b"|") and b"nan iterations:" in line):
                 self.finish(whole)
             return True
         if len(line) >= MAX_LENGTH:
             return True
-        matched = self.facts.is_launch(line)
-        if matched:
-            self.begin()
+        if matched := self.facts.is_launch(line):
+            self.launch(line)
         if kind & (NUMBER | STEP):
             matched |= self._numbers(line)
             matched |= not self._pending and self.tables.fallback(line, whole)
@@ -114,13 +121,14 @@ class Lines:
         for spans in megatron.iterations(line, whole):
             row = {span.column: span.value(line) for span in spans}
             if whole or "sec_per_it" in row:
-                self.step(row, dialect, row.pop("_rank", NAN), line)
+                self.step(row, dialect, row.pop("_source", NAN), line, self._begun_at)
 
-    def step(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
+    def step(self, row: dict[str, float], dialect: str, rank: float, line: bytes, number: int) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
         if dialect not in self.tables.guesses and self.tables.guesses & set(self.run.dialects):
             self.run.forget()
         others = {name for name in self.run.dialects if name != "deepspeed"}
+        dialect = dialect or next(iter(others & MEGATRON), "megatron-2021" if "lm_loss" in row else "unknown")
         takes = self.run.accepts(row, rank)
         if others and dialect not in others and not others | {dialect} <= MEGATRON:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
@@ -131,24 +139,33 @@ class Lines:
         if takes:
             self._split_after_end()
             self.run.add(row, dialect, rank, line)
+            self.run.saw(row["iteration"], line, number)
         elif dialect not in MEGATRON:
             self.run.dialects[dialect] += 0
             self.run.complete(row)
 
-    def begin(self) -> None:
-        """Begin another run, unless the current one has nothing yet."""
-        if self.run.ends_at_launch:
+    def launch(self, line: bytes) -> None:
+        """Read a line of a launch: of another run where the current one has begun, or has failed and repeats it."""
+        form = line.translate(DIGITS)
+        self.begin(again=bool(self.run.endings) and form in self._launches)
+        self._launches.add(form)
+        self.run.launched = True
+
+    def begin(self, again: bool = False) -> None:
+        """Begin another run, unless the current one has nothing yet; `again`: its launch failed."""
+        if again or self.run.ends_at_launch:
             require(len(self.runs) < MAX_RUNS, "log", f"{len(self.runs)} runs", "its iterations do not rise")
             self._settle()
-            self.runs.append(PartialRun(self._keep, self._spill))
+            self.runs.append(PartialRun(self._keep, self._spill, follows=True))
             self.facts.seen.clear()
+            self._launches.clear()
 
     def _split_after_end(self) -> None:
         """Collect iterations after the scheduler's end in a run of their own, until it is clear whose they are."""
         if self.run.ended_by_scheduler:
             self._settle()
             before = self.run
-            self.runs.append(PartialRun(self._keep, self._spill))
+            self.runs.append(PartialRun(self._keep, self._spill, follows=True))
             self.run.previous = before
 
     def _settle(self) -> None:
@@ -156,19 +173,24 @@ class Lines:
         if (before := self.run.previous) and self.run.may_be_delayed:
             before.absorb(self.runs.pop())
 
-    def extend(self, steps: MergedLines, line: bytes) -> bool:
-        """Add iterations in bulk if they simply continue the run, else return False; `line` is the last one."""
+    def extend(self, steps: MergedLines, ends: Sequence[tuple[bytes, int]]) -> bool:
+        """Add iterations in bulk if they simply continue the run, else return False; `ends`: the first and the last
+        line, and their numbers in the file."""
         run, number = self.run, steps.values[0]
-        ranks = steps.values[steps.names.index("_rank")] if "_rank" in steps.names else np.array([NAN])
+        ranks = steps.values[steps.names.index("_source")] if "_source" in steps.names else np.array([NAN])
         rises = not run.iterations.rows or number[0] > run.iterations.last("iteration")
         same_rank = len(ranks) == 1 or (bool((ranks == ranks[0]).all()) and ranks[0] == ranks[0])
         known = not run.iterations.rows or (run.rank != run.rank and ranks[0] != ranks[0]) or run.rank == ranks[0]
         others = {name for name in run.dialects if name != "deepspeed"} | set(steps.dialects)
         if not (rises and same_rank and known and len(others) == 1 and (np.diff(number) > 0).all()):
             return False
-        keep = [i for i, name in enumerate(steps.names) if name != "_rank"]
+        keep = [i for i, name in enumerate(steps.names) if name != "_source"]
         self._split_after_end()
-        self.run.extend([steps.names[i] for i in keep], steps.values[keep], steps.dialects[0], float(ranks[0]), line)
+        self.run.extend(
+            [steps.names[i] for i in keep], steps.values[keep], steps.dialects[0], float(ranks[0]), ends[-1][0]
+        )
+        for place, end in zip((0, -1), ends, strict=True):
+            self.run.saw(number[place], *end)
         return True
 
     def _numbers(self, line: bytes) -> bool:
@@ -176,9 +198,9 @@ class Lines:
         rank, matched = megatron.rank(line), True
         if b"{'" in line:
             self._hf(line)
-        elif line.lstrip().startswith(b'{"'):
+        elif b'{"' in line and b'"sec_per_it"' in line:
             if row := trainers.trilane_step(line):
-                self.step(row, "trilane", NAN, line)
+                self.step(row, "trilane", megatron.source(line), line, self.number)
                 if timers := trainers.trilane_timers(line):
                     values = np.array([[value] for value in timers.values()])
                     self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
@@ -186,9 +208,11 @@ class Lines:
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in trainers.deepspeed_steps(line):
-                if not self.run.iterations.rows and row["iteration"] < self.run.iteration:
+                if self.run.restarts(row):
                     self.begin()
-                self.run.add_companion(self.run.timed(row, trainers.timestamp(line), "deepspeed"), line)
+                self.run.add_companion(row, trainers.timestamp(line), line)
+                if not self.run.iterations.rows:
+                    self.run.saw(self.run.iteration, line, self.number)
         else:
             matched = False
         return self.facts.numbers(line, rank, self.run) or matched
@@ -202,7 +226,7 @@ class Lines:
                 self.run.last_line = line
             elif values != self._pending:
                 self._release()
-                self._pending, self._dict = values, line
+                self._pending, self._dict, self._dict_at = values, line, self.number
                 if "step" in values:
                     self._release()
 
@@ -218,9 +242,10 @@ class Lines:
             known = {name: column for name, column in trainers.HF.items() if name in values}
             if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in known.items()):
                 return  # another node's copy; epochs alone are rounded, and equal for many steps
-            every = run.arguments.get("logging_steps")
-            row = trainers.hf_iteration(values, run.iteration, every if isinstance(every, int) else 1)
-            self.step(run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict)
+            row = trainers.hf_iteration(values, run.number(values.get("step")))
+            self.step(
+                run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict, self._dict_at
+            )
 
 
 def _complete_fields(line: bytes) -> int:

@@ -18,7 +18,16 @@ VALIDATION = re.compile(  # not of the test set; gpt-neox prints "results" and "
 FIELD = re.compile(
     rb"\s*+([^:|\s][^:|]*?)(?<!\s)\s*+(:?)\s*+([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|(?i:nan|inf)))(?:/[\d.]+)?\s*([KMGTP]?FLOPS)?\s*(?:\||$)"
 )
-PREFIX = re.compile(rb"^\s*(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): )")
+# what launchers put before a line: a rank (the first four groups), or a process or host, which sources of copies have
+PREFIX = re.compile(
+    rb"^\s*(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): |\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
+    rb"|\[(\d{1,9})\]:?|[A-Za-z][\w-]{0,80}?(\d{1,9})(?:\.[\w.-]{1,200})?: )"
+)
+RANKS = 4
+LEAD = re.compile(  # what collectors of logs, and loggers, put before it
+    rb"^(?:\[[\w./ -]{1,200}\] |[\w.-]{1,100}-\d+ \w{1,40} |[A-Z]{4,8}:[\w.]{1,80}:"
+    rb"|\[?\d{4}-\d\d-\d\d[ T][\d:.,]{8,20}Z?\]?(?:\[\w{1,80}\]){0,4} ?(?:- \w{1,40} - )?)"
+)
 LONGEST_FIELD = 200  # bytes between two bars: matching time grows with the square of the digits
 NEOX_RATE = re.compile(rb"samples/sec: (\d+(?:\.\d*)?) \|\s*$")
 PREFIXES = {b"": 1.0, b"K": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12, b"P": 1e15}
@@ -73,9 +82,12 @@ def iterations(line: bytes, whole: bool = True) -> Iterator[list[Span]]:
             spans.append(Span("samples_per_second", *rate.span(1)))
         end, stop = this.end(), after.start() if after else len(line)
         known = {span.column for span in spans}
-        spans += [s for s in _fields(line, this.end(), stop, whole or after is not None) if s.column not in known]
+        fields = [s for s in _fields(line, this.end(), stop, whole or after is not None) if s.column not in known]
+        # some forks print the loss without a name before it
+        plain = "loss" if all(s.column != "lm_loss" for s in fields) else ""
+        spans += [s._replace(column="lm_loss") if s.column == plain else s for s in fields]
         if prefix := PREFIX.match(line):
-            spans.append(Span("_rank", *prefix.span(prefix.lastindex or 0)))
+            spans.append(Span("_source", *prefix.span(prefix.lastindex or 0)))
         yield spans
 
 
@@ -133,7 +145,9 @@ def timers(line: bytes) -> list[Span]:
                 spans.append(Span(name, start + begin, start + end, 1.0, 1e3))
             start += len(part) + 1
         return spans
-    if found := TIMER.match(line):
+    if b"...:" in line and (
+        found := TIMER.match(line) or TIMER.match(b" " * (len(line) - len(rest := body(line))) + rest)
+    ):
         name = found[1].decode()
         last = [Span(name, *found.span(3 if found[3] else 2), 1.0, 1e3)]
         return [Span(f"{name} min", *found.span(2), 1.0, 1e3), *last] if found[3] else last
@@ -143,11 +157,27 @@ def timers(line: bytes) -> list[Span]:
 def rank(line: bytes) -> float:
     """The rank that the line's prefix names; NaN without one."""
     prefix = PREFIX.match(line)
+    return float(prefix[prefix.lastindex or 0]) if prefix and (prefix.lastindex or 0) <= RANKS else float("nan")
+
+
+def source(line: bytes) -> float:
+    """The number of the rank, process or host that the line's prefix names; NaN without one."""
+    prefix = PREFIX.match(line)
     return float(prefix[prefix.lastindex or 0]) if prefix else float("nan")
 
 
+def body(line: bytes) -> bytes:
+    """The line without what launchers, collectors of logs and loggers put before it."""
+    for _ in range(3):
+        found = PREFIX.match(line) or LEAD.match(line)
+        if not found:
+            break
+        line = line[found.end() :]
+    return line
+
+
 def dialect(line: bytes) -> str:
-    """Which of Megatron's relatives printed the iteration line."""
+    """Which of Megatron's relatives printed the iteration line; "" where nothing but its number shows it."""
     if b"samples/sec:" in line or b"approx flops per GPU" in line:
         return "gpt-neox"
     if b"(tgs)" in line or b"actual seqlen" in line:
@@ -156,4 +186,4 @@ def dialect(line: bytes) -> str:
         return "megatron-deepspeed-2022"
     if b"throughput per GPU" in line or re.search(rb"\[\d{4}-\d\d-\d\d [\d:.]+\]\s+iteration", line):
         return "megatron-lm"
-    return "megatron-2021"
+    return "megatron-2021" if b"elapsed time per iteration" in line else ""

@@ -13,9 +13,12 @@ from trilane.logs.arguments import Value
 from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
 from trilane.logs.table import NAN, NumericTable
+from trilane.logs.trainers import logging_steps, timestamp
 
+UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
+MAX_CLOCK = 200  # time stamps of lines that are noted
 MAX_LATE = 1000  # iterations, where they have no times
 
 
@@ -23,7 +26,7 @@ class PartialRun:
     """What was read of a run so far; `keep` and `spill` as in NumericTable. Tables grow by 8 bytes a number; everything
     else is bounded by the number of ranks and names."""
 
-    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
+    def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None, follows: bool = False) -> None:
         self._table = partial(NumericTable, keep, spill)
         self.iterations, self.companion = self._table(), self._table()
         self.timers, self.bandwidth = NumericTable(keep), NumericTable()
@@ -36,10 +39,19 @@ class PartialRun:
         self.endings: list[Ending] = []
         self.previous: PartialRun | None = None  # the run that these lines may belong to
         self.rank = NAN  # that prints the iterations, if known
+        self._printed: dict[float, float] = {}  # the last iteration of each source of lines
+        self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
+        self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
+        self.notes: list[str] = []
         self.root_rank: int | None = None
         self.first_iteration = 1  # what the program calls its first iteration
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
+        self.first_number = self.last_number = 0  # of the lines of the first and last iteration; 0: unknown
+        self.follows = follows  # whether another run stands before it in the file
+        self.launched = False  # whether a line of its launch was read
+        self._clock: list[tuple[float, float]] = []
+        self._next_clock = 0  # rows from which the next line's time is noted
         self._last: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time stamp
         self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of time stamps
 
@@ -50,6 +62,21 @@ class PartialRun:
             if table.rows:
                 return table.last("iteration")
         return 0.0
+
+    @property
+    def clock(self) -> tuple[tuple[float, float], ...]:
+        """Iteration and seconds since 1970 of the first, the last and some lines between, by their own time stamps."""
+        last = (self.iteration, timestamp(self.last_line)) if self.rows else (NAN, NAN)
+        return tuple(dict.fromkeys(pair for pair in (*self._clock, last) if pair[1] == pair[1]))
+
+    def saw(self, iteration: float, line: bytes, number: int) -> None:
+        """Note the line of an iteration that was read, and its number in the file."""
+        self.first_number, self.last_number = self.first_number or number, number
+        if self.rows >= self._next_clock:
+            self._clock.append((iteration, timestamp(line)))
+            if len(self._clock) > MAX_CLOCK:
+                del self._clock[1::2]
+            self._next_clock = self.rows + max(1, self.rows // MAX_CLOCK)
 
     @property
     def rows(self) -> int:
@@ -86,7 +113,7 @@ class PartialRun:
         self.timers.append(late.timers)
         self.validation.append(late.validation)
         self.dialects += late.dialects
-        self.last_line = late.last_line
+        self.last_line, self.last_number = late.last_line, late.last_number
         self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
         self.memory |= late.memory
         self.places |= late.places
@@ -97,8 +124,8 @@ class PartialRun:
 
     @property
     def has_content(self) -> bool:
-        """Whether it has iterations, a summary, a benchmark or an ending."""
-        return self.ends_at_launch or bool(self.endings)
+        """Whether it has iterations, a summary, a benchmark or an ending, or is a launch after another run."""
+        return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
 
     def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
         """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
@@ -112,16 +139,18 @@ class PartialRun:
         self.timed_by_stamps.add(dialect)
         return row | {"sec_per_it": seconds / steps}
 
-    def accepts(self, row: Mapping[str, float], rank: float) -> bool | None:
+    def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
         """Whether the row is the next of this run; None if it was read before, as several ranks may print the same."""
-        last = self.iterations.last("iteration")
-        if not self.iterations.rows or row["iteration"] > last:
+        number, last = row["iteration"], self.iterations.last("iteration")
+        before = self._printed.get(source)
+        self._printed[source] = number
+        if not self.iterations.rows or number > last:
             return True
-        if rank == rank and self.rank == self.rank and rank != self.rank:
+        # a source that lags behind another one, or begins after it, prints copies
+        if source == source and (number > before if before is not None else self.rank == self.rank):
             return None
-        same = row["iteration"] == last
         known = [n for n in ("lm_loss", "sec_per_it", "consumed_samples", "epoch") if n in row and n in self.iterations]
-        if same and all(row[n] == self.iterations.last(n) or row[n] != row[n] for n in known):
+        if number == last and all(row[n] == self.iterations.last(n) or row[n] != row[n] for n in known):
             return None
         return False
 
@@ -147,7 +176,40 @@ class PartialRun:
     def _count(self, dialect: str, rows: int, rank: float, line: bytes) -> None:
         self.dialects[dialect] += rows
         self.rank = self.rank if self.rank == self.rank else rank
+        self._printed[rank] = self.iterations.last("iteration")
         self.last_line = line
+
+    def number(self, step: float | None) -> float:
+        """The number of the Trainer's next iteration: `step` where the log has it, else the last one and
+        `logging_steps`, or as far again as from the one before; else it is counted, see renumber."""
+        last, rows, every = self.iteration, self.iterations.rows, self.arguments.get("logging_steps")
+        if step is not None:
+            if self.counted and rows and step % (rows + 1) == 0:
+                self.renumber(int(step) // (rows + 1), int(step) // (rows + 1))
+            self.counted = False
+            return step
+        if isinstance(every, int) and every > 0:
+            return last + every
+        if rows > 1 and not self.counted:
+            return 2 * last - self.iterations.at("iteration", rows - 2)
+        self.counted = True
+        return last + 1
+
+    def settle_numbers(self) -> None:
+        """Number iterations that were counted 1, 2, 3 by their epochs, where these show their steps."""
+        if self.counted and self.iterations.rows:
+            epoch = self.iterations.column("epoch") if "epoch" in self.iterations else np.empty(0)
+            self.renumber(*logging_steps(self.arguments, epoch))
+
+    def renumber(self, first: int, every: int) -> None:
+        """Number counted iterations from `first` on by steps of `every`; 0: their numbers are not known."""
+        table = self.iterations
+        numbers = first + every * np.arange(table.rows) if every else np.full(table.rows, NAN)
+        table.replace("iteration", numbers.astype(float))
+        if "sec_per_it" in table:
+            table.replace("sec_per_it", table.column("sec_per_it") / (every or NAN))
+        if not every:
+            self.notes.append(UNNUMBERED)
 
     def complete(self, row: dict[str, float]) -> None:
         """Add what another rank or reporter prints for an iteration already read: only the last stage has a loss."""
@@ -157,15 +219,38 @@ class PartialRun:
                 place, {n: v for n, v in row.items() if n not in table or table.at(n, place) != table.at(n, place)}
             )
 
-    def add_companion(self, row: dict[str, float], line: bytes) -> None:
-        """Add DeepSpeed's own numbers, a row for each iteration; used only where no other dialect reports any."""
+    def restarts(self, row: Mapping[str, float]) -> bool:
+        """Whether a row of DeepSpeed's, of a run without other iterations, shows that another run has begun."""
+        name = "since_start" if "since_start" in row else "iteration"
+        return not self.iterations.rows and row[name] < self._of_deepspeed.get(name, 0.0)
+
+    def add_companion(self, row: dict[str, float], time_s: float, line: bytes) -> None:
+        """Add DeepSpeed's own numbers, a row for each iteration; used only where no other dialect reports any.
+
+        Steps counted since the start of the process are iterations where nothing else numbers them, or both agree;
+        else their rate is that of the last iteration.
+        """
         self.dialects["deepspeed"] += 0
-        if not self.iterations.rows:
-            self.last_line = line
-        if self.companion.rows and self.companion.last("iteration") == row["iteration"]:
-            self.companion.change_last(row)
+        if self.iterations.rows:
+            return
+        self.last_line, table, seen = line, self.companion, self._of_deepspeed
+        since = row.pop("since_start", None)
+        if since is None:
+            if seen.keys() == {"since_start"} and row["iteration"] > 2 * seen["since_start"]:
+                table = self.companion = self._table()  # a resumed run: its rates alone were counted so far
+                self._last.pop("deepspeed", None)
+            seen["iteration"] = row["iteration"]
         else:
-            self.companion.add(row)
+            seen["since_start"] = since
+            if seen.get("iteration", 0.0) > since:
+                table.change_last(row)
+                return
+            row = {"iteration": since, **row}
+        row = self.timed(row, time_s, "deepspeed")
+        if table.rows and table.last("iteration") >= row["iteration"]:
+            table.change(table.find("iteration", row["iteration"]) or table.rows - 1, row)
+        else:
+            table.add(row)
 
     def add_timers(self, names: Sequence[str], at: np.ndarray, values: np.ndarray) -> None:
         """Add timers in seconds, (names, rows), printed after the increasing iterations `at`. The last value counts."""

@@ -85,7 +85,7 @@ class Reader:
     """Reads blocks in order; `close` returns a PartialRun for each run. `keep` and `spill` as in NumericTable."""
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
-        self._lines = Lines(keep, spill)
+        self._lines, self._before = Lines(keep, spill), 0  # the lines before the block
         self._forms, self._cache = Forms(), LineCache(self._lines.tables.words)
 
     def feed(self, block: bytes) -> None:
@@ -109,9 +109,11 @@ class Reader:
                 continue
             if min(steps.first, timers.first) < number:
                 steps, timers = self._flush(number, steps, timers, block, starts, stops)
+            lines.number = self._before + number + 1
             if not lines.read(line, kind, whole=number < last):
                 self._cache.add(line)
         self._flush(last + 1, steps, timers, block, starts, stops)
+        self._before += last
 
     def runs(self) -> list[PartialRun]:
         """The runs read so far, which grow; a line that the next may continue is not in them yet."""
@@ -141,12 +143,16 @@ class Reader:
         lines = self._lines
         lines.finish()
         first = lines.run.iteration
-        if not len(now.at) or lines.extend(now, block[starts[now.at[-1]] : stops[now.at[-1]]]):
+        ends = (
+            [(block[starts[i] : stops[i]], self._before + int(i) + 1) for i in now.at[[0, -1]]] if len(now.at) else []
+        )
+        if not len(now.at) or lines.extend(now, ends):
             iterations = np.concatenate([[first], now.values[0] if len(now.at) else []])
             at, values = by_iteration(timed, iterations[np.searchsorted(now.at, timed.at)])
             lines.run.add_timers(timed.names, at, values)
         else:  # the iterations do not simply increase: another run begins, or several ranks print
             for number in np.sort(np.concatenate([now.at, timed.at])).tolist():
+                lines.number = self._before + number + 1
                 lines.read(block[starts[number] : stops[number]], ALL, whole=True)
                 lines.finish()
         return steps, timers

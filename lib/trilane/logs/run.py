@@ -219,7 +219,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,
-        notes=tuple(filter(None, (note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
+        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
     )
 
 

@@ -9,9 +9,10 @@ from trilane.logs.partial_run import PartialRun
 
 LAUNCH = re.compile(
     rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
-    rb"|- INFO - Starting job: "
+    rb"|- INFO - Starting job: |Setting OMP_NUM_THREADS environment variable|\[runner\.py:\d+:main\] cmd ="
+    rb"|values were not passed to `accelerate launch`"
 )
-LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py")
+LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed|Starting job|\.py|OMP_NUM|accelerate")
 HF_COUNT = rb">>  "
 MAX_OTHER_LINES = 2000  # without an argument, after which a dump counts as closed
 MAX_TRACEBACK = 500  # lines

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from trilane.logs.lines import Lines
 
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
-Block = tuple[Dialect, dict[str, float], float, bytes]  # row, rank and first line of an iteration of several lines
+Block = tuple[Dialect, dict[str, float], bytes, int]  # row, first line and its number, of an iteration of several lines
 
 
 class TableLines:
@@ -39,7 +39,7 @@ class TableLines:
                 if whole or span.stop < len(line):
                     row[span.column] = row.get(span.column, 0.0) + span.value(line)
             if "iteration" in row:
-                self.block, self._length = (dialect, row, megatron.rank(line), line), 0
+                self.block, self._length = (dialect, row, line, self._lines.number), 0
                 if dialect.lines != "block":
                     self.end_block()
             return True
@@ -55,7 +55,7 @@ class TableLines:
         """Read a line of that dialect that is no iteration."""
         if dialect.is_launch(line):
             self._lines.finish()
-            self._lines.begin()
+            self._lines.launch(line)
         elif dialect.is_end(line):
             self._lines.finish()
             self._lines.run.add_ending(endings.planned_end(line, self._lines.run.rows))
@@ -81,14 +81,15 @@ class TableLines:
 
     def end_block(self) -> None:
         if self.block:
-            (dialect, row, rank, line), self.block = self.block, None
+            (dialect, row, line, number), self.block = self.block, None
             if (rate := row.pop("iterations_per_second", 0.0)) > 0:
                 row.setdefault("sec_per_it", 1 / rate)
             row = self._lines.run.timed(row, row.get("time_s", trainers.timestamp(line)), dialect.name)
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
                 self._lines.run.iterations.change_last(row)
             else:
-                self._lines.step(row, dialect.name, rank, line)
+                self._lines.step(row, dialect.name, megatron.source(line), line, number)
             self._lines.run.first_iteration = dialect.first_iteration
             if held := {name: row[name] for name in MEMORY if name in row}:
+                rank = megatron.rank(line)
                 self._lines.run.add_memory({"rank": 0.0 if rank != rank else rank, **held})

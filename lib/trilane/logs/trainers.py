@@ -2,25 +2,36 @@
 
 import json
 import re
-from collections.abc import Iterator
-from datetime import datetime
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from trilane.logs.megatron import PREFIXES
+import numpy as np
+
+from trilane.logs.arguments import Value
+from trilane.logs.megatron import PREFIXES, body
 from trilane.logs.table import NAN
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
 ENTRY = re.compile(rb"'(\w+)': '?(?:[\w.]+\()?([-+]?[\w.+-]+)'?")  # also tensor(1.25, device=..)
+OF_TOTAL = re.compile(rb"'global_step/max_steps': '(\d{1,15})/(\d{1,15})'")  # ms-swift's
 BAR = re.compile(
     rb"(\d{1,15})/(\d{1,15}) \[(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})<"
 )  # tqdm's bar on the same line, with the time passed
-COUNT = re.compile(rb">>\s+(Total optimization steps|Total train batch size[^=]{0,100}|Num examples) = (\d[\d,]{0,20})")
-COUNTS = {b"Total optimization steps": "total_optimization_steps", b"Num examples": "num_examples"}
-STAMP = re.compile(rb"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+COUNT = re.compile(
+    rb">>\s+(Total optimization steps|Num Epochs|Total train batch size[^=]{0,100}|Num examples) = (\d[\d,]{0,20})"
+)
+COUNTS = {
+    b"Total optimization steps": "total_optimization_steps",
+    b"Num examples": "num_examples",
+    b"Num Epochs": "num_epochs",
+}
+STAMP = re.compile(rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
 LONGEST_BAR = 1000  # bytes
+MOST_INTERVALS = 1000  # that are tried between two loss dicts
 GIB = 2**30  # what DeepSpeed prints as GB is GiB
 VALUE = rb"([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf))"
 STEP = re.compile(rb"\[Rank \d+\] step=(\d+), skipped=(\d+), lr=\[?" + VALUE + rb"?")
@@ -40,15 +51,17 @@ EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)")
 
 
 def timestamp(line: bytes) -> float:
-    """Seconds since 1970 of the first time stamp in the line; NaN if there is none."""
+    """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is none."""
     found = STAMP.search(line)
     if not found:
         return NAN
+    year, month, day, month_us, day_us, year_us, hour, minute, second, fraction = found.groups()
+    date = (int(year or year_us), int(month or month_us), int(day or day_us))
     try:
-        whole = datetime.fromisoformat(f"{found[1].decode()}T{found[2].decode()}+00:00")
+        whole = datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC)
     except ValueError:
         return NAN
-    return whole.timestamp() + (float(b"0." + found[3]) if found[3] else 0.0)
+    return whole.timestamp() + (float(b"0." + fraction) if fraction else 0.0)
 
 
 def hf_dicts(line: bytes) -> list[dict[str, float]]:
@@ -60,6 +73,8 @@ def hf_dicts(line: bytes) -> list[dict[str, float]]:
             found.append(values)
     if found:
         found[0] |= bar(line)
+        if steps := OF_TOTAL.search(line):
+            found[0] |= {"step": float(steps[1]), "total": float(steps[2])}
     return found
 
 
@@ -84,11 +99,33 @@ def bar_parts(line: bytes) -> list[bytes]:
     return parts
 
 
-def hf_iteration(values: dict[str, float], before: float, every: float) -> dict[str, float]:
-    """The row of a loss dict. Its iteration is the bar's step, or `before` + `every` (logging_steps) without a bar."""
+def hf_iteration(values: dict[str, float], number: float) -> dict[str, float]:
+    """The row of a loss dict, of the iteration of that number."""
     row = {HF[name]: value for name, value in values.items() if name in HF}
-    row["iteration"] = values.get("step", before + every)
-    return row | ({"train_iters": values["total"]} if "total" in values else {})
+    return row | {"iteration": number} | ({"train_iters": values["total"]} if "total" in values else {})
+
+
+def logging_steps(arguments: Mapping[str, Value], epoch: np.ndarray) -> tuple[int, int]:
+    """First iteration, and iterations from one loss dict to the next, of `epoch` where dicts have no step; (0, 0) where
+    the log does not show them: one pair alone must give the epochs that are printed, rounded to 0.01 or finer.
+    """
+    counts = {name: n for name, n in arguments.items() if isinstance(n, int) and not isinstance(n, bool) and n > 0}
+    total, epochs = counts.get("total_optimization_steps"), counts.get("num_epochs")
+    batch, examples = counts.get("total_train_batch_size"), counts.get("num_examples")
+    each = total / epochs if total and epochs else examples / batch if examples and batch else NAN  # steps of an epoch
+    if not len(epoch) or each != each:
+        return 0, 0
+    digits = max(2, *(len(repr(float(value)).partition(".")[2]) for value in epoch[:100]))
+    rounded = 0.5 * 10.0**-digits + 1e-9
+    lines = len(epoch) - 1
+    about = (epoch[-1] - epoch[0]) * each / lines if lines else epoch[0] * each
+    near = 2 * rounded * each / max(1, lines) + 1
+    found = list[tuple[int, int]]()
+    for every in range(max(1, int(about - near)), int(min(about + near, about + MOST_INTERVALS)) + 2):
+        first = max(1, round(epoch[0] * each / every)) * every
+        if (abs((first + every * np.arange(lines + 1)) / each - epoch) <= rounded).all():
+            found.append((first, every))
+    return found[0] if len(found) == 1 else (0, 0)
 
 
 def hf_count(line: bytes) -> tuple[str, int] | None:
@@ -102,7 +139,7 @@ def hf_count(line: bytes) -> tuple[str, int] | None:
 def trilane_step(line: bytes) -> dict[str, float] | None:
     """The row of a line of steps.jsonl; None for any other text."""
     try:
-        values: Any = json.loads(line)
+        values: Any = json.loads(line[line.index(b"{") :])
     except (ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or "iteration" not in values or "sec_per_it" not in values:
@@ -117,7 +154,7 @@ def trilane_step(line: bytes) -> dict[str, float] | None:
 def trilane_timers(line: bytes) -> dict[str, float]:
     """The timers in a line that trilane_step() reads, in seconds: the maximum over ranks, and the minimum as `<name>
     min`."""
-    timers = json.loads(line).get("timers")
+    timers = json.loads(line[line.index(b"{") :]).get("timers")
     pairs = timers.items() if isinstance(timers, dict) else ()
     whole = {
         name: pair for name, pair in pairs if isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
@@ -128,7 +165,10 @@ def trilane_timers(line: bytes) -> dict[str, float]:
 
 
 def deepspeed_steps(line: bytes) -> Iterator[dict[str, float]]:
-    """Rows of the optimizer steps in a line, from any of three reporters. Step 0, printed at start-up, is left out."""
+    """Rows of the optimizer steps in a line, from any of three reporters. Step 0, printed at start-up, is left out.
+
+    The rate's reporter counts from the start of the process (`since_start`), the others from the run's first step.
+    """
     for found in STEP.finditer(line):
         if int(found[1]) > 0:
             row = {"iteration": float(found[1]), "skipped_total": float(found[2])}
@@ -139,7 +179,7 @@ def deepspeed_steps(line: bytes) -> Iterator[dict[str, float]]:
     for found in THROUGHPUT.finditer(line):
         current = CURRENT.search(line, found.end(), found.end() + 200)
         rate = float(current[1] if current else found[3])
-        yield {"iteration": float(found[1] or found[2]), "samples_per_second": rate}
+        yield {"since_start": float(found[1] or found[2]), "samples_per_second": rate}
 
 
 def deepspeed_memories(line: bytes) -> Iterator[dict[str, float]]:
@@ -153,7 +193,7 @@ def deepspeed_memories(line: bytes) -> Iterator[dict[str, float]]:
 
 def flops_profile(line: bytes) -> tuple[str, float] | None:
     """Name and value of a flops profiler line, in FLOP/s, seconds or a count; None for other lines."""
-    found = PROFILE.match(line)
+    found = PROFILE.match(line) or PROFILE.match(body(line))
     if not found:
         return None
     value = float(found[2]) * PREFIXES[found[3]] * SECONDS.get(found[4] or b"", 1.0)
