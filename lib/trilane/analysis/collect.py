@@ -51,7 +51,11 @@ class MeasuredRuns(Table):
         return frame(self.runs)
 
     def endings(self) -> Table:
-        """How each run ended, and the line that proves it."""
+        """How each run ended, the line that proves it, the nodes at fault, and who did not come to a collective."""
+        more = {
+            "exclude": [m.log.exclude for m in self.runs],
+            "did not come": [short("; ".join(m.log.collectives), 200) for m in self.runs],
+        }
         return Columns(
             {
                 "run": [m.name for m in self.runs],
@@ -60,6 +64,7 @@ class MeasuredRuns(Table):
                 "status": [str(m.status) for m in self.runs],
                 "iterations": [len(m.log.iterations) for m in self.runs],
                 "evidence": [short(m.log.evidence, 80) for m in self.runs],
+                **{name: column for name, column in more.items() if any(column)},
             }
         )
 

@@ -142,6 +142,7 @@ class Measurement:
             "hosts": list(log.hosts),
             "gpus": list(log.gpus),
             "exclude": log.exclude,
+            "collectives": list(log.collectives),
             "arguments": dict(log.arguments),
             "iterations": len(log.iterations),
             "first_iteration": log.first_iteration,

@@ -134,12 +134,16 @@ def record_text(values: dict[str, Any]) -> str:
     )
     numbers = ", ".join(filter(None, parts))
     wrong = "".join(f"\n  problem: {Problem(**problem)}" for problem in values["problems"])
-    places = (
-        f"node {', '.join(values['hosts'])}" * bool(values["hosts"]),
-        f"GPU {', '.join(values['gpus'])}" * bool(values["gpus"]),
-        f"--exclude={values['exclude']}" * bool(values["exclude"]),
+    head = f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}"
+    return f"{head}{_places(values)}{wrong}"
+
+
+def _places(values: dict[str, Any]) -> str:
+    """Lines with node, GPU and --exclude of an ending, and with who did not come to a collective."""
+    named = (
+        ("node ", ", ".join(values["hosts"])),
+        ("GPU ", ", ".join(values["gpus"])),
+        ("--exclude=", values["exclude"]),
     )
-    place = f"\n  {', '.join(filter(None, places))}" if any(places) else ""
-    return (
-        f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}{place}{wrong}"
-    )
+    where = ", ".join(word + text for word, text in named if text)
+    return "".join(f"\n  {line}" for line in (*filter(None, [where]), *values["collectives"]))

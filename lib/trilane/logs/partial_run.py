@@ -14,6 +14,7 @@ from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, 
 from trilane.logs.hardware import Device
 from trilane.logs.table import NAN, NumericTable
 from trilane.logs.trainers import logging_steps, timestamp
+from trilane.logs.watchdog import Watchdogs
 
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
@@ -45,6 +46,7 @@ class PartialRun:
         self.notes: list[str] = []
         self.root_rank: int | None = None
         self.first_iteration = 1  # what the program calls its first iteration
+        self.watchdogs = Watchdogs()
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
         self.first_number = self.last_number = 0  # of the lines of the first and last iteration; 0: unknown

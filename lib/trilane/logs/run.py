@@ -57,6 +57,7 @@ class RunLog(Table):
     status       how it ended; `evidence` is the line that proves it, `rank` the rank that printed it (None if unknown),
                  `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
                  line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
+    collectives  who did not come, by what the ranks' NCCL watchdogs print: a sentence a process group
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
     spilled      further columns of the iterations, in files, if reading was given a folder for them
@@ -81,6 +82,7 @@ class RunLog(Table):
     hosts: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     exclude: str = ""
+    collectives: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
@@ -219,6 +221,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,
+        collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
     )
 

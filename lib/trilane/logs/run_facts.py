@@ -6,6 +6,7 @@ import numpy as np
 
 from trilane.logs import arguments, endings, hardware, megatron, trainers
 from trilane.logs.partial_run import PartialRun
+from trilane.logs.watchdog import WORDS
 
 LAUNCH = re.compile(
     rb"using world size:|-{6} arguments -|[Ii]nitializing torch distributed|\*{5} Running training|DeepSpeed info: "
@@ -93,6 +94,8 @@ class RunFacts:
 
     def end(self, line: bytes, run: PartialRun) -> bool:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""
+        if any(word in line for word in WORDS):
+            run.watchdogs.read(line)
         was_open = self.traceback > 0
         raised = self._raised(line, run)
         ignored = self._ignored and (was_open or self.traceback > 0)  # raised by a destructor, which no caller sees
@@ -121,6 +124,7 @@ class RunFacts:
             self._host = ""
         elif (told := endings.NCCL_RANK.search(line)) and int(told[4]) >= self._nranks:
             self._nranks = int(told[4])  # the largest communicator numbers the ranks of the run
+            run.watchdogs.world = max(run.watchdogs.world, self._nranks)
             run.places.setdefault(int(told[3]), (endings.text(told[1]), str(int(told[2]))))
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:

@@ -1,0 +1,144 @@
+"""Who did not come to a collective, by what the ranks' NCCL watchdogs print when it times out."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from trilane.utils.tables import one_line
+
+# torch's ProcessGroupNCCL.cpp, 1.13 to 2.13: a rank is `[Rank 3]`, `[PG 1 Rank 3]`, `[PG 0 (default_pg) Rank 3]` or
+# `[PG ID 0 PG GUID 0(default_pg) Rank 3]`, numbered within its process group, and since 2.2 `[rank3]:` in the run.
+# https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
+MEMBER = re.compile(
+    rb"\[(?:PG (?:ID )?(\d{1,9}) ?(?:PG GUID ([^\s()\]]{1,64}))? ?(?:\(([^()]{1,64})\))? ?)?Rank (\d{1,7})\]"
+)
+GLOBAL = re.compile(rb"\[rank(\d{1,7})\]")
+TIMED_OUT = re.compile(
+    rb"WorkNCCL\(SeqNum=(\d{1,18}), OpType=(\w{1,60})(?:, NumelIn=(\d{1,18}))?.{0,400}\) ran for \d|"
+    rb"Timeout at NCCL work: (\d{1,18})"
+)
+DETECTED = re.compile(rb"detected by watchdog at work(?: sequence id)?: (\d{1,18})")
+COUNTS = re.compile(
+    rb"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,18}),.{0,120}[Ll]ast completed (?:NCCL )?work: (-?\d{1,18})"
+)
+# TORCH_NCCL_DESYNC_DEBUG=1, https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/TraceUtils.h
+NEVER = re.compile(rb"ranks \[([\d, ]{1,60000})\] are the lagging ranks")
+BEHIND = re.compile(rb"\[([\d, ]{1,60000})\] finished collective #(\d{1,18}), but didn't join")
+WORDS = (b"WorkNCCL", b"NCCL work", b"by watchdog", b"nqueued", b"lagging", b"didn't join")
+DEFAULT = "default_pg"
+MAX_REPORTS = 200_000  # of ranks in process groups
+SHOWN = 8  # process groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A rank in a process group: the work that timed out there (-1: none), its collective and elements, and the last
+    work that the rank had enqueued and completed (None: not printed)."""
+
+    stuck: int = -1
+    name: str = ""
+    enqueued: int | None = None
+    completed: int | None = None
+
+
+@dataclass
+class Watchdogs:
+    """What the ranks of a run reported, by process group ("" where the log does not name it)."""
+
+    groups: dict[str, dict[int, Report]] = field(default_factory=dict)
+    never: set[int] = field(default_factory=set)  # ranks that joined no collective, by torch's own analysis
+    behind: dict[int, int] = field(default_factory=dict)  # ranks by the last collective that they finished, likewise
+    world: int = 0  # ranks of the run; 0: unknown
+    _names: dict[tuple[int, int], str] = field(default_factory=dict)  # of rank and work that timed out: the collective
+
+    def read(self, line: bytes) -> None:
+        """Read a line of a watchdog, the heartbeat monitor, or torch's analysis."""
+        if never := NEVER.search(line):
+            self.never.update(map(int, re.findall(rb"\d{1,7}", never[1])))
+        elif behind := BEHIND.search(line):
+            self.behind |= dict.fromkeys(map(int, re.findall(rb"\d{1,7}", behind[1])), int(behind[2]))
+        elif (member := MEMBER.search(line)) and b"periodically" not in line and len(self._names) < MAX_REPORTS:
+            self._report(line, _group(member), int((GLOBAL.search(line) or {1: member[4]})[1]))
+
+    def _report(self, line: bytes, group: str, rank: int) -> None:
+        """Read what the rank reports of the group; a watchdog's first line names the collective, not the group."""
+        found = self.groups.get(group, {}).get(rank, Report())
+        timed, detected, counts = TIMED_OUT.search(line), DETECTED.search(line), COUNTS.search(line)
+        at = int(timed[1] or timed[4]) if timed else int(detected[1]) if detected else -1
+        if timed and timed[1]:
+            self._names[rank, at] = timed[2].decode() + (f" of {int(timed[3]):,} elements" if timed[3] else "")
+        if at >= 0 and (timed or (rank, at) in self._names):  # else an error, not a timeout
+            first = at if found.stuck < 0 else min(at, found.stuck)
+            found = replace(found, stuck=first, name=self._names.get((rank, first), found.name))
+        if counts:
+            found = replace(found, enqueued=int(counts[1]), completed=int(counts[2]))
+        self.groups.setdefault(group, {})[rank] = found
+
+    def sentences(self, places: Mapping[int, tuple[str, str]], world: object = None) -> tuple[str, ...]:
+        """Who did not come: of torch's analysis, and of each process group in which a work timed out.
+
+        `world` is the number of ranks where the log's arguments have it, and `places` are nodes of ranks.
+        """
+        self.world = max(self.world, world if isinstance(world, int) else 0)
+        named = {rank for group, ranks in self.groups.items() if group for rank, r in ranks.items() if r.stuck >= 0}
+        found = list[str]()
+        for last in sorted(set(self.behind.values()))[:SHOWN]:
+            late = [rank for rank, at in self.behind.items() if at == last]
+            found.append(f"torch: {_ranks(late, places)} did not join collective {last + 1}")
+        if self.never:
+            found.append(f"torch: {_ranks(self.never, places)} never joined a collective")
+        for group, ranks in self.groups.items():
+            left = ranks if group else {rank: r for rank, r in ranks.items() if rank not in named}
+            if any(report.stuck >= 0 for report in left.values()):
+                found.append(self._sentence(group, left, places))
+        return (*found[:SHOWN], *([f"and {len(found) - SHOWN} more process groups"] if len(found) > SHOWN else []))
+
+    def _sentence(self, group: str, ranks: Mapping[int, Report], places: Mapping[int, tuple[str, str]]) -> str:
+        """Who waits in which work, who had not enqueued it, and of whom the log holds nothing."""
+        waits = dict[tuple[int, str], list[int]]()
+        for rank, report in ranks.items():
+            if report.stuck >= 0:
+                waits.setdefault((report.stuck, report.name), []).append(rank)
+        first = min(waits)[0]
+        shown = sorted(waits)[:SHOWN]
+        works = [f"work {at}{f' ({name})' * bool(name)} on {_ranks(waits[at, name], places)}" for at, name in shown]
+        parts = [f"{group or 'a process group'}: timed out {', '.join(works)}"]
+        if len(waits) > 1:
+            parts.append("they wait in different works: one made a call that the others did not")
+        late = dict[int, list[int]]()
+        for rank, report in ranks.items():
+            if report.stuck < 0 and report.enqueued is not None and report.enqueued < first:
+                late.setdefault(report.enqueued, []).append(rank)
+        parts += [f"{_ranks(late[at], places)} did not come: last enqueued {at}" for at in sorted(late)[:SHOWN]]
+        whole = group in ("", DEFAULT) and 0 < self.world <= MAX_REPORTS
+        silent = set(range(self.world)) - set(ranks) if whole else set()
+        if silent:
+            parts.append(
+                f"{_ranks(silent, places)} did not come, or did not report: nothing of the kind is in this log"
+            )
+        elif whole and not late and len(waits) == 1:
+            parts.append("all ranks came: suspect the network")
+        elif not late and not whole:
+            parts.append("who did not come cannot be known from this log: it does not give the members of the group")
+        return "; ".join(parts)
+
+
+def _group(member: re.Match[bytes]) -> str:
+    """The group by the name that all its ranks share: `default_pg`, or its GUID with what it is for."""
+    number, guid, purpose, _ = (text.decode("utf-8", "replace") if text else "" for text in member.groups())
+    if purpose == DEFAULT or (not purpose and (guid or number) == "0"):
+        return DEFAULT
+    return one_line(f"{purpose or 'process group'} {guid or number}") if number else ""
+
+
+def _ranks(ranks: Sequence[int] | set[int], places: Mapping[int, tuple[str, str]]) -> str:
+    """`ranks 0-6, 9`, with the nodes of a few."""
+    runs = list[list[int]]()
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [f"{a}-{b}" if b > a else str(a) for a, b in runs[: 2 * SHOWN]] + ["..."] * (len(runs) > 2 * SHOWN)
+    hosts = dict.fromkeys(places[rank][0] for rank in sorted(ranks) if rank in places) if len(ranks) <= SHOWN else {}
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}" + (f" ({', '.join(hosts)})" if hosts else "")

@@ -1,0 +1,153 @@
+"""Who did not come to a collective, by the ranks' NCCL watchdogs in the formats of torch 1.13 to 2.13.
+
+Lines in the form of https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and
+TraceUtils.h of the same folder, with numbers of our own.
+"""
+
+import random
+
+import pytest
+from test_log_dialects import m2021
+
+from trilane.logs.run import read_log, read_logs
+
+START = "using world size: 8, data-parallel-size: 8\n" + "".join(map(m2021, range(1, 6)))
+CAUGHT = "[E ProcessGroupNCCL.cpp:616] [Rank {r}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={at}, OpType={op}, {size}, Timeout(ms)=600000) ran for 600038 milliseconds before timing out."
+SIZE = "NumelIn=1048576, NumelOut=1048576"
+
+
+def old(r, at, op="ALLREDUCE", size="TensorShape=[1024]"):
+    """Torch 1.13 to 2.1: no rank of the run, no group, nothing about other work."""
+    return CAUGHT.format(r=r, at=at, op=op, size=size) + "\n"
+
+
+def pg(r, at, enqueued, group="PG 0", op="ALLREDUCE"):
+    """Torch 2.3 and 2.4."""
+    counts = f"last enqueued NCCL work: {enqueued}, last completed NCCL work: {at - 1}."
+    return (
+        f"[rank{r}]:{CAUGHT.format(r=r, at=at, op=op, size=SIZE)}\n"
+        f"[rank{r}]:[E ProcessGroupNCCL.cpp:1709] [{group} Rank {r}] Timeout at NCCL work: {at}, {counts}\n"
+    )
+
+
+def new(r, at, enqueued, group="PG ID 0 PG GUID 0(default_pg)", op="ALLREDUCE", member=None):
+    """Torch 2.6 and later: the rank in brackets is the one in the group."""
+    m = r if member is None else member
+    return (
+        f"[rank{r}]:{CAUGHT.format(r=m, at=at, op=op, size=SIZE)}\n"
+        f"[rank{r}]:[E1120 04:00:11.9 ProcessGroupNCCL.cpp:2271] [{group} Rank {m}]  failure detected by watchdog at work "
+        f"sequence id: {at} PG status: last enqueued work: {enqueued}, last completed work: {at - 1}\n"
+    )
+
+
+def dump(r, enqueued, group="PG ID 0 PG GUID 0(default_pg)"):
+    """The heartbeat monitor of a rank that waits for nothing itself."""
+    return (
+        f"[rank{r}]:[E1120 04:00:12.1 ProcessGroupNCCL.cpp:1987] [{group} Rank {r}] Received a dump signal due to a collective timeout "
+        f"from  rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work: {enqueued}, last completed NCCL work: {enqueued}.This is\n"
+    )
+
+
+def sentences(tmp_path, text):
+    (tmp_path / "a.log").write_text(START + text)
+    return read_log(tmp_path / "a.log").collectives
+
+
+NONE = "did not come, or did not report: nothing of the kind is in this log"
+WORK = "timed out work {} (ALLREDUCE of 1,048,576 elements) on"
+TP = "PG ID 5 PG GUID 37(TENSOR_MODEL_PARALLEL_GROUP)"
+HOST = "gpu05:81:99 [3] NCCL INFO comm 0x55d rank 3 nranks 8 cudaDev 3 busId 1b000 - Init COMPLETE\n"
+DESYNC = (
+    "[rank0]:[E ProcessGroupNCCL.cpp:587] [Rank 0] \n\t - [0] Timeout at collective: ALLREDUCE, #808\n"
+    "\t - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:\n"
+    "\t   - [0, 1, 2] joined but didn't finish collective #808 (count from 1)\n"
+    "\t     [3, 5] finished collective #807, but didn't join collective #808 (count from 1)\n"
+)
+NEVER = "\t - To our best knowledge, ranks [6] are the lagging ranks that caused this timeout. They never joined any collectives\n"
+
+HANGS = {
+    "one reports that it is behind": (
+        "".join(new(r, 1234, 1236) for r in range(7)) + dump(7, 1230),
+        [f"default_pg: {WORK.format(1234)} ranks 0-6; rank 7 did not come: last enqueued 1230"],
+    ),
+    "one prints nothing": (
+        HOST + "".join(new(r, 1234, 1236) for r in range(8) if r != 3),
+        [f"default_pg: {WORK.format(1234)} ranks 0-2, 4-7; rank 3 (gpu05) {NONE}"],
+    ),
+    "torch 2.3": (
+        "".join(pg(r, 9, 12) for r in range(8) if r not in (2, 5)) + dump(2, 8, "PG 0"),
+        [f"default_pg: {WORK.format(9)} ranks 0-1, 3-4, 6-7; rank 2 did not come: last enqueued 8; rank 5 {NONE}"],
+    ),
+    "torch 1.13": (
+        "".join(old(r, 9) for r in range(8) if r != 5),
+        [f"a process group: timed out work 9 (ALLREDUCE) on ranks 0-4, 6-7; rank 5 {NONE}"],
+    ),
+    "all came": (
+        "".join(new(r, 1234, 1236) for r in range(8)),
+        [f"default_pg: {WORK.format(1234)} ranks 0-7; all ranks came: suspect the network"],
+    ),
+    "different calls": (
+        "".join(new(r, 7, 9) for r in range(7)) + new(7, 7, 9, op="_ALLGATHER_BASE"),
+        [
+            f"default_pg: {WORK.format(7)} ranks 0-6, work 7 (_ALLGATHER_BASE of 1,048,576 elements) on rank 7; "
+            "they wait in different works: one made a call that the others did not"
+        ],
+    ),
+    "a group of which not all members are known": (
+        new(4, 88, 90, TP, member=0) + new(5, 88, 90, TP, member=1),
+        [
+            f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(88)} ranks 4-5; "
+            "who did not come cannot be known from this log: it does not give the members of the group"
+        ],
+    ),
+    "two groups": (
+        "".join(new(r, 1234, 1236) for r in range(6)) + new(6, 88, 90, TP, member=2) + dump(6, 1230) + dump(7, 1229),
+        [
+            f"default_pg: {WORK.format(1234)} ranks 0-5; rank 7 did not come: last enqueued 1229; rank 6 did not come: last enqueued 1230",
+            f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(88)} rank 6; "
+            "who did not come cannot be known from this log: it does not give the members of the group",
+        ],
+    ),
+    "torch's own analysis": (
+        old(0, 808) + DESYNC + NEVER,
+        [
+            "torch: ranks 3, 5 did not join collective 808",
+            "torch: rank 6 never joined a collective",
+            f"a process group: timed out work 808 (ALLREDUCE) on rank 0; ranks 1-7 {NONE}",
+        ],
+    ),
+    "an error is no timeout": (
+        "[rank3]:[E ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected "
+        "by watchdog at work: 32, last enqueued NCCL work: 32, last completed NCCL work: 31.\n[rank3]: DistBackendError: NCCL error\n",
+        [],
+    ),
+    "counts of before": (
+        dump(7, 3).replace("Received", "NCCL Work update periodically: Received") + "".join(new(r, 1234, 1236) for r in range(7)),
+        [f"default_pg: {WORK.format(1234)} ranks 0-6; rank 7 {NONE}"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), HANGS.values(), ids=HANGS.keys())
+def test_who_did_not_come_is_named_by_the_log_alone(tmp_path, text, expected):
+    assert list(sentences(tmp_path, text)) == expected
+
+
+def test_interleaved_ranks_and_groups_give_the_same_answer(tmp_path):
+    """Within a rank the order of its lines stays, as each rank writes them one after another."""
+    streams = [new(r, 1234, 1236).splitlines(True) for r in range(6)] + [
+        [dump(7, 1229)],
+        new(6, 88, 90, TP).splitlines(True),
+    ]
+    straight, rng = sorted(sentences(tmp_path, "".join(map("".join, streams)))), random.Random(3)
+    for _ in range(5):
+        left, mixed = [list(stream) for stream in streams], []
+        while any(left):
+            mixed.append(rng.choice([stream for stream in left if stream]).pop(0))
+        assert sorted(sentences(tmp_path, "".join(mixed))) == straight
+
+
+def test_each_restart_has_its_own_hang(tmp_path):
+    hang = "".join(new(r, 9, 9) for r in range(8)) + "srun: error: r1: task 0: Aborted\n"
+    (tmp_path / "a.log").write_text(START + hang + START + "ValueError: a\n")
+    assert [len(log.collectives) for log in read_logs(tmp_path / "a.log")] == [1, 0]
