@@ -17,7 +17,7 @@ from plants import PLANTS, data_loader, write
 from support import REPOSITORY
 
 from trilane.cli.app import main
-from trilane.diagnose.hang.stack import read_faults
+from trilane.diagnose.hang.tracebacks import read_faults
 from trilane.diagnose.hang.verdict import diagnose_hang
 
 BEFORE: Stack = (("train", "megatron/training.py", 915), *ROOT[1:])

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 
 from trilane.diagnose.hang.evidence import Evidence
-from trilane.diagnose.hang.stack import Frame
+from trilane.diagnose.hang.stack import Frame, Key
 from trilane.utils.tables import grouped
 
 HARD = ("gone", "crashed", "stopped", "locked")
@@ -50,15 +50,29 @@ def first_match(table: str, frames: Iterable[Frame]) -> str:
 class Wait:
     """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, "" where they do not show it.
 
-    `op` "device" is a wait for the GPU, whose queue holds some collective that the stack does not show.
+    `path` are the keys of the calling frames outwards, without wrappers and torch's own; `phase` is the part of an
+    iteration, "" where the stack does not show it. `op` "device" is a wait for the GPU, whose queue holds some
+    collective that the stack does not show.
     """
 
     op: str
     site: Frame
     axis: str
+    path: tuple[Key, ...] = ()
+    phase: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}, called by {self.site}"
+        return f"{self.op}, called by {self.site}{self.phase and f' in {self.phase}'}"
+
+    @property
+    def call(self) -> tuple[Key, ...]:
+        """Identifies the call in the program: its functions and lines, from the one that calls the operation outwards.
+
+        A broadcast, and any other operation with a root, is called by the root at a line of its own: of these only the
+        functions count.
+        """
+        rooted = bool(patterns("functions")["rooted"].fullmatch(self.op))
+        return tuple((function, file, 0 if rooted else line) for function, file, line in self.path)
 
     @property
     def p2p(self) -> bool:
@@ -75,7 +89,7 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
     at, device = frames[inner], patterns("files")["device"]
     if device.search(at.file) and is_function(at, "device_waits"):
         above = [f for f in frames[inner:] if not (is_function(f, "wrappers") or device.search(f.file))]
-        return Wait(op="device", site=above[0] if above else at, axis=first_match("axes", above[:1]))
+        return _wait("device", above or [at], first_match("axes", above[:1]), frames)
     if not _communicates(at):
         return None
     last = inner
@@ -85,7 +99,20 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
     op = next((f for f in inside if is_function(f, "collectives")), at)
     axis = _direction(inside) or first_match("axes", callers[:CALLERS])
     axis = axis or ("world" if is_function(op, "all_ranks") else "")
-    return Wait(op=op.function, site=callers[0] if callers else at, axis=axis)
+    return _wait(op.function, callers or [at], axis, frames)
+
+
+def _wait(op: str, callers: Sequence[Frame], axis: str, frames: Sequence[Frame]) -> Wait:
+    """The Wait in `op`, called by the first of the `callers`, in a stack of these `frames`."""
+    own = patterns("files")["torch"]
+    path = tuple(f.key for f in callers if not (is_function(f, "wrappers") or own.search(f.file)))
+    return Wait(op=op, site=callers[0], axis=axis, path=path or (callers[0].key,), phase=phase_of(frames))
+
+
+def phase_of(frames: Sequence[Frame]) -> str:
+    """The part of an iteration that a stack is in: the first of "phases" that matches any frame; "" for none."""
+    names = [f"{frame.function} {frame.file}" for frame in frames]
+    return next((key for key, pattern in patterns("phases").items() if any(map(pattern.search, names))), "")
 
 
 def _direction(frames: Sequence[Frame]) -> str:
@@ -101,7 +128,7 @@ def soft_wait(frames: Sequence[Frame]) -> Wait | None:
     `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
     """
     axis = first_match("axes", frames[:1])
-    return Wait(op="wait", site=frames[0], axis=axis) if axis else None
+    return _wait("wait", frames, axis, frames) if axis else None
 
 
 def _communicates(frame: Frame) -> bool:
@@ -194,7 +221,7 @@ def _device_waits(found: Conditions) -> Conditions:
         if len(ranks) > CROWD * stacks and stacks > 1:
             for rank in ranks:
                 c = found[rank]
-                wait = c.wait or Wait(op="device", site=c.frames[0], axis="")
+                wait = c.wait or _wait("device", c.frames, "", c.frames)
                 found[rank] = Condition(kind="waiting", text="waits", frames=c.frames, wait=wait)
     return found
 

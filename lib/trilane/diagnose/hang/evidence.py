@@ -9,7 +9,9 @@ from pathlib import Path
 
 from trilane.diagnose.hang import stack
 from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording, read_recording
+from trilane.diagnose.hang.merged import texts_by_host
 from trilane.diagnose.hang.stack import Dump
+from trilane.diagnose.hang.tracebacks import read_faults, read_traceback
 from trilane.utils.files import natural
 from trilane.utils.tables import short
 from trilane.utils.validation import require, require_folder
@@ -35,6 +37,7 @@ NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.
 
 
 Series = defaultdict[int, list[tuple[Path, Dump]]]  # the dumps of each rank, oldest first
+Nodes = list[tuple[Path, str, list[Dump]]]  # the dumps of each node, with its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,8 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     """The evidence in a folder of dumps, or in a run folder with `stacks/`. Raises ValueError where there is no dump.
 
     Rank and moment come from the names: `rank_12.json`, `12.txt`, `nccl_trace_rank_12`; a file of one node
-    (`trace-node7.out`) holds its ranks in the order of --local_rank, else of pid. Subfolders are moments, in the order
+    (`trace-node7.out`), or its lines in a file of many (pdsh, srun --label, dshbak), holds its ranks in the order of
+    --local_rank, else of pid; nodes are taken in the order of their names. Subfolders are moments, in the order
     of their names; the last counts. `grid` takes precedence over topology.json and plan.json.
     """
     require_folder("folder", folder)
@@ -63,9 +67,10 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     grid = grid or _grid(folder, paths, notes)
     files = (path for path in paths if not NO_DUMP.match(path.name))
     series, recordings, unreadable, nodes = _sorted_by_rank(files, notes)
-    width = max((len(dumps) for _, dumps in nodes), default=0)
-    hosts = list(dict.fromkeys(_host(path) for path, _ in nodes))
-    grid = rank_grid.with_hosts(grid, hosts, width) if grid else None
+    width = max((len(dumps) for _, _, dumps in nodes), default=0)
+    hosts = list(dict.fromkeys(host for _, host, _ in nodes))
+    names = [] if all(host.isdigit() for host in hosts) else hosts  # srun --label: numbers, and no names
+    grid = rank_grid.with_hosts(grid, names, width) if grid else None
     _assign_ranks(nodes, grid, hosts, series)
     beyond = [rank for rank in series if rank >= rank_grid.MOST]
     for name in sorted({path.name for rank in beyond for path, _ in series.pop(rank)}):
@@ -73,7 +78,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     seen = {*series, *recordings, *unreadable}
     require(bool(seen), "folder", folder, "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read")
     if grid is None:
-        grid = rank_grid.unknown(seen, width or 8, hosts)
+        grid = rank_grid.unknown(seen, width or 8, names)
         notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     outside = sorted(seen - set(grid.ranks))
     if outside:
@@ -89,13 +94,12 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     )
 
 
-def _sorted_by_rank(
-    paths: Iterable[Path], notes: list[str]
-) -> tuple[Series, dict[int, Recording], set[int], list[tuple[Path, list[Dump]]]]:
+def _sorted_by_rank(paths: Iterable[Path], notes: list[str]) -> tuple[Series, dict[int, Recording], set[int], Nodes]:
     """Dumps, recordings and unreadable files by rank, and the dumps of whole nodes; what is odd goes to `notes`."""
     series: Series = defaultdict(list)
-    recordings, unreadable, nodes = dict[int, Recording](), set[int](), list[tuple[Path, list[Dump]]]()
-    for path, dumps, recording, complaint in [(path, *_read(path)) for path in paths]:
+    recordings, unreadable, nodes = dict[int, Recording](), set[int](), Nodes()
+    for path, found, recording, complaint in [(path, *_read(path)) for path in paths]:
+        dumps = next(iter(found.values()), [])
         rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
         if rank is not None and rank >= rank_grid.MOST:
             notes.append(f"{path.name}: rank {rank} is above {rank_grid.MOST - 1}; ignored")
@@ -107,10 +111,19 @@ def _sorted_by_rank(
         elif recording is not None and rank is not None:
             recordings[rank] = recording
             notes += [f"{path.name}: {problem}" for problem in recording.problems]
-        elif dumps and rank is not None:
+        elif dumps and rank is not None and len(found) == 1:
             series[rank].append((path, next(iter([d for d in dumps if is_trainer(d)] or dumps))))
-        elif dumps:
-            nodes.append((path, [d for d in dumps if is_trainer(d)]))
+        else:
+            own = {
+                host or _host(path): [d for d in found[host] if is_trainer(d)] for host in sorted(found, key=natural)
+            }
+            if (
+                own and "" not in found and all(host.isdigit() and len(own[host]) == 1 for host in own)
+            ):  # a task for each rank
+                for host, (dump,) in own.items():
+                    series[int(host)].append((path, dump))
+            else:
+                nodes += [(path, host, dumps) for host, dumps in own.items()]
     return series, recordings, unreadable, nodes
 
 
@@ -145,35 +158,41 @@ def is_trainer(dump: Dump) -> bool:
     return not LAUNCHER.search(dump.command) and not any(f.function in NOT_TRAINING for f in dump.main.frames)
 
 
-def _read(path: Path) -> tuple[list[Dump], Recording | None, str]:
-    """The dumps in a file, its recording, or the reason why it cannot be read; all empty for other kinds of file."""
+def _read(path: Path) -> tuple[dict[str, list[Dump]], Recording | None, str]:
+    """The dumps in a file by host ("" where its lines name none), its recording, or the reason why it cannot be read;
+    all empty for other kinds of file."""
     try:
         if path.stat().st_size > LARGEST:
-            return [], None, "larger than any dump"
+            return {}, None, "larger than any dump"
         data = path.read_bytes()
     except OSError as error:
-        return [], None, f"cannot be read ({error.strerror})"
+        return {}, None, f"cannot be read ({error.strerror})"
     head = data.lstrip()[:4096]
     if data[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
         try:
-            return [], read_recording(data), ""
+            return {}, read_recording(data), ""
         except ValueError as error:
-            return [], None, str(error)
+            return {}, None, str(error)
     text = data.decode("utf-8", "replace")
     if head[:1] == b"[" and (b'"frames"' in data or b'"pid"' in data):
         dump = stack.read_pyspy_json(text)
-        return ([dump], None, "") if dump.threads else ([], None, "py-spy's JSON is truncated before the first frame")
+        return ({"": [dump]}, None, "") if dump.threads else ({}, None, "py-spy's JSON is truncated before a frame")
+    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
+    looks = path.suffix in (".txt", ".json", ".out", ".dump") or "rank" in path.name
+    wrong = looks and not found and path.suffix not in (".log", ".beat")
+    return found, None, "empty or not a dump that can be read" if wrong else ""
+
+
+def _dumps(text: str, suffix: str) -> list[Dump]:
+    """The dumps in the text of one host: faulthandler's, py-spy's, or a traceback."""
     if "most recent call first" in text:
-        return [stack.read_faults(text)], None, ""
+        return [read_faults(text)]
     if "Thread " in text or "Process " in text:
         dumps = stack.read_pyspy_text(text)
-        if dumps and (any(d.threads for d in dumps) or path.suffix != ".log"):
-            return dumps, None, ""
-    trace = stack.read_traceback(text)
-    if trace is not None:
-        return [trace], None, ""
-    looks = path.suffix in (".txt", ".json", ".out", ".dump") or "rank" in path.name
-    return [], None, "empty or not a dump that can be read" if looks and path.suffix not in (".log", ".beat") else ""
+        if dumps and (any(d.threads for d in dumps) or suffix != ".log"):
+            return dumps
+    trace = read_traceback(text)
+    return [trace] if trace is not None else []
 
 
 def _best(dumps: list[tuple[Path, Dump]]) -> tuple[Path, Dump]:
@@ -199,12 +218,11 @@ def _grid(folder: Path, paths: Iterable[Path], notes: list[str]) -> Grid | None:
     return None
 
 
-def _assign_ranks(nodes: list[tuple[Path, list[Dump]]], grid: Grid | None, hosts: list[str], series: Series) -> None:
-    """Add the processes of node files to `series` under their ranks."""
-    wide = len(next(iter(grid.nodes.values()))) if grid else max((len(dumps) for _, dumps in nodes), default=0)
+def _assign_ranks(nodes: Nodes, grid: Grid | None, hosts: list[str], series: Series) -> None:
+    """Add the processes of nodes to `series` under their ranks."""
+    wide = len(next(iter(grid.nodes.values()))) if grid else max((len(dumps) for _, _, dumps in nodes), default=0)
     named = {p.node for p in grid.places if p.named} if grid else set()
-    for path, dumps in nodes:
-        host = _host(path)
+    for path, host, dumps in nodes:
         first = hosts.index(host) * wide
         ranks = sorted(grid.nodes[host]) if grid and host in named else None
         for index, dump in enumerate(sorted(dumps, key=lambda d: d.pid)):

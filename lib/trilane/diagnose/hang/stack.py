@@ -1,7 +1,6 @@
 """Stack dump of one process, independent of the tool that wrote it: Frame, Thread, Dump, and their readers.
 
-They read `py-spy dump` as text (of any number of processes in one file) or JSON, faulthandler (the fallback where
-py-spy may not attach), and Python tracebacks in a log.
+They read `py-spy dump` as text (of any number of processes in one file) or JSON; tracebacks.py reads Python's own.
 """
 
 import json
@@ -12,10 +11,17 @@ from typing import Any
 # Outermost functions of a thread that Python started: never the training thread.
 THREAD_STARTS = {"_bootstrap", "_bootstrap_inner"}
 
-# Innermost function of a thread that waits for autograd's own (torch/autograd/graph.py; older: autograd/__init__.py).
-AUTOGRAD = {"_engine_run_backward", "run_backward", "backward"}
+# Innermost function of a thread that waits for autograd's engine (torch/autograd/graph.py, autograd/__init__.py), and
+# of one that calls the engine itself (megatron/core/pipeline_parallel/schedules.py).
+AUTOGRAD = {"_engine_run_backward", "run_backward", "backward", "grad"}
+ENGINE_CALLERS = {"custom_backward"}
+
+# Names in the frames of a thread of autograd: functions with a backward, and hooks of parameters.
+BACKWARD = re.compile(r"backward|autograd|hook|grad", re.I)
 
 LONGEST = 400  # characters of a name that are kept
+
+Key = tuple[str, str, int]  # function, file without its folders, line
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +36,7 @@ class Frame:
         return f"{self.function} ({self.file}:{self.line})"
 
     @property
-    def key(self) -> tuple[str, str, int]:
+    def key(self) -> Key:
         """Identifies the frame across tools, which report one file relative to different folders."""
         return self.function, self.file.rpartition("/")[2], self.line
 
@@ -47,10 +53,11 @@ def frame(function: str, file: str, line: int) -> Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Thread:
-    """One thread: its frames, innermost first, and whether it held Python's GIL (None: unknown)."""
+    """One thread: its frames, innermost first, its number, and whether it held Python's GIL (None: unknown)."""
 
     frames: tuple[Frame, ...]
     name: str = ""
+    number: str = ""
     owns_gil: bool | None = None
     current: bool = False
 
@@ -80,7 +87,9 @@ class Dump:
 def training_thread(threads: tuple[Thread, ...], cut: bool) -> Thread:
     """The main thread, with autograd's frames on top where it waits for its backward pass.
 
-    With CUDA the backward pass, and so the collectives in it, runs in a thread of autograd that Python did not start.
+    With CUDA the backward pass, and so the collectives in it, runs in a thread of autograd that Python did not start;
+    it holds only the frames of what C++ called: a function's backward, or a hook of a parameter. Of several such
+    threads the one counts that does not itself wait for the engine (a backward pass within a backward pass).
     In a truncated dump (`cut`) an unmarked thread may be any: then the result has no frames.
     """
     if not threads:
@@ -88,13 +97,24 @@ def training_thread(threads: tuple[Thread, ...], cut: bool) -> Thread:
     python = [t for t in threads if t.frames and _outermost(t) not in THREAD_STARTS]
     named = [t for t in python if t.name == "MainThread"]
     rooted = [t for t in python if _outermost(t) in ("<module>", "_run_module_as_main", "_start", "main")]
-    sure = named or rooted or [t for t in python if t.current]
+    # faulthandler cuts a deep stack after a hundred frames, so that its root is missing.
+    sure = named or rooted or [t for t in python if _calls_engine(t)] or [t for t in python if t.current]
     main = next(iter(sure or ([] if cut else python[-1:] or list(threads[-1:]))), Thread(frames=()))
-    if main.frames and main.frames[0].function in AUTOGRAD and "autograd" in main.frames[0].file:
-        backward = [t for t in python if t is not main and "autograd" in t.frames[-1].file]
-        if backward:
-            return Thread(frames=backward[0].frames + main.frames, name=main.name, owns_gil=backward[0].owns_gil)
+    if _calls_engine(main):
+        inside = [t for t in python if t is not main]
+        inside = [t for t in inside if any(BACKWARD.search(f"{f.function} {f.file}") for f in t.frames)] or inside
+        inside = sorted(inside, key=_calls_engine)
+        if inside:
+            return Thread(frames=inside[0].frames + main.frames, name=main.name, owns_gil=inside[0].owns_gil)
     return main
+
+
+def _calls_engine(thread: Thread) -> bool:
+    """Whether the thread waits for autograd's engine."""
+    if not thread.frames:
+        return False
+    at = thread.frames[0]
+    return at.function in ENGINE_CALLERS or (at.function in AUTOGRAD and "autograd" in at.file)
 
 
 def _outermost(thread: Thread) -> str:
@@ -102,7 +122,7 @@ def _outermost(thread: Thread) -> str:
 
 
 PROCESS = re.compile(r"^.{0,80}?Process (\d{1,9}): (.*)$")
-THREAD = re.compile(r'^.{0,80}?Thread (?:0x)?[0-9a-fA-F]+ \(([\w+ ]+)\)(?:: "(.*)")?')
+THREAD = re.compile(r'^.{0,80}?Thread ((?:0x)?[0-9a-fA-F]+) \(([\w+ ]+)\)(?:: "(.*)")?')
 LEAD = re.compile(r"(?:.{0,60}?:)?\s+(?=\S)")
 LINE = re.compile(r":(\d{1,9})$")
 
@@ -113,28 +133,25 @@ ERROR = re.compile(r"^.{0,80}?(?:Error|Failed to [\w ]+): ?(.*)$")
 # A frame object in truncated JSON.
 PIECE = re.compile(r'"name":\s*"([^"]*)",\s*"filename":\s*"([^"]*)"[^{}]{0,2000}?"line":\s*(-?\d{1,9})')
 
-# faulthandler's dumps, and Python's tracebacks
-FAULT_THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[[^\[\]]*\])? \(most recent call first\)")
-FAULT_FRAME = re.compile(r'File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
-TRACEBACK = re.compile(r"Traceback \(most recent call last\):\s*$")
-CALL = re.compile(r'(?:\[?\w+\]?: ?)?\s*File "(.*)", line (\d{1,9}), in (.*)$')
-RAISED = re.compile(r"^(?:\[?[\w ]+\]?: ?)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout)\b.*)$")
-
 
 def read_pyspy_text(text: str) -> list[Dump]:
-    """The processes in a text, in order; prefixes of pdsh and srun (`node3: `) are ignored.
+    """The processes in a text of one host, in order; of a process that is there twice the last dump.
 
-    A process whose stacks py-spy could not get has no threads, and an `error`. Lines indented deeper than a thread's
+    A process whose stacks py-spy could not get has no threads, and an `error`. Where no line names the processes, each
+    main thread begins one. Lines indented deeper than a thread's
     first frame are values (--locals) and may have any form.
     """
     found: list[Dump] = []
     head: tuple[int, str] | None = None
-    threads: list[tuple[str, str, list[Frame]]] = []
+    threads: list[tuple[tuple[str, str, str], list[Frame]]] = []
     error = lead = ""
 
     def close() -> None:
         if head is not None or threads or error:
-            made = tuple(Thread(name=n, owns_gil="gil" in s, frames=_python(f)) for s, n, f in threads)
+            made = tuple(
+                Thread(name=name or "", number=number, owns_gil="gil" in state, frames=_python(frames))
+                for (number, state, name), frames in threads
+            )
             pid, command = head or (0, "")
             found.append(Dump(threads=made, pid=pid, command=command, error=error))
 
@@ -146,16 +163,31 @@ def read_pyspy_text(text: str) -> list[Dump]:
             close()
             head, threads, error, lead = (int(match[1]), match[2].strip()), [], "", ""
         elif match := THREAD.match(line):
-            threads.append((match[1], match[2] or "", []))
+            if head is None and match[3] == "MainThread" and any(name == "MainThread" for (_, _, name), _ in threads):
+                close()
+                threads, error = [], ""
+            threads.append(((match[1], match[2], match[3]), []))
             lead = ""
         elif threads and (found_frame := _frame(line)):
             lead = lead or found_frame[0]
-            threads[-1][2].append(found_frame[1])
+            threads[-1][1].append(found_frame[1])
         elif match := ERROR.match(line):
             error = error or match[0].strip()
     close()
+    found = _once(found)
     cut = bool(found) and not text.endswith("\n") and not _frame(lines[-1])  # py-spy's text ends with a whole line
     return [*found[:-1], replace(found[-1], cut=True)] if cut else found
+
+
+def _once(dumps: list[Dump]) -> list[Dump]:
+    """The dumps without those of a process of which a later one has stacks too; without a pid by its main thread."""
+    last: dict[object, Dump] = {}
+    for place, dump in enumerate(dumps):
+        own = (dump.pid, "" if dump.pid else dump.main.number)
+        known = own if any(own) else place
+        if dump.threads or known not in last:
+            last[known] = dump
+    return list(last.values())
 
 
 def read_pyspy_json(text: str) -> Dump:
@@ -200,39 +232,3 @@ def _salvaged(text: str) -> Dump:
             gil = re.search(r'"owns_gil":\s*true', part) is not None
             threads.append(Thread(frames=frames, name=name[1] if name else "", owns_gil=gil))
     return Dump(threads=tuple(threads), cut=True)
-
-
-def read_faults(text: str) -> Dump:
-    """The last dump in the text: faulthandler appends to its file at every signal, or each time a timer ends.
-
-    One dump holds each thread once; that of a timer begins with a line of its own, and has no current thread.
-    """
-    threads: dict[str, tuple[bool, list[Frame]]] = {}
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        if match := FAULT_THREAD.search(line):
-            threads = {} if match[2] in threads else threads
-            frames = []
-            threads[match[2]] = match[1] == "Current thread", frames
-        elif line.startswith("Timeout ("):
-            threads = {}
-        elif match := FAULT_FRAME.match(line.strip()):
-            frames.append(frame(match[3], match[1], int(match[2]) if match[2].isdigit() else 0))
-    last = tuple(Thread(frames=tuple(frames), current=current) for current, frames in threads.values())
-    return Dump(threads=last, cut=not text.endswith("\n"))
-
-
-def read_traceback(text: str) -> Dump | None:
-    """The first traceback of a log as a stack, with the exception as its `error`; None where there is none."""
-    frames: list[Frame] = []
-    inside = False
-    for line in text.splitlines():
-        if TRACEBACK.search(line):
-            # Of chained tracebacks the first holds the cause.
-            inside = True
-        elif inside and (match := CALL.match(line.strip())):
-            frames.append(frame(match[3], match[1], int(match[2])))
-        elif inside and frames and (match := RAISED.match(line.strip())):
-            thread = Thread(frames=tuple(reversed(frames)), name="MainThread")
-            return Dump(threads=(thread,), error=match[1].strip())
-    return None

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, majority_step
 from trilane.diagnose.hang.evidence import Evidence
-from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
+
+CANNOT = "; which of them is wrong cannot be told from stacks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +59,30 @@ def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int
     seen = left | {t for r in left for t in edges[r]}
     inside = {r: edges.get(r, set()) & seen for r in seen}
     waited = set().union(*inside.values())
-    reasons: dict[int, str] = {}
-    for cycle in final_components(inside):
+    reasons = _strays(evidence, found, inside) if alone else {}
+    for cycle in [] if reasons else final_components(inside):
         counts = len(cycle) > 1 or (alone and cycle <= waited)
         if counts and not any(found[r].kind in NO_EVIDENCE for r in cycle):
             reasons |= _odd_ones(evidence, found, edges, cycle)
     return reasons
+
+
+def _strays(evidence: Evidence, found: Conditions, inside: Edges) -> dict[int, str]:
+    """Suspects, with reasons, where the groups at the end of the graph have all come together: none of these is late.
+
+    A rank that left the order of collectives is in the rarest one, waits there for ranks that have not reached it, and
+    keeps its own group waiting. Where it receives from a neighbour that has gone on, either may be wrong.
+    """
+    waits = {r: w for r in inside if (w := found[r].wait) is not None and r not in evidence.recordings}
+    ends = final_components(inside)
+    if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in ends):
+        return {}
+    few = _fewest({r: (w.op, w.call) for r, w in waits.items()})
+    waited = set().union(*inside.values())
+    stray = {r for r in few if inside[r] and r in waited}
+    sources = {s for r in stray if waits[r].p2p for s in inside[r]} - stray
+    text = "while others wait for it in another collective" + CANNOT * bool(sources)
+    return {r: f"in {waits[r]}, {text}" for r in sorted(stray | sources)}
 
 
 def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
@@ -83,12 +102,12 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     waits = {r: c.wait for r in cycle if (c := found[r]).wait is not None}
     if len(cycle) == 1:
         return {r: _only_waited_for(evidence, found, edges, r) for r in cycle}
-    few = _fewest({r: (w.op, w.site.key) for r, w in waits.items()})
+    few = _fewest({r: (w.op, w.call) for r, w in waits.items()})
     # Sends and receives are rare by nature: a rank that waits for all is more suspect than one that waits for one.
     few = [r for r in few if not waits[r].p2p] or few
-    behind = few or _behind({r: found[r].frames for r in cycle})
     text = "while others of its group wait in another collective"
-    return {r: f"in {waits[r]}, {text}" for r in sorted(behind or cycle) if r in waits}
+    text += "" if few else CANNOT
+    return {r: f"in {waits[r]}, {text}" for r in sorted(few or cycle) if r in waits}
 
 
 def _only_waited_for(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
@@ -108,16 +127,3 @@ def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
     counts = Counter(kinds.values())
     least, most = min(counts.values(), default=0), max(counts.values(), default=0)
     return [r for r, kind in kinds.items() if counts[kind] == least] if least < most else []
-
-
-def _behind(stacks: dict[int, tuple[Frame, ...]]) -> list[int]:
-    """The ranks at the earliest line of the function in which their stacks part; none where they part elsewhere."""
-    outward = {r: list(reversed(frames)) for r, frames in stacks.items()}
-    depth = 0
-    while all(len(o) > depth for o in outward.values()) and len({o[depth].key for o in outward.values()}) == 1:
-        depth += 1
-    at = {r: o[depth] for r, o in outward.items() if len(o) > depth}
-    if len(at) < len(stacks) or len({(f.function, f.file.rpartition("/")[2]) for f in at.values()}) != 1:
-        return []
-    first = min(f.line for f in at.values())
-    return [r for r, f in at.items() if f.line == first]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.diagnose.hang.condition import NO_EVIDENCE, Conditions, conditions, stack_key
-from trilane.diagnose.hang.evidence import read_folder
+from trilane.diagnose.hang.evidence import Evidence, read_folder
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.suspects import Suspects, find_suspects
 from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped
@@ -142,7 +142,7 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
         reasons=suspects.reasons,
         nodes=nodes,
         exclude=exclude,
-        paragraph=" ".join(_sentences(evidence.grid, found, suspects, exclude)),
+        paragraph=" ".join(_sentences(evidence, found, suspects, exclude)),
         notes=(*evidence.notes, *_notes(found)),
     )
 
@@ -160,15 +160,15 @@ def _groups(found: Conditions, suspects: Suspects) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda g: (-len(g.ranks), g.ranks)))
 
 
-def _sentences(grid: Grid, found: Conditions, suspects: Suspects, exclude: str) -> list[str]:
+def _sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude: str) -> list[str]:
     """The paragraph: which ranks wait where, which never came and where they are, what to do."""
-    text = []
+    grid, text = evidence.grid, []
     for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
         over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
         many = f"{len(ranks)} of {len(grid.ranks)} ranks ({span(ranks)})"
         text.append(f"{many} wait {WAITS.get(op, f'in {op}')}{over}, called by {site}.")
     if not suspects.ranks:
-        return [*text, _without_suspects(found, suspects)]
+        return [*text, _without_suspects(evidence, found, suspects)]
     for reason, ranks in list(grouped(suspects.ranks, suspects.reasons.__getitem__).items())[:4]:
         c = found[ranks[0]]
         where = f"; {'it is' if len(ranks) == 1 else 'they are'} in {stack_line(c.frames)}" if c.frames else ""
@@ -182,11 +182,26 @@ def _sentences(grid: Grid, found: Conditions, suspects: Suspects, exclude: str) 
     return text
 
 
-def _without_suspects(found: Conditions, suspects: Suspects) -> str:
-    if suspects.complete:
+def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
+    """What is known where all ranks wait at the same line: that they are in one and the same operation only by their
+    Flight Recorders, since one line reduces all buckets, and is passed in each layer and microbatch."""
+    waits = {r: c.wait.op for r, c in found.items() if c.wait is not None}
+    if suspects.complete and not set(waits.values()) - set(WAITS):
+        return (
+            "All ranks wait at the same line for work that they queued on their GPUs before, which stacks do not show: "
+            "which rank is late, or whether the network is at fault, cannot be told from these dumps. Take Flight "
+            "Recorder dumps."
+        )
+    if suspects.complete and waits.keys() <= {r for r, rec in evidence.recordings.items() if rec.waiting is not None}:
         return (
             "All members of every group are in the same collective, so that the operation itself does not end; "
             "suspect the network or NCCL, and compare a second dump."
+        )
+    if suspects.complete:
+        return (
+            "All members of every group are in the same collective by their stacks: suspect the network or NCCL, "
+            "unless one of them is in another bucket, layer or microbatch at this line, which cannot be told from "
+            "stacks (Flight Recorder dumps show it). Compare a second dump."
         )
     if missing := [r for r in set().union(*suspects.edges.values()) if found[r].kind in NO_EVIDENCE]:
         return f"The rank that they wait for is among ranks {span(missing)}, of which there is no readable dump."

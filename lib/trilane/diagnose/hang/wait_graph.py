@@ -22,9 +22,10 @@ def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
     axes: dict[int, str] = {}
     for rank, c in found.items():
         if c.wait is not None:
-            axes[rank] = c.wait.axis
-            if not c.wait.axis:
-                sites[c.wait.site.key].append(rank)
+            # A group of one does not wait: then the names mislead, or the topology is another.
+            axes[rank] = c.wait.axis if c.wait.axis and len(grid.group(c.wait.axis, rank)) > 1 else ""
+            if not axes[rank]:
+                sites[c.wait.call].append(rank)
     known = {r for r, c in found.items() if c.kind != "unknown"}
     for ranks in sites.values():
         here, latest = set(ranks), max(grid[r].progress for r in ranks)
@@ -51,7 +52,7 @@ def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> E
 
 
 def _together(evidence: Evidence, found: Conditions, rank: int, group: frozenset[int]) -> set[int]:
-    """The members in the same collective: called by the same line, in the same iteration."""
+    """The members in the same collective: the same operation, called by the same lines, in the same iteration."""
     own, step = found[rank].wait, evidence.grid[rank].progress
     assert own is not None
     if own.axis in ("next", "previous"):
@@ -59,7 +60,7 @@ def _together(evidence: Evidence, found: Conditions, rank: int, group: frozenset
     peers = set()
     for member in group:
         wait = found[member].wait
-        if found[member].kind in ("waiting", "soft") and wait is not None and wait.site.key == own.site.key:
+        if found[member].kind in ("waiting", "soft") and wait is not None and wait.call == own.call:
             other = evidence.grid[member].progress
             same_step = min(step, other) < 0 or step == other
             peers |= {member} if same_step and (wait.op == own.op or "wait" in (wait.op, own.op)) else set()
