@@ -1,5 +1,6 @@
 """Curve: the loss of one training over iterations, samples, tokens or hours, its logs joined at restarts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from trilane.logs.run import RunLog, continued
 from trilane.utils.validation import require
 
 COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "sec_per_it")
-SAME = ("num_layers", "hidden_size", "num_attention_heads", "train_iters", "train_samples")  # in all logs of a training
+SAME = ("num_layers", "hidden_size", "num_attention_heads")  # in all logs of a training, which may be extended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +93,17 @@ def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     """The logs of each training, in the order given, which should be the order in which they ran.
 
     A log continues the training whose iterations reach to just before its first one, or beyond, if that first one is
-    above 1 and the arguments that both print agree. All others begin a training.
+    above 1 and the arguments that both print agree; and one that ended earlier, where both print the same number of
+    iterations in all. All others begin a training.
     """
     found: list[list[RunLog]] = []
     for log in (log for log in logs if len(log.iterations)):
         first, every = log.iterations["iteration"].iloc[0], interval(log.iterations["iteration"].to_numpy(float))
-        fitting = [t for t in found if every < first <= _last(t) + every and _agree(t[-1], log)]
+        fitting = [
+            t
+            for t in found
+            if every < first and agree(t[-1], log) and (first <= _last(t) + every or _length(t[-1]) == _length(log))
+        ]
         if fitting:
             max(fitting, key=lambda t: found.index(t)).append(log)
         else:
@@ -123,6 +129,12 @@ def _last(training: Sequence[RunLog]) -> float:
     return max(float(log.iterations["iteration"].iloc[-1]) for log in training)
 
 
-def _agree(one: RunLog, other: RunLog) -> bool:
+def _length(log: RunLog) -> float:
+    """The number of iterations in all that the log's lines print; NaN, which equals nothing, where they do not."""
+    return float(log.iterations["train_iters"].iloc[-1]) if "train_iters" in log.iterations else math.nan
+
+
+def agree(one: RunLog, other: RunLog) -> bool:
+    """Whether two logs may be of one training: the same program, and the same model where both print it."""
     both = [name for name in SAME if name in one.arguments and name in other.arguments]
     return one.dialect == other.dialect and all(one.arguments[name] == other.arguments[name] for name in both)

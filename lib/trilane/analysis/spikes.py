@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trilane.analysis.continuity import Continuity
 from trilane.analysis.levels import (
     CALM,
     CALM_LINES,
@@ -189,7 +190,7 @@ def _numbers(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
     return curve.table["iteration"].to_numpy(float)[good], values[good]
 
 
-def training_record(group: Sequence[RunLog], curve: Curve) -> dict[str, Any]:
+def training_record(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
     found = [{k: None if v != v else v for k, v in asdict(event).items()} for event in find_spikes(curve)]
     for event in found:
@@ -199,12 +200,17 @@ def training_record(group: Sequence[RunLog], curve: Curve) -> dict[str, Any]:
         "iterations": len(curve.table),
         "restarts": [asdict(restart) for restart in curve.restarts],
         "events": found,
+        **continuity.to_json(),
+        "problems": [{"file": str(log.source), **asdict(problem)} for log in group for problem in log.problems],
     }
 
 
-def training_text(group: Sequence[RunLog], curve: Curve) -> str:
-    """A training in a line, and a line for each restart and event."""
+def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> str:
+    """A training in a line, and a line for each restart, event, break of a restart, and problem of a log."""
     files = ", ".join(str(log.source) for log in group)
     restarts = [f"  restart at iteration {r.iteration} ({r.redone} lines done again): {r.log}" for r in curve.restarts]
-    lines = [f"  {event.sentence}" for event in find_spikes(curve)] or ["  no spike, jump or divergence"]
+    lines = [f"  {event.sentence}" for event in find_spikes(curve)]
+    lines += [] if lines or continuity.breaks else ["  no spike, jump or divergence"]
+    lines += [f"  {line}" for line in continuity.lines()]
+    lines += [f"  problem of {log.source.name}: {problem}" for log in group for problem in log.problems]
     return "\n".join([f"{files}: {len(curve.table)} lines", *restarts, *lines])

@@ -149,10 +149,11 @@ def compare(a: Sequence[str], b: Sequence[str], confidence: float, as_json: bool
 
 @command(logs, click.argument("logs", nargs=-1, required=True, metavar="LOG..."), JSON)
 def spikes(logs: Sequence[str], as_json: bool) -> int:
-    """Print where the loss or the gradient norm left its course, over restarts; the logs in the order of their runs.
+    """Print where loss or gradient norm left their course, and what restarts did not continue; logs in their order.
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
+    from trilane.analysis.continuity import KEEP, find_breaks
     from trilane.analysis.loss_curve import join, trainings
     from trilane.analysis.spikes import training_record, training_text
     from trilane.documents.runs import read_runs
@@ -161,12 +162,14 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     read, bad = list[RunLog](), list[str]()
     for name in logs:
         try:
-            read += read_runs(name, ("grad_norm", "consumed_samples"))
+            read += read_runs(name, KEEP)
         except (ValueError, OSError) as error:
             bad.append(str(error))
     code = report_unreadable(bad, read)
     if code < 2:
-        found = [(group, join(group)) for group in trainings(read)]
-        text = "\n".join(training_text(group, curve) for group, curve in found) or "no log holds an iteration"
-        emit(as_json, {"trainings": [training_record(group, curve) for group, curve in found]}, text)
+        groups = trainings(read)
+        before = [[group[-1] for group in groups[:number]] for number in range(len(groups))]
+        found = [(g, join(g), find_breaks(g, earlier)) for g, earlier in zip(groups, before, strict=True)]
+        text = "\n".join(training_text(*one) for one in found) or "no log holds an iteration"
+        emit(as_json, {"trainings": [training_record(*one) for one in found]}, text)
     return code

@@ -1,0 +1,192 @@
+"""Continuity: what a restart did not continue is named with its cause, from the logs alone; clean restarts are not."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from restart_logs import (
+    DIALECTS,
+    Training,
+    constant,
+    cosine,
+    inverse_sqrt,
+    linear,
+    loss_of,
+    text,
+    written,
+    wsd,
+)
+
+from trilane.analysis.continuity import find_breaks
+from trilane.analysis.loss_curve import trainings
+from trilane.cli.app import main
+from trilane.documents.runs import read_runs
+
+PLAIN = Training()
+AT = 401  # the first iteration after the restart; the checkpoint is that of iteration 400
+RAMP = Training(batch=lambda i: 16.0 + 8 * min(6, i // 60))
+CALM = Training(scale=lambda i: 65536.0 / 2 ** min(4, i // 60))
+
+
+def found(folder, *parts):
+    """The breaks of all trainings in those logs, and what was not judged."""
+    logs = [log for name in written(folder, parts) for log in read_runs(name)]
+    groups = trainings(logs)
+    every = [find_breaks(g, [e[-1] for e in groups[:n]]) for n, g in enumerate(groups)]
+    return [b for one in every for b in one.breaks], [what for one in every for what in one.unjudged]
+
+
+def restarted(folder, after, before=PLAIN, end=400, step=1, lines=60, dialect="megatron", **arguments):
+    """The breaks where `after` goes on at AT with what `before` trained until `end`."""
+    last = AT + lines * step
+    parts = (before.rows(1, end, step), None), (after.rows(AT, last, step, run=1), arguments)
+    return found(folder, *(text(rows, dialect, given) for rows, given in parts))
+
+
+def changed(**fields):
+    return replace(PLAIN, **fields)
+
+
+FAULTS = {
+    "rate from zero": (changed(rate=lambda i: cosine(1000)(i - AT + 1)), "learning_rate", "scheduler-restarted"),
+    "rate at its peak": (changed(rate=constant(3e-4)), "learning_rate", "scheduler-restarted"),
+    "train_iters changed": (changed(rate=cosine(1500), total=1500), "learning_rate", "another-schedule"),
+    "decay changed": (changed(rate=cosine(700)), "learning_rate", "another-schedule"),
+    "rate halved": (changed(rate=lambda i: cosine(1000)(i) / 2), "learning_rate", "scaled-rate"),
+    "data from the start": (changed(samples=-64.0 * 400), "consumed_samples", "data-from-start"),
+    "data replayed": (changed(samples=-64.0 * 100), "consumed_samples", "data-replayed"),
+    "data skipped": (changed(samples=64.0 * 37), "consumed_samples", "data-skipped"),
+    "accumulation halved": (changed(batch=lambda i: 64.0 if i < AT else 32.0), "global_batch_size", "batch-changed"),
+    "scale back at its first": (changed(scale=lambda i: 65536.0), "loss_scale", "loss-scale-initial"),
+    "scale at 2^32": (changed(scale=lambda i: 2.0**32), "loss_scale", "loss-scale-initial"),
+    "another precision": (changed(scale=lambda i: 1.0), "loss_scale", "precision-changed"),
+    "half the speed": (changed(seconds=4.0), "sec_per_it", "slower"),
+    "four times the gradient": (changed(norm=lambda i: 4 * PLAIN.norm(i)), "grad_norm", "gradient-scale"),
+    "gradient up for a while": (
+        changed(norm=lambda i: PLAIN.norm(i) * (1 + 4 * math.exp((AT - i) / 5))),
+        "grad_norm",
+        "optimizer-state",
+    ),
+    "untrained weights": (changed(loss=lambda i: loss_of(i - AT)), "lm_loss", "weights-not-loaded"),
+    "weights of iteration 200": (changed(loss=lambda i: loss_of(i - 200)), "lm_loss", "older-checkpoint"),
+    "moments lost": (
+        changed(loss=lambda i: loss_of(i) * (1 + 0.06 * math.exp((AT - i) / 20))),
+        "lm_loss",
+        "moments-lost",
+    ),
+    "a norm reset": (changed(loss=lambda i: loss_of(i) * 1.3), "lm_loss", "loss-level"),
+}
+
+
+@pytest.mark.parametrize(("end", "step"), [(400, 1), (440, 1), (400, 5)], ids=["at its end", "going back", "sparse"])
+@pytest.mark.parametrize(("after", "quantity", "cause"), FAULTS.values(), ids=FAULTS.keys())
+def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path, after, quantity, cause, end, step):
+    if step > 1 and quantity in ("grad_norm", "lm_loss") and cause in ("optimizer-state", "moments-lost"):
+        pytest.skip("over before two lines were printed")
+    breaks, _ = restarted(tmp_path, after, end=end, step=step, lines=60)
+    assert [(b.quantity, b.cause) for b in breaks] == [(quantity, cause)]
+    assert (breaks[0].before.log, breaks[0].after.log) == ("1.log", "2.log")
+    assert breaks[0].before.iteration < AT <= breaks[0].after.iteration and breaks[0].before.number
+
+
+OTHER_DIALECTS = {
+    "tokens of half the length": (
+        "megatron-deepspeed",
+        changed(seq_length=lambda i: 2048.0 if i < AT else 1024.0),
+        ("seq_length", "sequence-length"),
+    ),
+    "gpt-neox": ("neox", FAULTS["rate from zero"][0], ("learning_rate", "scheduler-restarted")),
+    "the Trainer": ("trainer", FAULTS["untrained weights"][0], ("lm_loss", "weights-not-loaded")),
+    "the Trainer's rate": ("trainer", FAULTS["train_iters changed"][0], ("learning_rate", "another-schedule")),
+    "torchtitan": ("torchtitan", FAULTS["four times the gradient"][0], ("grad_norm", "gradient-scale")),
+}
+
+
+@pytest.mark.parametrize(("dialect", "after", "expected"), OTHER_DIALECTS.values(), ids=OTHER_DIALECTS.keys())
+def test_other_dialects_are_judged_by_what_they_print(tmp_path, dialect, after, expected):
+    breaks, unjudged = restarted(tmp_path, after, dialect=dialect)
+    assert [(b.quantity, b.cause) for b in breaks] == [expected]
+    assert ("loss scale" in unjudged[0]) == (dialect != "neox")
+
+
+def test_a_ramp_up_that_begins_again_is_named(tmp_path):
+    again = replace(RAMP, batch=lambda i: RAMP.batch(i if i < AT else i - AT))
+    breaks, _ = restarted(tmp_path, again, before=RAMP)
+    assert [(b.quantity, b.cause) for b in breaks] == [("global_batch_size", "ramp-up-restarted")]
+
+
+def test_iteration_numbers_that_jump_or_begin_again_are_named(tmp_path):
+    later = [r | {"iteration": r["iteration"] + 200} for r in PLAIN.rows(AT, 460, run=1)]
+    later = [r | {"learning_rate": PLAIN.rate(r["iteration"])} for r in later]
+    breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(later))
+    assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "iterations-jump")]
+    again = [r | {"iteration": r["iteration"] - 400} for r in PLAIN.rows(AT, 460, run=1)]
+    breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(again))
+    assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "iterations-restarted")]
+    fresh = changed(loss=lambda i: loss_of(i + 400)).rows(1, 60, run=1)
+    breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(fresh))
+    assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "weights-only")]
+
+
+SCHEDULES = {
+    "cosine": cosine(1000),
+    "linear": linear(1000),
+    "inverse square root": inverse_sqrt(),
+    "constant": constant(),
+    "warm-up": cosine(3000, warmup=800),
+    "warm-up that ends": cosine(1000, warmup=400),
+    "decay that begins": wsd(1000, 600),
+}
+COURSES = {
+    "ramp-up": RAMP,
+    "batch that doubles": Training(batch=lambda i: 16.0 * 2 ** min(4, (i - 1) // 100)),
+    "scale halved": Training(scale=lambda i: 65536.0 if i < AT else 32768.0),
+    "curriculum": Training(seq_length=lambda i: min(2048.0, 64.0 * (1 + i // 20))),
+    "noisy": Training(noise=0.05),
+    **{name: Training(rate=rate) for name, rate in SCHEDULES.items()},
+}
+
+
+@pytest.mark.parametrize("dialect", ["megatron", "megatron-deepspeed", "trainer"])
+@pytest.mark.parametrize("course", COURSES.values(), ids=COURSES.keys())
+def test_nothing_is_found_at_a_clean_restart(tmp_path, course, dialect):
+    """At its end, going back to the checkpoint, and with a line for ten iterations."""
+    for end, step in ((400, 1), (430, 1), (450, 10)):
+        breaks, _ = restarted(tmp_path, course, before=course, end=end, step=step, lines=40, dialect=dialect)
+        assert not breaks, [b.sentence for b in breaks]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_nothing_is_found_after_a_skip_a_warm_start_early_or_elsewhere(tmp_path, dialect):
+    skipped = [r for r in PLAIN.rows(AT, 560, run=1) if r["iteration"] > 480]
+    breaks, unjudged = found(tmp_path, text(PLAIN.rows(1, 400), dialect), text(skipped, dialect))
+    assert not breaks and (dialect == "torchtitan" or "iterations 401 to 480 (in no log)" in unjudged)
+    for end in (8, 30, 80):
+        assert not found(
+            tmp_path, text(PLAIN.rows(1, end), dialect), text(PLAIN.rows(end + 1, end + 40, run=1), dialect)
+        )[0]
+    flat = Training(rate=constant())
+    warm = replace(flat, loss=lambda i: loss_of(i + 400)).rows(1, 60, run=1)
+    assert not found(tmp_path, text(flat.rows(1, 400), dialect), text(warm, dialect))[0]
+    places = [{"world_size": n, "tensor_model_parallel_size": n} for n in (8, 16)]
+    parts = (PLAIN.rows(1, 400), changed(seconds=3.9).rows(AT, 460, run=1))
+    assert not found(tmp_path, *(text(rows, "megatron", given) for rows, given in zip(parts, places, strict=True)))[0]
+
+
+def test_a_new_run_of_the_same_settings_is_no_restart(tmp_path):
+    breaks, unjudged = found(tmp_path, text(PLAIN.rows(1, 200)), text(PLAIN.rows(1, 200, run=1)))
+    assert not breaks and not unjudged
+
+
+def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
+    name = tmp_path / "all.log"
+    parts = [PLAIN.rows(1, 400), PLAIN.rows(301, 500, run=1), changed(samples=-640.0).rows(501, 560, run=2)]
+    name.write_text("".join(text(rows, "megatron", {"world_size": 8}) for rows in parts))
+    assert main(["logs", "spikes", str(name), "--json"]) == 0
+    (training,) = json.loads(capsys.readouterr().out)["trainings"]
+    (one,) = training["breaks"]
+    assert (one["restart"], one["quantity"], one["cause"]) == (501, "consumed_samples", "data-replayed")
+    assert one["after"]["text"].startswith("[2026-01-02 03:04:05.000000] iteration 501/")
+    assert main(["logs", "spikes", str(name)]) == 0
+    assert "data is replayed" in capsys.readouterr().out
