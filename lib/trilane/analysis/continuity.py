@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from trilane.analysis.loss_curve import agree
 from trilane.analysis.restart_levels import LEAST_LINES, levels
 from trilane.analysis.restart_sides import WORDS, Break, Line, Sides, derived, restarts, with_columns
 from trilane.analysis.restart_state import exact
+from trilane.config.plan import read_plan
 from trilane.logs.plausibility import find_lines
-from trilane.logs.run import RunLog
-from trilane.utils.tables import DataFrame, Table, short
+from trilane.logs.run import RunLog, read_run_folder
+from trilane.utils.tables import DataFrame, Table, Text, one_line, short
+from trilane.workspace.study import Study
 
 JUDGED = (
     *("learning_rate", "consumed_samples", "global_batch_size", "loss_scale", "seq_length"),
@@ -49,9 +52,17 @@ class Continuity(Table):
         """A line for each break, the two lines of the logs below it, and one for what could not be judged."""
         found = list[str]()
         for b in self.breaks:
-            found.append(f"restart at iteration {b.restart}: {b.sentence}")
-            found += [f"  {line.log}:{line.number}: {line.text}" for line in (b.before, b.after) if line.number]
+            found.append(one_line(f"restart at iteration {b.restart}: {b.sentence}"))
+            shown = (line for line in (b.before, b.after) if line.number)
+            found += [one_line(f"  {line.log}:{line.number}: {line.text}") for line in shown]
         return found + [f"not judged: {what}" for what in self.unjudged]
+
+    def summary(self) -> Text:
+        """How many restarts were judged and what was found, and what could not be judged, as Markdown."""
+        if not self.restarts:
+            return Text("No run of this study was restarted.")
+        said = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
+        return Text.of("{}{}", said, Text.joined("\n- not judged: ", ["\n", *self.unjudged]) if self.unjudged else "")
 
 
 def find_breaks(logs: Sequence[RunLog], earlier: Sequence[RunLog] = ()) -> Continuity:
@@ -70,6 +81,24 @@ def find_breaks(logs: Sequence[RunLog], earlier: Sequence[RunLog] = ()) -> Conti
         found += [_shown(one, sides) for one in (*exact(sides), *levels(sides))]
         unjudged |= dict.fromkeys(_unjudged(sides))
     return Continuity(restarts=number, breaks=tuple(found), unjudged=tuple(unjudged))
+
+
+def study_breaks(study: Study) -> Continuity:
+    """What the restarts of a study's runs did not continue: those inside each run folder, and those of a run that
+    starts from a checkpoint of another one (run.load).
+    """
+    folders = study.run_folders()
+    logs = {folder.resolve(): read_run_folder(folder) for folder in folders}
+    every = list[Continuity]()
+    for folder, log in logs.items():
+        load = read_plan(folder / "plan.json").run.load
+        source = next(
+            (logs[place] for place in [Path(load).resolve(), *Path(load).resolve().parents] if place in logs), None
+        )
+        every.append(find_breaks([log] if not load or source in (None, log) else [replace(source, resumes=()), log]))
+    breaks = tuple(b for one in every for b in one.breaks)
+    unjudged = tuple(dict.fromkeys(what for one in every for what in one.unjudged))
+    return Continuity(restarts=sum(one.restarts for one in every), breaks=breaks, unjudged=unjudged)
 
 
 def _unjudged(sides: Sides) -> Iterator[str]:

@@ -13,6 +13,7 @@ import pandas as pd
 from trilane.analysis.steady_state import interval
 from trilane.logs.arguments import Value
 from trilane.logs.run import RunLog
+from trilane.utils.tables import short
 
 WORDS = {
     "iteration": "iteration number",
@@ -161,15 +162,16 @@ class Sides:
     def changed_arguments(self, names: Sequence[str]) -> str:
         """ "train_iters 500 -> 800": arguments that both logs print and that differ."""
         one, two = (with_columns(log) for log in (self.old_log, self.new_log))
-        words = [f"{n} {one[n]} -> {two[n]}" for n in names if n in one and n in two and one[n] != two[n]]
+        both = [n for n in names if n in one and n in two and one[n] != two[n]]
+        words = [f"{n} {short(str(one[n]), 40)} -> {short(str(two[n]), 40)}" for n in both]
         return ", ".join(words)
 
     def found(self, name: str, cause: str, place: int, expected: float, detail: str = "") -> Break:
         """The Break of row `place` of the new values of a quantity, relative to the last line before the restart."""
         (at, values), (at_new, new) = self.before(name), self.after(name)
         last = max(int(np.searchsorted(at, self.first)) - 1, 0)
-        old = Line(log=self.old_log.source.name, iteration=int(at[last]), value=float(values[last]))
-        line = Line(log=self.new_log.source.name, iteration=int(at_new[place]), value=float(new[place]))
+        old = Line(log=label(self.old_log), iteration=int(at[last]), value=float(values[last]))
+        line = Line(log=label(self.new_log), iteration=int(at_new[place]), value=float(new[place]))
         return Break(
             quantity=name,
             cause=cause,
@@ -179,6 +181,11 @@ class Sides:
             expected=float(expected),
             detail=detail,
         )
+
+
+def label(log: RunLog) -> str:
+    """The log's name; that of its folder too where it is the log of a run folder."""
+    return f"{log.source.parent.name}/{log.source.name}" if log.source.name == "run.log" else log.source.name
 
 
 def numbers(table: pd.DataFrame, name: str) -> tuple[np.ndarray, np.ndarray]:
