@@ -221,9 +221,16 @@ def _dialect(table: Any) -> Dialect:
         first_iteration=first,
         needs=frozenset(needs),
         fallback=fallback,
-        words=tuple({word for found in compiled.values() for word in map(patterns.word, found)}),
+        words=_words(fields, needs) or tuple({w for found in compiled.values() for w in map(patterns.word, found)}),
         **compiled,
     )
+
+
+def _words(fields: Mapping[str, str], needs: Sequence[str]) -> tuple[bytes, ...]:
+    """The names of a column that an iteration needs, without those that hold another one: () where one is too short."""
+    names = [name for name, column in fields.items() if needs and column.split()[0] == needs[0]]
+    least = tuple(name.encode() for name in names if not any(other in name for other in names if other != name))
+    return least if all(len(name) >= patterns.WORD for name in least) else ()
 
 
 def _patterns(table: Mapping[str, Any], key: str) -> tuple[re.Pattern[bytes], ...]:

@@ -1,5 +1,6 @@
 """TableLines: the lines of dialects that have a table, given to their runs."""
 
+import re
 from typing import TYPE_CHECKING
 
 from trilane.logs import endings, megatron, trainers
@@ -21,13 +22,17 @@ class TableLines:
         self._fallbacks = [dialect for dialect in every if dialect.fallback]
         self.guesses = {dialect.name for dialect in self._fallbacks}
         self.words = tuple({word for dialect in every for word in dialect.words})
+        words = {re.escape(word) for dialect in self._dialects for word in dialect.words}
+        self._any = re.compile(b"|".join(sorted(words)))
         self.block: Block | None = None
         self._length = 0
 
     def read(self, line: bytes, whole: bool) -> bool:
         """Read a line of a dialect that has a table, of several the one that finds most; False for any other line."""
+        if not self._any.search(line):
+            return False
         known = [dialect for dialect in self._dialects if any(word in line for word in dialect.words)]
-        return bool(known) and self._by(known, line, whole)
+        return self._by(known, line, whole)
 
     def _by(self, known: list[Dialect], line: bytes, whole: bool) -> bool:
         found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
@@ -48,7 +53,7 @@ class TableLines:
     def fallback(self, line: bytes, whole: bool) -> bool:
         """Read a line that nothing else reads, in a run that nothing else has read."""
         read = set(self._lines.run.dialects)
-        known = [dialect for dialect in self._fallbacks if read <= {dialect.name}]
+        known = [d for d in self._fallbacks if read <= {d.name} and any(word in line for word in d.words)]
         return bool(known) and self._by(known, line, whole)
 
     def _around(self, line: bytes, dialect: Dialect) -> bool:
