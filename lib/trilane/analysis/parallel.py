@@ -15,8 +15,9 @@ from typing import Any
 
 from trilane.analysis.collect import measure_path
 from trilane.analysis.measure import KEEP
+from trilane.logs import candidates
 from trilane.logs.plausibility import Problem
-from trilane.logs.run import INTEGERS, RunLog
+from trilane.logs.run import INTEGERS, NoIterations, RunLog
 
 LARGE = 50_000_000  # bytes in several files from which other processes pay off
 SHOWN = 16  # files from which progress is shown without a terminal
@@ -25,10 +26,12 @@ CHUNK = 50_000  # rows of a CSV file that are in memory
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """One log: a record for each run, or why it could not be read; the CSV file of each run, where requested."""
+    """One log: a record for each run, or why it could not be read; the CSV file of each run, where requested; what to
+    do where no iteration was found (`advice`, lines of text)."""
 
     records: list[dict[str, Any]]
     error: str = ""
+    advice: str = ""
     parts: tuple[Path, ...] = ()
 
 
@@ -69,14 +72,18 @@ def _read(path: str, folder: Path | None) -> Read:
         folder.mkdir()
     try:
         runs = measure_path(path, keep=KEEP, spill=folder)
+    except NoIterations as error:
+        return Read(records=[], error=str(error), advice=candidates.advice(Path(path)))
     except (ValueError, OSError) as error:
         return Read(records=[], error=str(error))
+    empty = not any(len(m.log.iterations) or len(m.log.bandwidth) or m.log.summary for m in runs)
+    advice = candidates.advice(Path(path)) if empty else ""
     parts = []
     for number, m in enumerate(runs, 1):
         if folder:
             parts.append(folder / f"{number}.csv")
             write_iterations(parts[-1], m.log, number)
-    return Read(records=[m.to_json() for m in runs], parts=tuple(parts))
+    return Read(records=[m.to_json() for m in runs], parts=tuple(parts), advice=advice)
 
 
 def write_iterations(path: Path, log: RunLog, number: int) -> None:

@@ -58,6 +58,8 @@ def parse(
     found = read_many([str(log) for log in logs], csv)
     records = [values for one in found for values in one.records]
     code = report_unreadable([one.error for one in found if one.error], records)
+    for one in found:
+        print(one.advice, end="\n" if one.advice else "", file=sys.stderr)
     if code < 2:
         emit(as_json, {"runs": records}, "\n".join(map(record_text, records)))
     return code

@@ -188,12 +188,13 @@ def read_dialect(path: Path) -> Dialect:
     require_file("dialects", path)
     try:
         require(path.stat().st_size < LARGEST, "size", path.stat().st_size, f"must be below {LARGEST} bytes")
-        return _dialect(read_json(path, "dialect"))
+        return dialect_of(read_json(path, "dialect"))
     except ValueError as error:
         raise ValueError(f"dialects={path}: {error}") from None
 
 
-def _dialect(table: Any) -> Dialect:
+def dialect_of(table: Any) -> Dialect:
+    """The dialect of a JSON object; raises ValueError("field=value: the rule")."""
     require(isinstance(table, dict), "dialect", table, "must be a JSON object")
     for key in table:
         require(key in KEYS, "key", key, f"is none of {', '.join(sorted(KEYS))}")

@@ -18,7 +18,7 @@ from trilane.logs.plausibility import Problem
 from trilane.logs.reader import Reader, blocks
 from trilane.logs.table import NAN, Column, NumericTable
 from trilane.utils.tables import Table, show
-from trilane.utils.validation import require
+from trilane.utils.validation import shown
 from trilane.workspace.status import Status, known_status, status_problem
 
 if TYPE_CHECKING:
@@ -113,6 +113,10 @@ class RunLog(Table):
 NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
 
 
+class NoIterations(ValueError):
+    """A log in which no dialect finds an iteration or an ending."""
+
+
 def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path | None = None) -> list[RunLog]:
     """The runs in the log file `path`, in order; usually one. A file that is being written is read as far as it goes.
 
@@ -126,7 +130,8 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
         reader.feed(block)
     runs = reader.close()
     tried = dict.fromkeys([*DIALECTS, *(dialect.name for dialect in dialects())])
-    require(bool(runs), "log", path, f"holds no iteration line; dialects tried: {', '.join(tried)}")
+    if not runs:
+        raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
     age = time.time() - path.stat().st_mtime
     return [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
 
