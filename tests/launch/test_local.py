@@ -124,7 +124,7 @@ def test_nothing_listens_beyond_this_machine_and_a_killed_rank_ends_all_within_3
     out, _ = launched.communicate(timeout=30)
     assert time.monotonic() - begin < 30
     outcome = read_status(folder)
-    assert (outcome.status, outcome.rank, launched.returncode) == ("crashed", 0, 1)
+    assert (outcome.status, outcome.rank, launched.returncode) == ("killed", 0, 1)
     assert outcome.evidence.startswith("rank 0: killed by SIGKILL after: [Rank 0] (after 1 iterations) memory")
     assert outcome.evidence in out
     assert gone(family)

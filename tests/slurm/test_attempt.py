@@ -14,7 +14,7 @@ from trilane.slurm import attempt, client, jobs, ledger
 from trilane.slurm.client import JobState
 from trilane.slurm.nodes import node_failure
 from trilane.workspace.checkpoints import name_of
-from trilane.workspace.status import RunStatus, Status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
 ME = {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n1"}
 
@@ -195,7 +195,8 @@ def test_an_oom_is_not_tried_again_and_a_lost_node_is() -> None:
     """The same plan runs out of memory again."""
     again = [status for status in Status if status.can_retry]
     assert Status.OOM not in again and Status.COMPLETED not in again and Status.PRUNED not in again
-    assert {Status.NODE_FAILURE, Status.TIME_LIMIT, Status.HANG, Status.CRASHED} <= set(again)
+    assert {Status.NODE_FAILURE, Status.TIME_LIMIT, Status.HANG, Status.CRASHED, Status.PREEMPTED} <= set(again)
+    assert not {Status.ENVIRONMENT, Status.MISSING_FILE, Status.HOST_MEMORY} & set(again)
 
 
 def test_a_hang_stays_a_hang_with_its_rank_though_the_watchdog_killed_the_others(
@@ -249,6 +250,27 @@ def test_a_spare_takes_the_place_of_a_node_that_is_dead_or_broken(
     ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=1)
     assert node_failure.lost_nodes(folder, "78") == [], "requeued, it has other nodes"
     assert node_failure.goes_on(folder, "78") == ""
+
+
+@pytest.mark.parametrize(("spares", "replaced"), [(1, "n2"), (0, "")])
+def test_a_node_with_a_gpu_error_is_replaced_or_left_out_of_the_next_start(
+    spares: int, replaced: str, folder: Path, slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node still answers; the errors of the other ranks are no reason."""
+    every, requeued = ["n1", "n2", "n3"][: 2 + spares], []
+    monkeypatch.setattr(client, "hostnames", lambda _: list(every))
+    monkeypatch.setattr(client, "call", lambda *_, **__: " NodeList=n Requeue=0")
+    monkeypatch.setattr(node_failure, "unreachable", lambda _: [])
+    monkeypatch.setattr(node_failure, "requeue", lambda *_, **wishes: requeued.append(wishes["without"]))
+    ledger.note(folder, "started", "78", nodes="n", iteration=0, restarts=0)
+    ledger.note(folder, "nodes", "78", chosen=["n1", "n2"], left_out={})
+    xid = "n2: [18.4] NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
+    (folder / "run.log").write_text(f"START a\n[rank1]: torch.distributed.DistBackendError: NCCL error\n{xid}\n")
+    outcome = attempt.end(folder, 1, {"SLURM_JOB_ID": "78", "SLURM_JOB_NODELIST": "n"})
+    assert (outcome.status, outcome.exclude, xid in outcome.evidence) == ("GPU error", "n2", True)
+    assert known_status(folder) == outcome
+    assert node_failure.goes_on(folder, "78") == replaced and node_failure.lost_nodes(folder, "78") == ["n2"]
+    assert requeued == ([] if replaced else [["n2"]])
 
 
 def test_starts_that_a_spare_repeats_are_not_failures_of_the_run(folder: Path) -> None:

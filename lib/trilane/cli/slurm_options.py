@@ -95,4 +95,5 @@ def status_line(job: Any) -> str:
     later = f" +{job.waiting}" if job.waiting else ""
     state = f"{job.run:28.28} {job.id + later:12} {job.state:13} {job.elapsed:>10} {job.reason or job.nodes:22.22}"
     as_of = f"(as of {job.as_of}) " if job.as_of else ""
-    return f"{state} {job.iteration:>7}/{job.iterations} {job.status:10} {as_of}{job.evidence[:80]}".rstrip()
+    without = f"--exclude={job.exclude[:80]} " if job.exclude else ""
+    return f"{state} {job.iteration:>7}/{job.iterations} {job.status:10} {as_of}{without}{job.evidence[:80]}".rstrip()

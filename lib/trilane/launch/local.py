@@ -17,6 +17,7 @@ from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.hang_monitor import Hang, HangMonitor, Node
+from trilane.launch.outcome import with_cause
 from trilane.utils.process import held_port
 from trilane.utils.validation import read_json, require
 from trilane.workspace import node_folder
@@ -71,7 +72,8 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
                 except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
                     _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
                     raise
-            return monitor.corrected(judge(folder, plan.topology.gpus, code, _since(begin)), failed_ranks(folder))
+            outcome = with_cause(judge(folder, plan.topology.gpus, code, _since(begin)), folder)
+            return monitor.corrected(outcome, failed_ranks(folder))
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trilane.config.plan import read_plan
-from trilane.logs.run import RunLog, read_log
+from trilane.launch.outcome import last_log
+from trilane.logs.run import RunLog
 from trilane.slurm import client, ledger
 from trilane.slurm.frozen_code import USED_BY as CODE
 from trilane.slurm.nodes.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
@@ -78,7 +78,7 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test
 
 def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
     """The status that the watchdog wrote; else by the step's exit code first, then by the text of the log."""
-    at, rank = iteration(folder), None
+    at, rank, exclude = iteration(folder), None, ""
     written = known_status(folder)
     if written and written.status is Status.HANG:  # by the watchdog; what it killed is in the log
         return replace(written, exit_code=code, seconds=seconds)
@@ -90,8 +90,8 @@ def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) 
     elif log is None or log.status is Status.COMPLETED or log.status.is_open:
         status, evidence = Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason"
     else:
-        status, evidence, rank = log.status, log.evidence, log.rank
-    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+        status, evidence, rank, exclude = log.status, log.evidence, log.rank, log.exclude
+    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds, exclude=exclude)
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
@@ -229,22 +229,6 @@ def pruned(folder: Path, sweep: str) -> str:
             write_status(folder, RunStatus(status=Status.PRUNED, evidence=reason, rank=None, exit_code=0, seconds=0.0))
             return reason
     return ""
-
-
-def last_log(folder: Path) -> RunLog | None:
-    """run.log from its last START line on, parsed; None where there is nothing to parse."""
-    path = folder / "run.log"
-    if not path.is_file():
-        return None
-    text = path.read_bytes()
-    begin = max(text.rfind(b"\nSTART "), 0)
-    with tempfile.NamedTemporaryFile(suffix=".log") as part:
-        part.write(text[begin:])
-        part.flush()
-        try:
-            return read_log(part.name)
-        except ValueError:
-            return None
 
 
 def _cancel_later(folder: Path, job: str) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from trilane.launch.outcome import last_log
 from trilane.slurm import attempt, client, ledger, preparation
 from trilane.slurm.script import SCRIPT, directives
 from trilane.utils.files import read_text
@@ -67,7 +68,7 @@ def _corpus_failure(folder: Path, job: client.JobState) -> str:
 
 def _by_log(folder: Path, job: client.JobState, is_last: bool) -> tuple[Status, str]:
     """For a job that ended without a status of its own; run.log is an earlier job's where this one never started."""
-    log = attempt.last_log(folder) if is_last else None
+    log = last_log(folder) if is_last else None
     if log is not None and not log.status.is_open:
         return log.status, log.evidence
     if job.state in ("COMPLETED", client.FORGOTTEN) and attempt.finished(folder):

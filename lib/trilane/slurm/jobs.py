@@ -21,12 +21,13 @@ from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
 from trilane.workspace.run_folder import is_completed, write_text
-from trilane.workspace.status import Status
+from trilane.workspace.status import Status, known_status
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(client.JobState):
-    """A run's current job, our status with its evidence, the training's progress, and how many later jobs wait.
+    """A run's current job, our status with its evidence, the training's progress, and how many later jobs wait; nodes
+    at fault, as --exclude takes them.
 
     `as_of` is the time of the ledger's last event of the job where SLURM did not answer; "" where it did.
     """
@@ -37,6 +38,7 @@ class JobStatus(client.JobState):
     iteration: int
     iterations: int
     waiting: int
+    exclude: str = ""
     as_of: str = ""
 
     @property
@@ -150,11 +152,13 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
     none = client.JobState(id="", state="NOT SUBMITTED")
     current = next(iter(running or live), None) or decisive(folder, states) or none
     word, evidence = status_of(folder, current)
+    written = known_status(folder)
     return JobStatus(
         **asdict(current),
         run=folder.name,
         status=word,
         evidence=evidence,
+        exclude=written.exclude if written and written.evidence == evidence else "",
         iteration=run_folder.iteration(folder),
         iterations=read_plan(folder / "plan.json").run.goal,
         waiting=len(live) - (current in live),

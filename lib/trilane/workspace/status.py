@@ -102,7 +102,8 @@ NOTHING = "(nothing)"  # of a rank that printed nothing
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How a run ended, the line that proves it, and the rank that printed this line (None: no single rank).
+    """How a run ended, the line that proves it, and the rank that printed this line (None: no single rank); nodes at
+    fault, if any, as SLURM's --exclude takes them.
 
     Raises ValueError for an unknown status.
     """
@@ -112,6 +113,7 @@ class RunStatus:
     rank: int | None
     exit_code: int
     seconds: float
+    exclude: str = ""
 
     def __post_init__(self) -> None:
         require_known("status", self.status, tuple(Status))
@@ -125,7 +127,8 @@ def judge(folder: Path, ranks: int, code: int, seconds: float) -> RunStatus:
     rank, how = culprit(folder)
     of = "torchrun" if rank is None else f"rank {rank}"
     evidence = f"{of}: {how}{last_line(folder, 'torchrun' if rank is None else rank)}"
-    return RunStatus(status=Status.CRASHED, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+    status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
+    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
 
 
 def _clean_end(folder: Path, last: int, seconds: float) -> RunStatus:

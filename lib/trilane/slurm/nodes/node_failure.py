@@ -30,7 +30,8 @@ def handle_node_failure(
     folder: Path, job: str, nodelist: str, outcome: RunStatus, test: Test | None = None
 ) -> RunStatus:
     """The outcome of this job's attempt, with status "node failure" where one of its nodes cannot be reached, or a
-    `test` of the nodes, made while there is a spare, finds one broken: a GPU that has failed leaves its node alive.
+    `test` of the nodes, made while there is a spare, finds one broken: a GPU that has failed leaves its node alive. No
+    test is made where the log names a node at fault, such as by an Xid error.
 
     Then the folder's later jobs exclude the node. A spare takes its place (event "replaced"); where none is left, the
     job is requeued if its script allows it: SLURM itself does so only while the job runs, and notices a dead node
@@ -43,6 +44,8 @@ def handle_node_failure(
         nodes = [node for node in every if node not in lost_nodes(folder, job)]
         trained = training_nodes(folder, job)
         dead = dict.fromkeys(_dead(job, nodes) if len(nodes) > 1 else (), "cannot be reached")
+        reported = [node for node in nodes if node in outcome.exclude.split(",")] if not dead else []
+        dead |= dict.fromkeys(reported, f"is at fault ({outcome.status})")
         if not dead and test and len(nodes) > len(trained) > 0:
             dead = dict(test(nodes))
         if dead:
@@ -53,13 +56,14 @@ def handle_node_failure(
             f"{', '.join(n for n in dead if dead[n] == why)} {why}" for why in dict.fromkeys(dead.values())
         )
         reason = f"{reasons}; the log: {outcome.evidence}"
-        outcome = replace(outcome, status=Status.NODE_FAILURE, evidence=reason)
+        status = outcome.status if reported else Status.NODE_FAILURE
+        outcome = replace(outcome, status=status, evidence=reason, exclude=",".join(dead))
         write_status(folder, outcome)
         left = [node for node in nodes if node not in dead]
         if trained and len(left) >= len(trained):
             ledger.note(folder, "replaced", job, nodes=list(dead), iteration=iteration(folder))
         else:
-            requeue(job, nodes=len(every), without=list(dead) if test else [])
+            requeue(job, nodes=len(every), without=list(dead) if test or reported else [])
     return outcome
 
 
