@@ -11,7 +11,7 @@ from test_collect import DUMP, MEMORY
 from test_log_dialects import m2021
 from test_run import log_text
 
-from trilane.analysis.tables import markdown, read_folder, size, to_html
+from trilane.analysis.tables import COLUMNS, markdown, read_folder, size, to_html
 from trilane.cli.app import main
 from trilane.documents.lint.lint import lint
 
@@ -20,6 +20,7 @@ MORE = "".join(
     f"  {name} {'.' * (48 - len(name))} {value}\n"
     for name, value in (("tensor_model_parallel_size", 4), ("pipeline_model_parallel_size", 2), ("micro_batch_size", 1))
 )
+NAMES = ", ".join(sorted(name.lower() for name in COLUMNS))
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n"
 
 
@@ -41,7 +42,7 @@ def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
     assert main(["logs", "table", str(folder)]) == 0
     output = capsys.readouterr()
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in output.out.splitlines()]
-    assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes"]
+    assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss", "Notes"]
     a, b, ours = lines[2:]
     assert a[:9] == ["8", "1.3B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-1] == "a.out"
     assert (b[7], b[8], b[-1]) == ("OOM", "", "b.log, OOM")
@@ -62,8 +63,10 @@ def test_csv_html_and_json_hold_the_same(folder, capsys):
     assert [row["Notes"] for row in rows] == ["a.out", "b.log, OOM", "small"]
     main(["logs", "table", str(folder), "--html"])
     assert capsys.readouterr().out.count("<tr>") == 4
-    assert "<td>a&lt;b" in to_html([{**read_folder(folder)[0][0], "notes": "a<b"}])
-    assert "| a&lt;b c\\|d" in markdown([{**read_folder(folder)[0][0], "notes": "a<b\nc|d"}])
+    hostile = {**read_folder(folder)[0][0], "name": "a<b\nc|d", "cause": "a<b", "problems": ["<b>|\x1b[2J"]}
+    assert '<td class="text">a&lt;b</td>' in to_html([hostile]) and "<b>" not in to_html([hostile])
+    assert "| a&lt;b c\\|d" in markdown([hostile]) and "&lt;b&gt;\\|" in markdown([hostile])
+    assert "\x1b" not in markdown([hostile]) + to_html([hostile])
     main(["logs", "table", str(folder), "--json"])
     report = json.loads(capsys.readouterr().out)
     first, second, ours = report["rows"]
@@ -78,6 +81,8 @@ def test_csv_html_and_json_hold_the_same(folder, capsys):
         (["missing"], "folder=missing: no such folder"),
         (["empty"], "folder=empty: holds no run: neither plan.json with run.log, nor a training log"),
         (["empty", "--csv", "--html"], "table=empty: choose one of --markdown, --csv, --html, --json"),
+        (["empty", "--columns", "gpus,los"], f"columns=los: did you mean loss? known: {NAMES}"),
+        (["empty", "--sort", "nix"], f"sort=nix: known: {NAMES.replace('status', 'speed, status')}"),
     ],
 )
 def test_a_folder_without_runs_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
@@ -114,3 +119,48 @@ def test_real_logs_make_the_rows_that_were_typed_from_them():
     names = ("gpus", "tp", "dp", "mbs", "gbs")
     assert [*(zero[name] for name in names), round(zero["sec_per_it"])] == [64, 4, 16, 48, 768, 125]
     assert size(zero["parameters"]) == "52B", "not 48B, as 2^30 would make it"
+
+
+def fleet(folder):
+    """Four logs: fast and slow, one without TFLOPs, one whose learning rate cannot be right, one of two runs."""
+    (folder / "deep").mkdir()
+    for name, ms in (("fast.log", 1000.0), ("deep/slow.out", 9000.0)):
+        (folder / name).write_text(DUMP + MORE + "".join(m2021(i, ms=ms, loss=ms / 1e3) for i in range(1, 11)))
+    (folder / "plain.err").write_text("".join(m2021(i, ms=5000.0, loss=7.5) for i in range(1, 11)) * 2)
+    wrong = "".join(m2021(i, loss=9.5).replace("rate: 1.000E-04", "rate: 7.000E+00") for i in range(1, 11))
+    (folder / "wrong.log").write_text(DUMP + MORE + wrong)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [
+        (["--sort", "speed"], ["fast.log", "wrong.log", "slow.out", "plain.err", "plain.err run 2"]),
+        (["--sort", "speed", "--reverse"], ["slow.out", "wrong.log", "fast.log", "plain.err", "plain.err run 2"]),
+        (["--sort", "LOSS"], ["fast.log", "plain.err", "plain.err run 2", "slow.out", "wrong.log"]),
+        (["--sort", "problems"], ["wrong.log", "slow.out", "fast.log", "plain.err", "plain.err run 2"]),
+        (["--reverse"], ["wrong.log", "plain.err run 2", "plain.err", "fast.log", "slow.out"]),
+    ],
+)
+def test_a_fleet_is_sorted_by_any_column_and_what_has_no_value_is_last(tmp_path, capsys, monkeypatch, sort, names):
+    monkeypatch.setattr("trilane.analysis.parallel.MANY", 1)  # all cores
+    assert main(["logs", "table", str(fleet(tmp_path)), *sort, "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == names
+
+
+def test_a_row_fits_in_100_columns_and_a_problem_has_a_mark_and_a_line(tmp_path, capsys):
+    long = tmp_path / ("a_name_that_is_much_longer_than_a_terminal_is_wide_" * 4 + ".log")
+    long.write_text((fleet(tmp_path) / "fast.log").read_text() + OOM)
+    main(["logs", "table", str(tmp_path), "--sort", "date"])
+    table, problems = capsys.readouterr().out.split("\n\n")
+    assert {len(line) for line in table.splitlines()} == {100} and "Date" in table and "OOM" in table
+    assert "wrong.log, !" in table and problems.startswith("! wrong.log: learning_rate: 7")
+    main(["logs", "table", str(tmp_path), "--columns", "Status, problems,first"])
+    assert capsys.readouterr().out.startswith("| Status    | Problems ")
+
+
+def test_logs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "run.log").write_text(m2021(1) + m2021(2))
+    assert [row["name"] for row in read_folder(tmp_path)[0]] == ["a/run.log", "b/run.log"]

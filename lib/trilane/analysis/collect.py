@@ -1,32 +1,24 @@
 """MeasuredRuns: the measured runs of a study, or of any files of logs, and the tables and sentences about them."""
 
-import glob
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from trilane.analysis.compare import compare, sides
 from trilane.analysis.levels import LEAST
 from trilane.analysis.loss_curve import Curve, join, trainings
-from trilane.analysis.measure import Measurement, measure, measure_log
+from trilane.analysis.measure import Measurement, measure
+from trilane.analysis.parallel import files, measure_path
 from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
-from trilane.config.cluster import Cluster, Gpu
-from trilane.config.plan import read_plan
-from trilane.documents.runs import read_runs
+from trilane.config.cluster import Cluster
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, middle, percent, short
 from trilane.utils.validation import require
-from trilane.workspace.installation import SUMS
-from trilane.workspace.run_folder import STEPS
 from trilane.workspace.study import Study
 
-NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
 NUMERICS = {"skipped iterations": "skipped", "NaN": "nan_iterations", "gradient norm, median": "grad_norm"}
 NUMERICS |= {"largest": "grad_norm_max", "loss scale, last": "loss_scale", "reductions": "loss_scale_drops"}
-OURS = ("run.log", STEPS)  # in a run folder, next to plan.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,52 +167,6 @@ def measure_runs(study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: 
             unread.append(str(error))
     require(bool(runs), "logs", logs, f"no log among them: {unread[0] if unread else 'no such file'}")
     return MeasuredRuns(runs=tuple(_numbered(runs)), unread=tuple(unread))
-
-
-def measure_path(
-    path: Path | str,
-    warm_up: int = WARM_UP,
-    gpu: Gpu | None = None,
-    keep: Collection[str] | None = None,
-    spill: Path | None = None,
-) -> list[Measurement]:
-    """The measured runs of a path: one of a run folder, its run.log or its steps.jsonl, those of any other log.
-
-    `gpu`, `keep` and `spill` (see logs.run.read_runs) hold for other logs. Raises ValueError where there is no run.
-    """
-    path = Path(path)
-    folder = path if path.is_dir() else path.parent if path.name in OURS else None
-    if folder and _is_run(folder):
-        return [measure(folder, warm_up)]
-    if path.is_dir():
-        path = next((path / name for name in OURS if (path / name).is_file()), path)
-        require(path.is_file(), "run", path, f"holds neither {' nor '.join(OURS)}")
-    return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path, keep, spill)]
-
-
-def files(logs: str) -> list[Path]:
-    """The files and run folders that a path or a glob matches, by name."""
-    found = list[Path]()
-    for path in sorted(map(Path, glob.glob(str(Path(logs).expanduser()), recursive=True))):
-        if path.is_dir() and not _is_run(path):
-            inside = sorted(p for p in path.rglob("*") if p.is_dir() and _is_run(p))
-            others = {
-                *inside,
-                *(sums.parent for sums in path.rglob(SUMS)),
-            }  # SUMS: of the frozen code of a sweep or chain
-            alone = [p for p in path.rglob("*") if p.is_file() and others.isdisjoint(p.parents)]
-            found += [*inside, *sorted(p for p in alone if p.suffix not in NOT_LOGS and p.name[0] != ".")]
-        else:
-            found.append(path)
-    return found
-
-
-def _is_run(folder: Path) -> bool:
-    """Whether the folder holds a plan that can be read, and a log."""
-    try:
-        return (folder / "run.log").is_file() and bool(read_plan(folder / "plan.json"))
-    except ValueError:
-        return False  # the log alone can still be read
 
 
 def _numbered(runs: list[Measurement]) -> list[Measurement]:

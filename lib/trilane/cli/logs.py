@@ -12,6 +12,8 @@ from trilane.cli.options import FILE, FOLDER, JSON, Command, Group, command, emi
 from trilane.utils.tables import one_line, printable
 from trilane.utils.validation import require
 
+MOST = 10  # files that were left out are named
+
 logs = Group("logs", help="Read training logs in any dialect, and hand-written tables of measured runs.")
 
 
@@ -81,25 +83,47 @@ def follow(logs: Sequence[Path], every: float, as_json: bool) -> int:
     return 0 if not bad else 1 if bad < len(logs) else 2
 
 
-MARKDOWN = option("--markdown", is_flag=True, help="print Markdown (the default)")
-CSV = option("--csv", is_flag=True, help="print CSV")
-HTML = option("--html", is_flag=True, help="print HTML")
+MARKDOWN = option("--markdown", is_flag=True, help="print Markdown in 100 columns (the default)")
+CSV = option("--csv", is_flag=True, help="print CSV, with all columns")
+HTML = option("--html", is_flag=True, help="print a page, with all columns, which a click on a heading sorts")
+SORT = option("--sort", default="", metavar="COLUMN", help="sort by a column, rising; speed: the fastest first")
+REVERSE = option("--reverse", is_flag=True, help="the other way round; what has no value stays last")
+COLUMNS = option("--columns", default="", metavar="A,B,...", help="print these columns")
 
 
-@command(logs, FOLDER, MARKDOWN, CSV, HTML, JSON)
-def table(folder: Path, markdown: bool, csv: bool, html: bool, as_json: bool) -> None:
-    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth."""
+@command(logs, FOLDER, SORT, REVERSE, COLUMNS, DIALECT, MARKDOWN, CSV, HTML, JSON)
+def table(
+    folder: Path,
+    sort: str,
+    reverse: bool,
+    columns: str,
+    dialect: Sequence[Path],
+    markdown: bool,
+    csv: bool,
+    html: bool,
+    as_json: bool,
+) -> None:
+    """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth, on all cores."""
     from trilane.analysis import tables
+    from trilane.logs.dialects import use
+    from trilane.report.index import sortable_page
 
     require(markdown + csv + html + as_json < 2, "table", folder, "choose one of --markdown, --csv, --html, --json")
+    by = tables.column(sort, "sort") if sort else ""
+    heads = [tables.column(name.strip()) for name in columns.split(",")] if columns else []
+    use(dialect)
     rows, bad = tables.read_folder(folder)
-    for line in bad:
+    for line in [*bad[:MOST], *([f"{len(bad) - MOST} more, which --json names"] if len(bad) > MOST else [])]:
         print("trilane: left out:", one_line(line), file=sys.stderr)
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
-    write = tables.to_csv if csv else tables.to_html if html else tables.markdown
+    rows = tables.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
+    if csv or html:
+        page = tables.to_csv(rows, heads) if csv else sortable_page(f"Runs in {folder}", tables.to_html(rows, heads))
+        print(printable(page.removesuffix("\n")))
+        return
     values = [{k: None if v != v else v for k, v in row.items()} for row in rows]
     found = {"folder": str(folder), "rows": values, "left_out": bad}
-    emit(as_json, found, write(rows).removesuffix("\n"))
+    emit(as_json, found, tables.markdown(rows, heads, by).removesuffix("\n"))
 
 
 @command(logs, click.argument("file", type=FILE), JSON)

@@ -18,6 +18,7 @@ from trilane.workspace.status import Status, known_status, status_problem
 from trilane.workspace.study import PATIENCE_S, Study
 
 SESSION = "-session.html"  # ends the name of a report made in a session
+TABLE = '<table class="sortable">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
 FIRST = "08_decision"  # what the index lists first
 
 
@@ -53,17 +54,25 @@ def _is_result(path: Path) -> bool:
 
 def write_gallery(root: Path) -> Path:
     """Write index.html of the folder of all studies: a row each, the newest first, which a click on a heading sorts."""
-    script = (DATA / "sort.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     studies = [
         study for folder in root.iterdir() if (folder / "index.html").is_file() and (study := _study(folder.name))
     ]
     rows = [_gallery_row(study) for study in studies]
     rows.sort(key=lambda row: str(row[-1]), reverse=True)
     heads = ("study", "recommended", "notebooks completed", "runs completed", "model", "changed (UTC)")
+    cells = [Html.joined("", [Html.of('<td class="text">{}</td>', cell) for cell in row]) for row in rows]
+    body = Html.joined("\n", [Html.of("<tr>{}</tr>", row) for row in cells])
+    titles = Html.joined("", [Html.of('<th class="text" tabindex="0" role="button">{}</th>', h) for h in heads])
+    table = Html.of(TABLE, titles, body)
+    return write_text(root / "index.html", sortable_page("Studies", table), derived=True)
+
+
+def sortable_page(title: str, table: Html) -> str:
+    """A page of one table of the class `sortable`, which a click on a heading sorts."""
+    script = (DATA / "sort.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"{POLICY}; script-src 'sha256-{digest}'"
-    text = _page("gallery", policy, script=Html(script), heads=heads, rows=rows)
-    return write_text(root / "index.html", text, derived=True)
+    return _page("gallery", policy, script=Html(script), title=title, table=table)
 
 
 def _study(name: str) -> Study | None:
