@@ -106,8 +106,9 @@ def _row(m: Measurement, place: str, number: int) -> Row:
         "tokens_per_s": m.tokens_per_s,
         "date": f"{date:%Y-%m-%d %H:%M}" if date else "",
         "problems": [str(problem) for problem in log.problems],
-        "cause": "" if m.status is Status.COMPLETED else log.evidence,
-        "exclude": "",
+        "cause": "" if m.status is Status.COMPLETED else "; ".join([log.evidence, *log.collectives]),
+        "hosts": list(log.hosts),
+        "exclude": log.exclude,
         "note": m.note,
     }
     return _with_name(row, Path(place).name + again)
@@ -115,8 +116,7 @@ def _row(m: Measurement, place: str, number: int) -> Row:
 
 def _with_name(row: Row, name: str) -> Row:
     status = row["status"] if row["status"] is not Status.COMPLETED else ""
-    wrong = "! " + "; ".join(row["problems"]) if row["problems"] else ""
-    return {**row, "name": name, "notes": ", ".join(filter(None, (name, status, wrong, row["note"])))}
+    return {**row, "name": name, "notes": ", ".join(filter(None, (name, status, row["note"])))}
 
 
 def column(name: str, field: str = "columns") -> str:
@@ -225,12 +225,11 @@ def _escaped(text: str) -> str:
 def _notes(row: Row, most: int, heads: Sequence[str]) -> str:
     """The notes in that many characters: of a long name the middle is left out, and the rest as far as it fits."""
     status = row["status"] if row["status"] is not Status.COMPLETED and "Status" not in heads else ""
-    marks = [status, "!" if row["problems"] else "", row["note"]]
-    for rest in (marks, marks[:2]):
-        room = max(12, most - sum(len(text) + 2 for text in rest if text))
-        if len(row["name"]) <= room:
+    for rest in ((status, row["note"]), (status, "!" if row["problems"] else "")):
+        marks = "".join(f", {text}" for text in rest if text)
+        if len(row["name"] + marks) <= most:
             break
-    return ", ".join(filter(None, (middle(row["name"], room), *rest)))
+    return middle(row["name"], max(most - len(marks), 4)) + marks
 
 
 def _line(heads: Sequence[str], texts: Sequence[str], widths: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from trilane.analysis.parallel import record_text
 from trilane.logs import endings
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.reader import Reader, is_binary
-from trilane.logs.run import FRESH_S, RunLog, finish
+from trilane.logs.run import RunLog, finish
 from trilane.utils.growing import Growing
 from trilane.utils.tables import amount
 from trilane.utils.validation import require
@@ -23,7 +23,7 @@ from trilane.workspace.status import Status
 QUIET_LOOKS = 3  # without anything new, after which an ending is one
 RECENT = 10_000  # iterations at most that are measured and checked at a look
 EARLIER = 10  # runs of a file before the one that grows, each with an event
-SILENT = 5.0  # times the seconds of an iteration without a line, and at least FRESH_S, are reported
+SILENT, SILENT_S = 5.0, 60.0  # times an iteration's seconds without a line, and at least these, are reported
 AWAY = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)  # a shared file system that does not answer for a while
 PACKED, WIDE = b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
 
@@ -83,7 +83,7 @@ class WatchedLog:
         self._run = self._rows = self._beginnings = 0
         self._status, self._away = Status.RUNNING, ""
         self._known: set[tuple[str, str]] = set()  # problems reported, by rule and column
-        self._grew, self._silent, self._seconds = 0.0, FRESH_S, 0.0  # when the log grew; when silence is reported
+        self._grew, self._silent, self._seconds = 0.0, SILENT_S, 0.0  # when the log grew; when silence is reported
 
     def look(self, now: float) -> Iterator[Event]:
         """What happened since the last look."""
@@ -127,7 +127,7 @@ class WatchedLog:
             self._require_text(self._file.rest)
         if grew:
             # an old log is quiet from the first look on
-            self._grew, self._silent = now if self._grew else min(now, self._path.stat().st_mtime), FRESH_S
+            self._grew, self._silent = now if self._grew else min(now, self._path.stat().st_mtime), SILENT_S
         return grew
 
     def _require_text(self, head: bytes) -> None:
@@ -159,26 +159,26 @@ class WatchedLog:
         if new > 0:
             self._rows = run.rows
             interval = measure_log(self._snapshot(run, min(new, RECENT)), None, 0)
-            yield self._iterations(run, interval, new, log.status)
+            yield self._iterations(run, interval, new, log.status.is_open)
         if {(p.rule, p.column) for p in log.problems} - self._known:
             for problem in finish(run.latest(RECENT), self._path, 0.0).problems:  # which searches for their lines
                 if (problem.rule, problem.column) not in self._known:
                     self._known.add((problem.rule, problem.column))
                     yield self._event("problem", f"problem: {problem}", **asdict(problem))
-        if log.status is not self._status:
-            self._status = log.status
-            end = f"seems to have ended: {log.status}: {log.evidence}"
-            text = "goes on" if log.status is Status.RUNNING else end
-            yield self._event("status", text, status=log.status, evidence=log.evidence)
+        status = Status.RUNNING if log.status.is_open else log.status
+        if status is not self._status:
+            self._status = status
+            text = "goes on" if status is Status.RUNNING else f"seems to have ended: {status}: {log.evidence}"
+            yield self._event("status", text, status=status, evidence=log.evidence)
 
     def _snapshot(self, run: PartialRun, rows: int) -> RunLog:
         return finish(run.latest(rows), self._path, 0.0, with_lines=False)
 
-    def _iterations(self, run: PartialRun, m: Measurement, new: int, status: Status) -> Event:
+    def _iterations(self, run: PartialRun, m: Measurement, new: int, is_open: bool) -> Event:
         table = run.iterations if run.iterations.rows else run.companion
         numbers = table.column("iteration")
         first, last, total = int(numbers[-new]), int(numbers[-1]), table.last("train_iters")
-        left = (total - last) * m.sec_per_it if status is Status.RUNNING else math.nan
+        left = (total - last) * m.sec_per_it if is_open else math.nan
         self._seconds = m.sec_per_it if m.sec_per_it > 0 else self._seconds
         words = (
             f"iteration {last}" if first == last else f"iterations {first} to {last}",
@@ -209,7 +209,7 @@ class WatchedLog:
             self.done = True
             yield self._ended(self._reader.runs()[-1])
         elif self._status.is_open and quiet >= max(self._silent, SILENT * self._seconds):
-            self._silent = 4 * max(quiet, FRESH_S)
+            self._silent = 4 * max(quiet, SILENT_S)
             times = f", {quiet / self._seconds:.0f} times an iteration's" if self._seconds else ""
             yield self._event("silent", f"nothing was added for {duration(quiet)}{times}", seconds=quiet)
 
