@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from support import REPOSITORY
 
 from trilane.logs import dialects
 from trilane.logs.run import read_logs
@@ -355,6 +356,11 @@ def test_a_table_names_its_source_and_reads_no_line_of_another_trainer(name):
     lines = {line: sample for sample, (text, _) in SAMPLES.items() for line in re.split("[\r\n]", text)}
     found = {sample.split()[0] for line, sample in lines.items() if table.iterations(line.encode())}
     assert name in found and (table.fallback or (found == {name} and table.source.startswith("https://github.com/")))
+
+
+def test_the_guide_lists_each_table():
+    listed = (REPOSITORY / "docs" / "guides" / "my-logs.md").read_text().partition("## The trainers that are read")[2]
+    assert [name for name in TABLES if f"`{name}`" not in listed] == []
 
 
 def test_lines_that_only_look_like_iterations_begin_no_run_of_their_own(tmp_path):

@@ -90,7 +90,7 @@ def draft(form: Form) -> str:
     after = form.text[at.end() :].decode("utf-8", "replace")
     pattern = _escaped(before) + r"(?P<iteration>\d+)"
     if not re.search(r"[^\d\s]{4}", before) and (word := re.search(WORD, after)):  # every pattern needs a word
-        pattern += f".{{0,{2 * word.end() + NEAR}}}?{re.escape(word[0])}"
+        pattern += f".{{0,{2 * word.end() + NEAR}}}?" + re.escape(word[0]).replace("\\ ", " ")
     names = dict.fromkeys(NAMED.findall(form.text.decode("utf-8", "replace")))
     fields = {
         n: column
