@@ -1,5 +1,7 @@
 """Planted faults: each is reported by its rule; a right log has no problem."""
 
+from datetime import datetime, timedelta
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,15 @@ def titan(norm=1.5, gib=38.5, tflops=312.5, mfu=31.6):
     return "".join(TITAN.format(i=i, loss=8 - i / 10, norm=norm, gib=gib, tflops=tflops, mfu=mfu) for i in range(1, 6))
 
 
+def stamped(count=20, seconds=2.0, pause=0.0, step=1, back=0.0, **changed):
+    """Lines with time stamps; a `pause` after each tenth, and `back` before the 15th."""
+    text, at = "", datetime(2026, 3, 1, 23, 59)
+    for number, i in enumerate(range(step, count * step + 1, step), 1):
+        at += timedelta(seconds=seconds * step + pause * (number % 10 == 0) - back * (number == 15))
+        text += line(i, 9 - i / 500, total=10**6, first=f"[{at:%Y-%m-%d %H:%M:%S}]", **changed)
+    return text
+
+
 RIGHT = {
     "every iteration": lines(),
     "every tenth": lines(step=10),
@@ -53,6 +64,12 @@ RIGHT = {
     + EXAMPLES,
     "a few lines": line(1) + line(2),
     "skipped iterations": "".join(line(i).replace("lm loss: 5.000000E+00 |", "") for i in range(1, 9)),
+    "the clock agrees": stamped(),
+    "the clock agrees with fast iterations": stamped(200, seconds=0.25, ms=250.0),
+    "the clock includes evaluations": stamped(60, pause=600.0),
+    "the clock of every tenth line, with evaluations": stamped(60, step=10, pause=600.0),
+    "the clock includes as much data loading": stamped(seconds=4.0),
+    "a pause after one of two lines": stamped(2, seconds=300.0),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
@@ -78,6 +95,12 @@ FAULTS = {
     "rate of tokens": ("tokens_per_gpu_per_second", SIZES + lines(more=RATE.format(4 * 2048 / 2 / 8, 64))),
     "rate of samples": ("samples_per_second", SIZES + lines(step=10, ms=20000.0, more="samples per second: 2.000 | ")),
     "count of iterations": ("iteration", "".join(line(i, used=40 * i) for i in range(1, 20))),
+    "clock of milliseconds": ("sec_per_it", stamped(ms=2e6)),
+    "clock of seconds under another label": ("sec_per_it", stamped(ms=2.0)),
+    "clock of a logging interval": ("sec_per_it", stamped(step=10, ms=20000.0)),
+    "clock of one iteration of ten": ("sec_per_it", stamped(step=10, ms=200.0, pause=60.0)),
+    "clock of fast iterations": ("sec_per_it", stamped(400, seconds=0.5, ms=50.0)),
+    "clock that jumps back": ("time_s", stamped(back=3600.0)),
     "count of epochs": (
         "iteration",
         "+ python train.py --logging_steps 1\n" + trainer([(n, n / 10) for n in range(1, 21)]) + EXAMPLES,

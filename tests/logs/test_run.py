@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from datetime import datetime
 
 import pandas as pd
 import pytest
@@ -56,7 +57,9 @@ def test_seconds_and_milliseconds_come_out_alike(tmp_path):
 
 
 def test_a_run_that_stopped_early_is_unfinished_and_names_the_line(tmp_path):
-    (tmp_path / "run.log").write_text(log_text(iterations=7) + " [2026-08-01 12:00:00.0] iteration    ")
+    now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+    text = log_text(iterations=7).replace("2026-08-01 12:00:00", now)
+    (tmp_path / "run.log").write_text(text + f" [{now}] iteration    ")
     assert read_log(tmp_path / "run.log").status == "running", "somebody wrote to it a moment ago"
     os.utime(tmp_path / "run.log", (0, 0))
     log = read_log(tmp_path / "run.log")

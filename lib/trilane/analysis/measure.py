@@ -99,13 +99,11 @@ class Measurement:
 
     @property
     def note(self) -> str:
-        """What a table's notes add to the status: an engine other than megatron, whether the rate is the log's, and the
-        columns with problems.
-        """
+        """What a table's notes add to the status: an engine not megatron, a rate that is the log's, contradictions."""
         printed = "narayanan" not in self.flops_per_s and "printed" in self.flops_per_s
         engine = self.plan.engine if self.plan and self.plan.engine != "megatron" else ""
-        wrong = ", ".join(dict.fromkeys(problem.column for problem in self.log.problems))
-        contradicted = f"contradicted: {wrong}" if wrong else ""
+        wrong = dict.fromkeys(problem.column for problem in self.log.problems)
+        contradicted = f"contradicted: {', '.join(wrong)}" if wrong else ""
         return ", ".join(filter(None, (engine, "TFLOPs as printed" if printed else "", contradicted)))
 
     @property
@@ -136,13 +134,12 @@ class Measurement:
             "file": str(log.source),
             "dialect": log.dialect,
             "status": log.status,
+            "status_basis": log.status_basis,
             "evidence": log.evidence,
             "rank": log.rank,
             "asked_gib": log.asked_bytes / 2**30,
-            "hosts": list(log.hosts),
-            "gpus": list(log.gpus),
+            **{name: list(getattr(log, name)) for name in ("hosts", "gpus", "collectives")},
             "exclude": log.exclude,
-            "collectives": list(log.collectives),
             "arguments": dict(log.arguments),
             "iterations": len(log.iterations),
             "first_iteration": log.first_iteration,

@@ -199,8 +199,9 @@ def record_text(values: dict[str, Any]) -> str:
     )
     numbers = ", ".join(filter(None, parts))
     wrong = "".join(f"\n  problem: {Problem(**problem)}" for problem in values["problems"])
-    head = f"{values['file']}: {values['status']} ({values['dialect']})\n  {numbers}\n  {values['evidence']}"
-    return f"{head}{_places(values)}{wrong}"
+    basis = f", {values['status_basis']}" if values["status_basis"] else ""
+    head = f"{values['file']}: {values['status']} ({values['dialect']}){basis}\n  {numbers}"
+    return f"{head}\n  {values['evidence']}{_places(values)}{wrong}"
 
 
 def _places(values: dict[str, Any]) -> str:

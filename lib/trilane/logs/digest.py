@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,16 @@ CHECKED = (
     *("tokens_per_second", "tokens_per_gpu_per_second", "max_allocated", "max_reserved"),
 )
 LINES = 3  # at least, so that one odd line is no rule
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem before its line is known; `row` is the table's row that shows it, -1 for the last."""
+
+    rule: str
+    column: str
+    message: str
+    row: int = -1
 
 
 class Digest:

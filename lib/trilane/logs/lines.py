@@ -173,9 +173,9 @@ class Lines:
         if (before := self.run.previous) and self.run.may_be_delayed:
             before.absorb(self.runs.pop())
 
-    def extend(self, steps: MergedLines, ends: Sequence[tuple[bytes, int]]) -> bool:
-        """Add iterations in bulk if they simply continue the run, else return False; `ends`: the first and the last
-        line, and their numbers in the file."""
+    def extend(self, steps: MergedLines, seen: Sequence[tuple[int, bytes, int]]) -> bool:
+        """Add iterations in bulk if they simply continue the run, else return False; `seen`: the place among them, the
+        line and its number in the file of the first, some others, and the last."""
         run, number = self.run, steps.values[0]
         ranks = steps.values[steps.names.index("_source")] if "_source" in steps.names else np.array([NAN])
         rises = not run.iterations.rows or number[0] > run.iterations.last("iteration")
@@ -187,10 +187,11 @@ class Lines:
         keep = [i for i, name in enumerate(steps.names) if name != "_source"]
         self._split_after_end()
         self.run.extend(
-            [steps.names[i] for i in keep], steps.values[keep], steps.dialects[0], float(ranks[0]), ends[-1][0]
+            [steps.names[i] for i in keep], steps.values[keep], steps.dialects[0], float(ranks[0]), seen[-1][1]
         )
-        for place, end in zip((0, -1), ends, strict=True):
-            self.run.saw(number[place], *end)
+        before = self.run.iterations.rows - len(number)
+        for place, line, at in seen:
+            self.run.saw(number[place], line, at, before + place + 1)
         return True
 
     def _numbers(self, line: bytes) -> bool:

@@ -71,14 +71,15 @@ class PartialRun:
         last = (self.iteration, timestamp(self.last_line)) if self.rows else (NAN, NAN)
         return tuple(dict.fromkeys(pair for pair in (*self._clock, last) if pair[1] == pair[1]))
 
-    def saw(self, iteration: float, line: bytes, number: int) -> None:
-        """Note the line of an iteration that was read, and its number in the file."""
-        self.first_number, self.last_number = self.first_number or number, number
-        if self.rows >= self._next_clock:
+    def saw(self, iteration: float, line: bytes, number: int, row: int = 0) -> None:
+        """Note the line of an iteration that was read as that `row`, counted from 1 (0: the last), and its number in
+        the file."""
+        self.first_number, self.last_number, row = self.first_number or number, number, row or self.rows
+        if row >= self._next_clock:
             self._clock.append((iteration, timestamp(line)))
             if len(self._clock) > MAX_CLOCK:
                 del self._clock[1::2]
-            self._next_clock = self.rows + max(1, self.rows // MAX_CLOCK)
+            self._next_clock = row + max(1, row // MAX_CLOCK)
 
     @property
     def rows(self) -> int:

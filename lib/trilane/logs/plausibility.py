@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import endings
-from trilane.logs.digest import LINES, Columns, median, median_ratio
+from trilane.logs import clock, endings
+from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.reader import Reader, blocks
 from trilane.logs.table import NAN, NumericTable
@@ -49,62 +49,64 @@ class Problem:
         return f"{self.column}: {self.message}{where}"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A problem before its line is known; `row` is the table's row that shows it, -1 for the last."""
-
-    rule: str
-    column: str
-    message: str
-    row: int = -1
-
-
 def check(run: PartialRun, table: NumericTable) -> list[Finding]:
     """What is wrong with the iterations of a run, and with what it printed once."""
     if not table.rows:
         return []
     columns = Columns(table, run.arguments)
     rules = (_unknown, _bounds, _falls, _loss, _rates, _counts)
-    return [*(found for rule in rules for found in rule(columns)), *_epochs(columns, run.summary)]
+    return [
+        *(found for rule in rules for found in rule(columns)),
+        *_epochs(columns, run.summary),
+        *clock.check(run, table),
+    ]
 
 
-def problems(found: Collection[Finding], numbers: np.ndarray, last: str, path: Path | None) -> tuple[Problem, ...]:
-    """The problems with their lines: `last` is the text of the last iteration's line, the others are searched for in
-    the file `path`, where that is given; `numbers` are those of the iterations, (rows,).
+def problems(
+    found: Collection[Finding], numbers: np.ndarray, run: PartialRun, path: Path | None
+) -> tuple[Problem, ...]:
+    """The problems with their lines: the last iteration's, or one that is searched for in the file `path`, where that
+    is given, between the lines of the first and last iteration; `numbers` are those of the iterations, (rows,).
     """
     rows = {f.row for f in found if 0 <= f.row < len(numbers) - 1 and abs(numbers[f.row]) < MOST_NUMBER}
-    lines = find_lines(path, {int(numbers[row]) for row in rows}) if path and rows else {}
+    wanted, ends = {int(numbers[row]) for row in rows}, (run.first_number, run.last_number)
+    lines = find_lines(path, wanted, *ends) if path and rows else {}
+    last = run.last_number or None, endings.text(run.last_line)
     made = []
     for f in found:
-        line, text = (None, last) if f.row not in rows else lines.get(int(numbers[f.row]), (None, ""))
+        line, text = last if f.row not in rows else lines.get(int(numbers[f.row]), (None, ""))
         made.append(Problem(rule=f.rule, column=f.column, message=f.message, line=line, evidence=text))
     return tuple(made)
 
 
-def find_lines(path: Path, numbers: Collection[int]) -> dict[int, tuple[int, str]]:
-    """Number and text of the line of each of these iterations, where one line alone shows it."""
-    written = rb"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
-    word, found, before, left = (
-        re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])"),
-        dict[int, tuple[int, str]](),
-        0,
-        MOST_CANDIDATES,
-    )
+def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int = 0) -> dict[int, tuple[int, str]]:
+    """Number and text of the line of each of these iterations, where one line alone shows it, from the line `first` to
+    `last` (counted from 1; 0: to the end).
+    """
+    written = b"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
+    word = re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])")
+    found, number, left = dict[int, tuple[int, str]](), 1, MOST_CANDIDATES
     for block in blocks(path):
-        at = 0
+        at, counted = 0, 0
         while left and len(found) < len(numbers) and (hit := word.search(block, at)):
             start, stop = block.rfind(b"\n", 0, hit.start()) + 1, block.find(b"\n", hit.end())
-            at, left = stop if stop >= 0 else len(block), left - 1
-            reader = Reader()
-            reader.feed(block[start:at] + b"\n")
-            for run in reader.close():
-                if run.rows and run.iteration in numbers:
-                    line = before + block.count(b"\n", 0, start) + 1
-                    found.setdefault(int(run.iteration), (line, endings.text(block[start:at])))
-        if not left or len(found) == len(numbers):
+            number, counted = number + block.count(b"\n", counted, start), start
+            at = stop if stop >= 0 else len(block)
+            if number >= first:
+                left, text = left - 1, block[start:at]
+                if (at_line := _iteration(text)) in numbers:
+                    found.setdefault(int(at_line), (number, endings.text(text)))
+        number += block.count(b"\n", counted)
+        if not left or len(found) == len(numbers) or number > last > 0:
             break
-        before += block.count(b"\n")
     return found
+
+
+def _iteration(line: bytes) -> float:
+    """The number of the iteration that the line alone shows, NaN for another line."""
+    reader = Reader()
+    reader.feed(line + b"\n")
+    return next((run.iteration for run in reader.close() if run.rows), NAN)
 
 
 def _unknown(c: Columns) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from trilane.logs.prefilter import ALL, MAYBE, STEP, LineCache
 from trilane.utils.validation import require, require_file
 
 BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
+CLOCKED = 32  # lines of those read at once whose time stamps are noted
 PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut off the rest of what was read
 UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
@@ -143,10 +144,9 @@ class Reader:
         lines = self._lines
         lines.finish()
         first = lines.run.iteration
-        ends = (
-            [(block[starts[i] : stops[i]], self._before + int(i) + 1) for i in now.at[[0, -1]]] if len(now.at) else []
-        )
-        if not len(now.at) or lines.extend(now, ends):
+        places = np.unique(np.linspace(0, len(now.at) - 1, CLOCKED).astype(int)).tolist() if len(now.at) else []
+        seen = [(p, block[starts[i] : stops[i]], self._before + int(i) + 1) for p in places for i in now.at[[p]]]
+        if not len(now.at) or lines.extend(now, seen):
             iterations = np.concatenate([[first], now.values[0] if len(now.at) else []])
             at, values = by_iteration(timed, iterations[np.searchsorted(now.at, timed.at)])
             lines.run.add_timers(timed.names, at, values)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trilane.logs import endings, plausibility, units
+from trilane.logs import clock, endings, plausibility, units
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import dialects
 from trilane.logs.hardware import Device
@@ -31,7 +31,6 @@ DIALECTS = (
     *("trilane", "all_reduce_bench", "nccl-tests"),
 )
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
-FRESH_S = 60.0  # a log written within this time, or within two iterations, is still being written
 SHOWN = 10  # iterations that a notebook shows of a log
 
 
@@ -58,6 +57,7 @@ class RunLog(Table):
                  `asked_bytes` the size of the allocation that failed (NaN if unknown), `hosts` and `gpus` those of the
                  line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
     collectives  who did not come, by what the ranks' NCCL watchdogs print: a sentence a process group
+    status_basis of a log without an end: what shows that the run still runs, or does not
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
     spilled      further columns of the iterations, in files, if reading was given a folder for them
@@ -83,6 +83,7 @@ class RunLog(Table):
     gpus: tuple[str, ...] = ()
     exclude: str = ""
     collectives: tuple[str, ...] = ()
+    status_basis: str = ""
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
@@ -196,11 +197,15 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     problems are searched for in that file."""
     table = run.iterations if run.iterations.rows else run.companion
     note = units.correct_units(table)
-    status, evidence, end = _status(run, table, age)
+    (status, evidence, end), basis = _status(run, table), ""
+    if status is Status.UNFINISHED and not end:
+        is_running, basis = clock.still_runs(run, table, path, age)
+        status = Status.RUNNING if is_running else status
     numbers = table.column("iteration") if table.rows else np.empty(0)
     found = plausibility.check(run, table)
-    problems = plausibility.problems(found, numbers, endings.text(run.last_line), path if with_lines else None)
+    problems = plausibility.problems(found, numbers, run, path if with_lines else None)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
+    timed_by_stamps = run.timed_by_stamps & set(counted)
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
         memory.add(row)
@@ -227,12 +232,13 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         gpus=gpus,
         exclude=exclude,
         collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
-        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if run.timed_by_stamps & set(counted) else ""))),
+        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else ""))),
+        status_basis=basis,
     )
 
 
-def _status(run: PartialRun, table: NumericTable, age: float) -> tuple[Status, str, endings.Ending | None]:
-    """Status, evidence, and the ending if one decides."""
+def _status(run: PartialRun, table: NumericTable) -> tuple[Status, str, endings.Ending | None]:
+    """Status, evidence, and the ending if one decides; a run without any is unfinished."""
     end, last = endings.strongest(run.endings, run.rows), endings.text(run.last_line)
     if end and end.level < endings.PLANNED:
         return end.status, end.evidence, end
@@ -248,6 +254,4 @@ def _status(run: PartialRun, table: NumericTable, age: float) -> tuple[Status, s
         return Status.COMPLETED, last, None
     if end:
         return end.status, end.evidence, end
-    seconds = table.last("sec_per_it")
-    fresh = age < max(FRESH_S, 2 * seconds if seconds == seconds else 0.0)
-    return (Status.RUNNING if fresh else Status.UNFINISHED), last, None
+    return Status.UNFINISHED, last, None

@@ -1,0 +1,75 @@
+"""Whether a log without an end still runs: by the lines' clock, where they have one."""
+
+import gzip
+import os
+import time
+
+import pytest
+from test_endings import FIVE
+
+from trilane.analysis.measure import measure_log
+from trilane.logs.run import read_log
+
+HOUR = 3600.0
+LINE = " [{stamp}] iteration {i:8d}/     100 | elapsed time per iteration (ms): {ms:.1f} | lm loss: {loss:.6E} | number of nan iterations:   0 |\n"
+
+
+def stamp(age_s, form="%Y-%m-%d %H:%M:%S"):
+    """The local time `age_s` ago."""
+    return time.strftime(form, time.localtime(time.time() - age_s))
+
+
+def lines(age_s, ms=2000.0, step=1):
+    """Five lines, the last of them `age_s` old by its time stamp."""
+    return "".join(
+        LINE.format(stamp=stamp(age_s + (4 - n) * step * ms / 1e3), i=(n + 1) * step, ms=ms, loss=5 - n / 10)
+        for n in range(5)
+    )
+
+
+# text, seconds since the file was written, whether it runs
+CASES = {
+    "a line a moment ago": (lines(5), 0, True),
+    "a line two minutes ago, the file touched since": (lines(120), 0, False),
+    "long iterations": (lines(120, ms=90e3), 0, True),
+    "a line for every hundred iterations": (lines(150, step=100), 0, True),
+    "a log of 2023, copied": (lines(3 * 365 * 24 * HOUR), 0, False),
+    "another zone, nine hours ahead": (lines(-9 * HOUR + 3), 0, True),
+    "another zone, three and a half behind": (lines(3.5 * HOUR + 3), 0, True),
+    "another zone, its file not written to": (lines(-9 * HOUR), 300, False),
+    "a log of this morning, copied": (lines(5 * HOUR + 1000), 0, False),
+    "a clock that is wrong by a day": (lines(-24 * HOUR), 0, False),
+    "no stamps, just written": (FIVE, 0, True),
+    "no stamps, not written to": (FIVE, 300, False),
+    "no stamps, started yesterday, long iterations": (f"Starting: {stamp(24 * HOUR)}\n" + FIVE.replace("2000.0", "9000000.0"), 0, True),
+    "no stamps, its launch of 2023": ("2023-05-01 10:00:00 launch\n" + FIVE, 0, False),
+    "no stamps, its launch of 2023 as date(1) prints it": ("Mon May  1 10:00:00 CEST 2023\n" + FIVE, 0, False),
+    "no stamps, a date of the future": ("valid until 2099-01-01\n2023-05-01 10:00:00\n" + FIVE, 0, False),
+}  # fmt: skip
+
+
+def write(path, text, age):
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    os.utime(path, (time.time() - age,) * 2)
+    return read_log(path)
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_log_runs_by_its_own_clock_before_the_files_date(tmp_path, name, packed):
+    text, age, runs = CASES[name]
+    log = write(tmp_path / f"a.log{packed}", text, age)
+    assert log.status == ("running" if runs else "unfinished"), log.status_basis
+    assert log.status_basis or age, "where the file is new, it is said what decides"
+
+
+def test_a_log_whose_name_has_an_old_date_is_a_copy(tmp_path):
+    assert write(tmp_path / "train_20230501.log", FIVE, 0).status == "unfinished"
+    assert write(tmp_path / "slurm-20230501.out", FIVE, 0).status == "unfinished"
+    assert write(tmp_path / stamp(0, "run-%Y-%m-%d.log"), FIVE, 0).status == "running"
+    assert write(tmp_path / "slurm-1832555.out", FIVE, 0).status == "running"
+
+
+def test_what_the_status_rests_on_is_in_the_record(tmp_path):
+    record = measure_log(write(tmp_path / "a.log", lines(5), 0)).to_json()
+    assert record["status"] == "running" and "time stamp" in record["status_basis"]
