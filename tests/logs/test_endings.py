@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_log_dialects import DIALECTS, M2021, TITAN, m2021
 
+from trilane.logs.endings import caveat
 from trilane.logs.run import read_log, read_logs
 from trilane.workspace.status import Status
 
@@ -89,7 +90,7 @@ def test_an_ending_has_its_cause_its_node_and_what_to_exclude(tmp_path, row):
     """Lines in the form of those of SLURM, the kernel, CUDA, NCCL, PyTorch, ...: endings.txt names the source of each."""
     status, hosts, exclude, line = (cell.strip() for cell in row.split("|", 3))
     line, _, gpu = line.partition(" @")
-    (tmp_path / "a.log").write_text(FIVE + line + "\n")
+    (tmp_path / "a.log").write_text(FIVE * (status != "rendezvous") + line + "\n")
     os.utime(tmp_path / "a.log", (0, 0))
     log = read_log(tmp_path / "a.log")
     assert (log.status, ",".join(log.hosts), log.exclude, ",".join(log.gpus)) == (status, hosts, exclude, gpu)
@@ -108,6 +109,16 @@ ECC = "[rank17]: RuntimeError: CUDA error: uncorrectable ECC error encountered\n
 PEERS = "".join(NCCL.replace("5]", f"{rank}]") for rank in (*range(17), *range(18, 32)))
 OF_RANK = "gpu05:81:99 [1] NCCL INFO comm 0x55d rank 17 nranks 32 cudaDev 1 busId 1b000 - Init COMPLETE\n"
 SMALLER = "gpu09:81:99 [3] NCCL INFO comm 0x55e rank 17 nranks 18 cudaDev 3 busId 1b000 - Init COMPLETE\n"
+STORE = (
+    "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n"
+)
+ENTRY = "[{i}]:\n  time      : 2026-08-01_12:00:{s}\n  host      : {host}\n  rank      : {rank} (local_rank: {local})\n  exitcode  : {code} (pid: 7)\n"
+FIRST = "Root Cause (first observed failure):\n"
+ONE = ENTRY.format(i=1, s="01", host="r1n1", rank=5, local=5, code=-6)
+TWO = ENTRY.format(i=0, s="09", host="r1n1", rank=4, local=4, code=-6)
+THREE = ENTRY.format(i=1, s="05", host="r1n2", rank=9, local=1, code=-6)
+FOUR = ENTRY.format(i=0, s="04", host="r1n2", rank=11, local=3, code=-9)
+TABLES = f"ChildFailedError: \nFailures:\n{ONE}{FIRST}{TWO}{'=' * 60}\nFailures:\n{THREE}{FIRST}{FOUR}"
 TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
 
 
@@ -127,6 +138,8 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
         (NCCL + "[rank3]: RuntimeError: heads\n", ("NCCL error", (), (), "", 5)),
         (WATCHDOG + "Exception ignored in: <function f>\n" + TRACE, ("hang", (), (), "", 12)),
         ("Exception ignored in: <function f>\n" + "saved\n" + TRACE, ("crashed", (), (), "", None)),
+        (STORE, ("network", (), (), "", None)),
+        (TABLES, ("killed", ("r1n2",), ("3",), "", 11)),
         (XID + LIMIT, ("time limit", (), (), "", None)),
         (XID + m2021(6) + m2021(7), ("unfinished", (), (), "", None)),
     ],
@@ -137,6 +150,19 @@ def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expe
     os.utime(tmp_path / "a.log", (0, 0))
     log = read_log(tmp_path / "a.log")
     assert (log.status, log.hosts, log.gpus, log.exclude, log.rank) == expected
+
+
+def test_what_the_evidence_leaves_open_is_said(tmp_path):
+    caveats = []
+    for line in (
+        SRUN.replace("Exited with exit code 1", "Killed"),
+        ECC.replace("uncorrectable ECC", "an illegal memory"),
+        ECC,
+    ):
+        (tmp_path / "a.log").write_text(FIVE + line)
+        log = read_log(tmp_path / "a.log")
+        caveats.append(caveat(log.status, log.evidence))
+    assert "OOM killer" in caveats[0] and "program or the card" in caveats[1] and caveats[2] == ""
 
 
 NUMPY = "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 60.0 GiB for an array with shape (8053063680,)\n"

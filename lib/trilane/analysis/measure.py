@@ -22,6 +22,7 @@ from trilane.analysis.steady_state import (
 )
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
+from trilane.logs.endings import caveat
 from trilane.logs.plausibility import Problem
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.workspace.status import Status
@@ -140,6 +141,7 @@ class Measurement:
             "asked_gib": log.asked_bytes / 2**30,
             **{name: list(getattr(log, name)) for name in ("hosts", "gpus", "collectives")},
             "exclude": log.exclude,
+            "caveat": caveat(log.status, log.evidence),
             "arguments": dict(log.arguments),
             "iterations": len(log.iterations),
             "first_iteration": log.first_iteration,

@@ -212,4 +212,4 @@ def _places(values: dict[str, Any]) -> str:
         ("--exclude=", values["exclude"]),
     )
     where = ", ".join(word + text for word, text in named if text)
-    return "".join(f"\n  {line}" for line in (*filter(None, [where]), *values["collectives"]))
+    return "".join(f"\n  {line}" for line in filter(None, (values["caveat"], where, *values["collectives"])))

@@ -28,13 +28,17 @@ RAISED = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")  # after a trac
 
 RANK = re.compile(rb"\[(?:default|rank|Rank )(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b|^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")
 ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
-REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
+REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
 MAX_EVIDENCE = 600  # characters of evidence
+DEVICE_FAULT = re.compile(
+    r"CUDA error: (?:an illegal|misaligned|unspecified launch|unknown)|Memory access fault by GPU"
+)
 MAX_PLACES = 256  # nodes of one ending
 # after a line of such a form says nothing, one with other digits may
 DIGITS_DECIDE = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
 # of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
+FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
 FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
 NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 MAX_PLACE = 2000  # bytes of a line that are searched for a node
@@ -141,6 +145,8 @@ def raised(line: bytes, rows: int) -> Ending | None:
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
     rank, requested = RANK.search(line), REQUESTED.search(line)
+    if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
+        status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
         level=level,
         status=status,
@@ -157,6 +163,15 @@ def _place(line: bytes) -> dict[str, tuple[str, ...]]:
     host = None if ELSEWHERE in line else HOST.search(line[:MAX_PLACE])
     gpu = GPU.search(line[:MAX_PLACE])
     return {name: (m[m.lastindex or 0].decode(),) if m else () for name, m in (("hosts", host), ("gpus", gpu))}
+
+
+def caveat(status: Status, evidence: str) -> str:
+    """What the evidence leaves open; "" where nothing."""
+    if status is Status.KILLED:
+        return "this log does not tell by whom it was killed: possibly by its node's OOM killer (sacct, dmesg)"
+    if status is Status.CRASHED and DEVICE_FAULT.search(evidence):
+        return "the program or the card may be the reason: this log does not tell"
+    return ""
 
 
 def joined(first: Ending, later: Ending) -> Ending:

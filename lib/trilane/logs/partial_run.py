@@ -45,6 +45,7 @@ class PartialRun:
         self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
         self.notes: list[str] = []
         self.root_rank: int | None = None
+        self.root_time = ""  # when it failed, as torchrun prints it
         self.first_iteration = 1  # what the program calls its first iteration
         self.watchdogs = Watchdogs()
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it

@@ -24,7 +24,7 @@ PIECES = {
     END: "rror,xcep,CANC,LIMI,FAIL,NCCL,nccl,chdo,med ,meou,rmin,Segm,rrup,aile,of m,Out ,MEMO,lloc,ALLO,srun,exit,"
     "xite,Kill,kill,nk  ,NaN , nan,igna,rain,allt,ry l,Bus ,andw,fail,topp,ceba,"
     "REEM,reem,UNCO,Xid ,llen,s lo,dle ,ce l,quot,Stal,d-on,k do,k is,nplu,pani,o mo,t fo,lefi,FATA,reac,Errn,etry,"
-    "SIGK,TERM,host,nowl,join",
+    "SIGK,TERM,host,nowl,join,EXHA,DEAD,UNAV,ABOR,muni,meLi,mism",
 }
 FIRST_BYTE = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}
 SHORT = 8  # bytes: all lines up to this length are read, such as the `12:` of all_reduce_bench

@@ -17,6 +17,8 @@ LAUNCH_WORDS = re.compile(rb"world size|arguments -|torch dist|Running|DeepSpeed
 HF_COUNT = rb">>  "
 MAX_OTHER_LINES = 2000  # without an argument, after which a dump counts as closed
 MAX_TRACEBACK = 500  # lines
+MAX_ENTRY = 8  # lines of an entry in torchrun's table of failures
+OTHER = "~"  # instead of a time, of a failure that is not the first; sorts after any time
 MAX_SEEN = 20_000  # lines with arguments that are remembered, since every rank may print them
 
 
@@ -28,7 +30,11 @@ class RunFacts:
         self.traceback = 0  # lines that an open traceback may still have
         self.seen: set[bytes] = set()  # lines of dumps that would change nothing if repeated
         self._ignored = False  # the exception of an open traceback
-        self._host, self._nranks = "", 0  # of torchrun's table of failures; the size of the largest communicator
+        self._host, self._failed = (
+            "",
+            OTHER,
+        )  # of torchrun's table of failures: the node, and when its first rank failed
+        self._nranks = 0  # of the largest communicator
         self._benchmark, self._devices = hardware.BenchmarkParser(), hardware.DeviceParser()
 
     def is_launch(self, line: bytes) -> bool:
@@ -107,7 +113,7 @@ class RunFacts:
                 run.add_ending(end)
         elif b"andwidth" in line and hardware.benchmark_finished(line):
             run.add_ending(endings.planned_end(line, run.rows))
-        elif b"local_rank" in line or b"host  " in line or b"nranks" in line:
+        elif any(word in line for word in (b"local_rank", b"host  ", b"time  ", b"nranks", b"Root Cause")):
             self._place(line, run)
         elif not self.traceback:
             return bool(endings.DIGITS_DECIDE.search(line))  # `0 oom_kill events` is none, 1 is one
@@ -115,13 +121,18 @@ class RunFacts:
 
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
-        if host := endings.FAILED_HOST.match(line):
+        if b"Root Cause" in line:
+            self._failed, self.traceback = "9", MAX_ENTRY  # an entry without a time comes after those with one
+        elif self._failed != OTHER and (time := endings.FAILED_TIME.match(line)):
+            self._failed = endings.text(time[1])
+        elif host := endings.FAILED_HOST.match(line):
             self._host = endings.text(host[1])
         elif root := endings.ROOT.search(line):
-            run.root_rank = int(root[1]) if run.root_rank is None else run.root_rank
+            if run.root_rank is None or self._failed < run.root_time:  # each node prints a table
+                run.root_rank, run.root_time = int(root[1]), self._failed
             if self._host:
                 run.places[int(root[1])] = (self._host, str(int(root[2])))
-            self._host = ""
+            self._host, self._failed = "", OTHER
         elif (told := endings.NCCL_RANK.search(line)) and int(told[4]) >= self._nranks:
             self._nranks = int(told[4])  # the largest communicator numbers the ranks of the run
             run.watchdogs.world = max(run.watchdogs.world, self._nranks)
