@@ -256,6 +256,13 @@ SAMPLES = {
         ),
         {"iteration": 3, "train_iters": 10, "lm_loss": 7.5, "sec_per_it": 9.95},
     ),
+    "nemo-1 without a total": (
+        "".join(
+            f"[a-rank-0] [2024-11-01 12:00:0{5 * i % 60},774] [INFO] Epoch 1: : {i}it [00:{5 * i:02d},  4.36s/it, v_num=d3c7, reduced_train_loss={10.5 - i}, global_step={i}.000, consumed_samples={128 * i}.0, samples/sec=14.60]\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "epoch": 1, "lm_loss": 7.5, "sec_per_it": 5},
+    ),
     "nemo-2": (
         "".join(
             f"Training epoch 0, iteration {i}/99 | lr: 0.0006 | global_batch_size: 32 | global_step: {i} | reduced_train_loss: {10.5 - i} | train_step_timing in s: 1.675 | consumed_samples: {32 * (i + 1)} | val_loss: 9.75\n"
@@ -291,6 +298,14 @@ SAMPLES = {
         ),
         {"iteration": 3, "train_iters": 2000, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 4e-5, "mfu": 0.425}
         | {"tokens_per_gpu_per_second": 11234, "sec_per_it": 1 / 0.1025, "max_reserved": 70.5 * GIB},
+    ),
+    "paddlenlp": (
+        "".join(
+            f"[2024-11-01 12:00:0{i},027] [    INFO] - global step {10 * i}, epoch: 0, batch: {10 * i - 1}, loss: {10.5 - i:.9f}, avg_reader_cost: 0.00012 sec, avg_batch_cost: 0.50250 sec, speed: 1.99 steps/s, ips_total: 16302 tokens/s, ips: 2038 tokens/s, learning rate: 2.50000e-05\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 30, "epoch": 0, "lm_loss": 7.5, "sec_per_it": 0.5025, "tokens_per_second": 16302}
+        | {"learning_rate": 2.5e-5},
     ),
     "picotron": (
         "".join(
@@ -367,3 +382,12 @@ def test_lines_that_only_look_like_iterations_begin_no_run_of_their_own(tmp_path
     text, _ = SAMPLES["nanogpt"]
     log = read(tmp_path, "our step 0 loss 9.5\n" + text.replace("iter 1:", "our step 0 loss 9.5\niter 1:"))
     assert (log.dialect, len(log.iterations), len(log.validation)) == ("nanogpt", 3, 1)
+
+
+def test_ranks_that_print_a_loss_each_are_one_run_and_deepspeed_counts_steps_better(tmp_path):
+    chat = [f"Epoch: 0, Step: {i}, Rank: {r}, loss = {10.5 - i + r / 8}\n" for i in range(8) for r in (0, 2, 1)]
+    log = read(tmp_path, "".join(chat))
+    assert (log.dialect, list(log.iterations["lm_loss"])) == ("key-value", [10.5 - i for i in range(8)])
+    step = "[2024-11-01 12:00:0{i},000] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=0, lr=[0.001], mom=[[0.9, 0.95]]\n"
+    log = read(tmp_path, "".join(chat) + "".join(step.format(i=i) for i in (1, 2)) + "".join(chat))
+    assert (log.dialect, list(log.iterations["iteration"])) == ("deepspeed", [1, 2])

@@ -125,8 +125,7 @@ class Lines:
 
     def step(self, row: dict[str, float], dialect: str, rank: float, line: bytes, number: int) -> None:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
-        if dialect not in self.tables.guesses and self.tables.guesses & set(self.run.dialects):
-            self.run.forget()
+        self.tables.settle(dialect)
         others = {name for name in self.run.dialects if name != "deepspeed"}
         dialect = dialect or next(iter(others & MEGATRON), "megatron-2021" if "lm_loss" in row else "unknown")
         takes = self.run.accepts(row, rank)
@@ -209,6 +208,7 @@ class Lines:
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for row in trainers.deepspeed_steps(line):
+                self.tables.settle("deepspeed")
                 if self.run.restarts(row):
                     self.begin()
                 self.run.add_companion(row, trainers.timestamp(line), line)

@@ -20,6 +20,7 @@ UNNUMBERED = "the log does not number its iterations (no progress bar, no loggin
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
 MAX_CLOCK = 200  # time stamps of lines that are noted
+LAGGING = 4  # iterations by which a rank may print later than another one
 MAX_LATE = 1000  # iterations, where they have no times
 
 
@@ -157,6 +158,12 @@ class PartialRun:
         if number == last and all(row[n] == self.iterations.last(n) or row[n] != row[n] for n in known):
             return None
         return False
+
+    def lags(self, row: Mapping[str, float]) -> bool:
+        """Whether the row's number has passed, with no restart from the first: unnamed ranks may all print a loss."""
+        table, number = self.iterations, row["iteration"]
+        restarts = table.rows >= LAGGING and number <= table.at("iteration", 0)
+        return bool(table.rows) and number <= table.last("iteration") and not restarts
 
     def forget(self) -> None:
         """Drop the iterations read so far, which were not what they looked like."""

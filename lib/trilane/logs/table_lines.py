@@ -56,6 +56,11 @@ class TableLines:
         known = [d for d in self._fallbacks if read <= {d.name} and any(word in line for word in d.words)]
         return bool(known) and self._by(known, line, whole)
 
+    def settle(self, dialect: str) -> None:
+        """Drop what fallbacks have read of the run, where a line of another dialect shows whose it is."""
+        if dialect not in self.guesses and self.guesses & set(self._lines.run.dialects):
+            self._lines.run.forget()
+
     def _around(self, line: bytes, dialect: Dialect) -> bool:
         """Read a line of that dialect that is no iteration."""
         if dialect.is_launch(line):
@@ -92,7 +97,7 @@ class TableLines:
             row = self._lines.run.timed(row, row.get("time_s", trainers.timestamp(line)), dialect.name)
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
                 self._lines.run.iterations.change_last(row)
-            else:
+            elif not (dialect.fallback and self._lines.run.lags(row)):
                 self._lines.step(row, dialect.name, megatron.source(line), line, number)
             self._lines.run.first_iteration = dialect.first_iteration
             if held := {name: row[name] for name in MEMORY if name in row}:
