@@ -50,7 +50,7 @@ NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM 
 HOST = re.compile(
     rb"(?:[Nn]ode|Prolog) failure on (?:node )?(NAMES)|(?:failed|exited on| process.{0,60}) (?:on )?node (NAMES)"
     rb"|srun: error: (?:Nodes? )?(NAMES)(?:: tasks? \d| (?:is|are) still not)|ON (NAMES) UNCORRECTABLE"
-    rb"|^(?:\[[\w ]{1,20}\]: ?)?(?:\[[\d :.T-]{8,40}\] )?(NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
+    rb"|(?:^|[\s>:\]])((?!\d{4}-)(?=[\w.-]{0,98}[A-Za-z])NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
     rb"|^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT\S{8,30}) (NAMES) \S{1,40}: |^\[([a-z]NAMES):\d+\] "
     rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S".replace(
         b"NAMES", NAMES
@@ -129,6 +129,8 @@ def rules() -> Rules:
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
+    if b"NCCL INFO" in line:
+        return None
     table = rules()
     words = set(table.any_word.findall(line))
     for number in sorted(frozenset[int]().union(*(table.of_word[word] for word in words))):
