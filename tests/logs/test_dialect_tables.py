@@ -391,3 +391,17 @@ def test_ranks_that_print_a_loss_each_are_one_run_and_deepspeed_counts_steps_bet
     step = "[2024-11-01 12:00:0{i},000] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=0, lr=[0.001], mom=[[0.9, 0.95]]\n"
     log = read(tmp_path, "".join(chat) + "".join(step.format(i=i) for i in (1, 2)) + "".join(chat))
     assert (log.dialect, list(log.iterations["iteration"])) == ("deepspeed", [1, 2])
+
+
+LAST = {
+    "nemo-2": "Training epoch 0, iteration 9/9 | lr: 0.0006 | reduced_train_loss: 7.5 | train_step_timing in s: 1.675\n",
+    "modded-nanogpt": "step:1750/1750 train_loss:3.5 train_time:437500ms step_avg:250.00ms\n",
+    "nanochat": "step 00099/00100 (99.00%) | loss: 3.5 | lrm: 1.00 | dt: 1250.50ms | tok/sec: 419,262 | bf16_mfu: 45.50 | epoch: 1\n",
+    "olmo": "[step=100/100,epoch=0]\n    train/CrossEntropyLoss=3.5\n",
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
+    log = read(tmp_path, LAST[name] + "bye\n")
+    assert (log.dialect, log.status) == (name, "completed")
