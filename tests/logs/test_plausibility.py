@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 import numpy as np
 import pytest
 
+from trilane.analysis.measure import measure_log
 from trilane.logs import digest
 from trilane.logs.digest import Digest
 from trilane.logs.run import read_logs
@@ -70,6 +71,11 @@ RIGHT = {
     "the clock of every tenth line, with evaluations": stamped(60, step=10, pause=600.0),
     "the clock includes as much data loading": stamped(seconds=4.0),
     "a pause after one of two lines": stamped(2, seconds=300.0),
+    "dense lines first, sparse ones then": "".join(
+        line(i, 9 - i / 500, total=900) for i in (*range(1, 11), *range(100, 600, 100))
+    ),
+    "restarts with a launch each": "".join(SIZES + lines(n) for n in (2, 1, 2, 30)),
+    "another rank's copies": "".join(f"[default{r}]:" + line(i, 9 - i / 50) for i in range(1, 9) for r in (3, 7)),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
@@ -101,6 +107,16 @@ FAULTS = {
     "clock of one iteration of ten": ("sec_per_it", stamped(step=10, ms=200.0, pause=60.0)),
     "clock of fast iterations": ("sec_per_it", stamped(400, seconds=0.5, ms=50.0)),
     "clock that jumps back": ("time_s", stamped(back=3600.0)),
+    "leap": (
+        "iteration",
+        lines(114, total=9000) + line(7000, 5.0, 9000, used=28000) + line(7001, 4.9, 9000, used=28004),
+    ),
+    "leap at the end": ("iteration", lines(5, total=9000) + line(2001, 5.0, 9000, used=8004)),
+    "copies": (
+        "lm_loss",
+        "".join(f"[default{r}]:" + line(i, 9 - i / 50 + r / 100) for i in range(1, 9) for r in (3, 7)),
+    ),
+    "unnumbered": ("iteration", trainer([(n, n / 1000) for n in range(1, 7)])),
     "count of epochs": (
         "iteration",
         "+ python train.py --logging_steps 1\n" + trainer([(n, n / 10) for n in range(1, 21)]) + EXAMPLES,
@@ -124,6 +140,23 @@ def test_a_planted_fault_is_reported_by_its_rule_alone(tmp_path, name):
     found = problems(tmp_path, text)
     assert [(p.rule, p.column) for p in found] == [(name.split(" ")[0], column)], [str(p) for p in found]
     assert found[0].evidence in map(str.strip, text.splitlines())
+
+
+def test_fragments_of_mixed_lines_are_no_runs_in_silence(tmp_path):
+    text = "".join(line(136000 + i, total=200000) + line(i, total=200000) for i in range(1, 5))
+    (tmp_path / "a.log").write_text(text)
+    logs = read_logs(tmp_path / "a.log")
+    assert len(logs) > 2 and all([p.rule for p in log.problems] == ["jumps-back"] for log in logs)
+
+
+def test_the_card_of_a_list_of_gpus_bounds_the_rate(tmp_path):
+    listed = "".join(
+        f"GPU {i}: NVIDIA A100-SXM4-80GB (UUID: GPU-1a2b3c4d-0000-0000-0000-00000000000{i})\n" for i in range(4)
+    )
+    (tmp_path / "a.log").write_text(listed + titan(tflops=1400))
+    (log,) = read_logs(tmp_path / "a.log")
+    assert log.problems == () and {problem.rule for problem in measure_log(log).log.problems} == {"peak"}
+    assert measure_log(log).config.card == "A100-80GB"
 
 
 def test_the_line_that_shows_a_problem_is_named_with_its_number(tmp_path):

@@ -12,7 +12,7 @@ from trilane.analysis.restart_levels import LEAST_LINES, levels
 from trilane.analysis.restart_sides import WORDS, Break, Line, Sides, derived, restarts, with_columns
 from trilane.analysis.restart_state import exact
 from trilane.config.plan import read_plan
-from trilane.logs.plausibility import find_lines
+from trilane.logs.reader import find_lines
 from trilane.logs.run import RunLog, read_run_folder
 from trilane.utils.tables import DataFrame, Table, Text, one_line, short
 from trilane.workspace.study import Study

@@ -30,10 +30,10 @@ def _rate(log: RunLog, config: RunConfig, counts: np.ndarray, computed: dict[str
     known = [computed[name] for name in DEFINITIONS if name in computed]
     low, high = min(known, default=math.nan), max(known, default=math.nan)
     printed = math.nan
-    if "flops_per_s_per_gpu" in log.iterations and counts.any():
-        printed = float(
-            np.nanmedian(np.append(log.iterations["flops_per_s_per_gpu"].to_numpy(float)[counts], math.nan))
-        )
+    if "flops_per_s_per_gpu" in log.iterations:
+        rates = log.iterations["flops_per_s_per_gpu"].to_numpy(float)
+        rates = rates[counts & np.isfinite(rates)] if counts.any() else rates[np.isfinite(rates)]
+        printed = float(np.median(rates)) if len(rates) else math.nan
     agrees = not known or math.isnan(printed) or low / AGREE <= printed <= high * AGREE
     if not agrees and max(printed, low) >= ROUNDED_FLOPS_PER_S:
         text = (

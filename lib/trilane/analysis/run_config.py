@@ -149,7 +149,8 @@ def card(log: RunLog) -> Gpu | None:
     device = log.devices[0]
     known = [cluster.cluster(name).gpu for name in cluster.catalogue()]
     fitting = [g for g in known if card_words(device.name.replace(".", "")) - {"PCIE"} <= card_words(g.name)]
-    return min(fitting, key=lambda g: abs(g.memory_bytes - device.total_bytes), default=None)
+    size = device.total_bytes if device.total_bytes == device.total_bytes else math.inf  # a list without the memory
+    return min(fitting, key=lambda g: (abs(g.memory_bytes - size), -g.memory_bytes), default=None)
 
 
 def _shape(log: RunLog) -> ModelShape | None:

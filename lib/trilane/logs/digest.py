@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST = 1 << 12  # evenly spaced numbers that are kept of a column, up to twice as many
 CHECKED = (
     *("learning_rate", "grad_norm", "consumed_samples", "consumed_tokens", "seq_length", "flops_per_s_per_gpu", "mfu"),
-    *("tokens_per_second", "tokens_per_gpu_per_second", "max_allocated", "max_reserved"),
+    *("tokens_per_second", "tokens_per_gpu_per_second"),
 )
 LINES = 3  # at least, so that one odd line is no rule
 

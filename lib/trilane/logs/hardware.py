@@ -12,6 +12,7 @@ GPU_NAME = re.compile(
     rb"^\s*(?:\S+: ?)?\|\s+(\d{1,6})\s+(\S(?:.{0,80}?\S)?)\s+(?:On|Off|N/A)\s+\|\s+"
     rb"[0-9A-Fa-f]+:[0-9A-Fa-f]+:[0-9A-Fa-f.]+"
 )
+GPU_LISTED = re.compile(rb"^\s*(?:\S+: ?)?GPU (\d{1,6}): (\S[^()]{0,80}?) \(UUID: ")  # nvidia-smi -L
 GPU_MEMORY = re.compile(rb"(\d{1,15})MiB\s*/\s*(\d{1,15})MiB")
 NUMBER = rb"(\d+(?:\.\d*)?)"
 RANK = re.compile(rb"^\s*(\d+):\s*$")
@@ -29,7 +30,7 @@ BITS = 1e9 / 8
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU in the table of nvidia-smi."""
+    """A GPU in the table of nvidia-smi, or in its list, which has no memory (NaN)."""
 
     index: int
     name: str
@@ -47,6 +48,9 @@ class DeviceParser:
         """The GPU that this line completes, else None."""
         if found := GPU_NAME.match(line):
             self.pending = int(found[1]), found[2].decode("utf-8", "replace")
+        elif found := GPU_LISTED.match(line):
+            name = found[2].decode("utf-8", "replace")
+            return Device(index=int(found[1]), name=name, used_bytes=NAN, total_bytes=NAN)
         elif self.pending and (use := GPU_MEMORY.search(line)):
             (index, name), self.pending = self.pending, None
             used, total = (float(text) * 2**20 for text in use.groups())

@@ -139,7 +139,10 @@ class Lines:
             self._split_after_end()
             self.run.add(row, dialect, rank, line)
             self.run.saw(row["iteration"], line, number)
-        elif dialect not in MEGATRON:
+            return
+        if dialect in others:
+            self.run.compare(row)
+        if dialect not in MEGATRON:
             self.run.dialects[dialect] += 0
             self.run.complete(row)
 

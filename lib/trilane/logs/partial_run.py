@@ -19,6 +19,7 @@ from trilane.logs.watchdog import Watchdogs
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
+COPY_TOLERANCE = 1e-6  # of a loss that several ranks print, relative
 MAX_CLOCK = 200  # time stamps of lines that are noted
 LAGGING = 4  # iterations by which a rank may print later than another one
 MAX_LATE = 1000  # iterations, where they have no times
@@ -52,6 +53,7 @@ class PartialRun:
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
         self.first_number = self.last_number = 0  # of the lines of the first and last iteration; 0: unknown
+        self.copies: tuple[float, float, float] | None = None  # the first iteration with two losses, and these
         self.follows = follows  # whether another run stands before it in the file
         self.launched = False  # whether a line of its launch was read
         self._clock: list[tuple[float, float]] = []
@@ -164,6 +166,14 @@ class PartialRun:
         table, number = self.iterations, row["iteration"]
         restarts = table.rows >= LAGGING and number <= table.at("iteration", 0)
         return bool(table.rows) and number <= table.last("iteration") and not restarts
+
+    def compare(self, row: Mapping[str, float]) -> None:
+        """Note where a copy of an iteration, which another rank printed, has another loss."""
+        place = self.iterations.find("iteration", row["iteration"]) if "lm_loss" in row and not self.copies else None
+        if place is not None and "lm_loss" in self.iterations:
+            one, other = self.iterations.at("lm_loss", place), row["lm_loss"]
+            if abs(one - other) > COPY_TOLERANCE * abs(one):
+                self.copies = (row["iteration"], one, other)
 
     def forget(self) -> None:
         """Drop the iterations read so far, which were not what they looked like."""

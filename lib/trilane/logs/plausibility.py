@@ -1,8 +1,7 @@
 """The gate of plausibility: what cannot be right in the numbers of a run, or that nothing shows to be right."""
 
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import numpy as np
 
 from trilane.logs import clock, endings
 from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio
-from trilane.logs.partial_run import PartialRun
-from trilane.logs.reader import Reader, blocks
+from trilane.logs.partial_run import UNNUMBERED, PartialRun
+from trilane.logs.reader import find_lines
 from trilane.logs.table import NAN, NumericTable
 
 # An iteration launches thousands of kernels of some microseconds each; toy models on a CPU take a millisecond.
@@ -27,8 +26,9 @@ LARGEST_VOCABULARY = 262_144  # tokens, Gemma's; where the log does not name its
 AGREE = 1.5  # of two rates of one run: one may be a running mean, or leave out what the other counts
 COUNTS_AGREE = 1.1  # of two counts, which have no spread, over a ramp-up of the batch
 ROUNDED_EPOCHS = 0.2  # of progress in epochs, which the Trainer rounds to 0.01, from which on it can be compared
+LEAP, DENSE = 50.0, 3.0  # usual steps between two lines: a leap, and what follows it if the log is as dense as before
+FRAGMENT = 2  # lines of what is no run: the shortest that a launch which failed leaves have its reason
 MOST_NUMBER = 1e15  # of an iteration that is searched for
-MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are read to see whether they are its line
 EQUAL, DIGITS = 10, 4  # lines whose loss is equal to the last of so many digits: it was not computed anew
 BATCH = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
 
@@ -54,12 +54,9 @@ def check(run: PartialRun, table: NumericTable) -> list[Finding]:
     if not table.rows:
         return []
     columns = Columns(table, run.arguments)
-    rules = (_unknown, _bounds, _falls, _loss, _rates, _counts)
-    return [
-        *(found for rule in rules for found in rule(columns)),
-        *_epochs(columns, run.summary),
-        *clock.check(run, table),
-    ]
+    rules = (_unknown, _bounds, _falls, _leaps, _loss, _rates, _counts)
+    found = [found for rule in rules for found in rule(columns)]
+    return [*found, *_epochs(columns, run.summary), *_once(run), *clock.check(run, table)]
 
 
 def problems(
@@ -77,36 +74,6 @@ def problems(
         line, text = last if f.row not in rows else lines.get(int(numbers[f.row]), (None, ""))
         made.append(Problem(rule=f.rule, column=f.column, message=f.message, line=line, evidence=text))
     return tuple(made)
-
-
-def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int = 0) -> dict[int, tuple[int, str]]:
-    """Number and text of the line of each of these iterations, where one line alone shows it, from the line `first` to
-    `last` (counted from 1; 0: to the end).
-    """
-    written = b"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
-    word = re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])")
-    found, number, left = dict[int, tuple[int, str]](), 1, MOST_CANDIDATES
-    for block in blocks(path):
-        at, counted = 0, 0
-        while left and len(found) < len(numbers) and (hit := word.search(block, at)):
-            start, stop = block.rfind(b"\n", 0, hit.start()) + 1, block.find(b"\n", hit.end())
-            number, counted = number + block.count(b"\n", counted, start), start
-            at = stop if stop >= 0 else len(block)
-            if number >= first:
-                left, text = left - 1, block[start:at]
-                if (at_line := _iteration(text)) in numbers:
-                    found.setdefault(int(at_line), (number, endings.text(text)))
-        number += block.count(b"\n", counted)
-        if not left or len(found) == len(numbers) or number > last > 0:
-            break
-    return found
-
-
-def _iteration(line: bytes) -> float:
-    """The number of the iteration that the line alone shows, NaN for another line."""
-    reader = Reader()
-    reader.feed(line + b"\n")
-    return next((run.iteration for run in reader.close() if run.rows), NAN)
 
 
 def _unknown(c: Columns) -> Iterator[Finding]:
@@ -134,8 +101,6 @@ def _bounds(c: Columns) -> Iterator[Finding]:
         ("lm_loss", 0.0, math.inf, "a cross entropy is not negative"),
         ("mfu", 0.0, 1.0, "no more than the peak can be used; a percentage read as a share?"),
         ("flops_per_s_per_gpu", 0.0, FASTEST_FLOPS_PER_S, "no card is that fast; another unit?"),
-        ("max_allocated", 0.0, MOST_BYTES, "no card has that much memory; another unit?"),
-        ("max_reserved", 0.0, MOST_BYTES, "no card has that much memory; another unit?"),
     ):
         digest = c.table.digest(name)
         if digest.low < low or digest.high > high:
@@ -146,9 +111,6 @@ def _bounds(c: Columns) -> Iterator[Finding]:
         yield Finding("bounds", "sec_per_it", f"{seconds:.4g} s an iteration: another unit, or other iterations?")
     if 0 < rate < SLOWEST_FLOPS_PER_S:
         yield Finding("bounds", "flops_per_s_per_gpu", f"{rate:.4g} FLOP/s: another unit?")
-    for name in ("max_allocated", "max_reserved"):
-        if 0 < median(c[name]) < LEAST_BYTES:
-            yield Finding("bounds", name, f"{median(c[name]):.4g} bytes: another unit?")
     end = c["iteration"] > c["train_iters"]
     if end.any():
         at = int(end.argmax())
@@ -163,6 +125,46 @@ def _falls(c: Columns) -> Iterator[Finding]:
             yield Finding(
                 "jumps-back", name, "falls from one line to the next: lines of two runs, or of two counts?", row
             )
+
+
+def _leaps(c: Columns) -> Iterator[Finding]:
+    """Iterations whose numbers leap: two counts in one column, or lines that are missing."""
+    at = c["iteration"]
+    steps = np.diff(at)
+    if len(steps) < LINES or not (steps > 0).all():
+        return
+    usual = float(np.median(steps))
+    # a program may log densely first and sparsely then: the lines around a leap are dense
+    dense = np.concatenate([[True], steps <= DENSE * usual, [steps[-1] > 2 * LEAP * usual]])
+    leaps = np.flatnonzero((steps > LEAP * usual) & dense[:-2] & dense[2:])
+    if len(leaps):
+        text = f"{at[leaps[0]]:.0f} is followed by {at[leaps[0] + 1]:.0f}: lines are missing, or two counts are mixed"
+        yield Finding("leap", "iteration", text, (int(leaps[0]) + 1) * c.table.digest("iteration").stride)
+
+
+def _once(run: PartialRun) -> Iterator[Finding]:
+    """What is wrong with memory, evaluations, copies and numbers, which have no column of iterations."""
+    for name in ("max_allocated", "max_reserved"):
+        most = max((row[name] for row in run.memory.values() if name in row), default=0.0)
+        if most > MOST_BYTES or 0 < most < LEAST_BYTES:
+            yield Finding("bounds", name, f"{most:.4g} bytes are no card's memory in use; another unit?")
+    if "lm_loss" in run.validation and (run.validation.column("lm_loss") < 0).any():
+        yield Finding("bounds", "validation", "a cross entropy is not negative")
+    if run.copies:
+        text = "the loss of iteration {:.0f} is {:.6g} in one line, {:.6g} in another".format(*run.copies)
+        yield Finding("copies", "lm_loss", f"{text}: of one rank each, not of the batch?")
+    if UNNUMBERED in run.notes:
+        yield Finding("unnumbered", "iteration", UNNUMBERED)
+
+
+def fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
+    """A problem for each of the runs of a file that is a fragment, with neither a launch nor an end."""
+    odd = [
+        0 < run.rows <= FRAGMENT and not (run.launched or run.arguments or run.endings or run.summary) for run in runs
+    ]
+    text = "the numbers of the file's lines jump back and forth: those of several programs or ranks are mixed"
+    problem = Problem(rule="jumps-back", column="iteration", message=text)
+    return [(problem,) if one and sum(odd) >= LINES else () for one in odd]
 
 
 def _loss(c: Columns) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ ALL = 255
 PIECES = {
     STEP: "iter,(ms)",
     NUMBER: "memo,...:, MA ,MemA,step,ampl,r GP,r gp,loss,runt,MiB ,busb,hrou,dura,aten,aram,fwd+,fwd ,bwd ,Tera,floa,"
-    "OMP_,cmd ,lera,half,bflo,int3,int8,int6,doub,ch s,aral,ld s,rgum,torc,unni,info,g jo,it/s,s/it",
+    "OMP_,cmd ,lera,half,bflo,int3,int8,int6,doub,ch s,aral,ld s,rgum,torc,unni,info,g jo,it/s,s/it,UUID",
     ARGUMENT: " ..., .. ,rgum,ld s,padd,  --,:pri,>>  ",
     END: "rror,xcep,CANC,LIMI,FAIL,NCCL,nccl,chdo,med ,meou,rmin,Segm,rrup,aile,of m,Out ,MEMO,lloc,ALLO,srun,exit,"
     "xite,Kill,kill,nk  ,NaN , nan,igna,rain,allt,ry l,Bus ,andw,fail,topp,ceba,"

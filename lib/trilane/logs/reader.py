@@ -2,6 +2,7 @@
 Reader: blocks in, runs out. Lines of a known form are read in bulk, others that may matter one by one.
 """
 
+import re
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import BinaryIO
 
 import numpy as np
 
+from trilane.logs import endings
 from trilane.logs.fixed_width import Forms, MergedLines, by_iteration, merge
 from trilane.logs.lines import Lines
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ALL, MAYBE, STEP, LineCache
+from trilane.logs.table import NAN
 from trilane.utils.validation import require, require_file
 
 BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
+MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are read to see whether they are its line
 CLOCKED = 32  # lines of those read at once whose time stamps are noted
 PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut off the rest of what was read
 UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
@@ -156,3 +160,33 @@ class Reader:
                 lines.read(block[starts[number] : stops[number]], ALL, whole=True)
                 lines.finish()
         return steps, timers
+
+
+def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int = 0) -> dict[int, tuple[int, str]]:
+    """Number and text of the line of each of these iterations, where one line alone shows it, from the line `first` to
+    `last` (counted from 1; 0: to the end).
+    """
+    written = b"|".join(b"%d|%s" % (n, f"{n:,}".encode()) for n in sorted(numbers))
+    word = re.compile(rb"(?<![\d.,])(?:" + written + rb")(?![\d.])")
+    found, number, left = dict[int, tuple[int, str]](), 1, MOST_CANDIDATES
+    for block in blocks(path):
+        at, counted = 0, 0
+        while left and len(found) < len(numbers) and (hit := word.search(block, at)):
+            start, stop = block.rfind(b"\n", 0, hit.start()) + 1, block.find(b"\n", hit.end())
+            number, counted = number + block.count(b"\n", counted, start), start
+            at = stop if stop >= 0 else len(block)
+            if number >= first:
+                left, text = left - 1, block[start:at]
+                if (at_line := _iteration(text)) in numbers:
+                    found.setdefault(int(at_line), (number, endings.text(text)))
+        number += block.count(b"\n", counted)
+        if not left or len(found) == len(numbers) or number > last > 0:
+            break
+    return found
+
+
+def _iteration(line: bytes) -> float:
+    """The number of the iteration that the line alone shows, NaN for another line."""
+    reader = Reader()
+    reader.feed(line + b"\n")
+    return next((run.iteration for run in reader.close() if run.rows), NAN)

@@ -134,7 +134,9 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
     if not runs:
         raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
     age = time.time() - path.stat().st_mtime
-    return [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
+    logs = [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
+    more = plausibility.fragments(runs)
+    return [replace(log, problems=(*log.problems, *m)) if m else log for log, m in zip(logs, more, strict=True)]
 
 
 def read_log(path: Path | str) -> RunLog:
