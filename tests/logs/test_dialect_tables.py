@@ -106,11 +106,12 @@ SAMPLES = {
     ),
     "lingua": (
         "".join(
-            f"0: INFO    24-11-01 12:00:0{2 * i}.500000 - 0:01:12 - step: {i}  acc: 0  loss: {10.5 - i:>7}  grad: 2.50e+00  flops: 4.05e+14  wps: 5.25e+04  iter:  1.2525  data: 0.001  lr: 3.00e-06  mem: 65%  pow: 650.5 W\n"
+            f"{r}: INFO    24-11-01 12:00:0{2 * i}.500000 - 1 day, 0:01:0{2 * i} - step: {i}  acc: 0  loss: {10.5 - i + r / 8:>7}  grad: 2.50e+00  flops: 4.05e+14  wps: 5.25e+04  iter:  1.2525  data: 0.001  lr: 3.00e-06  mem: 65%  pow: 650.5 W\n"
             for i in (1, 2, 3)
+            for r in (0, 1)
         ),
         {"iteration": 3, "lm_loss": 7.5, "grad_norm": 2.5, "flops_per_s_per_gpu": 405e12, "learning_rate": 3e-6}
-        | {"tokens_per_gpu_per_second": 52500},
+        | {"tokens_per_gpu_per_second": 52500, "sec_per_it": 2},
     ),
     "lit-gpt": (
         "".join(
