@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trilane.logs.dialects import COLUMNS, UNITS, Dialect, dialect_of
+from trilane.logs.dialect import COLUMNS, UNITS, Dialect
+from trilane.logs.dialects import dialect_of
 from trilane.logs.reader import blocks
 from trilane.logs.trainers import ESCAPE
 from trilane.utils.tables import printable

@@ -4,7 +4,8 @@ import re
 from typing import TYPE_CHECKING
 
 from trilane.logs import endings, megatron, trainers
-from trilane.logs.dialects import MAX_BLOCK, Dialect, dialects
+from trilane.logs.dialect import MAX_BLOCK, Dialect
+from trilane.logs.dialects import dialects
 
 if TYPE_CHECKING:
     from trilane.logs.lines import Lines
