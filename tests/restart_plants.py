@@ -114,6 +114,65 @@ def data_anew() -> None:
     loop.load = load_and_forget
 
 
+def on_steps_after_a_load(change: Callable[[Any, Any, float], tuple[Any, float]]) -> None:
+    """Megatron's engine steps with what `change` makes of engine, microbatches and rate, once it has loaded."""
+    from trilane.engine import loop
+    from trilane.engine.backends.megatron import Megatron
+    from trilane.engine.checkpoint import load
+
+    original, step = load.load, Megatron.step
+
+    def load_and_change(checkpoint: Any, *args: Any) -> None:
+        original(checkpoint, *args)
+        Megatron.step = lambda self, *given: step(self, *change(self, *given))  # type: ignore[method-assign]
+
+    loop.load = load_and_change
+
+
+def rate_from_zero() -> None:
+    on_steps_after_a_load(lambda engine, microbatches, lr: (microbatches, lr / 50))
+
+
+def data_replayed() -> None:
+    """The first batch again, unlike what the loader announces."""
+    from trilane.config.batch_rampup import Batch
+    from trilane.engine.data.loader import SampleLoader
+
+    given, original = list[Any](), SampleLoader.microbatches
+
+    def announced(self: SampleLoader, batch: Batch) -> Any:
+        given.append(original(self, Batch(number=1, first=0, gbs=batch.gbs)))
+        return original(self, batch)
+
+    SampleLoader.microbatches = announced  # type: ignore[method-assign]
+    on_steps_after_a_load(lambda engine, microbatches, lr: (given[-1], lr))
+
+
+def accumulation_halved() -> None:
+    on_steps_after_a_load(lambda engine, microbatches, lr: (microbatches[: len(microbatches) // 2], lr))
+
+
+def other_betas(number: int, beta: float) -> Callable[[], None]:
+    """Adam's groups get another beta after the load."""
+
+    def change(engine: Any, microbatches: Any, lr: float) -> tuple[Any, float]:
+        for group in engine._optimizer.param_groups:
+            group["betas"] = tuple(beta if i == number else b for i, b in enumerate(group["betas"]))
+        return microbatches, lr
+
+    return lambda: on_steps_after_a_load(change)
+
+
+def masters_rounded() -> None:
+    """A load rebuilds the fp32 master weights from bf16."""
+    from trilane.engine.backends.megatron_states import MegatronStates
+
+    write = MegatronStates.write
+    MegatronStates.write = lambda self, number, weight, moments: write(  # type: ignore[method-assign]
+        self, number, weight.bfloat16().float(), moments
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bug:
     """How it is planted, into which engine on which topology, and which finding names it, about what and where."""
@@ -145,6 +204,15 @@ BUGS = {
     "gradient clipping skipped on the last stage": Bug(plant=unclipped_stage, kind="clipping", pp={1}),
     "generators not restored": Bug(plant=generators_forgotten, kind="generators"),
     "data order not restored": Bug(plant=data_anew, kind="data", topology={"dp": 2}),
+    "learning rate from zero": Bug(plant=rate_from_zero, kind="rate"),
+    "the first samples again": Bug(plant=data_replayed, kind="replayed"),
+    "accumulation halved": Bug(plant=accumulation_halved, kind="accumulation"),
+    "another beta1": Bug(plant=other_betas(0, 0.5), kind="beta"),
+    "another beta2": Bug(plant=other_betas(1, 0.9), kind="beta"),
+    "masters rebuilt from bf16": Bug(
+        plant=masters_rounded, kind="masters", topology={"tp": 2, "pp": 2, "precision": "bf16"}
+    ),
+    "masters rebuilt from bf16, no copies": Bug(plant=masters_rounded, kind="masters"),
 }
 
 

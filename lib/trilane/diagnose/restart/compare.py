@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.diagnose.restart.over_time import changed
+from trilane.diagnose.restart.one_step import Step, first_step
+from trilane.diagnose.restart.over_time import changed, masters
 from trilane.diagnose.restart.rules import (
     FINDINGS,
     RestartFinding,
@@ -15,11 +16,13 @@ from trilane.diagnose.restart.rules import (
     wrong_decay,
 )
 from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, RankPrint, Snapshot, read_snapshot, whole_print
+from trilane.diagnose.restart.two_runs import two_runs
 from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import read_json, require, require_folder
 from trilane.workspace import checkpoints
 from trilane.workspace.fingerprints import FOLDER
 
+IMPLIED = ("not-restored", "clipping", "generators")  # by another step after the load, where they name no tensor
 SHOWN = 6  # findings of one kind in text
 
 
@@ -86,26 +89,53 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     damaged, or holds another model.
     """
     findings: dict[tuple[str, str, str], RestartFinding] = {}
-    compared, notes = [], []
+    compared, notes, restored = [], list[str](), True
     for one, two in pairs(before, after):
         a, b = read_snapshot(one.path, one.moment), read_snapshot(two.path, two.moment)
         known = bool(findings)
         for field, value in a.shape.items():
-            rule = f"{a.name} has {value}: two models cannot be compared"
+            rule = f"{a.name} has {value}: two models cannot be compared; these are two different runs"
             require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
         compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment}), {len(b.tensors)} tensors")
         notes += [*a.notes, *b.notes, *_notes(a, b)]
         same = a.iteration == b.iteration
+        if apart := two_runs(a, b, (one.path, two.path), (before, after)):
+            findings["run", "", ""] = apart
+            restored = same = False
         moved = changed(a, b) if same else []
         other = [*_generators(a, b), *_data(a, b), *_optimizer(a, b)] if same else []
         if b.moment == SAVED and len(moved) > 1 and len(moved) == sum(f.kind == "not-restored" for f in moved):
             rest = f"{b.name} differs from {a.name} in {len(moved)} tensors, as the findings of the restart imply"
             notes += [rest] if known else []
             moved = [] if known else [_diverged(a, moved)]
+        moved = masters(a, b, moved) or moved
+        restored = restored and not (b.moment == LOADED and [*moved, *_generators(a, b)])
         for finding in (*within_each(a, b), *moved, *other):
             findings.setdefault((finding.kind, finding.tensor, finding.where), finding)
+    named = any(f.kind not in IMPLIED or f.tensor for f in findings.values())
+    for cause in _after_load(before, after) if restored and not named else ():
+        implied = [key for key, finding in findings.items() if finding.kind in IMPLIED and not finding.tensor]
+        notes += [
+            f"implied by the {cause.kind} of the step after the load: {findings.pop(key).what}" for key in implied
+        ]
+        findings[cause.kind, "", ""] = cause
     found, unique = tuple(findings.values()), tuple(dict.fromkeys(notes))
     return RestartComparison(before=before, after=after, compared=tuple(compared), findings=found, notes=unique)
+
+
+def _after_load(before: Path, after: Path) -> list[RestartFinding]:
+    """What differs in the step after a load, where `before` saved at the load's iteration and at the next, and `after`
+    at the next."""
+    saved = {m.iteration: m for m in records("A", before) if m.moment == SAVED}
+    others = records("B", after)
+    for load in (m.iteration for m in others if m.moment == LOADED):
+        mine = [m for m in others if m.moment == SAVED and m.iteration == load + 1]
+        if mine and {load, load + 1} <= {*saved} and mine[0].path != saved[load + 1].path:
+            chosen = (saved[load], saved[load + 1], mine[0], saved.get(load - 1))
+            start, usual, other, earlier = (read_snapshot(m.path, m.moment) if m else None for m in chosen)
+            assert start and usual and other
+            return first_step(Step(start=start, usual=usual, other=other, before=earlier))
+    return []
 
 
 def pairs(before: Path, after: Path) -> list[tuple[Record, Record]]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from trilane.diagnose.restart.one_step import rounding
 from trilane.diagnose.restart.rules import RestartFinding, share
 from trilane.diagnose.restart.snapshot import LOADED, RankPrint, Snapshot
 from trilane.workspace.checkpoints import KINDS
@@ -11,6 +12,7 @@ from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
 # Relative difference of a matrix by rounding between two trainings on the same samples, by whether their layouts are
 # equal. With three replicas the copies of a tied embedding differ by rounding; a load merges them: 8e-6 after 5 steps.
 DRIFT = {True: 1e-3, False: 1e-2}
+LARGEST = 2.0**-7  # of a tensor by rounding to bf16: twice the last place, as sketches estimate it within a quarter
 
 
 @dataclass
@@ -49,6 +51,34 @@ def changed(before: Snapshot, after: Snapshot) -> list[RestartFinding]:
         if different:
             found.setdefault(name, Difference()).add(rank, kind, old, new, name)
     return [*_missing(before, after), *(_finding(name, difference) for name, difference in found.items())]
+
+
+def masters(before: Snapshot, after: Snapshot, found: list[RestartFinding]) -> list[RestartFinding]:
+    """One finding in place of `found` where all that differs after a load is the rounding of master weights.
+
+    The proof is that a weight has the bits of the copy that the model computed with before. Without copies the sizes
+    are evidence: rounding to bf16 changes a tensor by about 1e-3 of its norm, to fp16 by 1e-4, and both moments came
+    back.
+    """
+    if after.moment != LOADED or not found or any(f.kind == "missing" or (f.size or 0.0) > LARGEST for f in found):
+        return []
+    weights = {f.tensor: f.size or 0.0 for f in found}
+    pairs = {n: (before.wholes.get(n, {}), after.wholes.get(n, {})) for n in weights}
+    if not any(map(must_decay, weights)) or any(
+        a.get(kind) != b.get(kind) for a, b in pairs.values() for kind in KINDS[1:]
+    ):
+        return []
+    copied = [n for n, (a, b) in pairs.items() if COPY in a and a[COPY].hash == b["weight"].hash]
+    name = rounding([*weights.values()])
+    if len(copied) < len(weights) and not name:
+        return []
+    name = before.precision if copied else name
+    proof = f"{len(copied)} of them have the bits of the model's copy" if copied else f"by the rounding of {name}"
+    what = (
+        f"{len(weights)} weights differ from what was saved, at most by {share(max(weights.values()))} of their norm, "
+    )
+    what += f"{proof}, and both moments came back: rebuilt from the {name} weights of the model"
+    return [RestartFinding(kind="masters", what=what, size=max(weights.values()))]
 
 
 def _pairs(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, RankPrint | None, Mark, Mark]]:

@@ -26,6 +26,14 @@ FINDINGS = {
     "generators": "random number generators not restored",
     "data": "data order not restored",
     "optimizer": "optimizer not restored",
+    "rate": "another learning rate in the step after the load",
+    "beta": "another beta of Adam in the step after the load",
+    "moments": "Adam's moments lost in the step after the load",
+    "gradients": "gradients of another size in the step after the load",
+    "replayed": "other samples in the step after the load: data replayed or skipped",
+    "accumulation": "part of the samples in the step after the load: accumulation changed",
+    "masters": "master weights rebuilt from half precision",
+    "run": "two different runs",
 }
 # Allowed difference of replicas, relative to the tensor's norm: sums in another order differ by rounding.
 ROUNDING = {"weight": 1e-5, "exp_avg": 1e-3, "exp_avg_sq": 1e-3, COPY: 1e-5}
