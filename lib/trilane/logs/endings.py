@@ -202,8 +202,10 @@ def superseded(found: Ending, rows: int) -> bool:
 
 
 def strongest(found: list[Ending], rows: int) -> Ending | None:
-    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the Ctrl-C."""
-    left = [e for e in found if not superseded(e, rows)]
+    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the Ctrl-C, and an error
+    before the last iteration of a run that ended as planned was none."""
+    planned = max((e.rows for e in found if e.level == PLANNED), default=0)
+    left = [e for e in found if not superseded(e, rows) and (e.level in (SCHEDULER, PLANNED) or e.rows >= planned)]
     end = min(left, key=lambda e: e.level, default=None)
     if end and end.status is Status.CRASHED:
         return next((e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end)
