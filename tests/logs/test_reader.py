@@ -1,6 +1,7 @@
 """What a log's lines say about order: whose iterations they are, which numbers they have, when and where they stand."""
 
 import pytest
+from test_dialects import NANOTRON
 from test_log_dialects import FORK, m2021
 
 from trilane.analysis.measure import measure_log
@@ -13,6 +14,10 @@ RESUMED = (
     "[2026-01-01 10:{m:02d}:{s:02d},{ms:03d}] [INFO] [timer.py:1:stop] epoch=0/micro_step={g}/global_step={g}, RunningAvgSamplesPerSec=30.5, CurrSamplesPerSec=31.5\n"
 )
 COUNTS = ">>   Num examples = 8,000\n>>   Num Epochs = 3\n>>   Total optimization steps = 1,500\n"
+
+
+# https://github.com/pytorch/torchtitan/blob/main/torchtitan/components/metrics.py
+TITAN = "[titan] 2026-05-18 16:{m:02d}:{s:02d},958 - root - INFO - step: {i:2d}  loss: {loss:7.4f}  grad_norm:  0.5348  memory:  9.50GiB(64.99%)  tps: {tps:,}  tflops: 0.50  mfu: 1.50%\n"
 
 
 def runs(folder, text):
@@ -169,3 +174,30 @@ def test_dates_of_other_orders_are_a_clock_too(tmp_path):
     text = "".join(f"01/31/2026 10:00:0{i} [Rank 0] step={i}, skipped=0, lr=[1e-05]\n" for i in (1, 2, 3))
     (tmp_path / "a.log").write_text(text)
     assert read_log(tmp_path / "a.log").iterations["sec_per_it"].tolist()[1:] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]:", "2026-01-01T10:00:00Z "])
+def test_many_lines_and_one_at_a_time_are_read_alike(prefix):
+    """Lines of one form are read by array operations where a block has several, else one by one."""
+    lines = {
+        "megatron": [m2021(i, 900, ms=2000 + i / 7, loss=5 / i) for i in range(1, 80)],
+        "deepspeed alone": deepspeed(0).splitlines(True) + deepspeed(25, at=3).splitlines(True),
+        "torchtitan": [TITAN.format(s=i % 60, m=i // 60, i=i, loss=5 / i, tps=7000 + i) for i in range(1, 80)],
+        "nanotron": [NANOTRON.format(i=i, r=0, loss=9 - i / 100).replace("/ 9 |", "/ 99 |") for i in range(1, 80)],
+        "two runs": [m2021(i, 900) for part in (range(1, 40), range(20, 70)) for i in part],
+    }
+    lines["with a step"] = [
+        text
+        for i, line in enumerate(lines["megatron"])
+        for text in (line, RESUMED.format(m=i // 60, s=i % 60, ms=0, i=i + 1, g=i + 1))
+    ]
+    for name, texts in lines.items():
+        at_once, singly, texts = Reader(), Reader(), [(prefix + text).encode() for text in texts]
+        at_once.feed(b"".join(texts))
+        for text in texts:
+            singly.feed(text)
+        for one, other in zip(at_once.close(), singly.close(), strict=True):
+            for table in ("iterations", "companion", "timers"):
+                frames = [getattr(run, table).frame().sort_index(axis=1) for run in (one, other)]
+                assert frames[0].equals(frames[1]), (name, table)
+            assert (one.memory, one.last_number, one.clock[-1:]) == (other.memory, other.last_number, other.clock[-1:])

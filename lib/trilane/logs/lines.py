@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs import megatron, run_facts, trainers
-from trilane.logs.fixed_width import MergedLines
+from trilane.logs.forms import DIGITS, Form, MergedLines, times
 from trilane.logs.partial_run import PartialRun
-from trilane.logs.prefilter import ARGUMENT, DIGITS, END, NUMBER, STEP
+from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP, TABLE
 from trilane.logs.table import NAN
-from trilane.logs.table_lines import TableLines
+from trilane.logs.table_lines import MEMORY, TableLines
 from trilane.utils.validation import require
 
 # an iteration line begins; it may end on a later line
@@ -26,7 +26,7 @@ MEGATRON = {
     "megatron-deepspeed-2022",
     "deepspeedai",
     "gpt-neox",
-}  # one run may mix them
+}  # may stand in one run
 
 
 class Lines:
@@ -36,11 +36,8 @@ class Lines:
         self._keep, self._spill = keep, spill
         self.runs = [PartialRun(keep, spill)]
         self._begun, self._begun_at, self._pieces = b"", 0, 0
-        self._pending, self._dict, self._dict_at = (
-            dict[str, float](),
-            b"",
-            0,
-        )  # of the Trainer, whose bar may follow on another line
+        self._pending = dict[str, float]()  # of the Trainer, whose bar may follow on another line
+        self._dict, self._dict_at = b"", 0  # its line and that line's number
         self._bar: dict[str, float] = {}  # the last one on a line of its own
         self.tables = TableLines(self)
         self._launches = set[bytes]()  # lines of the current run's launch, every digit as 0
@@ -81,7 +78,7 @@ class Lines:
             return True
         if self.tables.block and self.tables.continues(line):
             return True
-        if kind & (NUMBER | STEP) and b"elapsed time per iteration" not in line and self.tables.read(line, whole):
+        if kind & TABLE and b"elapsed time per iteration" not in line and self.tables.read(line, whole):
             return True
         if b"iteration" in line and WRAPPED.search(line):
             self._begun, self._begun_at, self._pieces = line, self.number, 1
@@ -94,7 +91,8 @@ class Lines:
             self.launch(line)
         if kind & (NUMBER | STEP):
             matched |= self._numbers(line)
-            matched |= not self._pending and self.tables.fallback(line, whole)
+        if kind & TABLE and not self._pending:
+            matched |= self.tables.fallback(line, whole)
         if kind & ARGUMENT or self.facts.inside:
             matched |= self.facts.arguments(line, self.run)
         if kind & END or self.facts.traceback:
@@ -159,7 +157,6 @@ class Lines:
             require(len(self.runs) < MAX_RUNS, "log", f"{len(self.runs)} runs", "its iterations do not rise")
             self._settle()
             self.runs.append(PartialRun(self._keep, self._spill, follows=True))
-            self.facts.seen.clear()
             self._launches.clear()
 
     def _split_after_end(self) -> None:
@@ -175,22 +172,27 @@ class Lines:
         if (before := self.run.previous) and self.run.may_be_delayed:
             before.absorb(self.runs.pop())
 
-    def extend(self, steps: MergedLines, seen: Sequence[tuple[int, bytes, int]]) -> bool:
-        """Add iterations in bulk if they simply continue the run, else return False; `seen`: the place among them, the
-        line and its number in the file of the first, some others, and the last."""
-        run, number = self.run, steps.values[0]
-        ranks = steps.values[steps.names.index("_source")] if "_source" in steps.names else np.array([NAN])
-        rises = not run.iterations.rows or number[0] > run.iterations.last("iteration")
-        same_rank = len(ranks) == 1 or (bool((ranks == ranks[0]).all()) and ranks[0] == ranks[0])
-        known = not run.iterations.rows or (run.rank != run.rank and ranks[0] != ranks[0]) or run.rank == ranks[0]
-        others = {name for name in run.dialects if name != "deepspeed"} | set(steps.dialects)
-        if not (rises and same_rank and known and len(others) == 1 and (np.diff(number) > 0).all()):
+    def extend(self, steps: MergedLines, part: slice, form: Form, seen: Sequence[tuple[int, bytes, int]]) -> bool:
+        """Add iterations of one form's dialect in bulk if they simply continue the run, else return False; `seen`: the
+        place among them, the line and its number in the file of the first, some others, and the last."""
+        run, values = self.run, {name: steps.values[i, part] for i, name in enumerate(steps.names)}
+        number, sources = values["iteration"], values.pop("_source", np.array([NAN]))
+        source, first = float(sources[0]), not run.iterations.rows
+        rises = first or number[0] > run.iterations.last("iteration")
+        one = bool((sources == source).all()) if source == source else bool((sources != sources).all())
+        known = first or (run.rank != run.rank and source != source) or run.rank == source
+        dialects = {name for name in run.dialects if name != "deepspeed"} | {form.dialect}
+        if not (rises and one and known and len(dialects) == 1):
             return False
-        keep = [i for i, name in enumerate(steps.names) if name != "_source"]
         self._split_after_end()
-        self.run.extend(
-            [steps.names[i] for i in keep], steps.values[keep], steps.dialects[0], float(ranks[0]), seen[-1][1]
-        )
+        if form.first_iteration is not None:
+            values["sec_per_it"] = self.run.timed_rows(values, times(steps, part), form.dialect)
+            self.run.first_iteration = form.first_iteration
+            self.run.add_memories({n: values[n] for n in MEMORY if n in values}, megatron.rank(seen[-1][1]), number[0])
+        names = [
+            name for name in values if name[0] != "_" and not (name == "sec_per_it" and np.isnan(values[name]).all())
+        ]
+        self.run.extend(names, np.array([values[name] for name in names]), form.dialect, source, seen[-1][1])
         before = self.run.iterations.rows - len(number)
         for place, line, at in seen:
             self.run.saw(number[place], line, at, before + place + 1)
@@ -210,16 +212,22 @@ class Lines:
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
             self._bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
-            for row in trainers.deepspeed_steps(line):
-                self.tables.settle("deepspeed")
-                if self.run.restarts(row):
-                    self.begin()
-                self.run.add_companion(row, trainers.timestamp(line), line)
-                if not self.run.iterations.rows:
-                    self.run.saw(self.run.iteration, line, self.number)
+            for spans in trainers.deepspeed_spans(line):
+                self.deepspeed({s.column: s.value(line) for s in spans if s.column not in MEMORY}, line)
         else:
             matched = False
         return self.facts.numbers(line, rank, self.run) or matched
+
+    def deepspeed(self, row: dict[str, float], line: bytes) -> None:
+        """Read a step of DeepSpeed's, which counts where nothing else numbers the iterations; step 0 is no step."""
+        if row.get("iteration") == 0:
+            return
+        self.tables.settle("deepspeed")
+        if self.run.restarts(row):
+            self.begin()
+        self.run.add_companion(row, trainers.timestamp(line), line)
+        if not self.run.iterations.rows:
+            self.run.saw(self.run.iteration, line, self.number)
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):

@@ -121,10 +121,10 @@ def memories(line: bytes) -> Iterator[dict[str, float]]:
         yield row
 
 
-def validation(line: bytes) -> dict[str, float] | None:
-    """Iteration and loss of an evaluation; None for other lines."""
+def validation_spans(line: bytes) -> list[Span]:
+    """Iteration and loss of an evaluation; [] for other lines."""
     found = VALIDATION.search(line)
-    return {"iteration": float(found[1]), "lm_loss": float(found[2])} if found else None
+    return [Span("iteration", *found.span(1)), Span("lm_loss", *found.span(2))] if found else []
 
 
 def timers(line: bytes) -> list[Span]:

@@ -146,6 +146,23 @@ class PartialRun:
         self.timed_by_stamps.add(dialect)
         return row | {"sec_per_it": seconds / steps}
 
+    def timed_rows(self, values: dict[str, np.ndarray], time_s: np.ndarray, dialect: str) -> np.ndarray:
+        """The seconds per iteration of rows, as `timed` gives them; they and their rate leave `values`."""
+        number = values["iteration"]
+        given, rate = (values.pop(n, np.full(len(number), NAN)) for n in ("sec_per_it", "iterations_per_second"))
+        given = np.where((given != given) & (rate > 0), 1 / np.where(rate > 0, rate, 1), given)
+        last, before = self._last.get(dialect, (number[0], NAN))
+        at, when = np.concatenate([[last], number]), np.concatenate([[before], time_s])
+        kept = np.flatnonzero(np.concatenate([[True], when[1:] != when[:-1]]))
+        steps, seconds = np.diff(at[kept]), np.diff(when[kept])
+        measured = np.full(len(at), NAN)
+        measured[kept[1:]] = np.where((steps > 0) & (seconds > 0), seconds / np.maximum(steps, 1), NAN)
+        self._last[dialect] = (at[kept[-1]], when[kept[-1]])
+        out = np.where(given == given, given, measured[1:])
+        if ((given != given) & (out == out)).any():
+            self.timed_by_stamps.add(dialect)
+        return out
+
     def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
         """Whether the row is the next of this run; None if it was read before, as several ranks may print the same."""
         number, last = row["iteration"], self.iterations.last("iteration")
@@ -291,6 +308,15 @@ class PartialRun:
         row = self.memory.setdefault(int(report["rank"]), {"rank": report["rank"], "iteration": self.iteration})
         for name, value in report.items():
             row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
+
+    def add_memories(self, columns: Mapping[str, np.ndarray], rank: float, iteration: float) -> None:
+        """Update the memory of a rank (NaN: unnamed, counts as 0) by many reports, (rows,), from `iteration` on."""
+        known = {name: values[values == values] for name, values in columns.items()}
+        report = {n: float(v.max() if n.startswith("max_") else v[-1]) for n, v in known.items() if len(v)}
+        reporter = 0.0 if rank != rank else rank
+        if report:
+            self.memory.setdefault(int(reporter), {"rank": reporter, "iteration": iteration})
+            self.add_memory({"rank": reporter, **report})
 
     def add_ending(self, found: Ending) -> None:
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the

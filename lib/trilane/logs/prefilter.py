@@ -1,17 +1,16 @@
 """Which lines of a block may matter, found for thousands of lines at once, so that all others cost next to nothing.
 
 Every line that matters contains one of some four-byte pieces of words. All pieces of a block are hashed and looked up;
-a line selected by mistake costs only the time to read it. LineCache remembers lines that hold nothing.
+a line selected by mistake costs only the time to read it.
 """
 
-from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 
-from trilane.logs.arguments import UNDOTTED
-
 # What a line may hold, as bits.
 STEP, NUMBER, ARGUMENT, END = 1, 2, 4, 8
+TABLE = 32  # a word of a dialect that has a table
 MAYBE = 16  # an argument, if a dump of arguments is open
 ALL = 255
 
@@ -30,23 +29,18 @@ FIRST_BYTE = {ord("+"): ARGUMENT | NUMBER, ord("-"): ARGUMENT, ord("|"): NUMBER}
 SHORT = 8  # bytes: all lines up to this length are read, such as the `12:` of all_reduce_bench
 HASH_BITS = 18  # with 16, one line in ten was selected by mistake
 MULTIPLIER = np.uint32(2654435761)  # Knuth's multiplicative hash
-DIGITS = bytes.maketrans(b"123456789", b"000000000")  # the form of a line is the line with every digit as 0
-MAX_FORM = 1000  # bytes: longer forms hardly occur twice
-CAPACITY = 32 << 20  # bytes of forms
-MIN_FORMS = 20_000  # known before the share of new ones is judged
-NEW_SHARE = 0.9  # of lines with a new form, above which caching pauses
-PAUSE_BLOCKS = 7
 
 
 def _hash(codes: np.ndarray) -> np.ndarray:
     return (codes * MULTIPLIER) >> np.uint32(32 - HASH_BITS)
 
 
-def lookup(words: Iterable[bytes] = ()) -> np.ndarray:
-    """The bits of each hash; lines with one of `words`, of four bytes or more, may hold a number."""
+@cache
+def lookup(words: tuple[bytes, ...] = ()) -> np.ndarray:
+    """The bits of each hash; lines with one of `words`, of four bytes or more, may be of a dialect that has a table."""
     table: np.ndarray = np.zeros(1 << HASH_BITS, np.uint8)
     for word in words:
-        table[_hash(np.frombuffer(word[-4:], "<u4"))] |= NUMBER
+        table[_hash(np.frombuffer(word[-4:], "<u4"))] |= TABLE
     for bit, pieces in PIECES.items():
         for piece in pieces.split(","):
             table[_hash(np.frombuffer(piece.encode(), "<u4"))] |= bit
@@ -70,47 +64,3 @@ def line_kinds(lines: list[bytes], pieces: np.ndarray) -> np.ndarray:
         kinds[first == byte] |= bits
     kinds[(lengths > 0) & (lengths <= SHORT)] |= NUMBER
     return kinds
-
-
-class LineCache:
-    """Forms of lines that hold nothing, so that the thousandth such line costs a look-up. A full cache is emptied, as
-    the wording of a log changes along the way; where hardly any form occurs twice, caching pauses for some blocks."""
-
-    def __init__(self, words: Iterable[bytes] = ()) -> None:
-        self._pieces = lookup(words)
-        self._forms, self._free, self._pause = set[bytes](), CAPACITY, 0
-
-    def add(self, line: bytes) -> None:
-        """Record that `line`, and every line that differs from it in digits only, holds nothing."""
-        self._add([line.translate(DIGITS)])
-
-    def kinds(self, block: bytes, rest: np.ndarray) -> np.ndarray:
-        """What the lines numbered `rest` of a block may hold (see line_kinds); 0 for cached forms."""
-        kinds: np.ndarray = np.zeros(len(rest), np.uint8)
-        if not len(rest):
-            return kinds
-        lines, forms, known = block.split(b"\n"), block.translate(DIGITS).split(b"\n"), self._forms
-        numbers = rest.tolist()
-        fresh = [i for i, number in enumerate(numbers) if forms[number] not in known]
-        texts = [lines[numbers[i]] for i in fresh]
-        found = line_kinds(texts, self._pieces)
-        if b"  " in block:
-            pairs = enumerate(zip(found.tolist(), texts, strict=True))
-            found[[i for i, (kind, text) in pairs if not kind and UNDOTTED.match(text)]] = MAYBE
-        kinds[fresh] = found
-        if self._pause:
-            self._pause -= 1
-            return kinds
-        new = [forms[numbers[i]] for i, kind in zip(fresh, found.tolist(), strict=True) if not kind]
-        self._add([form for form in new if len(form) < MAX_FORM])
-        if len(fresh) > NEW_SHARE * len(rest) and len(known) > MIN_FORMS:
-            self._pause = PAUSE_BLOCKS
-        return kinds
-
-    def _add(self, forms: list[bytes]) -> None:
-        size = sum(map(len, forms)) + 120 * len(forms)  # with Python's overhead for an object and a set entry
-        if size > self._free:
-            self._forms.clear()
-            self._free = CAPACITY
-        self._forms.update(forms)
-        self._free -= size

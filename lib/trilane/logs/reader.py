@@ -5,19 +5,24 @@ Reader: blocks in, runs out. Lines of a known form are read in bulk, others that
 import re
 import zlib
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
 from trilane.logs import endings
-from trilane.logs.fixed_width import Forms, MergedLines, by_iteration, merge
+from trilane.logs.forms import Forms, SortedLines, by_iteration
 from trilane.logs.lines import Lines
+from trilane.logs.megatron import rank
 from trilane.logs.partial_run import PartialRun
-from trilane.logs.prefilter import ALL, MAYBE, STEP, LineCache
+from trilane.logs.prefilter import ALL, MAYBE
 from trilane.logs.table import NAN
+from trilane.logs.table_lines import MEMORY
+from trilane.logs.trainers import timestamp
 from trilane.utils.validation import require, require_file
 
+FEW = 4  # iterations, which are added one by one
 BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
 MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are read to see whether they are its line
 CLOCKED = 32  # lines of those read at once whose time stamps are noted
@@ -91,75 +96,106 @@ class Reader:
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None) -> None:
         self._lines, self._before = Lines(keep, spill), 0  # the lines before the block
-        self._forms, self._cache = Forms(), LineCache(self._lines.tables.words)
-
-    def feed(self, block: bytes) -> None:
-        """Read whole lines; only the last block of a file may end inside one."""
-        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10)
-        starts, stops = np.concatenate([[0], ends + 1]), np.append(ends, len(block))
-        # what follows the last line end may be truncated, which no form shows
-        batches, rest = self._forms.batches(block, starts[:-1], stops[:-1])
-        kinds = self._cache.kinds(block, rest)
-        new = self._forms.learn(block, starts, stops, rest[kinds & STEP > 0])
-        if new:
-            left = ~np.isin(rest, np.concatenate([b.at for b in new]))
-            rest, kinds = rest[left], kinds[left]
-        batches += new
-        steps = merge([b for b in batches if b.form.kind == "iteration"])
-        timers = merge([b for b in batches if b.form.kind == "timers"])
-        lines, last = self._lines, len(starts) - 1
-        for number, kind in self._relevant([*rest.tolist(), last], np.append(kinds, np.uint8(ALL))):
-            line = block[starts[number] : stops[number]]
-            if (kind == MAYBE and not lines.facts.inside) or (line in lines.facts.seen and not lines.pending):
-                continue
-            if min(steps.first, timers.first) < number:
-                steps, timers = self._flush(number, steps, timers, block, starts, stops)
-            lines.number = self._before + number + 1
-            if not lines.read(line, kind, whole=number < last):
-                self._cache.add(line)
-        self._flush(last + 1, steps, timers, block, starts, stops)
-        self._before += last
-
-    def runs(self) -> list[PartialRun]:
-        """The runs read so far, which grow; a line that the next may continue is not in them yet."""
-        return [run for run in self._lines.runs if run.has_content]
-
-    def _relevant(self, rest: list[int], kinds: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Index and kind of the lines that may matter, and of every line while one before it is incomplete."""
-        relevant, kind, at, place = np.flatnonzero(kinds).tolist(), kinds.tolist(), 0, 0
-        while place < len(relevant):
-            at = at if self._lines.pending else max(at, relevant[place])
-            yield rest[at], kind[at]
-            at += 1
-            while place < len(relevant) and relevant[place] < at:
-                place += 1
+        self._forms = Forms(self._lines.tables)
 
     def close(self) -> list[PartialRun]:
         """The runs of the file that have any content."""
         return self._lines.close()
 
-    def _flush(
-        self, before: int, steps: MergedLines, timers: MergedLines, block: bytes, starts: np.ndarray, stops: np.ndarray
-    ) -> tuple[MergedLines, MergedLines]:
-        """Pass on the bulk lines before the line `before`; returns the rest."""
-        (now, steps), (timed, timers) = steps.split(before), timers.split(before)
-        if not len(now.at) and not len(timed.at):
-            return steps, timers
-        lines = self._lines
-        lines.finish()
-        first = lines.run.iteration
-        places = np.unique(np.linspace(0, len(now.at) - 1, CLOCKED).astype(int)).tolist() if len(now.at) else []
-        seen = [(p, block[starts[i] : stops[i]], self._before + int(i) + 1) for p in places for i in now.at[[p]]]
-        if not len(now.at) or lines.extend(now, seen):
-            iterations = np.concatenate([[first], now.values[0] if len(now.at) else []])
-            at, values = by_iteration(timed, iterations[np.searchsorted(now.at, timed.at)])
-            lines.run.add_timers(timed.names, at, values)
-        else:  # the iterations do not simply increase: another run begins, or several ranks print
-            for number in np.sort(np.concatenate([now.at, timed.at])).tolist():
+    def runs(self) -> list[PartialRun]:
+        """The runs read so far, which grow; a line that the next may continue is not in them yet."""
+        return [run for run in self._lines.runs if run.has_content]
+
+    def feed(self, block: bytes) -> None:
+        """Read whole lines; only the last block of a file may end inside one."""
+        found, lines, at = SortedLines(block, self._forms), self._lines, 0
+        for number in (*found.alone, found.whole):
+            while lines.pending and at < number:
+                at = self._read(found, at)
+            if at <= number and self._matters(found, number):
+                self._add(found, at, number)
+                at = self._read(found, number)
+        self._before += found.whole
+
+    def _matters(self, found: SortedLines, number: int) -> bool:
+        if number == found.whole or self._lines.pending:
+            return True
+        if self._forms.holds_nothing(found.shapes[number]):  # known by now
+            return False
+        inside = found.kind(number) != MAYBE or self._lines.facts.inside
+        return inside and not self._lines.facts.repeat(found.texts[number], self._lines.run)
+
+    def _read(self, found: SortedLines, number: int) -> int:
+        """Read one line; returns the index of the next."""
+        lines, text, whole = self._lines, found.texts[number], number < found.whole
+        lines.number = self._before + number + 1
+        if whole and not lines.read(text, found.kind(number), whole):
+            self._forms.add_nothing(found.shapes[number])
+        elif text and not whole:  # what follows the last line end may be truncated
+            lines.read(text, ALL, whole)
+        return number + 1
+
+    def _add(self, found: SortedLines, start: int, stop: int) -> None:
+        """Add the lines of known forms from `start` to before `stop`, in pieces whose iterations rise."""
+        steps = found.steps
+        if not found.has(start, stop):
+            return
+        part = steps.between(start, stop)
+        places = [steps.at[part.start], *(c for c in found.cuts if start < c < stop)] if part.start < part.stop else []
+        for low, high in pairwise([start, *(place for place in places if place > start), stop]):
+            self._add_piece(found, low, high)
+
+    def _add_piece(self, found: SortedLines, low: int, high: int) -> None:
+        steps, lines, last = found.steps, self._lines, self._lines.run.iteration
+        part = steps.between(low, high)
+        if part.stop - part.start < FEW or not self._extend(found, part):
+            for place in range(part.start, part.stop):
+                if place == part.start + 1 and self._extend(found, slice(place, part.stop)):
+                    break  # the first one began another run
+                self._step(found, place)
+        timers, deepspeed = found.timers.between(low, high), found.deepspeed.between(low, high)
+        if timers.start < timers.stop:
+            numbers = np.concatenate([[last], steps.column("iteration", part)])
+            at = np.searchsorted(steps.at[part], found.timers.at[timers])
+            lines.run.add_timers(found.timers.names, *by_iteration(found.timers.values[:, timers], numbers[at]))
+        if deepspeed.start < deepspeed.stop:
+            self._add_deepspeed(found, deepspeed)
+        held_out = found.validation.between(low, high)
+        for place in range(held_out.start, held_out.stop):
+            lines.run.add_validation(found.validation.row(place))
+
+    def _extend(self, found: SortedLines, part: slice) -> bool:
+        count, at = part.stop - part.start, found.steps.at
+        places = np.unique(np.linspace(0, count - 1, CLOCKED).astype(int)).tolist()
+        seen = [(p, found.texts[at[part.start + p]], self._before + at[part.start + p] + 1) for p in places]
+        return count >= FEW and self._lines.extend(found.steps, part, found.form(part.start), seen)
+
+    def _step(self, found: SortedLines, place: int) -> None:
+        """Add an iteration on its own: another rank's copy, or one that begins a run."""
+        row, number, form = found.steps.row(place), found.steps.at[place], found.form(place)
+        source, text = row.pop("_source", NAN), found.texts[number]
+        row = {name: value for name, value in row.items() if name[0] != "_"}
+        if form.first_iteration is None:
+            self._lines.step(row, form.dialect, source, text, self._before + number + 1)
+        else:
+            time_s = row.get("time_s", NAN if "sec_per_it" in row else timestamp(text))
+            self._lines.tables.step(row, time_s, form.dialect, form.first_iteration, text, self._before + number + 1)
+
+    def _add_deepspeed(self, found: SortedLines, part: slice) -> None:
+        """Add DeepSpeed's lines: their memory, and their steps where nothing else numbers the iterations."""
+        lines, rows = self._lines, found.deepspeed
+        if lines.run.iterations.rows:
+            steps = (rows.column(name, part) for name in ("iteration", "since_start"))
+            if any((numbers > 0).any() for numbers in steps):  # step 0 is printed at start-up
+                lines.tables.settle("deepspeed")
+                lines.run.dialects["deepspeed"] += 0
+        else:
+            for place in range(part.start, part.stop):
+                row, number = rows.row(place), rows.at[place]
                 lines.number = self._before + number + 1
-                lines.read(block[starts[number] : stops[number]], ALL, whole=True)
-                lines.finish()
-        return steps, timers
+                lines.deepspeed({name: value for name, value in row.items() if name not in MEMORY}, found.texts[number])
+        held = {name: rows.column(name, part) for name in MEMORY if name in rows.names}
+        lines.run.add_memories(held, rank(found.texts[rows.at[part.stop - 1]]), lines.run.iteration)
 
 
 def find_lines(path: Path, numbers: Collection[int], first: int = 1, last: int = 0) -> dict[int, tuple[int, str]]:

@@ -28,7 +28,7 @@ class RunFacts:
     def __init__(self) -> None:
         self.inside, self._other = False, 0  # whether a dump is open; lines since its last argument
         self.traceback = 0  # lines that an open traceback may still have
-        self.seen: set[bytes] = set()  # lines of dumps that would change nothing if repeated
+        self._dumped = dict[bytes, tuple[str, arguments.Value]]()  # lines of dumps, which every rank and run may repeat
         self._ignored = False  # the exception of an open traceback
         self._host, self._failed = (
             "",
@@ -53,8 +53,8 @@ class RunFacts:
         elif b"MA " in line or b"MemAllocated" in line:
             for report in trainers.deepspeed_memories(line):
                 run.add_memory({"rank": reporter, **report})
-        elif b"validation" in line and (row := megatron.validation(line)):
-            run.add_validation(row)
+        elif b"validation" in line and (spans := megatron.validation_spans(line)):
+            run.add_validation({span.column: span.value(line) for span in spans})
         elif spans := megatron.timers(line):
             values = np.array([[span.value(line)] for span in spans])
             run.add_timers([span.column for span in spans], np.array([run.iteration]), values)
@@ -80,11 +80,9 @@ class RunFacts:
             return True
         if found := arguments.dumped(line, self.inside):
             self._other, (name, value) = 0, found
-            if run.arguments.get(name, value) != value:
-                self.seen.clear()  # the last value counts, even one that was seen before
             run.arguments[name] = value
-            if len(self.seen) < MAX_SEEN and len(line) < 1000:
-                self.seen.add(line)
+            if len(self._dumped) < MAX_SEEN and len(line) < 1000 and b" .." in line:
+                self._dumped[line] = found
         elif HF_COUNT in line and (count := trainers.hf_count(line)):
             run.arguments[count[0]] = count[1]
         else:
@@ -97,6 +95,13 @@ class RunFacts:
                 self.inside = False
             return bool(given or world)
         return True
+
+    def repeat(self, line: bytes, run: PartialRun) -> bool:
+        """Read the argument of a line that was read before; False for any other line."""
+        if found := self._dumped.get(line):
+            self._other = 0
+            run.arguments[found[0]] = found[1]
+        return bool(found)
 
     def end(self, line: bytes, run: PartialRun) -> bool:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""

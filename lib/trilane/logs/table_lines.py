@@ -1,11 +1,12 @@
 """TableLines: the lines of dialects that have a table, given to their runs."""
 
-import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trilane.logs import endings, megatron, trainers
 from trilane.logs.dialect import MAX_BLOCK, Dialect
 from trilane.logs.dialects import dialects
+from trilane.logs.megatron import Span
 
 if TYPE_CHECKING:
     from trilane.logs.lines import Lines
@@ -22,23 +23,28 @@ class TableLines:
         self._dialects = [dialect for dialect in every if not dialect.fallback]
         self._fallbacks = [dialect for dialect in every if dialect.fallback]
         self.guesses = {dialect.name for dialect in self._fallbacks}
-        self.words = tuple({word for dialect in every for word in dialect.words})
-        words = {re.escape(word) for dialect in self._dialects for word in dialect.words}
-        self._any = re.compile(b"|".join(sorted(words)))
+        words = {word for dialect in self._dialects for word in dialect.words}
+        self._by_word = [(word, [d for d in self._dialects if word in d.words]) for word in sorted(words)]
+        self.words = tuple(sorted({word for dialect in every for word in dialect.words}))
         self.block: Block | None = None
         self._length = 0
 
+    def best(self, line: bytes) -> tuple[list[Span], Dialect] | None:
+        """The numbers of an iteration, and of several dialects that know the line the one that finds most."""
+        return _best(self._with_words(line), line)
+
     def read(self, line: bytes, whole: bool) -> bool:
         """Read a line of a dialect that has a table, of several the one that finds most; False for any other line."""
-        if not self._any.search(line):
-            return False
-        known = [dialect for dialect in self._dialects if any(word in line for word in dialect.words)]
-        return self._by(known, line, whole)
+        known = self._with_words(line)
+        return bool(known) and self._by(known, line, whole)
+
+    def _with_words(self, line: bytes) -> list[Dialect]:
+        found = {dialect.name for word, named in self._by_word if word in line for dialect in named}
+        return [dialect for dialect in self._dialects if dialect.name in found] if found else []
 
     def _by(self, known: list[Dialect], line: bytes, whole: bool) -> bool:
-        found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
-        if found:
-            spans, dialect = max(found, key=lambda pair: len(pair[0]))
+        if best := _best(known, line):
+            spans, dialect = best
             self._lines.finish()
             row = dict[str, float]()
             for span in spans:  # hours, minutes and seconds of one time add up
@@ -93,14 +99,29 @@ class TableLines:
     def end_block(self) -> None:
         if self.block:
             (dialect, row, line, number), self.block = self.block, None
-            if (rate := row.pop("iterations_per_second", 0.0)) > 0:
-                row.setdefault("sec_per_it", 1 / rate)
-            row = self._lines.run.timed(row, row.get("time_s", trainers.timestamp(line)), dialect.name)
+            time_s = row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
-                self._lines.run.iterations.change_last(row)
+                self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
             elif not (dialect.fallback and self._lines.run.lags(row)):
-                self._lines.step(row, dialect.name, megatron.source(line), line, number)
-            self._lines.run.first_iteration = dialect.first_iteration
-            if held := {name: row[name] for name in MEMORY if name in row}:
-                rank = megatron.rank(line)
-                self._lines.run.add_memory({"rank": 0.0 if rank != rank else rank, **held})
+                self.step(row, time_s, dialect.name, dialect.first_iteration, line, number)
+
+    def step(self, row: dict[str, float], time_s: float, name: str, first: int, line: bytes, number: int) -> None:
+        """Add an iteration of the dialect of that name; `number` is that of its line in the file."""
+        run = self._lines.run
+        self._lines.step(run.timed(seconds(row), time_s, name), name, megatron.source(line), line, number)
+        self._lines.run.first_iteration = first
+        if held := {name: row[name] for name in MEMORY if name in row}:
+            rank = megatron.rank(line)
+            self._lines.run.add_memory({"rank": 0.0 if rank != rank else rank, **held})
+
+
+def seconds(row: dict[str, float]) -> dict[str, float]:
+    """The row with seconds per iteration instead of their rate."""
+    if (rate := row.pop("iterations_per_second", 0.0)) > 0:
+        row.setdefault("sec_per_it", 1 / rate)
+    return row
+
+
+def _best(known: Sequence[Dialect], line: bytes) -> tuple[list[Span], Dialect] | None:
+    found = [(spans, dialect) for dialect in known if (spans := dialect.iterations(line))]
+    return max(found, key=lambda pair: len(pair[0])) if found else None

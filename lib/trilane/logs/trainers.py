@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trilane.logs.arguments import Value
-from trilane.logs.megatron import PREFIXES, body
+from trilane.logs.megatron import PREFIXES, Span, body
 from trilane.logs.table import NAN
 
 DICT = re.compile(rb"\{('[^{}]*)\}")
@@ -164,22 +164,27 @@ def trilane_timers(line: bytes) -> dict[str, float]:
     }
 
 
-def deepspeed_steps(line: bytes) -> Iterator[dict[str, float]]:
-    """Rows of the optimizer steps in a line, from any of three reporters. Step 0, printed at start-up, is left out.
+def deepspeed_spans(line: bytes) -> Iterator[list[Span]]:
+    """The numbers of the optimizer steps in a line, from any of three reporters.
 
     The rate's reporter counts from the start of the process (`since_start`), the others from the run's first step.
     """
     for found in STEP.finditer(line):
-        if int(found[1]) > 0:
-            row = {"iteration": float(found[1]), "skipped_total": float(found[2])}
-            yield row | ({"learning_rate": float(found[3])} if found[3] else {})
+        names = ("iteration", "skipped_total", "learning_rate")
+        yield [Span(name, *found.span(i)) for i, name in enumerate(names, 1) if found[i]]
     for found in PIPELINE.finditer(line):
-        names = ("iteration", "lm_loss", "sec_per_it", "samples_per_second")
-        yield {name: float(text) for name, text in zip(names, found.groups(), strict=True)}
+        numbers = ("iteration", "lm_loss", "sec_per_it", "samples_per_second")
+        yield [Span(name, *found.span(i)) for i, name in enumerate(numbers, 1)]
     for found in THROUGHPUT.finditer(line):
         current = CURRENT.search(line, found.end(), found.end() + 200)
-        rate = float(current[1] if current else found[3])
-        yield {"since_start": float(found[1] or found[2]), "samples_per_second": rate}
+        rate = current.span(1) if current else found.span(3)
+        held = TIMER_MEMORY.search(line, found.end())
+        memory = zip(("allocated", "max_allocated"), (1, 2), strict=True) if held else ()
+        yield [
+            Span("since_start", *found.span(1 if found[1] else 2)),
+            Span("samples_per_second", *rate),
+            *(Span(name, *held.span(i), GIB) for name, i in memory if held),
+        ]
 
 
 def deepspeed_memories(line: bytes) -> Iterator[dict[str, float]]:
