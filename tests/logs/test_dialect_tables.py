@@ -84,6 +84,10 @@ SAMPLES = {
         {"iteration": 2, "lm_loss": 8.5, "flops_per_s_per_gpu": 189.5e12, "tokens_per_gpu_per_second": 4250.5}
         | {"learning_rate": 4e-7, "loss_scale": 65536, "grad_norm": 2.5, "consumed_tokens": 393216, "sec_per_it": 4},
     ),
+    "key-value of evaluations": (
+        "".join(f"step {500 * i}: train loss {10.5 - i:.4f}, val loss {10.75 - i:.4f}\n" for i in (0, 1, 2)),
+        {"iteration": 1000, "lm_loss": 8.5, "val_loss": 8.75},
+    ),
     "key-value of JSON": (
         "".join(f'{{"step": {i}, "loss": {10.5 - i}, "lr": 0.00025, "step_time_ms": 1250.5}}\n' for i in (1, 2, 3)),
         {"iteration": 3, "lm_loss": 7.5, "learning_rate": 2.5e-4, "sec_per_it": 1.2505},

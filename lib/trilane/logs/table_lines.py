@@ -55,7 +55,7 @@ class TableLines:
                 if dialect.lines != "block":
                     self.end_block()
             return True
-        return any([self._around(line, dialect) for dialect in known])
+        return any([self._around(line, dialect, whole) for dialect in known])
 
     def fallback(self, line: bytes, whole: bool) -> bool:
         """Read a line that nothing else reads, in a run that nothing else has read."""
@@ -68,7 +68,7 @@ class TableLines:
         if dialect not in self.guesses and self.guesses & set(self._lines.run.dialects):
             self._lines.run.forget()
 
-    def _around(self, line: bytes, dialect: Dialect) -> bool:
+    def _around(self, line: bytes, dialect: Dialect, whole: bool) -> bool:
         """Read a line of that dialect that is no iteration."""
         if dialect.is_launch(line):
             self._lines.finish()
@@ -79,6 +79,7 @@ class TableLines:
         elif row := dialect.validated(line):
             self._lines.finish()
             self._lines.run.add_validation({"iteration": self._lines.run.iteration} | row)
+            self.fallback(line, whole)  # of a trainer that prints nothing else
         else:
             return False
         return True
