@@ -41,6 +41,7 @@ DIGITS_DECIDE = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|er
 FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
 FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
 NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
+MAX_SEARCHED = 1 << 14  # bytes of a line that are searched for an ending
 MAX_PLACE = 2000  # bytes of a line that are searched for a node
 NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
 
@@ -129,6 +130,7 @@ def rules() -> Rules:
 
 def ending(line: bytes, rows: int) -> Ending | None:
     """The ending that the line reports, None for any other line."""
+    line = line[:MAX_SEARCHED]
     if b"NCCL INFO" in line:
         return None
     table = rules()
