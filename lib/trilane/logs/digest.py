@@ -40,7 +40,10 @@ class Digest:
         self.low, self.high, self._last = np.inf, -np.inf, np.nan
         self.low_at = self.high_at = self.falls_at = -1
         self._new: list[float] = []
-        self._put(np.full(rows, np.nan))
+        if 0 < rows <= MOST:
+            self.rows, self._sample = rows, np.full(rows, np.nan)
+        elif rows:
+            self._put(np.full(rows, np.nan))
 
     def append(self, value: float) -> None:
         self._new.append(value)
@@ -49,8 +52,12 @@ class Digest:
             self._settle()
 
     def extend(self, values: np.ndarray) -> None:
-        self._settle()
-        self._put(values)
+        self._new += values.tolist() if len(values) < MOST else []
+        self.rows += len(values) if len(values) < MOST else 0
+        if len(self._new) >= MOST or len(values) >= MOST:
+            self._settle()
+        if len(values) >= MOST:
+            self._put(values)
 
     def __setitem__(self, place: int, value: float) -> None:
         """Change a number; of the one before it the extremes remain."""

@@ -217,7 +217,9 @@ def strongest(found: list[Ending], rows: int) -> Ending | None:
 def text(line: bytes) -> str:
     """The line as evidence: printable characters, at most MAX_EVIDENCE."""
     plain = line.strip()[: 8 * MAX_EVIDENCE].decode("utf-8", "replace")
-    return printable("".join(c for c in plain if c.isprintable() or c == "\t"))[:MAX_EVIDENCE]
+    if not plain.isprintable():
+        plain = "".join(c for c in plain if c.isprintable() or c == "\t")
+    return printable(plain)[:MAX_EVIDENCE]
 
 
 def planned_end(line: bytes, rows: int) -> Ending:

@@ -118,12 +118,12 @@ class Reader:
         self._before += found.whole
 
     def _matters(self, found: SortedLines, number: int) -> bool:
-        if number == found.whole or self._lines.pending:
+        lines = self._lines
+        if number == found.whole or lines.pending:
             return True
-        if self._forms.holds_nothing(found.shapes[number]):  # known by now
+        if lines.facts.repeat(found.texts[number], lines.run) or self._forms.holds_nothing(found.shapes[number]):
             return False
-        inside = found.kind(number) != MAYBE or self._lines.facts.inside
-        return inside and not self._lines.facts.repeat(found.texts[number], self._lines.run)
+        return lines.facts.inside or found.kind(number) != MAYBE
 
     def _read(self, found: SortedLines, number: int) -> int:
         """Read one line; returns the index of the next."""
@@ -166,7 +166,7 @@ class Reader:
 
     def _extend(self, found: SortedLines, part: slice) -> bool:
         count, at = part.stop - part.start, found.steps.at
-        places = np.unique(np.linspace(0, count - 1, CLOCKED).astype(int)).tolist()
+        places = np.unique(np.linspace(0, count - 1, min(CLOCKED, 8 + count // 8)).astype(int)).tolist()
         seen = [(p, found.texts[at[part.start + p]], self._before + at[part.start + p] + 1) for p in places]
         return count >= FEW and self._lines.extend(found.steps, part, found.form(part.start), seen)
 

@@ -4,6 +4,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,6 +118,13 @@ class Column:
             self._spill.frombytes(np.full(min(TAIL, self.rows - start), self._same).tobytes())
 
 
+@cache
+def _empty() -> "pd.DataFrame":
+    import pandas as pd
+
+    return pd.DataFrame()
+
+
 class NumericTable:
     """Columns that grow together; a number that a row lacks is NaN.
 
@@ -187,7 +195,7 @@ class NumericTable:
         digest, column = Digest(), self._columns[name]
         for start in range(0, self.rows, TAIL):
             digest.extend(column.read(start, min(self.rows, start + TAIL)))
-        return digest
+        return digest.settled()
 
     def replace(self, name: str, values: np.ndarray) -> None:
         assert len(values) == self.rows
@@ -204,7 +212,7 @@ class NumericTable:
             numbers = self._columns.pop(name).numbers()
             whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
             columns[name] = numbers.astype(np.int64) if whole else numbers
-        return pd.DataFrame(columns, copy=False)
+        return pd.DataFrame(columns, copy=False) if columns else _empty()
 
     def latest(self, rows: int) -> "NumericTable":
         """A table of the last `rows` rows that are in memory, which does not grow with this one."""
