@@ -24,7 +24,7 @@ RIGHT = measured().flops_per_s["narayanan"]  # 2 s an iteration
 CASES = {
     "as computed": ([], {"flops_per_s_per_gpu": RIGHT}),
     "another definition": ([], {"flops_per_s_per_gpu": 1.33 * RIGHT}),
-    "rounded away": ([], {"flops_per_s_per_gpu": RIGHT / 500, "sec_per_it": 1000.0}),
+    "rounded away": ([], {"flops_per_s_per_gpu": RIGHT / 5000, "sec_per_it": 1000.0}),
     "a tenth of the computed": (["flops"], {"flops_per_s_per_gpu": RIGHT / 10}),
     "milliseconds read as seconds": (["flops"], {"flops_per_s_per_gpu": RIGHT, "sec_per_it": 2000.0}),
     "computed beyond the peak": (["peak"], {"sec_per_it": 0.02}),

@@ -28,6 +28,10 @@ def trainer(numbers):
     return "".join(f"{{'loss': {3 - n / 100:.4f}, 'learning_rate': 1e-05, 'epoch': {e:.2f}}}\n" for n, e in numbers)
 
 
+def bars(last):
+    return "".join(f"{n}/100 [00:{n // 2:02d}<01:00]\n{trainer([(n, n / 100)])}" for n in range(10, last + 1, 10))
+
+
 EXAMPLES = ">>  Num examples = 4,000\n>>  Total train batch size (w. parallel, distributed & accumulation) = 40\n"
 RATE = "tokens per gpu per second (tgs): {} | actual seqlen:  {} | "
 SIZES = (
@@ -59,10 +63,7 @@ RIGHT = {
     "a curriculum at its start": SIZES + lines(more=RATE.format(4 * 64 / 2 / 8, 64)),
     "a ramp-up": lines() + "".join(line(i, 8.5, batch=8, used=80 + 8 * (i - 20)) for i in range(21, 50)),
     "torchtitan": titan(),
-    "the Trainer, every tenth step": "".join(
-        f"{n}/100 [00:{n // 2:02d}<01:00]\n{trainer([(n, n / 100)])}" for n in range(10, 101, 10)
-    )
-    + EXAMPLES,
+    "the Trainer, every tenth step": bars(100) + EXAMPLES,
     "a few lines": line(1) + line(2),
     "skipped iterations": "".join(line(i).replace("lm loss: 5.000000E+00 |", "") for i in range(1, 9)),
     "the clock agrees": stamped(),
@@ -117,6 +118,15 @@ FAULTS = {
         "".join(f"[default{r}]:" + line(i, 9 - i / 50 + r / 100) for i in range(1, 9) for r in (3, 7)),
     ),
     "unnumbered": ("iteration", trainer([(n, n / 1000) for n in range(1, 7)])),
+    "count of tokens": (
+        "consumed_tokens",
+        SIZES + "".join(line(i, more=f"consumed tokens: {4 * 4096 * i:12d} | ") for i in range(1, 20)),
+    ),
+    "bounds of the steps": ("train_iters", ">>  Total optimization steps = 50\n" + bars(60)),
+    "bounds of evaluations": (
+        "validation",
+        lines() + "validation loss at iteration 20 | lm loss value: -1.5E+00 | lm loss PPL: 1.0E+00 |\n",
+    ),
     "count of epochs": (
         "iteration",
         "+ python train.py --logging_steps 1\n" + trainer([(n, n / 10) for n in range(1, 21)]) + EXAMPLES,

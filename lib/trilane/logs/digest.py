@@ -111,13 +111,17 @@ class Columns:
 
     def __init__(self, table: "NumericTable", arguments: Mapping[str, Value]) -> None:
         self.table, self._arguments = table, arguments
-        self._samples: dict[str, np.ndarray] = {}
+        self._digests: dict[str, Digest] = {}
+
+    def digest(self, name: str) -> Digest:
+        """The column's digest, made once."""
+        if name not in self._digests:
+            self._digests[name] = self.table.digest(name)
+        return self._digests[name]
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The numbers of evenly spaced rows, NaN where there are none, (sampled rows,)."""
-        if name not in self._samples:
-            self._samples[name] = self.table.digest(name).sample()
-        return self._samples[name]
+        return self.digest(name).sample()
 
     def or_argument(self, column: str, *names: str) -> np.ndarray | float:
         """The column, or else the first argument of these names; NaN where there is neither."""

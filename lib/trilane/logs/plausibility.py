@@ -102,7 +102,7 @@ def _bounds(c: Columns) -> Iterator[Finding]:
         ("mfu", 0.0, 1.0, "no more than the peak can be used; a percentage read as a share?"),
         ("flops_per_s_per_gpu", 0.0, FASTEST_FLOPS_PER_S, "no card is that fast; another unit?"),
     ):
-        digest = c.table.digest(name)
+        digest = c.digest(name)
         if digest.low < low or digest.high > high:
             value, row = (digest.low, digest.low_at) if digest.low < low else (digest.high, digest.high_at)
             yield Finding("bounds", name, f"{value:.6g}: {message}", row)
@@ -115,13 +115,13 @@ def _bounds(c: Columns) -> Iterator[Finding]:
     if end.any():
         at = int(end.argmax())
         text = f"iteration {c['iteration'][at]:.0f} of {c['train_iters'][at]:.0f}"
-        yield Finding("bounds", "train_iters", f"{text}: beyond the last", at * c.table.digest("iteration").stride)
+        yield Finding("bounds", "train_iters", f"{text}: beyond the last", at * c.digest("iteration").stride)
 
 
 def _falls(c: Columns) -> Iterator[Finding]:
     """Counts that jump back."""
     for name in ("iteration", "consumed_samples", "consumed_tokens"):
-        if (row := c.table.digest(name).falls_at) >= 0:
+        if (row := c.digest(name).falls_at) >= 0:
             yield Finding(
                 "jumps-back", name, "falls from one line to the next: lines of two runs, or of two counts?", row
             )
@@ -139,7 +139,7 @@ def _leaps(c: Columns) -> Iterator[Finding]:
     leaps = np.flatnonzero((steps > LEAP * usual) & dense[:-2] & dense[2:])
     if len(leaps):
         text = f"{at[leaps[0]]:.0f} is followed by {at[leaps[0] + 1]:.0f}: lines are missing, or two counts are mixed"
-        yield Finding("leap", "iteration", text, (int(leaps[0]) + 1) * c.table.digest("iteration").stride)
+        yield Finding("leap", "iteration", text, (int(leaps[0]) + 1) * c.digest("iteration").stride)
 
 
 def _once(run: PartialRun) -> Iterator[Finding]:
@@ -169,7 +169,7 @@ def fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
 
 def _loss(c: Columns) -> Iterator[Finding]:
     """A loss that no language model in training has: a uniform guess has ln(vocabulary)."""
-    digest, loss = c.table.digest("lm_loss"), c["lm_loss"]
+    digest, loss = c.digest("lm_loss"), c["lm_loss"]
     loss = loss[np.isfinite(loss)]
     vocabulary = c.argument("padded_vocab_size", "vocab_size")
     guess = math.log(vocabulary if vocabulary > 1 else LARGEST_VOCABULARY)
