@@ -97,7 +97,7 @@ def calls(folder: Path, as_json: bool) -> None:
 def restart(before: Path, after: Path, as_json: bool) -> int:
     """Compare what was saved (A) with what a restart loaded (B), by rank and tensor; exit code 1 where they differ.
 
-    Each is a run folder, a checkpoint, or a folder of fingerprints.
+    Each is a run folder, a checkpoint, or a folder of fingerprints; or both are weights written as text.
     """
     from trilane.diagnose.restart.compare import compare_restart
 

@@ -16,6 +16,7 @@ from trilane.diagnose.restart.rules import (
     wrong_decay,
 )
 from trilane.diagnose.restart.snapshot import LOADED, PRINTS, SAVED, RankPrint, Snapshot, read_snapshot, whole_print
+from trilane.diagnose.restart.text_dumps import compare_dumps, is_dump
 from trilane.diagnose.restart.two_runs import two_runs
 from trilane.utils.tables import DataFrame, Table, Text
 from trilane.utils.validation import read_json, require, require_folder
@@ -86,8 +87,13 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     """Compare what one folder saved with what the other loaded or saved.
 
     Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one holds no state, is
-    damaged, or holds another model.
+    damaged, or holds another model. Weights as text (text_dumps) are compared with weights as text.
     """
+    if is_dump(before) or is_dump(after):
+        lines, found_in_text, said = compare_dumps(before, after)
+        return RestartComparison(
+            before=before, after=after, compared=tuple(lines), findings=tuple(found_in_text), notes=tuple(said)
+        )
     findings: dict[tuple[str, str, str], RestartFinding] = {}
     compared, notes, restored = [], list[str](), True
     for one, two in pairs(before, after):
