@@ -5,7 +5,7 @@ from test_dialects import NANOTRON
 from test_log_dialects import FORK, m2021
 
 from trilane.analysis.measure import measure_log
-from trilane.logs.reader import Reader
+from trilane.logs.reader import Reader, blocks
 from trilane.logs.run import read_log, read_logs
 
 # deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
@@ -201,3 +201,40 @@ def test_many_lines_and_one_at_a_time_are_read_alike(prefix):
                 frames = [getattr(run, table).frame().sort_index(axis=1) for run in (one, other)]
                 assert frames[0].equals(frames[1]), (name, table)
             assert (one.memory, one.last_number, one.clock[-1:]) == (other.memory, other.last_number, other.clock[-1:])
+
+
+@pytest.mark.parametrize("code", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("count", [3, 9000])
+def test_other_encodings_are_read_as_utf8(tmp_path, code, count):
+    """PowerShell writes UTF-16, with a byte order mark or without; a large file is converted in parts."""
+    text = "é\n" + "".join(m2021(i, 9999, ms=2000 + i) for i in range(1, count + 1))
+    (tmp_path / "a.log").write_bytes(text.encode(code))
+    table = read_log(tmp_path / "a.log").iterations
+    assert list(table["sec_per_it"]) == [(2000 + i) / 1e3 for i in range(1, count + 1)]
+
+
+def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("trilane.logs.reader.BLOCK", 1000)
+    path, line = tmp_path / "a.log", m2021(1)
+    path.write_text("".join(m2021(i, 99) for i in range(1, 20)))
+    read = blocks(path)
+    next(read)
+    with path.open("a") as file:
+        file.write(m2021(20, 99) + m2021(21, 99)[:100])
+    assert b"".join(read).count(b"elapsed time") == 21 - next(blocks(path)).count(b"elapsed time")
+    read = blocks(path)
+    next(read)
+    path.write_text(line)
+    with pytest.raises(ValueError, match=r"^log=.*a.log: became shorter while it was read"):
+        list(read)
+    read = blocks(path)
+    next(read)
+    (tmp_path / "b.log").write_text("")
+    (tmp_path / "b.log").rename(path)
+    assert list(read) == [], "a file put in its place does not change the one that is read"
+
+
+def test_bars_drawn_with_escape_sequences_hide_no_line(tmp_path):
+    drawn = "\x1b[A\x1b[2K\r 10%|#  | {i}/90 [00:{i:02d}<01:00,  1.00s/it]\x1b[0m\n\x1b[1m{line}\x1b[0m"
+    text = "".join(drawn.format(i=i, line=m2021(i).rstrip("\n")) + "\n" for i in range(1, 9))
+    assert list(runs(tmp_path, text)[0].iterations["iteration"]) == list(range(1, 9))

@@ -2,10 +2,12 @@
 Reader: blocks in, runs out. Lines of a known form are read in bulk, others that may matter one by one.
 """
 
+import codecs
+import os
 import re
 import zlib
 from collections.abc import Collection, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,13 +37,14 @@ CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7
 def blocks(path: Path) -> Iterator[bytes]:
     """The bytes of `path`, cut after line ends; only the last block may end inside a line.
 
-    A truncated gzip file is read as far as possible. Leading zero bytes, left when a log is emptied while it is being
-    written, are skipped. Raises ValueError for a missing, empty or binary file, and for a damaged gzip file.
+    A truncated gzip file is read as far as possible, UTF-16 as UTF-8. Leading zero bytes, left when a log is emptied
+    while it is being written, are skipped. Raises ValueError for a missing, empty or binary file, for a damaged gzip
+    file, and for one that becomes shorter while it is read: its blocks are of two logs.
     """
     require_file("log", path)
     with path.open("rb") as raw:
         rest, size, started = b"", 0, False
-        for chunk in _chunks(raw, path):
+        for chunk in _as_utf8(_chunks(raw, path)):
             size += len(chunk)
             data = chunk if started else chunk.lstrip(b"\0")
             if data and not started:
@@ -54,6 +57,9 @@ def blocks(path: Path) -> Iterator[bytes]:
             cut = cut or len(data)
             yield rest + data[:cut]
             rest = data[cut:]
+        require(
+            os.fstat(raw.fileno()).st_size >= raw.tell(), "log", path, "became shorter while it was read; read it again"
+        )
         require(size > 0, "log", path, "is empty")
         require(started, "log", path, "is a binary file, not a log")
         if rest:
@@ -83,6 +89,20 @@ def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
         if unpack.eof and data:  # several members follow each other
             unpack = zlib.decompressobj(wbits=31)
         data = data or raw.read(size)
+
+
+def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The chunks without a byte order mark, those of UTF-16 (with a mark, or of Latin text) converted."""
+    first = next(chunks, b"")
+    marked, most = first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), len(first) // 2
+    zeros = [first[start::2].count(b"\0") for start in (0, 1)]
+    if marked or (sum(zeros) >= 0.9 * most > 0 and min(zeros) <= 0.02 * most):
+        name = "utf-16" if marked else "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
+        decoder = codecs.getincrementaldecoder(name)("replace")
+        for chunk in chain([first], chunks):
+            yield decoder.decode(chunk).encode("utf-8", "replace")
+        return
+    yield from chain([first.removeprefix(codecs.BOM_UTF8)], chunks)
 
 
 def is_binary(head: bytes) -> bool:
