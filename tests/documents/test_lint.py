@@ -155,6 +155,40 @@ def test_layers_that_do_not_divide_over_the_pipeline(tmp_path):
     assert linted(tmp_path, text.replace("78", "70")).findings == [], "the embeddings may be a layer each"
 
 
+LEFT_ALONE = {
+    "a rate of samples is no time": "| Model | GPUs | MBS | GBS | Throughput (S/s) | TFLOPs |\n|-|-|-|-|-|-|\n"
+    "| 125m | 8 | 32 | 256 | 840 | 110 |\n| 1b | 8 | 16 | 256 | 101 | 130 |\n| 13b | 8 | 4 | 256 | 11 | 160 |\n"
+    "| 30b | 8 | 1 | 168 | 1 | 170 |\n",
+    "a speed without a unit": "| GPUs | Size | MBS | GBS | Speed | TFLOPs |\n|-|-|-|-|-|-|\n"
+    "| 8 | 1B | 4 | 64 | 9000 | 110 |\n| 16 | 1B | 4 | 64 | 17000 | 108 |\n| 64 | 1B | 4 | 64 | 61 | 99 |\n",
+    "hours are no time of an iteration": "| GPUs | Size | GBS | Time (h) | TFLOPs |\n|-|-|-|-|-|\n"
+    "| 8 | 1B | 64 | 900 | 90 |\n| 16 | 1B | 64 | 450 | 90 |\n| 512 | 1B | 64 | 1 | 80 |\n",
+    "nodes whose GPUs no column and no text gives": "| Nodes | Size | GBS | Sec/it | TFLOPs |\n|-|-|-|-|-|\n"
+    "| 1 | 1B | 64 | 9.1 | 30 |\n| 2 | 1B | 64 | 4.7 | 29 |\n",
+    "a node that is shared": "| Nodes | GPUs | MBS | Sec/it |\n|-|-|-|-|\n"
+    "| 1 | 1 | 4 | 1.5 |\n| 1 | 4 | 4 | 1.6 |\n| 2 | 16 | 4 | 1.7 |\n| 4 | 32 | 4 | 1.7 |\n",
+    "nodes of two kinds": "Jobs on 8 gpus per node.\n\n| Nodes | GPUs | MBS | Sec/it |\n|-|-|-|-|\n"
+    "| 2 | 8 | 4 | 1.5 |\n| 4 | 16 | 4 | 1.6 |\n| 8 | 64 | 4 | 1.7 |\n",
+    "a batch in tokens": "| GPUs | DP | TP | PP | MBS | GBS | TFLOPs |\n|-|-|-|-|-|-|-|\n"
+    "| 8192 | 64 | 8 | 16 | 1 | 16M | 430 |\n| 16384 | 128 | 8 | 16 | 1 | 16M | 400 |\n",
+    "another parallelism multiplies the GPUs": "| GPUs | FSDP | DP | TP | PP | Sec/it |\n|-|-|-|-|-|-|\n"
+    "| 8 | 8 | 1 | 1 | 1 | 1.5 |\n| 16 | 8 | 1 | 2 | 1 | 1.6 |\n",
+    "TP itself is varied": "Nodes of 8 gpus per node.\n\n| Nodes | GPUs | DP | TP | PP | Sec/it |\n|-|-|-|-|-|-|\n"
+    "| 8 | 64 | 8 | 8 | 1 | 1.5 |\n| 8 | 64 | 8 | 4 | 2 | 1.6 |\n| 8 | 64 | 8 | 2 | 4 | 1.7 |\n"
+    "| 8 | 64 | 1 | 8 | 8 | 1.9 |\n| 16 | 128 | 1 | 16 | 8 | 1.9 |\n| 16 | 128 | 1 | 32 | 4 | 1.9 |\n",
+    "memory in MB and in GB": "| GPUs | Size | MBS | Mem | Sec/it |\n|-|-|-|-|-|\n"
+    "| 8 | 1B | 1 | 900MB | 1.5 |\n| 8 | 1B | 2 | 1.2GB | 1.6 |\n| 8 | 1B | 4 | 2.1GB | 1.7 |\n",
+    "models from small to large": "| GPUs | Size | MBS | Sec/it |\n|-|-|-|-|\n"
+    "| 8 | 0.125 | 4 | 0.1 |\n| 64 | 0.35 | 4 | 0.2 |\n| 64 | 1.3 | 4 | 0.7 |\n| 512 | 175 | 1 | 9.9 |\n"
+    "| 2048 | 1008 | 1 | 29 |\n",
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_a_column_of_another_quantity_or_of_unknown_unit_is_left_alone(tmp_path, name):
+    assert linted(tmp_path, LEFT_ALONE[name]).findings == []
+
+
 def test_csv_is_linted_too(tmp_path):
     text = "gpus,tp,pp,dp,mbs,gbs,sec_per_it\n16,4,4,1,1,4,1.5\n32,4,4,1,1,4,1.6\n"
     report = linted(tmp_path, text, "a.csv")
@@ -200,7 +234,8 @@ TRUTH = {
     "003": {478: "size convention", 479: "size convention", 497: "size convention", 634: "outlier", 648: "product"}
     | {658: "formula", 659: "formula duplicate", 660: "formula size convention", 669: "swap", 670: "formula"}
     | {775: "outlier", 802: "duplicate", 856: "formula", 1197: "product", 239: "size convention"}
-    | {line: "product" for line in (*range(830, 837), *range(867, 871))},
+    | {line: "product" for line in (*range(830, 837), *range(867, 871), 253)}
+    | {line: "unit" for line in (208, 209, 228, 229, 249, 250, 275, 276, 298, 299)},
     "004": {},
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 
+from trilane.documents.units import DOUBTFUL, UNSURE, is_rate, of_time, scale
 from trilane.logs.table import NAN
 
 SEPARATOR = re.compile(r"^\s*(?:\|\s*)?:?-+:?\s*(\|\s*:?-+:?\s*)+(?:\|\s*)?$|^\s*\|\s*:?-+:?\s*\|\s*$")
@@ -26,15 +27,14 @@ UNIT = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")  # of bounded length: a line of 1
 
 # unknown columns distinguish configurations, unless they are results or names
 RESULT = re.compile(
-    r"loss|ppl|perp|[mh]fu|tok|sampl|±|std|spread|util|time|sec|id\b|line|row|#|run|name|band|hour|day"
+    r"loss|ppl|perp|[mh]fu|tok|sampl|speed|through|latency|±|std|spread|util|time|sec|id\b|line|row|#|run|name|band|hour|day"
     r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
+)
+IDENTITY = re.compile(
+    r"model(?! tflop)|arch|network|hardware|device|accelerator|chip|system|dataset|precision|dtype|method"
 )
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
 MAX_NUMBER = 1e15  # a larger number is no measurement
-SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "seconds": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "min": 60.0}
-BILLIONS = {"k": 1e-6, "m": 1e-3, "b": 1.0, "bn": 1.0, "t": 1e3}
-GIGABYTES = {"mb": 1e-3, "mib": 1 / 1024, "gb": 1.0, "gib": 1.0, "g": 1.0, "tb": 1e3}
-TERA = {"gflops": 1e-3, "gflop/s": 1e-3, "pflops": 1e3, "pflop/s": 1e3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class TableRow:
         if not self.has(name):
             return self.facts.get(name, NAN)
         cell = self.cells[name]
-        return cell.number * scale(name, cell)
+        return cell.number * scale(name, cell.number, cell.unit)
 
     @property
     def seconds(self) -> float:
@@ -85,7 +85,7 @@ class TableRow:
             return self.facts.get("seconds", NAN)
         cell = self.cells["time"]
         if is_rate(cell.unit):
-            return 1 / cell.number if cell.number else NAN
+            return 1 / cell.number
         return self.number("time")
 
     @property
@@ -107,21 +107,8 @@ class TableRow:
         return self._instead(r"\bhangs?\b|\bhung\b")
 
     def _instead(self, words: str) -> bool:
-        measured = self.has("time") or self.has("tflops")
+        measured = self.seconds == self.seconds or self.has("tflops")
         return not measured and any(re.search(words, cell.text) for cell in self.cells.values())
-
-
-def scale(name: str, cell: Cell) -> float:
-    """The factor from the cell's number to seconds, billions, GB or TFLOP/s."""
-    units = {"time": SECONDS, "size": BILLIONS, "mem": GIGABYTES, "tflops": TERA}.get(name, {})
-    if name == "size" and not cell.unit and cell.number >= 1e6:
-        return 1e-9
-    return units.get(cell.unit.lower(), 1.0)
-
-
-def is_rate(unit: str) -> bool:
-    """Whether the unit counts iterations per second."""
-    return bool(re.fullmatch(r"(it|its|iter|iters|iterations)/s(ec)?", unit.lower()))
 
 
 @cache
@@ -143,6 +130,8 @@ def column(header: str) -> tuple[str, str]:
         unit = "GFLOPS"
     elif name == "time" and not unit and (key.startswith("sec") or key == "s/it"):
         unit = "s"
+    elif name == "time" and unit and not of_time(unit):
+        name = ""
     return name, unit
 
 
@@ -211,6 +200,11 @@ def csv_tables(lines: list[str]) -> Iterator[tuple[int, list[str], list[tuple[in
 def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> Iterator[TableRow]:
     """The rows that are not empty."""
     columns = [column(name) for name in header]
+    for at, (name, unit) in enumerate(columns):
+        if name == "time" and not unit and re.sub(r"[^a-z]+", "", header[at].lower()) in UNSURE:
+            own = [decimal(texts[at].strip().strip("*`").strip())[1] for _, texts in body if at < len(texts)]
+            rated = any(other == "tflops" for other, _ in columns)
+            columns[at] = ("time", "") if any(map(of_time, own)) else ("time", DOUBTFUL) if rated else ("", "")
     number = 0
     for line, texts in body:
         if not any(text.strip() for text in texts):
@@ -220,7 +214,7 @@ def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> It
         for (name, unit), title, text in zip(columns, header, texts, strict=False):
             if name and name not in cells:
                 cells[name] = cell(text, unit)
-            elif not name and not RESULT.search(title.lower()):
+            elif not name and (IDENTITY.search(title.lower()) or not RESULT.search(title.lower())):
                 cells[f":{title}"] = Cell(text=text.strip())
         yield TableRow(line=line, table=table, row=number, text=" | ".join(t.strip() for t in texts), cells=cells)
 

@@ -9,11 +9,14 @@ from itertools import pairwise
 
 from trilane.documents.lint.finding import LintFinding, LintTable, configuration, finding, known, plain
 from trilane.documents.lint.flops_rules import is_measured
-from trilane.documents.markdown import TableRow
+from trilane.documents.markdown import IDENTITY, TableRow
+from trilane.documents.units import DOUBTFUL
 
 DAY_TO_DAY = 0.05  # relative difference in time that one configuration may have between two days
 SLOWER = 0.15  # relative excess over the time predicted from rows with another batch
+FEW_SLOWER = 0.25  # the same of the smallest batch, which fixed costs slow most
 MORE = 0.05  # relative drop of memory as the microbatch grows: readings are rounded
+ALIKE = 30  # factor between the sizes, or the memory, of rows of which one may be in another unit
 MIN_ROWS = 3  # other rows needed for a usual value
 ISOLATED = 1.6  # factor between the times per work of an outlier and of other rows
 
@@ -29,13 +32,15 @@ def units(table: LintTable) -> Iterator[LintFinding]:
 
 
 def _labels(name: str, rows: Sequence[TableRow]) -> Iterator[LintFinding]:
-    units = Counter(row.cells[name].unit for row in rows if row.cells[name].unit)
+    units = Counter(unit for row in rows if (unit := row.cells[name].unit) not in ("", DOUBTFUL))
     if name == "size" or len(units) < 2:
         return
     usual = units.most_common(1)[0][0]
     for row in rows:
         unit = row.cells[name].unit
-        if unit and _kind(unit) != _kind(usual):
+        binary = "i" in unit.lower()  # MB and GB in one column are right, GB and GiB hardly
+        other = _kind(unit) != _kind(usual) if name == "time" else binary != ("i" in usual.lower())
+        if unit in units and other:
             words = f"{row.cells[name].text} is in {unit}, the column in {usual}"
             yield finding(row, "unit", words, _converted(row, name, usual))
 
@@ -62,6 +67,9 @@ def _thousands(name: str, rows: Sequence[TableRow]) -> Iterator[LintFinding]:
     usual = statistics.median(values)
     for row in rows:
         off = row.number(name) / usual
+        rest = [value for value in values if value != row.number(name)]
+        if rest and max(rest) > ALIKE * min(rest):  # they differ by as much themselves
+            continue
         # memory varies little in a table; sizes do, so only a factor of about 1000 is taken for another unit
         far = off > 300 or 0 < off < 1 / 300
         if far and (name == "mem" or abs(abs(math.log(off)) - math.log(1e3)) < 0.4):
@@ -73,9 +81,13 @@ def _thousands(name: str, rows: Sequence[TableRow]) -> Iterator[LintFinding]:
 
 def _time_units(table: LintTable) -> Iterator[LintFinding]:
     rows = [(r, table.gpus(r)) for r in table.rows if r.seconds == r.seconds and not is_measured(r)]
-    work = [(r, r.seconds * (g if g > 0 else 1) / (r.number("gbs") if known(r, "gbs") else 1)) for r, g in rows]
-    if len(work) < 3:
+    sizes = [r.number("size") for r, _ in rows if r.has("size")]
+    models = {tuple(v.text for k, v in r.cells.items() if IDENTITY.search(k.lower())) for r, _ in rows}
+    if len(rows) < 3 or (len(sizes) < len(rows) and len(models) > 1):  # times of models of unknown size
         return
+    units = ("gbs", "size") if len(sizes) == len(rows) else ("gbs",)
+    each = [math.prod(r.number(name) for name in units if known(r, name)) for r, _ in rows]
+    work = [(r, r.seconds * (g if g > 0 else 1) / share) for (r, g), share in zip(rows, each, strict=True)]
     usual = statistics.median(value for _, value in work)
     for row, value in work:
         if words := factor(value / usual):
@@ -172,7 +184,8 @@ def _time(table: LintTable) -> Iterator[LintFinding]:
             scaled.append(row.seconds / (steps + (row.number("pp") if known(row, "pp") else 1) - 1))
         usual = min(scaled) if len(scaled) == 2 else statistics.median(scaled)
         for row, value in zip(group, scaled, strict=True):
-            if value > usual * (1 + SLOWER) and not factor(value / usual):
+            slower = FEW_SLOWER if row is group[0] else SLOWER
+            if value > usual * (1 + slower) and not factor(value / usual):
                 excess = f"{plain(row.seconds)} s for GBS {plain(row.number('gbs'))} is {value / usual - 1:.0%} above"
                 message = f"{excess} what the rows with another GBS predict"
                 yield finding(row, "outlier", message, f"{plain(row.seconds * usual / value)} s")

@@ -25,12 +25,14 @@ class LintFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class LintTable:
-    """A table in its document: GPUs per node, the usual TP, the formula of its TFLOPs, the rows of all tables."""
+    """A table in its document: GPUs per node, the usual TP, the formula of its TFLOPs (`own_formula`: its
+    own rows show it, else those of another table), the rows of all tables."""
 
     rows: Sequence[TableRow]
     gpus_per_node: float
     usual_tp: float
     formula: Formula | None
+    own_formula: bool
     others: Sequence[TableRow]
 
     def gpus(self, row: TableRow) -> float:

@@ -106,7 +106,8 @@ def _own(table: Sequence[TableRow], gpus: Callable[[TableRow], float], before: F
     rows = [row for row in table if is_measured(row)]
     for formulas in (FORMULAS, ROUGH):
         counts = [sum(formula.agrees(row, gpus(row)) for row in rows) for formula in formulas]
-        if rows and max(counts) * 2 >= len(rows):
+        # One of few rows agrees with a rough formula by chance.
+        if rows and max(counts) * 2 >= len(rows) and (formulas is FORMULAS or max(counts) > 1 or len(rows) == 1):
             best = [f for f, count in zip(formulas, counts, strict=True) if count == max(counts)]
             return before if before in best else best[0]
     return None

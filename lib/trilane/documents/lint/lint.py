@@ -2,16 +2,17 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trilane.documents import markdown
 from trilane.documents.document import Document, read_document
-from trilane.documents.lint import comparison_rules, flops_rules, product_rules, size_rules
+from trilane.documents.lint import comparison_rules, flops_rules, product_rules, size_rules, statement_rules
 from trilane.documents.lint.finding import LintFinding, LintTable, known
 from trilane.documents.markdown import TableRow
+from trilane.documents.units import DOUBTFUL
 from trilane.logs.reader import blocks
 from trilane.utils.tables import Table
 from trilane.utils.validation import require
@@ -23,7 +24,7 @@ RULES = (
     *(product_rules.products, product_rules.swaps, comparison_rules.units, size_rules.formulas, size_rules.sizes),
     *(comparison_rules.duplicates, comparison_rules.outliers),
 )
-PRODUCT = re.compile(r"(?<![\w*./-])(\d+(?:\*\d+)+) ?= ?(\d+)(?![\w.*/])")
+CODE = re.compile(r"(?: {4}|\t)\s{0,20}(?![-*+\d])\S")  # an indented line that is no item of a list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,32 +90,51 @@ def lint_tables(document: Document) -> list[LintTable]:
         tables.setdefault((row.table, part), []).append(row)
     found = list(tables.values())
     places = {id(row): place for place, rows in enumerate(found) for row in rows}
-    nodes = [_gpus_per_node(table) or _gpus_per_node(document.rows) for table in found]
+    nodes = [_gpus_per_node(table) for table in found]
 
     def gpus(row: TableRow) -> float:
         node = row.number("gpus_per_node") if row.has("gpus_per_node") else nodes[places[id(row)]]
         return row.number("gpus") if row.has("gpus") else row.number("nodes") * node
 
+    found = [_certain(table, gpus) for table in found]
+    places = {id(row): place for place, rows in enumerate(found) for row in rows}
+    others = [row for table in found for row in table]
     chosen = flops_rules.choose_formulas(found, gpus)
+    own = [flops_rules.choose_formulas([table], gpus)[0] is not None for table in found]
     usual = _usual(document.rows, "tp")
     return [
-        LintTable(rows=table, gpus_per_node=node, usual_tp=usual, formula=formula, others=document.rows)
-        for table, node, formula in zip(found, nodes, chosen, strict=True)
+        LintTable(rows=table, gpus_per_node=node, usual_tp=usual, formula=formula, own_formula=proven, others=others)
+        for table, node, formula, proven in zip(found, nodes, chosen, own, strict=True)
     ]
 
 
+def _certain(table: list[TableRow], gpus: Callable[[TableRow], float]) -> list[TableRow]:
+    """The rows, without times of unknown unit where no formula gives their TFLOPs from these as seconds."""
+    if not any("time" in row.cells and row.cells["time"].unit == DOUBTFUL for row in table):
+        return table
+    if flops_rules.choose_formulas([table], gpus)[0] is not None:
+        return table
+    return [replace(row, cells={k: v for k, v in row.cells.items() if k != "time"}) for row in table]
+
+
 def _gpus_per_node(rows: Sequence[TableRow]) -> float:
-    """GPUs per node by the text, else by most rows' DP x TP x PP or GPUs over their nodes; 0 if unknown."""
-    counts = Counter[float]()
-    for row in rows:
-        if known(row, "gpus_per_node"):
-            counts[row.number("gpus_per_node")] += 1
-        elif row.has("nodes") and known(row, "nodes", "dp", "tp", "pp"):
-            product = row.number("dp") * row.number("tp") * row.number("pp") * product_rules.context(row)
-            counts[product / row.number("nodes")] += 1
-        elif row.has("nodes") and row.has("gpus") and known(row, "nodes", "gpus"):
-            counts[row.number("gpus") / row.number("nodes")] += 1
-    return counts.most_common(1)[0][0] if counts else 0.0
+    """GPUs per node, by the table: of most rows with both, else of most rows' DP x TP x PP; else by the text, if it has
+    one number; 0 if unknown."""
+    both = [row for row in rows if row.has("nodes") and row.has("gpus") and not row.has("gpus_per_node")]
+    ratios = [row.number("gpus") / row.number("nodes") for row in both]
+    if not both:
+        split = [row for row in rows if row.has("nodes") and known(row, "nodes", "dp", "tp", "pp")]
+        products = [
+            row.number("dp") * row.number("tp") * row.number("pp") * product_rules.context(row) for row in split
+        ]
+        ratios = [product / row.number("nodes") for product, row in zip(products, split, strict=True)]
+    if ratios:
+        (node, most), *_ = Counter(ratios).most_common(1)
+        usual = most > 2 and most + 1 >= len(ratios) if both else 2 * most > len(ratios)
+        if node == int(node) and most > 1 and usual:  # nodes may be of two kinds, and one of them shared
+            return node
+    texts = {row.number("gpus_per_node") for row in rows if known(row, "gpus_per_node")}
+    return texts.pop() if len(texts) == 1 and not both else 0.0
 
 
 def _usual(rows: Sequence[TableRow], name: str) -> float:
@@ -123,13 +143,11 @@ def _usual(rows: Sequence[TableRow], name: str) -> float:
 
 
 def statements(document: Document) -> Iterator[LintFinding]:
-    """Contradictions in products and model sizes stated in the text around the tables."""
+    """Contradictions in the arithmetic and the sizes that the text around the tables states."""
+    fenced = False
     for line, text, facts in document.statements:
-        for left, right in PRODUCT.findall(text):
-            value = 1
-            for factor in left.split("*"):
-                value *= int(factor)
-            if value != int(right):
-                message = f"{left} is not {right}"
-                yield LintFinding(line=line, row=0, rule="product", message=message, likely=str(value))
+        if text.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+            continue
+        yield from statement_rules.stated(line, text, fenced=fenced or CODE.match(text) is not None)
         yield from size_rules.stated(line, text, facts)

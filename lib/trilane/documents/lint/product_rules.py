@@ -1,6 +1,7 @@
 """Rules about products of machine, batch and model sizes, and about swapped columns."""
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,7 @@ from trilane.documents.markdown import TableRow
 
 SAME = 1e-3  # relative: a time that equals the TFLOPs of another row
 FAR = 1.0  # sum of |ln| of time and TFLOPs over those of the other rows
+PARALLEL = re.compile(r"sdp|ulysses|shard|replic|parallel|\b(?:[emsu]|et|us)p\b")  # names of columns
 MIN_ROWS = 3  # other rows needed for a usual value
 
 
@@ -24,7 +26,8 @@ def products(table: LintTable) -> Iterator[LintFinding]:
 def _gpus(table: LintTable, row: TableRow) -> Iterator[LintFinding]:
     gpus = table.gpus(row)
     nodes, node = row.number("nodes"), table.node(row)
-    if row.has("gpus") and row.has("nodes") and node and nodes * node != gpus:
+    shared = nodes == 1 and gpus < node
+    if row.has("gpus") and row.has("nodes") and node and nodes * node != gpus and not shared:
         message = f"{plain(nodes)} nodes x {plain(node)} GPUs are not {plain(gpus)} GPUs"
         yield finding(row, "product", message, _right_machine(row, node))
         return
@@ -33,11 +36,23 @@ def _gpus(table: LintTable, row: TableRow) -> Iterator[LintFinding]:
         return
     dp, tp = row.number("dp"), row.number("tp")
     pp, cp = 1.0 if without_pipeline else row.number("pp"), context(row)
-    if dp * tp * pp * cp == gpus:
+    if dp * tp * pp * cp == gpus or (_other_parallelism(row) and not _some_product(table)):
         return
     words = f"DP {plain(dp)} x TP {plain(tp)} x PP {plain(pp)}" + (f" x CP {plain(cp)}" if cp > 1 else "")
     message = f"{words} = {plain(dp * tp * pp * cp)}, but {plain(gpus)} GPUs"
     yield finding(row, "product", message, _right_product(table, gpus, dp, tp, pp, cp))
+
+
+def _other_parallelism(row: TableRow) -> bool:
+    """Whether an unknown column may multiply the GPUs too, such as FSDP beside DP."""
+    return any(name.startswith(":") and PARALLEL.search(name.lower()) for name in row.cells)
+
+
+def _some_product(table: LintTable) -> bool:
+    """Whether the GPUs of most rows are the product of the known columns."""
+    rows = [r for r in table.rows if known(r, "dp", "tp") and table.gpus(r) > 0]
+    right = [r.number("dp") * r.number("tp") * (r.number("pp") if known(r, "pp") else 1.0) * context(r) for r in rows]
+    return 2 * sum(value == table.gpus(r) for value, r in zip(right, rows, strict=True)) >= len(rows)
 
 
 def context(row: TableRow) -> float:
@@ -93,6 +108,9 @@ def _swapped(table: LintTable, row: TableRow) -> str:
     """The column that holds the usual TP where TP does not fit into a node; "" if they were not swapped."""
     tp, node = row.number("tp"), table.node(row)
     if not row.has("tp") or not node or (tp <= node and node % tp == 0) or tp == table.usual_tp:
+        return ""
+    tps = [r.number("tp") for r in table.rows if r.has("tp")]
+    if 2 * tps.count(table.usual_tp) < len(tps):  # TP itself is varied here
         return ""
     return next((n for n in ("pp", "dp") if row.has(n) and row.number(n) == table.usual_tp), "")
 
