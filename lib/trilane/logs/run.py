@@ -199,6 +199,9 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     problems are searched for in that file."""
     table = run.iterations if run.iterations.rows else run.companion
     note = units.correct_units(table)
+    counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
+    timed_by_stamps = run.timed_by_stamps & set(counted)
+    averaged = units.average_rounded(table) if timed_by_stamps and "sec_per_it" in table else ""
     (status, evidence, end), basis = _status(run, table), ""
     if status is Status.UNFINISHED and not end:
         is_running, basis = clock.still_runs(run, table, path, age)
@@ -206,8 +209,6 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     numbers = table.column("iteration") if table.rows else np.empty(0)
     found = plausibility.check(run, table)
     problems = plausibility.problems(found, numbers, run, path if with_lines else None)
-    counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
-    timed_by_stamps = run.timed_by_stamps & set(counted)
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
         memory.add(row)
@@ -234,7 +235,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         gpus=gpus,
         exclude=exclude,
         collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
-        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else ""))),
+        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged))),
         status_basis=basis,
     )
 

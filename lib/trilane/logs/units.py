@@ -7,6 +7,9 @@ from trilane.logs.table import NumericTable
 FACTOR = 1000.0  # between seconds and milliseconds
 TOLERANCE = 1.4  # of that factor: two parts of one run differ somewhat
 WINDOW = 3  # iterations before and after a jump that must agree
+RESOLVED_S = 10.0  # between two stamps of whole seconds: the median of such differences is off by up to half a second
+WINDOW_S = 60.0  # over which they are averaged then: off by at most a sixtieth
+PAUSE = 3.0  # times the usual seconds, at least by so many seconds: an evaluation, which no average may include
 PLAUSIBLE_S = (0.01, 6 * 3600.0)  # seconds per iteration; outside of it the rate is trusted instead
 
 
@@ -32,6 +35,38 @@ def correct_units(table: NumericTable) -> str:
     wrong = {"time": int((factors != 1).sum()), "rate": int((rates != 1).sum())}
     notes = [f"{n} iterations have the wrong unit of {what}" for what, n in wrong.items() if n]
     return "; ".join(notes) + "; corrected" if notes else ""
+
+
+def average_rounded(table: NumericTable) -> str:
+    """Average seconds in place that are short differences of whole seconds; returns a note, "" if there were none.
+
+    Each becomes the mean of the last WINDOW_S of its stretch without a pause, or of as much as there is.
+    """
+    seconds, at = table.column("sec_per_it"), table.column("iteration")
+    known = np.flatnonzero(np.isfinite(seconds) & np.isfinite(at))
+    if len(known) < WINDOW:
+        return ""
+    before = float(at[0] if known[0] else at[0] - 1)  # the first line has no time before it
+    steps = np.diff(at[known], prepend=before)
+    passed = seconds[known] * steps
+    if np.median(passed) >= RESOLVED_S or np.abs(passed - np.round(passed)).max() > 1e-3:
+        return ""
+    pauses = np.flatnonzero(passed > PAUSE * np.maximum(1.0, np.median(seconds[known]) * steps))
+    averaged = seconds.copy()
+    for start, stop in zip([0, *(pauses + 1)], [*pauses, len(known)], strict=True):
+        if stop > start:
+            averaged[known[start:stop]] = _means(np.round(passed[start:stop]), steps[start:stop])
+    table.replace("sec_per_it", averaged)
+    return f"seconds are means over up to {WINDOW_S:.0f} s, as the time stamps are whole seconds"
+
+
+def _means(passed: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Seconds a step over the last WINDOW_S at each line; at the first lines over the first WINDOW_S."""
+    time, count = (np.concatenate([[0.0], np.cumsum(x)]) for x in (passed, steps))
+    first = min(len(time) - 1, int(np.searchsorted(time, WINDOW_S)))
+    end: np.ndarray = np.maximum(np.arange(1, len(time)), first)
+    begin = np.maximum(0, np.searchsorted(time, time[end] - WINDOW_S, side="right") - 1)
+    return (time[end] - time[begin]) / (count[end] - count[begin])
 
 
 def _replace(table: NumericTable, name: str, factors: np.ndarray) -> None:
