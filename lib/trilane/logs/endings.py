@@ -99,13 +99,12 @@ class Rule:
 class Rules:
     """The table of lines that report how a run ended, in its order: of a line the first rule counts that it matches.
 
-    `any_word` finds words of rules, since searching for words is much cheaper than trying patterns, and `of_word` has
-    the rules of each, with those of words that it may hide: one that it contains, or a longer one.
+    `of_word` has the rules of which a line must hold the word, since looking for words is much cheaper than trying
+    patterns.
     """
 
     rules: tuple[Rule, ...]
-    any_word: re.Pattern[bytes]
-    of_word: dict[bytes, frozenset[int]]
+    of_word: dict[bytes, tuple[int, ...]]
 
 
 @cache
@@ -113,19 +112,14 @@ def rules() -> Rules:
     """The rules of data/endings.json: a level, a status, words of which a line holds one, patterns and their source."""
     table = json.loads(resources.files("trilane").joinpath("data/endings.json").read_text(encoding="utf-8"))
     found = list[Rule]()
-    of_word = dict[bytes, set[int]]()
+    of_word = dict[bytes, list[int]]()
     for number, row in enumerate(table):
         pattern = "|".join(row["patterns"]).encode().replace(b"<LEAD>", LEAD)
         level, status = LEVELS.index(row["level"]), Status(row["status"])
         found.append(Rule(level=level, status=status, pattern=re.compile(pattern)))
         for word in row["words"].encode().split():
-            of_word.setdefault(word, set()).add(number)
-    related = {word: [other for other in of_word if other in word or word in other] for word in of_word}
-    return Rules(
-        rules=tuple(found),
-        any_word=re.compile(b"|".join(sorted(of_word))),
-        of_word={word: frozenset[int]().union(*(of_word[other] for other in related[word])) for word in of_word},
-    )
+            of_word.setdefault(word, []).append(number)
+    return Rules(rules=tuple(found), of_word={word: tuple(numbers) for word, numbers in of_word.items()})
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
@@ -134,8 +128,7 @@ def ending(line: bytes, rows: int) -> Ending | None:
     if b"NCCL INFO" in line:
         return None
     table = rules()
-    words = set(table.any_word.findall(line))
-    for number in sorted(frozenset[int]().union(*(table.of_word[word] for word in words))):
+    for number in sorted({number for word, numbers in table.of_word.items() if word in line for number in numbers}):
         rule = table.rules[number]
         if rule.pattern.search(line):
             return _ending(rule.level, rule.status, line, rows)
