@@ -134,7 +134,7 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
     [
         (PEERS + XID, ("GPU error", ("gpu03",), ("PCI:0000:c1:00",), "gpu03", None)),
         (PEERS + ECC + SRUN, ("GPU error", (), (), "", 17)),
-        (OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), ("1",), "gpu05", 17)),
+        (SMALLER + OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), ("1",), "gpu05", 17)),
         (PEERS + ECC + TORCHRUN, ("GPU error", ("r1n1",), ("1",), "r1n1", 17)),
         (XID + XID.replace("gpu03", "gpu04"), ("GPU error", ("gpu03", "gpu04"), ("PCI:0000:c1:00",), "gpu03,gpu04", None)),
         (XID.replace("gpu03", "gpu03.site.org"), ("GPU error", ("gpu03.site.org",), ("PCI:0000:c1:00",), "gpu03", None)),

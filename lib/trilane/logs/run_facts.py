@@ -34,7 +34,6 @@ class RunFacts:
             "",
             OTHER,
         )  # of torchrun's table of failures: the node, and when its first rank failed
-        self._nranks = 0  # of the largest communicator
         self._benchmark, self._devices = hardware.BenchmarkParser(), hardware.DeviceParser()
 
     def is_launch(self, line: bytes) -> bool:
@@ -138,10 +137,12 @@ class RunFacts:
             if self._host:
                 run.places[int(root[1])] = (self._host, str(int(root[2])))
             self._host, self._failed = "", OTHER
-        elif (told := endings.NCCL_RANK.search(line)) and int(told[4]) >= self._nranks:
-            self._nranks = int(told[4])  # the largest communicator numbers the ranks of the run
-            run.watchdogs.world = max(run.watchdogs.world, self._nranks)
-            run.places.setdefault(int(told[3]), (endings.text(told[1]), str(int(told[2]))))
+        elif told := endings.NCCL_RANK.search(line):
+            size = int(told[4])
+            if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
+                run.watchdogs.world, run.places = size, {}
+            if size == run.watchdogs.world:
+                run.places.setdefault(int(told[3]), (endings.text(told[1]), str(int(told[2]))))
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""
