@@ -108,6 +108,13 @@ HANGS = {
             "who did not come cannot be known from this log: it does not give the members of the group",
         ],
     ),
+    "a receive": (
+        new(3, 88, 90, op="RECV"),
+        [
+            "default_pg: timed out work 88 (RECV of 1,048,576 elements) on rank 3; "
+            "sends and receives of two ranks each: the log does not name the other one"
+        ],
+    ),
     "torch's own analysis": (
         old(0, 808) + DESYNC + NEVER,
         [
@@ -131,6 +138,14 @@ HANGS = {
 @pytest.mark.parametrize(("text", "expected"), HANGS.values(), ids=HANGS.keys())
 def test_who_did_not_come_is_named_by_the_log_alone(tmp_path, text, expected):
     assert list(sentences(tmp_path, text)) == expected
+
+
+def test_a_communicator_of_some_ranks_does_not_make_all_ranks(tmp_path):
+    eight = "".join(new(r, 9, 9) for r in range(8))
+    (tmp_path / "a.log").write_text(START.partition("\n")[2] + HOST + eight)
+    assert "all ranks of the largest communicator in this log came" in read_log(tmp_path / "a.log").collectives[0]
+    (tmp_path / "a.log").write_text(START.partition("\n")[2] + HOST + eight + new(8, 9, 9))
+    assert "cannot be known" in read_log(tmp_path / "a.log").collectives[0]
 
 
 def test_interleaved_ranks_and_groups_give_the_same_answer(tmp_path):

@@ -26,6 +26,7 @@ NEVER = re.compile(rb"ranks \[([\d, ]{1,60000})\] are the lagging ranks")
 BEHIND = re.compile(rb"\[([\d, ]{1,60000})\] finished collective #(\d{1,18}), but didn't join")
 WORDS = (b"WorkNCCL", b"NCCL work", b"by watchdog", b"nqueued", b"lagging", b"didn't join")
 DEFAULT = "default_pg"
+BETWEEN_TWO = ("SEND", "RECV", "COALESCED")  # of two ranks, not of the group; batch_isend_irecv is coalesced
 MAX_REPORTS = 200_000  # of ranks in process groups
 SHOWN = 8  # process groups
 
@@ -48,7 +49,8 @@ class Watchdogs:
     groups: dict[str, dict[int, Report]] = field(default_factory=dict)
     never: set[int] = field(default_factory=set)  # ranks that joined no collective, by torch's own analysis
     behind: dict[int, int] = field(default_factory=dict)  # ranks by the last collective that they finished, likewise
-    world: int = 0  # ranks of the run; 0: unknown
+    world: int = 0  # ranks of the run, or of its largest communicator; 0: unknown
+    is_whole: bool = False  # whether it is that of the run
     _names: dict[tuple[int, int], str] = field(default_factory=dict)  # of rank and work that timed out: the collective
 
     def read(self, line: bytes) -> None:
@@ -79,7 +81,8 @@ class Watchdogs:
 
         `world` is the number of ranks where the log's arguments have it, and `places` are nodes of ranks.
         """
-        self.world = max(self.world, world if isinstance(world, int) else 0)
+        given = world if isinstance(world, int) else 0
+        self.world, self.is_whole = max(self.world, given), given >= self.world
         named = {rank for group, ranks in self.groups.items() if group for rank, r in ranks.items() if r.stuck >= 0}
         found = list[str]()
         for last in sorted(set(self.behind.values()))[:SHOWN]:
@@ -103,6 +106,9 @@ class Watchdogs:
         shown = sorted(waits)[:SHOWN]
         works = [f"work {at}{f' ({name})' * bool(name)} on {_ranks(waits[at, name], places)}" for at, name in shown]
         parts = [f"{group or 'a process group'}: timed out {', '.join(works)}"]
+        if any(name.startswith(BETWEEN_TWO) for _, name in waits):
+            parts.append("sends and receives of two ranks each: the log does not name the other one")
+            return "; ".join(parts)
         if len(waits) > 1:
             parts.append("they wait in different works: one made a call that the others did not")
         late = dict[int, list[int]]()
@@ -110,14 +116,15 @@ class Watchdogs:
             if report.stuck < 0 and report.enqueued is not None and report.enqueued < first:
                 late.setdefault(report.enqueued, []).append(rank)
         parts += [f"{_ranks(late[at], places)} did not come: last enqueued {at}" for at in sorted(late)[:SHOWN]]
-        whole = group in ("", DEFAULT) and 0 < self.world <= MAX_REPORTS
+        whole = group in ("", DEFAULT) and max(ranks) < self.world <= MAX_REPORTS
         silent = set(range(self.world)) - set(ranks) if whole else set()
         if silent:
             parts.append(
                 f"{_ranks(silent, places)} did not come, or did not report: nothing of the kind is in this log"
             )
         elif whole and not late and len(waits) == 1:
-            parts.append("all ranks came: suspect the network")
+            known = "all ranks" if self.is_whole else "all ranks of the largest communicator in this log"
+            parts.append(f"{known} came: suspect the network")
         elif not late and not whole:
             parts.append("who did not come cannot be known from this log: it does not give the members of the group")
         return "; ".join(parts)
