@@ -27,25 +27,26 @@ def lines(age_s, ms=2000.0, step=1):
     )
 
 
-# text, seconds since the file was written, whether it runs
-CASES = {
-    "a line a moment ago": (lines(5), 0, True),
-    "a line two minutes ago, the file touched since": (lines(120), 0, False),
-    "long iterations": (lines(120, ms=90e3), 0, True),
-    "a line for every hundred iterations": (lines(150, step=100), 0, True),
-    "a log of 2023, copied": (lines(3 * 365 * 24 * HOUR), 0, False),
-    "another zone, nine hours ahead": (lines(-9 * HOUR + 3), 0, True),
-    "another zone, three and a half behind": (lines(3.5 * HOUR + 3), 0, True),
-    "another zone, its file not written to": (lines(-9 * HOUR), 300, False),
-    "a log of this morning, copied": (lines(5 * HOUR + 1000), 0, False),
-    "a clock that is wrong by a day": (lines(-24 * HOUR), 0, False),
-    "no stamps, just written": (FIVE, 0, True),
-    "no stamps, not written to": (FIVE, 300, False),
-    "no stamps, started yesterday, long iterations": (f"Starting: {stamp(24 * HOUR)}\n" + FIVE.replace("2000.0", "9000000.0"), 0, True),
-    "no stamps, its launch of 2023": ("2023-05-01 10:00:00 launch\n" + FIVE, 0, False),
-    "no stamps, its launch of 2023 as date(1) prints it": ("Mon May  1 10:00:00 CEST 2023\n" + FIVE, 0, False),
-    "no stamps, a date of the future": ("valid until 2099-01-01\n2023-05-01 10:00:00\n" + FIVE, 0, False),
-}  # fmt: skip
+def cases():
+    """Text, seconds since the file was written, whether it runs: by the clock of now."""
+    return {
+        "a line a moment ago": (lines(5), 0, True),
+        "a line two minutes ago, the file touched since": (lines(120), 0, False),
+        "long iterations": (lines(120, ms=90e3), 0, True),
+        "a line for every hundred iterations": (lines(150, step=100), 0, True),
+        "a log of 2023, copied": (lines(3 * 365 * 24 * HOUR), 0, False),
+        "another zone, nine hours ahead": (lines(-9 * HOUR + 3), 0, True),
+        "another zone, three and a half behind": (lines(3.5 * HOUR + 3), 0, True),
+        "another zone, its file not written to": (lines(-9 * HOUR), 300, False),
+        "a log of this morning, copied": (lines(5 * HOUR + 1000), 0, False),
+        "a clock that is wrong by a day": (lines(-24 * HOUR), 0, False),
+        "no stamps, just written": (FIVE, 0, True),
+        "no stamps, not written to": (FIVE, 300, False),
+        "no stamps, started yesterday, long iterations": (f"Starting: {stamp(24 * HOUR)}\n" + FIVE.replace("2000.0", "9000000.0"), 0, True),
+        "no stamps, its launch of 2023": ("2023-05-01 10:00:00 launch\n" + FIVE, 0, False),
+        "no stamps, its launch of 2023 as date(1) prints it": ("Mon May  1 10:00:00 CEST 2023\n" + FIVE, 0, False),
+        "no stamps, a date of the future": ("valid until 2099-01-01\n2023-05-01 10:00:00\n" + FIVE, 0, False),
+    }  # fmt: skip
 
 
 def write(path, text, age):
@@ -55,9 +56,9 @@ def write(path, text, age):
 
 
 @pytest.mark.parametrize("packed", ["", ".gz"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases())
 def test_a_log_runs_by_its_own_clock_before_the_files_date(tmp_path, name, packed):
-    text, age, runs = CASES[name]
+    text, age, runs = cases()[name]
     log = write(tmp_path / f"a.log{packed}", text, age)
     assert log.status == ("running" if runs else "unfinished"), log.status_basis
     assert log.status_basis or age, "where the file is new, it is said what decides"

@@ -53,6 +53,13 @@ SAMPLES = {
         ),
         {"iteration": 3, "train_iters": 5000, "lm_loss": 7.5, "sec_per_it": 2.5},
     ),
+    "composer by epochs": (
+        "".join(
+            f"[epoch={e}][batch={i}/20]:\n\t Train time/batch: {20 * e + i - 21}\n\t Train loss/train/total: {10.5 - e - i / 20}\n"
+            for e, i in ((1, 19), (1, 20), (2, 1))
+        ),
+        {"iteration": 21, "epoch": 1, "train_iters": 40, "lm_loss": 8.45},
+    ),
     "composer bars": (
         "".join(
             f"\rtrain          Epoch   0:    3%|▋          | {i}/625 [00:{5 * i:02d}<07:23,  5.00s/ba, loss/train/total={10.5 - i:.4f}]"
@@ -261,6 +268,13 @@ SAMPLES = {
         ),
         {"iteration": 3, "train_iters": 10, "lm_loss": 7.5, "sec_per_it": 9.95},
     ),
+    "nemo-1 of two epochs": (
+        "".join(
+            f"\rEpoch {e}:  {i}0%|████▋     | {i}/10 [00:{4 * i}<07:13, v_num=, reduced_train_loss={10.5 - e - i / 10:.2f}, train_step_timing in s=4.000]"
+            for e, i in ((0, 9), (0, 10), (1, 1))
+        ),
+        {"iteration": 11, "epoch": 1, "train_iters": 20, "lm_loss": 9.4, "sec_per_it": 4},
+    ),
     "nemo-1 without a total": (
         "".join(
             f"[a-rank-0] [2024-11-01 12:00:0{5 * i % 60},774] [INFO] Epoch 1: : {i}it [00:{5 * i:02d},  4.36s/it, v_num=d3c7, reduced_train_loss={10.5 - i}, global_step={i}.000, consumed_samples={128 * i}.0, samples/sec=14.60]\n"
@@ -276,6 +290,13 @@ SAMPLES = {
         + "Validation: iteration 1/4\n",
         {"iteration": 2, "train_iters": 99, "lm_loss": 8.5, "sec_per_it": 1.675, "global_batch_size": 32}
         | {"learning_rate": 6e-4},
+    ),
+    "nemo-2 of two epochs": (
+        "".join(
+            f"Training epoch {e}, iteration {i}/9 | lr: 0.0006 | global_batch_size: 32 | global_step: {10 * e + i} | reduced_train_loss: {10.5 - e}\n"
+            for e, i in ((0, 9), (1, 0), (1, 1))
+        ),
+        {"iteration": 11, "epoch": 1, "lm_loss": 9.5, "global_batch_size": 32},
     ),
     "nemo-automodel": (
         "".join(
@@ -319,6 +340,15 @@ SAMPLES = {
         ),
         {"iteration": 3, "lm_loss": 7.5, "tokens_per_second": 12500, "tokens_per_gpu_per_second": 1560}
         | {"reserved": 12.5e9},
+    ),
+    "progress-bar": (
+        "\rLoading: 50%|█████     | 1/2 [00:01<00:01, 1.00s/it]\rEpoch 0:   1%|▏         | 3/300 [00:06<09:20, 2.00s/it, loss=9]\n"
+        + "".join(
+            f"\rSteps:   1%|▏         | {i}/300 [00:0{2 * i}<09:20,  2.00s/it, loss={10.5 - i}, lr=1e-5]"
+            f"\rValidating:   1%|▏         | {5 + i}/300 [00:0{2 * i}<09:20,  2.00s/it, loss={9.5 - i}]"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "train_iters": 300, "lm_loss": 7.5, "learning_rate": 1e-5, "sec_per_it": 2},
     ),
     "t5x": (
         "".join(

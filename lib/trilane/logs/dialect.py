@@ -13,6 +13,8 @@ COLUMNS = {
     "iteration",
     "train_iters",
     "epoch",
+    "epochs_done",
+    "nth_epoch",
     "time_s",
     "sec_per_it",
     "lm_loss",
@@ -56,6 +58,7 @@ FIELD = (
     + rb")([KMGBTP](?![A-Za-z]))?(?![\d.]|:\d)"
 )
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
+EPOCHS = {"epochs_done": 0.0, "nth_epoch": 1.0}  # where iterations count in their epoch: the number of the first one
 RATE_DIGITS = 3  # of iterations per second, below which they are too rounded to give seconds
 MAX_BLOCK = 200  # lines after the first one of a block
 

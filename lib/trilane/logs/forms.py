@@ -15,6 +15,7 @@ import numpy as np
 from trilane.logs import megatron, trainers
 from trilane.logs.arguments import UNDOTTED
 from trilane.logs.decimals import is_exact, parse_column
+from trilane.logs.dialect import EPOCHS
 from trilane.logs.megatron import Span
 from trilane.logs.prefilter import ALL, MAYBE, NUMBER, STEP, TABLE, line_kinds, lookup
 from trilane.logs.table_lines import TableLines
@@ -110,7 +111,8 @@ def parse_form(line: bytes, tables: TableLines) -> Form | None:
     form = None
     if b"elapsed time per iteration" not in line and (best := tables.best(line)):
         spans, dialect = best
-        if dialect.lines in ("", "json") and not dialect.fallback and spans[0].column == "iteration":
+        simple = dialect.lines in ("", "json") and not dialect.fallback
+        if simple and spans[0].column == "iteration" and EPOCHS.keys().isdisjoint(span.column for span in spans):
             form = Form(
                 kind="iteration",
                 spans=(*spans, *_stamp(line, spans), *_source(line)),

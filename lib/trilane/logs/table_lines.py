@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trilane.logs import endings, megatron, trainers
-from trilane.logs.dialect import MAX_BLOCK, Dialect
+from trilane.logs.dialect import EPOCHS, MAX_BLOCK, Dialect
 from trilane.logs.dialects import dialects
 from trilane.logs.megatron import Span
 
@@ -100,7 +100,7 @@ class TableLines:
     def end_block(self) -> None:
         if self.block:
             (dialect, row, line, number), self.block = self.block, None
-            time_s = row.get("time_s", trainers.timestamp(line))
+            row, time_s = in_run(row), row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
                 self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
             elif not (dialect.fallback and self._lines.run.lags(row)):
@@ -120,6 +120,16 @@ def seconds(row: dict[str, float]) -> dict[str, float]:
     """The row with seconds per iteration instead of their rate."""
     if (rate := row.pop("iterations_per_second", 0.0)) > 0:
         row.setdefault("sec_per_it", 1 / rate)
+    return row
+
+
+def in_run(row: dict[str, float]) -> dict[str, float]:
+    """The row with the iteration's number in the run, where it has that in its epoch."""
+    for column in EPOCHS.keys() & row:
+        done = row["epoch"] = row.pop(column) - EPOCHS[column]
+        if "train_iters" in row:
+            row["iteration"] += done * row["train_iters"]
+            row["train_iters"] *= done + 1  # as far as is known: the number of epochs is not
     return row
 
 
