@@ -424,8 +424,9 @@ def test_ranks_that_print_a_loss_each_are_one_run_and_deepspeed_counts_steps_bet
     log = read(tmp_path, "".join(chat))
     assert (log.dialect, list(log.iterations["lm_loss"])) == ("key-value", [10.5 - i for i in range(8)])
     step = "[2024-11-01 12:00:0{i},000] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=0, lr=[0.001], mom=[[0.9, 0.95]]\n"
-    log = read(tmp_path, "".join(chat) + "".join(step.format(i=i) for i in (1, 2)) + "".join(chat))
-    assert (log.dialect, list(log.iterations["iteration"])) == ("deepspeed", [1, 2])
+    for count in (2, 9):
+        log = read(tmp_path, "".join(chat) + "".join(step.format(i=i) for i in range(1, count + 1)) + "".join(chat))
+        assert (log.dialect, list(log.iterations["iteration"])) == ("deepspeed", list(range(1, count + 1)))
 
 
 LAST = {

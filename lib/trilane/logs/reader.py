@@ -186,7 +186,7 @@ class Reader:
 
     def _extend(self, found: SortedLines, part: slice) -> bool:
         count, at = part.stop - part.start, found.steps.at
-        places = np.unique(np.linspace(0, count - 1, min(CLOCKED, 8 + count // 8)).astype(int)).tolist()
+        places = np.unique(np.linspace(0, count - 1, CLOCKED).astype(int)).tolist()
         seen = [(p, found.texts[at[part.start + p]], self._before + at[part.start + p] + 1) for p in places]
         return count >= FEW and self._lines.extend(found.steps, part, found.form(part.start), seen)
 
@@ -204,16 +204,14 @@ class Reader:
     def _add_deepspeed(self, found: SortedLines, part: slice) -> None:
         """Add DeepSpeed's lines: their memory, and their steps where nothing else numbers the iterations."""
         lines, rows = self._lines, found.deepspeed
-        if lines.run.iterations.rows:
-            steps = (rows.column(name, part) for name in ("iteration", "since_start"))
-            if any((numbers > 0).any() for numbers in steps):  # step 0 is printed at start-up
-                lines.tables.settle("deepspeed")
-                lines.run.dialects["deepspeed"] += 0
-        else:
-            for place in range(part.start, part.stop):
-                row, number = rows.row(place), rows.at[place]
-                lines.number = self._before + number + 1
-                lines.deepspeed({name: value for name, value in row.items() if name not in MEMORY}, found.texts[number])
+        # step 0 is printed at start-up
+        if any((rows.column(name, part) > 0).any() for name in ("iteration", "since_start")):
+            lines.tables.settle("deepspeed")
+            lines.run.dialects["deepspeed"] += 0
+        for place in range(part.start, part.stop) if not lines.run.iterations.rows else ():
+            row, number = rows.row(place), rows.at[place]
+            lines.number = self._before + number + 1
+            lines.deepspeed({name: value for name, value in row.items() if name not in MEMORY}, found.texts[number])
         held = {name: rows.column(name, part) for name in MEMORY if name in rows.names}
         lines.run.add_memories(held, rank(found.texts[rows.at[part.stop - 1]]), lines.run.iteration)
 
