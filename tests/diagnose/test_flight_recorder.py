@@ -149,3 +149,13 @@ def test_a_send_names_its_peer_by_its_place_in_the_group(tmp_path: Path) -> None
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"7": group}))
     topology(tmp_path, 2, 4, 1)
     assert {g.waits_for for g in diagnose_hang(tmp_path).groups if g.waits_for} == {(3,)}
+
+
+def test_of_eight_ranks_the_one_in_a_later_call_is_odd_and_not_the_seven_that_are_late_for_it(tmp_path: Path) -> None:
+    """Its own operation ended without the others, or it entered another one."""
+    for rank in DP:
+        number = 13 if rank == 2 else 12
+        calls = [*(call("dp", n, "all_reduce") for n in range(8, number)), call("dp", number, "all_reduce", "started")]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(calls, {"dp": DP}))
+    topology(tmp_path, 1, 1, 8)
+    assert diagnose_hang(tmp_path).suspects == (2,)

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 from dumps import VALUES, faulthandler_text, pyspy_json, pyspy_text, recording, topology, write_all
-from job import ATTENTION, DATA, DP_SUM, GRID, RECV_B, ROOT, STEP, Stack, c10d
+from job import ATTENTION, DATA, DP_SUM, GRID, MLP_SUM, RECV_B, ROOT, STEP, Stack, c10d
 from plants import PLANTS, data_loader, write
 from support import REPOSITORY
 
@@ -255,6 +255,7 @@ def test_who_left_an_iteration_out_is_more_to_blame_than_who_waits_for_its_neigh
     """The real hang "skip", TP 2 x PP 2 x DP 2: rank 5 is already where all ask for signals, in the same iteration."""
     signals = (("now", "trilane/engine/stop_requests.py", 52), ("run", "trilane/engine/loop.py", 67), *ROOT)
     stacks = dict.fromkeys((2, 3, 6, 7), DP_SUM.stack) | dict.fromkeys((0, 4), ATTENTION.stack)
+    stacks[4] = MLP_SUM.stack[:2] + ATTENTION.stack[2:3] + MLP_SUM.stack[3:] + ROOT  # the same line in another layer
     write_all(tmp_path, {**stacks, 1: RECV_B.stack, 5: (*c10d("all_reduce"), *signals)})
     topology(tmp_path, 2, 2, 2)
     assert diagnose_hang(tmp_path).suspects == (5,)

@@ -66,12 +66,15 @@ def test_the_culprit_in_a_file_of_three_hosts_is_named(form: str, tmp_path: Path
     assert verdict.exclude == ("--exclude=node2" if named else "")
 
 
+@pytest.mark.parametrize("label", ["{}: ", "[rank{}]: "])
 @pytest.mark.parametrize("write", [pyspy_text, faulthandler_text])
-def test_where_a_label_has_one_process_it_is_the_rank(write: Callable[[Stack], str], tmp_path: Path) -> None:
-    """`srun --label` of a job with a task for each GPU."""
+def test_where_a_label_has_one_process_it_is_the_rank(
+    write: Callable[[Stack], str], label: str, tmp_path: Path
+) -> None:
+    """`srun --label` of a job with a task for each GPU, and what torch puts before the lines of a rank."""
     texts = [write(DATA.stack if rank == 2 else LOSS) for rank in range(4)]
-    lines = [f"{rank}: {line}" for rank, text in enumerate(texts) for line in text.splitlines()]
-    (tmp_path / "dump.txt").write_text("\n".join(sorted(lines, key=lambda line: line[:2])) + "\n")
+    lines = [f"{label.format(rank)}{line}" for rank, text in enumerate(texts) for line in text.splitlines()]
+    (tmp_path / "dump.txt").write_text("\n".join(lines) + "\n")
     assert diagnose_hang(tmp_path).suspects == (2,)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from trilane.utils.tables import SEQUENCE
 
-# What stands before each line. pdsh and clush: `node1: `; srun --label: ` 3: `; mpirun --tag-output: `[1,3]<stdout>:`.
-PREFIX = re.compile(r"\s{0,8}(?:\[\d{1,4},(\d{1,6})\](?:<std\w{3}>)?:|([\w.-]{1,80}):(?: |$))")
+# What stands before each line. pdsh and clush: `node1: `; srun --label: ` 3: `; mpirun --tag-output: `[1,3]<stdout>:`;
+# torch: `[rank3]: `.
+PREFIX = re.compile(r"\s{0,8}(?:\[(?:\d{1,4},|rank)(\d{1,6})\](?:<std\w{3}>)?: ?|([\w.-]{1,80}):(?: |$))")
 
 # The first line of a process or a thread in a dump, and the heading of dshbak and `clush -b` between two rules.
 HEAD = re.compile(r"(?:Process \d{1,9}: |(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]{1,16} (?:\(|\[)|Timeout \()")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, majority_step
+from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, Wait, majority_step
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
 
@@ -59,7 +59,7 @@ def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int
     seen = left | {t for r in left for t in edges[r]}
     inside = {r: edges.get(r, set()) & seen for r in seen}
     waited = set().union(*inside.values())
-    reasons = _strays(evidence, found, inside) if alone else {}
+    reasons = _strays(evidence, found, inside) or _ahead(evidence, inside) if alone else {}
     for cycle in [] if reasons else final_components(inside):
         counts = len(cycle) > 1 or (alone and cycle <= waited)
         if counts and not any(found[r].kind in NO_EVIDENCE for r in cycle):
@@ -77,12 +77,26 @@ def _strays(evidence: Evidence, found: Conditions, inside: Edges) -> dict[int, s
     ends = final_components(inside)
     if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in ends):
         return {}
-    few = _fewest({r: (w.op, w.call) for r, w in waits.items()})
+    few = _rare(waits)
     waited = set().union(*inside.values())
     stray = {r for r in few if inside[r] and r in waited}
     sources = {s for r in stray if waits[r].p2p for s in inside[r]} - stray
     text = "while others wait for it in another collective" + CANNOT * bool(sources)
     return {r: f"in {waits[r]}, {text}" for r in sorted(stray | sources)}
+
+
+def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
+    """Suspects, with reasons, among ranks whose recorders all wait in one group: a minority in a later call of it, for
+    which the others, still in an earlier one, would count as late."""
+    calls = {r: rec.waiting for r in inside if (rec := evidence.recordings.get(r)) and rec.waiting is not None}
+    if len(calls) < len(inside) or len({c.group for c in calls.values()}) != 1:
+        return {}
+    (usual, most), *_ = Counter(c.sequence for c in calls.values()).most_common(1)
+    later = {r: c for r, c in calls.items() if c.sequence > usual}
+    if 2 * most <= len(calls) or len(later) + most < len(calls):
+        return {}
+    text = "of group {}, while most are still in number {}"
+    return {r: f"in {c.op} number {c.sequence} {text.format(c.desc or c.group, usual)}" for r, c in later.items()}
 
 
 def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
@@ -102,7 +116,7 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     waits = {r: c.wait for r in cycle if (c := found[r]).wait is not None}
     if len(cycle) == 1:
         return {r: _only_waited_for(evidence, found, edges, r) for r in cycle}
-    few = _fewest({r: (w.op, w.call) for r, w in waits.items()})
+    few = _rare(waits)
     # Sends and receives are rare by nature: a rank that waits for all is more suspect than one that waits for one.
     few = [r for r in few if not waits[r].p2p] or few
     text = "while others of its group wait in another collective"
@@ -120,6 +134,14 @@ def _only_waited_for(evidence: Evidence, found: Conditions, edges: Edges, rank: 
     wait = found[rank].wait
     where = f"in {wait}" if wait else found[rank].text
     return f"{where}, while others wait for it in another collective"
+
+
+def _rare(waits: Mapping[int, Wait]) -> list[int]:
+    """The ranks in the rarest operation of a line; only where all are at one line, those that came there differently.
+
+    Different layers call the same line: ranks of one group in it are no rarer for being in two layers.
+    """
+    return _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
 
 
 def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
