@@ -6,7 +6,7 @@ import os
 import pytest
 from test_endings import FIVE
 
-from trilane.logs.run import read_log
+from trilane.logs.run import read_log, read_logs
 
 TAIL = "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
 DS = "[2026-01-01 10:{m:02d}:00,000] [INFO] [logging.py:96:log_dist] [Rank 0] step={i}, skipped=4, lr=[4.9e-05, 4.9e-05], mom=[(0.9, 0.95)]\n"
@@ -167,3 +167,15 @@ def test_many_copies_in_one_gzip_file_are_read_as_one_stream(tmp_path):
     parts = [gzip.compress(line.encode() + b"\n") for line in FIVE.splitlines()]
     (tmp_path / "a.log").write_bytes(b"".join(parts))
     assert len(read_log(tmp_path / "a.log").iterations) == 5
+
+
+RESTARTED = "".join(f"step={i} loss={9 - i / 10:.2f}\n" for i in (*range(1, 21), *range(8, 16)))
+COPIED = "".join(f"step={i} loss={9 - i / 10 + copy:.2f}\n" for i in range(1, 9) for copy in (0, 0.05))
+
+
+@pytest.mark.parametrize(("text", "rows"), [(RESTARTED, [20, 8]), (COPIED, [8])], ids=("restart", "copies"))
+def test_lines_of_words_and_numbers_that_repeat_iterations_are_a_restart_or_marked_copies(tmp_path, text, rows):
+    (tmp_path / "a.log").write_text(text)
+    runs = read_logs(tmp_path / "a.log")
+    assert [len(run.iterations) for run in runs] == rows
+    assert ("copies" in {problem.rule for problem in runs[0].problems}) == (text is COPIED)

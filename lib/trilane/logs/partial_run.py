@@ -179,10 +179,11 @@ class PartialRun:
         return False
 
     def lags(self, row: Mapping[str, float]) -> bool:
-        """Whether the row's number has passed, with no restart from the first: unnamed ranks may all print a loss."""
-        table, number = self.iterations, row["iteration"]
-        restarts = table.rows >= LAGGING and number <= table.at("iteration", 0)
-        return bool(table.rows) and number <= table.last("iteration") and not restarts
+        """Whether the row is a copy of one of the last iterations: unnamed ranks may all print a loss. A number further
+        back is a restart's, or another program's."""
+        table = self.iterations
+        last = range(max(0, table.rows - LAGGING), table.rows)
+        return row["iteration"] in [table.at("iteration", place) for place in last]
 
     def compare(self, row: Mapping[str, float]) -> None:
         """Note where a copy of an iteration, which another rank printed, has another loss."""

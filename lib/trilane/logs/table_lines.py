@@ -103,7 +103,9 @@ class TableLines:
             row, time_s = in_run(row), row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
                 self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
-            elif not (dialect.fallback and self._lines.run.lags(row)):
+            elif dialect.fallback and self._lines.run.lags(row):
+                self._lines.run.compare(row)
+            else:
                 self.step(row, time_s, dialect.name, dialect.first_iteration, line, number)
 
     def step(self, row: dict[str, float], time_s: float, name: str, first: int, line: bytes, number: int) -> None:
