@@ -77,6 +77,8 @@ RIGHT = {
     ),
     "restarts with a launch each": "".join(SIZES + lines(n) for n in (2, 1, 2, 30)),
     "another rank's copies": "".join(f"[default{r}]:" + line(i, 9 - i / 50) for i in range(1, 9) for r in (3, 7)),
+    "a norm after an overflow": titan(norm=-1.0),
+    "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step: ", "step: 1"),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {

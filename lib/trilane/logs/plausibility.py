@@ -27,6 +27,9 @@ AGREE = 1.5  # of two rates of one run: one may be a running mean, or leave out 
 COUNTS_AGREE = 1.1  # of two counts, which have no spread, over a ramp-up of the batch
 ROUNDED_EPOCHS = 0.2  # of progress in epochs, which the Trainer rounds to 0.01, from which on it can be compared
 LEAP, DENSE = 50.0, 3.0  # usual steps between two lines: a leap, and what follows it if the log is as dense as before
+# nanoGPT prints an MFU of -100 % for its first iterations, DeepSpeed a norm of -1 after an overflow:
+# https://github.com/karpathy/nanoGPT/blob/master/train.py, deepspeed/runtime/zero/stage_1_and_2.py
+NOT_MEASURED, MAY_LACK = -1.0, ("mfu", "grad_norm")
 FRAGMENT = 2  # lines of what is no run: the shortest that a launch which failed leaves have its reason
 MOST_NUMBER = 1e15  # of an iteration that is searched for
 EQUAL, DIGITS = 10, 4  # lines whose loss is equal to the last of so many digits: it was not computed anew
@@ -103,6 +106,7 @@ def _bounds(c: Columns) -> Iterator[Finding]:
         ("flops_per_s_per_gpu", 0.0, FASTEST_FLOPS_PER_S, "no card is that fast; another unit?"),
     ):
         digest = c.digest(name)
+        low = NOT_MEASURED if digest.low == NOT_MEASURED and name in MAY_LACK else low
         if digest.low < low or digest.high > high:
             value, row = (digest.low, digest.low_at) if digest.low < low else (digest.high, digest.high_at)
             yield Finding("bounds", name, f"{value:.6g}: {message}", row)
