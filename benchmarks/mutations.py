@@ -221,9 +221,17 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ("logs", "logs/units.py", "logs"): [
         ("current *= FACTOR", "current = FACTOR"),
     ],
-    ("logs", "logs/partial_run.py", "logs"): [
+    ("logs", "logs/line_clock.py", "logs"): [
         ("seconds / steps}", "seconds}"),
-        ('row["iteration"] > last', 'row["iteration"] >= last'),
+        ("seconds / np.maximum(steps, 1)", "seconds"),
+    ],
+    ("logs", "logs/forms.py", "logs"): [
+        ("np.diff(sources) != 0", "np.diff(sources) > 0"),
+        ("place == last[shape] or form ==", "form or form =="),
+    ],
+    ("logs", "logs/partial_run.py", "logs"): [
+        ("number > before if before is not None", "number >= before if before is not None"),
+        ('seen.get("iteration", 0.0) > since', 'seen.get("iteration", 0.0) < since'),
         ("max(row.get(name, 0.0), value) if", "value if"),
     ],
     ("logs", "logs/run.py", "logs"): [

@@ -136,7 +136,7 @@ class Lines:
         if takes:
             self._split_after_end()
             self.run.add(row, dialect, rank, line)
-            self.run.saw(row["iteration"], line, number)
+            self.run.saw(row["iteration"], line, number, self.run.rows)
             return
         if dialect in others:
             self.run.compare(row)
@@ -227,7 +227,7 @@ class Lines:
             self.begin()
         self.run.add_companion(row, trainers.timestamp(line), line)
         if not self.run.iterations.rows:
-            self.run.saw(self.run.iteration, line, self.number)
+            self.run.saw(self.run.iteration, line, self.number, self.run.rows)
 
     def _hf(self, line: bytes) -> None:
         for values in trainers.hf_dicts(line):

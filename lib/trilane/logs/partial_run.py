@@ -12,6 +12,7 @@ import numpy as np
 from trilane.logs.arguments import Value
 from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
+from trilane.logs.line_clock import LineClock
 from trilane.logs.table import NAN, NumericTable
 from trilane.logs.trainers import logging_steps, timestamp
 from trilane.logs.watchdog import Watchdogs
@@ -20,16 +21,16 @@ UNNUMBERED = "the log does not number its iterations (no progress bar, no loggin
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
 COPY_TOLERANCE = 1e-6  # of a loss that several ranks print, relative
-MAX_CLOCK = 200  # time stamps of lines that are noted
 LAGGING = 4  # iterations by which a rank may print later than another one
 MAX_LATE = 1000  # iterations, where they have no times
 
 
-class PartialRun:
+class PartialRun(LineClock):
     """What was read of a run so far; `keep` and `spill` as in NumericTable. Tables grow by 8 bytes a number; everything
     else is bounded by the number of ranks and names."""
 
     def __init__(self, keep: Collection[str] | None = None, spill: Path | None = None, follows: bool = False) -> None:
+        super().__init__()
         self._table = partial(NumericTable, keep, spill)
         self.iterations, self.companion = self._table(), self._table()
         self.timers, self.bandwidth = NumericTable(keep), NumericTable()
@@ -52,14 +53,9 @@ class PartialRun:
         self.watchdogs = Watchdogs()
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
-        self.first_number = self.last_number = 0  # of the lines of the first and last iteration; 0: unknown
         self.copies: tuple[float, float, float] | None = None  # the first iteration with two losses, and these
         self.follows = follows  # whether another run stands before it in the file
         self.launched = False  # whether a line of its launch was read
-        self._clock: list[tuple[float, float]] = []
-        self._next_clock = 0  # rows from which the next line's time is noted
-        self._last: dict[str, tuple[float, float]] = {}  # by dialect, the last iteration and its time stamp
-        self.timed_by_stamps: set[str] = set()  # dialects whose seconds are differences of time stamps
 
     @property
     def iteration(self) -> float:
@@ -73,17 +69,7 @@ class PartialRun:
     def clock(self) -> tuple[tuple[float, float], ...]:
         """Iteration and seconds since 1970 of the first, the last and some lines between, by their own time stamps."""
         last = (self.iteration, timestamp(self.last_line)) if self.rows else (NAN, NAN)
-        return tuple(dict.fromkeys(pair for pair in (*self._clock, last) if pair[1] == pair[1]))
-
-    def saw(self, iteration: float, line: bytes, number: int, row: int = 0) -> None:
-        """Note the line of an iteration that was read as that `row`, counted from 1 (0: the last), and its number in
-        the file."""
-        self.first_number, self.last_number, row = self.first_number or number, number, row or self.rows
-        if row >= self._next_clock:
-            self._clock.append((iteration, timestamp(line)))
-            if len(self._clock) > MAX_CLOCK:
-                del self._clock[1::2]
-            self._next_clock = row + max(1, row // MAX_CLOCK)
+        return tuple(dict.fromkeys(pair for pair in (*self.stamps, last) if pair[1] == pair[1]))
 
     @property
     def rows(self) -> int:
@@ -133,35 +119,6 @@ class PartialRun:
     def has_content(self) -> bool:
         """Whether it has iterations, a summary, a benchmark or an ending, or is a launch after another run."""
         return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
-
-    def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
-        """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
-        where the line has no time stamp."""
-        last, before = self._last.get(dialect, (row["iteration"], NAN))
-        steps, seconds = row["iteration"] - last, time_s - before
-        if (steps > 0 and seconds != 0) or dialect not in self._last:  # several steps may share a whole second
-            self._last[dialect] = (row["iteration"], time_s)
-        if "sec_per_it" in row or not (steps > 0 and seconds > 0):
-            return row
-        self.timed_by_stamps.add(dialect)
-        return row | {"sec_per_it": seconds / steps}
-
-    def timed_rows(self, values: dict[str, np.ndarray], time_s: np.ndarray, dialect: str) -> np.ndarray:
-        """The seconds per iteration of rows, as `timed` gives them; they and their rate leave `values`."""
-        number = values["iteration"]
-        given, rate = (values.pop(n, np.full(len(number), NAN)) for n in ("sec_per_it", "iterations_per_second"))
-        given = np.where((given != given) & (rate > 0), 1 / np.where(rate > 0, rate, 1), given)
-        last, before = self._last.get(dialect, (number[0], NAN))
-        at, when = np.concatenate([[last], number]), np.concatenate([[before], time_s])
-        kept = np.flatnonzero(np.concatenate([[True], when[1:] != when[:-1]]))
-        steps, seconds = np.diff(at[kept]), np.diff(when[kept])
-        measured = np.full(len(at), NAN)
-        measured[kept[1:]] = np.where((steps > 0) & (seconds > 0), seconds / np.maximum(steps, 1), NAN)
-        self._last[dialect] = (at[kept[-1]], when[kept[-1]])
-        out = np.where(given == given, given, measured[1:])
-        if ((given != given) & (out == out)).any():
-            self.timed_by_stamps.add(dialect)
-        return out
 
     def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
         """Whether the row is the next of this run; None if it was read before, as several ranks may print the same."""
