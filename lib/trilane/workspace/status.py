@@ -75,8 +75,7 @@ class Status(StrEnum):
     @property
     def can_retry(self) -> bool:
         """Whether it failed and another attempt of the same plan may succeed."""
-        again = (Status.OOM, Status.HOST_MEMORY, Status.ENVIRONMENT, Status.CHECKPOINT, Status.MISSING_FILE)
-        return self.has_failed and self not in again
+        return self.has_failed and self is not Status.OOM
 
     @property
     def is_hang(self) -> bool:
