@@ -47,6 +47,7 @@ _MODULES = {
     "planning.space": ("read_choices",),
     "planning.what_if": ("what_if",),
     "report": ("plots",),
+    "report.index": ("save_fleet",),
     "report.session": ("export_report",),
     "report.widgets": ("explore",),
     "slurm.jobs": ("job_status", "submit"),

@@ -11,7 +11,8 @@ from test_collect import DUMP, MEMORY
 from test_log_dialects import m2021
 from test_run import log_text
 
-from trilane.analysis.tables import COLUMNS, markdown, read_folder, size, to_html
+from trilane.analysis.fleet import COLUMNS, read_folder, size
+from trilane.analysis.tables import markdown, to_html
 from trilane.cli.app import main
 from trilane.documents.lint.lint import lint
 

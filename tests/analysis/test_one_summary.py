@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from support import small_plan
 
-from trilane.analysis.collect import measure_path, measure_runs
+from trilane.analysis.collect import measure_runs
 from trilane.analysis.compare import compare
+from trilane.analysis.fleet import read_folder
 from trilane.analysis.measure import measure
-from trilane.analysis.parallel import read_many
+from trilane.analysis.parallel import measure_path, read_many
 from trilane.analysis.recalibrate import case_of
-from trilane.analysis.tables import read_folder
 from trilane.config.batch_rampup import Ramp
 from trilane.experiments import benchmark
 from trilane.slurm import sites, sweep

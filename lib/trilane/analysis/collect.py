@@ -1,9 +1,14 @@
 """MeasuredRuns: the measured runs of a study, or of any files of logs, and the tables and sentences about them."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from trilane.analysis.compare import compare, sides
+from trilane.analysis.continuity import Continuity, find_breaks, joined
+from trilane.analysis.fleet import column, first_of, from_to, numbered, ordered, row_of
 from trilane.analysis.levels import LEAST
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure
@@ -12,21 +17,40 @@ from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster
+from trilane.logs.dialects import use
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Table, Text, middle, percent, short
+from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped, middle, percent, short, show
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
+SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
+FEW = 8  # trainings among which one is searched that another continues under numbers that begin again
 NUMERICS = {"skipped iterations": "skipped", "NaN": "nan_iterations", "gradient norm, median": "grad_norm"}
 NUMERICS |= {"largest": "grad_norm_max", "loss scale, last": "loss_scale", "reductions": "loss_scale_drops"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRuns(Table):
-    """The runs, each with its own name, also those without an iteration; and why other files were not read."""
+    """The runs, each with its own name, also those without an iteration; and why other files were not read.
+
+    `runs` are in the order in which they ran, as far as their paths show it; tables and figures have the order of the
+    column `sort` of `logs table`, `ranked`, where that is given.
+    """
 
     runs: tuple[Measurement, ...]
     unread: tuple[str, ...] = ()
+    sort: str = ""
+    ranked: tuple[Measurement, ...] = ()
+
+    @property
+    def drawn(self) -> list[Measurement]:
+        """The first of the timed runs, as many as a figure can show."""
+        return [m for m in self.ranked or self.runs if m.iterations][:DRAWN]
+
+    @property
+    def listed(self) -> list[Measurement]:
+        """The first of the timed runs, as many as a table can show."""
+        return [m for m in self.ranked or self.runs if m.iterations][:SHOWN]
 
     @property
     def timed(self) -> list[Measurement]:
@@ -34,49 +58,87 @@ class MeasuredRuns(Table):
         return [m for m in self.runs if m.iterations]
 
     def summary(self) -> Text:
-        """How many runs there are, and which files are not among them."""
-        unread = "; ".join(self.unread)
-        return Text.of("{} runs, {} of them with timed iterations. {}", len(self.runs), len(self.timed), unread)
+        """How many runs there are and how they ended, what of them is shown, and which files are not among them."""
+        counts = Counter(str(m.status) for m in self.runs).most_common()
+        ends = ", ".join(f"{number} {status}" for status, number in counts)
+        text = Text.of("**{}** runs, {} of them with timed iterations: {}.", len(self.runs), len(self.timed), ends)
+        if len(self.runs) > SHOWN or len(self.timed) > DRAWN:
+            how = f"by {self.sort}" if self.sort else "by path"
+            all_of = "runs.html, a table to sort, and runs.csv have all"
+            text = Text.of("{} Tables show the first {} {}, figures {}; {}.", text, SHOWN, how, DRAWN, all_of)
+        unread = [short(reason.partition(";")[0], 120) for reason in self.unread]
+        return Text.of("{}{}", text, Text.joined("\n- not read: ", ["\n", *first_of(unread)]) if unread else "")
 
     def to_frame(self) -> DataFrame:
         """The runs in the columns of the BigScience tables, a row each."""
         return frame(self.runs)
 
+    def __repr__(self) -> str:
+        return f"{len(self.runs)} runs"
+
+    def _repr_html_(self) -> str:
+        return show(frame((self.ranked or self.runs)[:SHOWN]), self.digits)
+
     def endings(self) -> Table:
-        """How each run ended, the line that proves it, the nodes at fault, and who did not come to a collective."""
+        """How each run ended, failed ones first: the line that proves it, nodes at fault, who did not come."""
+        runs = sorted(self.ranked or self.runs, key=lambda m: not m.status.has_failed)[:SHOWN]
         more = {
-            "exclude": [m.log.exclude for m in self.runs],
-            "did not come": [short("; ".join(m.log.collectives), 200) for m in self.runs],
+            "node": [", ".join((*m.log.hosts, *m.log.gpus)) for m in runs],
+            "exclude": [m.log.exclude for m in runs],
+            "did not come": [short("; ".join(m.log.collectives), 200) for m in runs],
         }
         return Columns(
             {
-                "run": [m.name for m in self.runs],
-                "file": [middle(m.log.source.name, 30) for m in self.runs],
-                "dialect": [m.log.dialect for m in self.runs],
-                "status": [str(m.status) for m in self.runs],
-                "iterations": [len(m.log.iterations) for m in self.runs],
-                "evidence": [short(m.log.evidence, 80) for m in self.runs],
+                "run": [m.name for m in runs],
+                "file": [middle(m.log.source.name, 30) for m in runs],
+                "dialect": [m.log.dialect for m in runs],
+                "status": [str(m.status) for m in runs],
+                "iterations": [from_to(m) for m in runs],
                 **{name: column for name, column in more.items() if any(column)},
+                "evidence": [short(m.log.evidence, 110) for m in runs],
             }
         )
 
+    def problems(self) -> Table | Text:
+        """The numbers that cannot be right, each with its runs and the line of the first of them."""
+        found = grouped(((m, p) for m in self.runs for p in m.log.problems), lambda one: replace(one[1], line=None))
+        if not found:
+            return Text("No number of these logs contradicts another one, or the bounds of what is possible.")
+        rows = list(found.items())[:SHOWN]
+        columns: dict[str, list[Any]] = {
+            "run": [", ".join(first_of([m.name for m, _ in same])) for _, same in rows],
+            "line": ["" if same[0][1].line is None else same[0][1].line for _, same in rows],
+            "column": [problem.column for problem, _ in rows],
+            "what is wrong": [problem.message for problem, _ in rows],
+            "evidence": [short(problem.evidence, 110) for problem, _ in rows],
+        }
+        return Columns({name: column for name, column in columns.items() if any(column)})
+
+    def continuity(self) -> Continuity:
+        """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
+        groups = trainings([m.log for m in self.timed])
+        ends = [group[-1] for group in groups] if len(groups) <= FEW else []
+        return joined(find_breaks(group, ends[:number]) for number, group in enumerate(groups))
+
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms and loss scales."""
-        values = {name: [getattr(m.numerics, field) for m in self.timed] for name, field in NUMERICS.items()}
-        return Columns({"run": [m.name for m in self.timed], **values})
+        runs = self.listed
+        values = {name: [getattr(m.numerics, field) for m in runs] for name, field in NUMERICS.items()}
+        return Columns({"run": [m.name for m in runs], **values})
 
     def efficiency(self) -> Table:
         """Which iterations do not count and why, and where time is lost."""
+        runs = self.listed
         return Columns(
             {
-                "run": [m.name for m in self.timed],
-                "left out of the medians": [m.window.sentence.removeprefix("left out: ") for m in self.timed],
-                "tokens/s": [round(m.tokens_per_s) if m.tokens_per_s > 0 else "" for m in self.timed],
-                "lost": [percent(m.lost_share) for m in self.timed],
-                "bubble": [percent(m.bubble) for m in self.timed],
-                "waits": [percent(m.waited) for m in self.timed],
-                "MFU": [percent(m.utilization.get("mfu", math.nan)) for m in self.timed],
-                "HFU": [percent(m.utilization.get("hfu", math.nan)) for m in self.timed],
+                "run": [m.name for m in runs],
+                "left out of the medians": [m.window.sentence.removeprefix("left out: ") for m in runs],
+                "tokens/s": [round(m.tokens_per_s) if m.tokens_per_s > 0 else "" for m in runs],
+                "lost": [percent(m.lost_share) for m in runs],
+                "bubble": [percent(m.bubble) for m in runs],
+                "waits": [percent(m.waited) for m in runs],
+                "MFU": [percent(m.utilization.get("mfu", math.nan)) for m in runs],
+                "HFU": [percent(m.utilization.get("hfu", math.nan)) for m in runs],
             }
         )
 
@@ -86,6 +148,11 @@ class MeasuredRuns(Table):
         groups = trainings([m.log for m in self.timed if "lm_loss" in m.log.iterations])
         return {of[id(g[0])].name: join(g, of[id(g[0])].config.seq_length) for g in groups}
 
+    def drawn_curves(self) -> dict[str, Curve]:
+        """The first of the curves, as many as a figure can show."""
+        curves, order = self.curves(), {m.name: place for place, m in enumerate(self.ranked or self.runs)}
+        return {name: curves[name] for name in sorted(curves, key=order.__getitem__)[:DRAWN]}
+
     def loss_summary(self) -> Text:
         """First and last loss of each training, and how far plans of one training differ."""
         import pandas as pd
@@ -94,7 +161,7 @@ class MeasuredRuns(Table):
         losses = {name: loss.dropna() for name, loss in losses.items() if loss.notna().any()}
         if not losses:
             return Text("No loss was printed.")
-        ends = "; ".join(f"{name} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items())
+        ends = "; ".join(first_of([f"{name} from {x.iloc[0]:.2f} to {x.iloc[-1]:.2f}" for name, x in losses.items()]))
         text = Text.of("The loss goes {} (nats per token).", ends)
         plans = {
             (p.shape, p.topology.gbs, p.data, p.optimizer, p.run.seed) if (p := m.plan) else id(m) for m in self.timed
@@ -118,10 +185,10 @@ class MeasuredRuns(Table):
             short_ones += [name] if len(losses) < 2 * LEAST else []
         end = Text.of("The first {} lines of a training are not checked for spikes.", LEAST)
         if short_ones:
-            end = Text.of("{} Too short to be checked for a divergence: {}.", end, ", ".join(short_ones))
+            end = Text.of("{} Too short to be checked for a divergence: {}.", end, ", ".join(first_of(short_ones)))
         if not found:
             return Text.of("No spike, no restart jump{}. {}", "" if short_ones else ", no divergence", end)
-        return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *found]), end)
+        return Text.of("{}\n\n{}", Text.joined("\n- ", ["", *first_of(found)]), end)
 
     def tensorboard(self) -> Text:
         """How to look at the runs in TensorBoard, where any of them wrote its event files."""
@@ -132,7 +199,7 @@ class MeasuredRuns(Table):
             "{} of {} runs wrote files for TensorBoard ({}). In the folder that holds the runs, `runs` of the study: "
             "`tensorboard --logdir .`, then open <http://localhost:6006>. It is installed with trilane's training; "
             "elsewhere `pip install tensorboard`. From a login node, `ssh -L 6006:localhost:6006` to it first.",
-            *(len(written), len(self.runs), ", ".join(written)),
+            *(len(written), len(self.runs), ", ".join(first_of(written))),
         )
 
     def compare(self, a: str = "", b: str = "") -> Text:
@@ -141,23 +208,40 @@ class MeasuredRuns(Table):
         if not one:
             return Text("There are no two topologies of one model and batch to compare; name `a` and `b`.")
         found = compare(one, other)
-        names = [", ".join(m.name for m in side) for side in (one, other)]
+        names = [", ".join(first_of([m.name for m in side])) for side in (one, other)]
         return Text.of(
             "A is {}, B is {}. **{}.** Spread between runs {:.1%}: {}. {}",
             *(*names, found.sentence, found.deviation, found.source, "; ".join(found.notes)),
         )
 
 
-def measure_runs(study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: Cluster | None = None) -> MeasuredRuns:
+def measure_runs(
+    study: Study,
+    logs: str = "",
+    warm_up: int = WARM_UP,
+    cluster: Cluster | None = None,
+    sort: str = "",
+    dialect: str = "",
+) -> MeasuredRuns:
     """The runs of `logs` (a file, a folder, a glob; run on `cluster` where given), or of the study where that is empty.
 
-    Raises ValueError where there is none. A run folder is one run; in another folder every file counts whose name does
-    not show that it is no log.
+    In the order of a column of `logs table`, `sort`, or of their paths; `dialect` is a file as logs.dialects.use takes
+    it. Raises ValueError where there is no run. A run folder is one run; in another folder every file counts whose name
+    does not show that it is no log.
     """
+    by = column(sort, "sort") if sort else ""
+    use([Path(dialect)] if dialect else [])
     if not logs:
         folders = study.run_folders()
         require(bool(folders), "study", study.name, "has no run; run 03_launch first, or name logs")
-        return MeasuredRuns(runs=tuple(measure(folder, warm_up) for folder in progress(folders, "runs", "run")))
+        runs, unread = [measure(folder, warm_up) for folder in progress(folders, "runs", "run")], list[str]()
+    else:
+        runs, unread = _of_logs(logs, warm_up, cluster)
+    ranked = [row["run"] for row in ordered([{**row_of(m, m.name), "run": m} for m in runs], by)] if by else []
+    return MeasuredRuns(runs=tuple(runs), unread=tuple(unread), sort=by, ranked=tuple(ranked))
+
+
+def _of_logs(logs: str, warm_up: int, cluster: Cluster | None) -> tuple[list[Measurement], list[str]]:
     gpu = cluster.gpu if cluster and cluster.gpu.kind == "cuda" else None
     runs, unread = list[Measurement](), list[str]()
     for path in progress(files(logs), "logs", "log"):
@@ -166,14 +250,4 @@ def measure_runs(study: Study, logs: str = "", warm_up: int = WARM_UP, cluster: 
         except (ValueError, OSError) as error:
             unread.append(str(error))
     require(bool(runs), "logs", logs, f"no log among them: {unread[0] if unread else 'no such file'}")
-    return MeasuredRuns(runs=tuple(_numbered(runs)), unread=tuple(unread))
-
-
-def _numbered(runs: list[Measurement]) -> list[Measurement]:
-    """The runs, named by a number and what is known: file names are long, and a file may hold several runs."""
-    named = []
-    for number, m in enumerate(runs, 1):
-        c = m.config
-        known = f" tp{c.tp}-pp{c.pp}-dp{c.dp}" + f"-mbs{c.mbs}" * (c.mbs > 0) if c.gpus else f" {m.log.dialect}"
-        named.append(m if m.plan else replace(m, name=f"{number}{known}"))
-    return named
+    return numbered(runs), unread

@@ -1,6 +1,6 @@
 """Continuity: what the restarts of a training did not continue, by its logs alone, and what the logs do not show."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ class Continuity(Table):
         ]
         return pd.DataFrame(rows, columns=["restart", "quantity", "before", "after", "expected", "likely cause"])
 
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() if self.breaks else ""
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return {"breaks": [found.to_json() for found in self.breaks], "unjudged": list(self.unjudged)}
@@ -60,7 +63,7 @@ class Continuity(Table):
     def summary(self) -> Text:
         """How many restarts were judged and what was found, and what could not be judged, as Markdown."""
         if not self.restarts:
-            return Text("No run of this study was restarted.")
+            return Text("No run was restarted.")
         said = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
         return Text.of("{}{}", said, Text.joined("\n- not judged: ", ["\n", *self.unjudged]) if self.unjudged else "")
 
@@ -96,6 +99,12 @@ def study_breaks(study: Study) -> Continuity:
             (logs[place] for place in [Path(load).resolve(), *Path(load).resolve().parents] if place in logs), None
         )
         every.append(find_breaks([log] if not load or source in (None, log) else [replace(source, resumes=()), log]))
+    return joined(every)
+
+
+def joined(every: Iterable[Continuity]) -> Continuity:
+    """What was found in several trainings, as one."""
+    every = list(every)
     breaks = tuple(b for one in every for b in one.breaks)
     unjudged = tuple(dict.fromkeys(what for one in every for what in one.unjudged))
     return Continuity(restarts=sum(one.restarts for one in every), breaks=breaks, unjudged=unjudged)

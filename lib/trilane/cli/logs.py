@@ -104,19 +104,19 @@ def table(
     as_json: bool,
 ) -> None:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth, on all cores."""
-    from trilane.analysis import tables
+    from trilane.analysis import fleet, tables
     from trilane.logs.dialects import use
     from trilane.report.index import sortable_page
 
     require(markdown + csv + html + as_json < 2, "table", folder, "choose one of --markdown, --csv, --html, --json")
-    by = tables.column(sort, "sort") if sort else ""
-    heads = [tables.column(name.strip()) for name in columns.split(",")] if columns else []
+    by = fleet.column(sort, "sort") if sort else ""
+    heads = [fleet.column(name.strip()) for name in columns.split(",")] if columns else []
     use(dialect)
-    rows, bad = tables.read_folder(folder)
+    rows, bad = fleet.read_folder(folder)
     for line in [*bad[:MOST], *([f"{len(bad) - MOST} more, which --json names"] if len(bad) > MOST else [])]:
         print("trilane: left out:", one_line(line), file=sys.stderr)
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
-    rows = tables.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
+    rows = fleet.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
     if csv or html:
         page = tables.to_csv(rows, heads) if csv else sortable_page(f"Runs in {folder}", tables.to_html(rows, heads))
         print(printable(page.removesuffix("\n")))
@@ -164,8 +164,8 @@ CONFIDENCE = option("--confidence", type=number(), default=0.95, help="of the in
 def compare(a: Sequence[str], b: Sequence[str], confidence: float, as_json: bool) -> None:
     """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
     from trilane.analysis import compare as comparison
-    from trilane.analysis.collect import measure_path
     from trilane.analysis.measure import KEEP
+    from trilane.analysis.parallel import measure_path
 
     runs_a, runs_b = ([m for path in paths for m in measure_path(path, keep=KEEP)] for paths in (a, b))
     found = comparison.compare(runs_a, runs_b, confidence)

@@ -9,6 +9,9 @@ from typing import Any
 
 import jinja2
 
+from trilane.analysis.collect import MeasuredRuns
+from trilane.analysis.fleet import rows_of
+from trilane.analysis.tables import TABLE, to_html
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, title
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
@@ -18,7 +21,7 @@ from trilane.workspace.status import Status, known_status, status_problem
 from trilane.workspace.study import PATIENCE_S, Study
 
 SESSION = "-session.html"  # ends the name of a report made in a session
-TABLE = '<table class="sortable">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
+FLEET = "runs.html"  # the table of all runs
 FIRST = "08_decision"  # what the index lists first
 
 
@@ -48,8 +51,8 @@ def _write_index(study: Study) -> Path:
 
 
 def _is_result(path: Path) -> bool:
-    """Whether the file is a result, or a report of a session (session.py)."""
-    return path.suffix in (".json", ".csv") or path.name.endswith(SESSION)
+    """Whether the file is a result, the table of all runs, or a report of a session (session.py)."""
+    return path.suffix in (".json", ".csv") or path.name.endswith(SESSION) or path.name == FLEET
 
 
 def write_gallery(root: Path) -> Path:
@@ -63,8 +66,17 @@ def write_gallery(root: Path) -> Path:
     cells = [Html.joined("", [Html.of('<td class="text">{}</td>', cell) for cell in row]) for row in rows]
     body = Html.joined("\n", [Html.of("<tr>{}</tr>", row) for row in cells])
     titles = Html.joined("", [Html.of('<th class="text" tabindex="0" role="button">{}</th>', h) for h in heads])
-    table = Html.of(TABLE, titles, body)
+    table = Html.of(TABLE, "", titles, body)
     return write_text(root / "index.html", sortable_page("Studies", table), derived=True)
+
+
+def save_fleet(study: Study, runs: MeasuredRuns) -> Path:
+    """Write runs.html of a study: all runs with all that `logs table` has, a table which a click on a heading sorts."""
+    return write_text(
+        study.folder / FLEET,
+        sortable_page(f"Runs of {study.name}", to_html(rows_of(runs.ranked or runs.runs))),
+        derived=True,
+    )
 
 
 def sortable_page(title: str, table: Html) -> str:
