@@ -191,7 +191,7 @@ def test_the_browser_notices_what_is_not_escaped_and_the_policy_stops_it(browser
 def test_hostile_text_is_text_in_every_report_in_a_browser(study: Study, browser: Any, with_policy: bool) -> None:
     """Without the policy, the escaping alone holds; with it, the report's own styles and pictures are not blocked."""
     pages = sorted(study.folder.glob("*.html"))
-    assert [page.stem for page in pages] == [*notebook_names(), "index"]
+    assert [page.stem for page in pages] == [*notebook_names(), "index", "runs"]
     for page_file in pages:
         found = opened(browser, page_file, with_policy=with_policy)
         assert found["seen"] == [page_file.as_uri()], page_file.name

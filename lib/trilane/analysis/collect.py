@@ -90,7 +90,7 @@ class MeasuredRuns(Table):
         return Columns(
             {
                 "run": [m.name for m in runs],
-                "file": [middle(m.log.source.name, 30) for m in runs],
+                "file": [middle(m.log.source.name, 22) for m in runs],
                 "dialect": [m.log.dialect for m in runs],
                 "status": [str(m.status) for m in runs],
                 "iterations": [from_to(m) for m in runs],
