@@ -12,7 +12,10 @@ from trilane.cli.app import GROUPS
     ("arguments", "message"),
     [
         (["pln"], "command=pln: did you mean plan?"),
-        (["logs", "parse", "a.log", "--jsn"], "option=--jsn: did you mean --json? known: --csv, --dialect, --every, --help, --json, --watch"),
+        (
+            ["logs", "parse", "a.log", "--jsn"],
+            "option=--jsn: did you mean --json? known: --csv, --dialect, --every, --help, --json, --watch",
+        ),
         (["slurm", "chain", "--json", "status", "s"], "option=--json: "),
         (["train", "a", "b"], "argument=b: is one too many"),
         (["run", "all", "-p", "gsb", "8"], "parameter=gsb: did you mean gbs?"),
