@@ -190,7 +190,7 @@ def test_the_command_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, 
         (tmp_path / name).write_bytes(content)
     code, runs, errors = parsed(capsys, str(tmp_path / name))
     assert (code, runs) == (2, []) and errors.startswith(f"trilane: log={tmp_path}/{name}: {message}")
-    first, *lines = errors.splitlines()
+    _, *lines = errors.splitlines()
     assert not lines or (lines[0].endswith("look most like iterations:") and len(lines) <= 4)
 
 
