@@ -156,3 +156,12 @@ def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     assert main(["logs", "spikes", files[0], "none"]) == 1
     assert capsys.readouterr().out.endswith("40 lines\n  no spike, jump or divergence\n")
     assert main(["logs", "spikes", "none"]) == 2
+
+
+def test_losses_without_numbers_are_refused_and_the_other_logs_judged(tmp_path, capsys):
+    (tmp_path / "a.log").write_text("{'loss': 1.9, 'learning_rate': 2e-06, 'epoch': 0.04}\n" * 2)
+    (tmp_path / "b.log").write_text("".join(map(m2021, range(1, 8))))
+    assert main(["logs", "spikes", str(tmp_path / "a.log")]) == 2
+    assert "have no numbers" in capsys.readouterr().err
+    assert main(["logs", "spikes", str(tmp_path / "a.log"), str(tmp_path / "b.log")]) == 1
+    assert "b.log" in capsys.readouterr().out

@@ -68,9 +68,9 @@ def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     """One curve of the logs of one training, in the order in which they ran; `seq_length` where the logs lack it.
 
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its iterations count.
-    Raises ValueError where no log has an iteration.
+    Raises ValueError where no log has an iteration with a number.
     """
-    tables = [_columns(log, number, seq_length) for number, log in enumerate(logs) if len(log.iterations)]
+    tables = [_columns(log, number, seq_length) for number, log in enumerate(logs) if log.first_iteration is not None]
     require(bool(tables), "logs", ", ".join(log.source.name for log in logs) or "none", "hold no iteration")
     kept, redone, restarts = tables[0].iloc[:0], list[pd.DataFrame](), list[Restart]()
     for table in tables:
@@ -97,7 +97,7 @@ def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     iterations in all. All others begin a training.
     """
     found: list[list[RunLog]] = []
-    for log in (log for log in logs if len(log.iterations)):
+    for log in (log for log in logs if log.first_iteration is not None):
         first, every = log.iterations["iteration"].iloc[0], interval(log.iterations["iteration"].to_numpy(float))
         fitting = [
             t

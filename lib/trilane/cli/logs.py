@@ -188,9 +188,13 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     read, bad = list[RunLog](), list[str]()
     for name in logs:
         try:
-            read += read_runs(name, KEEP)
+            runs = read_runs(name, KEEP)
         except (ValueError, OSError) as error:
             bad.append(str(error))
+            continue
+        known = [log for log in runs if log.first_iteration is not None or not len(log.iterations)]
+        read += known
+        bad += [f"log={name}: its iterations have no numbers"] * (len(known) < len(runs))
     code = report_unreadable(bad, read)
     if code < 2:
         groups = trainings(read)

@@ -14,7 +14,7 @@ from trilane.logs.arguments import Value
 from trilane.logs.dialects import dialects
 from trilane.logs.hardware import Device
 from trilane.logs.partial_run import PartialRun
-from trilane.logs.plausibility import Problem
+from trilane.logs.plausibility import MOST_NUMBER, Problem
 from trilane.logs.reader import Reader, blocks
 from trilane.logs.table import NAN, Column, NumericTable
 from trilane.utils.tables import Table, show
@@ -101,7 +101,7 @@ class RunLog(Table):
 
     def _iteration(self, place: int) -> int | None:
         number = float(self.iterations["iteration"].iloc[place]) if len(self.iterations) else NAN
-        return int(number) if number == number else None
+        return int(number) if abs(number) < MOST_NUMBER else None
 
     def to_frame(self) -> "pd.DataFrame":
         """The iterations: a row each, columns as above."""
