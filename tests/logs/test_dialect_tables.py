@@ -95,6 +95,10 @@ SAMPLES = {
         "".join(f"step {500 * i}: train loss {10.5 - i:.4f}, val loss {10.75 - i:.4f}\n" for i in (0, 1, 2)),
         {"iteration": 1000, "lm_loss": 8.5, "val_loss": 8.75},
     ),
+    "key-value of epochs": (
+        "".join(f"Epoch [{e}/3], Step [{i}/95], Loss: {10.5 - e - i / 100}\n" for e, i in ((1, 80), (1, 90), (2, 10))),
+        {"iteration": 105, "epoch": 2, "train_iters": 190, "lm_loss": 8.4},
+    ),
     "key-value of JSON": (
         "".join(f'{{"step": {i}, "loss": {10.5 - i}, "lr": 0.00025, "step_time_ms": 1250.5}}\n' for i in (1, 2, 3)),
         {"iteration": 3, "lm_loss": 7.5, "learning_rate": 2.5e-4, "sec_per_it": 1.2505},
@@ -114,6 +118,13 @@ SAMPLES = {
         ),
         {"iteration": 3, "lm_loss": 7.5, "learning_rate": 2.5e-4, "grad_norm": 1.25, "sec_per_it": 5}
         | {"tokens_per_gpu_per_second": 5120},
+    ),
+    "lightning": (
+        "".join(
+            f"\rEpoch {e}:  {i}0%|█         | {i}/10 [00:{2 * i:02d}<00:45,  0.50it/s, v_num=0, train_loss={10.5 - e - i / 10}, val_loss=9.5]"
+            for e, i in ((0, 9), (0, 10), (1, 1))
+        ),
+        {"iteration": 11, "epoch": 1, "train_iters": 20, "lm_loss": 9.4},
     ),
     "lingua": (
         "".join(
@@ -427,6 +438,11 @@ def test_ranks_that_print_a_loss_each_are_one_run_and_deepspeed_counts_steps_bet
     for count in (2, 9):
         log = read(tmp_path, "".join(chat) + "".join(step.format(i=i) for i in range(1, count + 1)) + "".join(chat))
         assert (log.dialect, list(log.iterations["iteration"])) == ("deepspeed", list(range(1, count + 1)))
+
+
+def test_epochs_whose_length_is_not_printed_are_runs_of_their_own(tmp_path):
+    (tmp_path / "a.log").write_text("".join(f"epoch: {e} step: {i} loss: 3.5\n" for e in (1, 2) for i in (10, 20)))
+    assert [list(log.iterations["epoch"]) for log in read_logs(tmp_path / "a.log")] == [[1, 1], [2, 2]]
 
 
 LAST = {

@@ -140,7 +140,8 @@ class PartialRun(LineClock):
         back is a restart's, or another program's."""
         table = self.iterations
         last = range(max(0, table.rows - LAGGING), table.rows)
-        return row["iteration"] in [table.at("iteration", place) for place in last]
+        of_epoch = not row.get("epoch", NAN) > table.last("epoch")
+        return of_epoch and row["iteration"] in [table.at("iteration", place) for place in last]
 
     def compare(self, row: Mapping[str, float]) -> None:
         """Note where a copy of an iteration, which another rank printed, has another loss."""

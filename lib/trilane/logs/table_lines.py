@@ -1,5 +1,6 @@
 """TableLines: the lines of dialects that have a table, given to their runs."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from trilane.logs.megatron import Span
 
 if TYPE_CHECKING:
     from trilane.logs.lines import Lines
+    from trilane.logs.partial_run import PartialRun
 
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 Block = tuple[Dialect, dict[str, float], bytes, int]  # row, first line and its number, of an iteration of several lines
@@ -28,6 +30,7 @@ class TableLines:
         self.words = tuple(sorted({word for dialect in every for word in dialect.words}))
         self.block: Block | None = None
         self._length = 0
+        self._epochs: tuple[PartialRun, float] | None = None  # of a fallback: iterations of the run's earlier epochs
 
     def best(self, line: bytes) -> tuple[list[Span], Dialect] | None:
         """The numbers of an iteration, and of several dialects that know the line the one that finds most."""
@@ -100,13 +103,27 @@ class TableLines:
     def end_block(self) -> None:
         if self.block:
             (dialect, row, line, number), self.block = self.block, None
-            row, time_s = in_run(row), row.get("time_s", trainers.timestamp(line))
+            row = in_run(self._counted_on(row) if dialect.fallback else row)
+            time_s = row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
                 self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
             elif dialect.fallback and self._lines.run.lags(row):
                 self._lines.run.compare(row)
             else:
                 self.step(row, time_s, dialect.name, dialect.first_iteration, line, number)
+
+    def _counted_on(self, row: dict[str, float]) -> dict[str, float]:
+        """The row of a fallback with the number in the run, where numbers have begun anew with an epoch."""
+        run = self._lines.run
+        before = self._epochs[1] if self._epochs and self._epochs[0] is run else 0.0
+        last, epoch, total = run.iteration, run.iterations.last("epoch"), row.get("train_iters", 0.0)
+        if total > 0 and row.get("epoch", 0.0) > epoch and row["iteration"] + before <= last:
+            before = math.ceil(last / total) * total
+            self._epochs = run, before
+        if before and row.get("epoch", 0.0) >= epoch:
+            row["iteration"] += before
+            row["train_iters"] = before + total
+        return row
 
     def step(self, row: dict[str, float], time_s: float, name: str, first: int, line: bytes, number: int) -> None:
         """Add an iteration of the dialect of that name; `number` is that of its line in the file."""
