@@ -57,7 +57,7 @@ class Training:
 
     def rows(self, first: int, last: int, step: int = 1, run: int = 0) -> list[Row]:
         """The iterations `first` to `last`, every `step`-th; the data, and so its noise, is that of the iteration."""
-        found, consumed, tokens = list[Row](), self.samples, 0.0
+        found, consumed, tokens = list[Row](), self.samples, self.samples * self.seq_length(1)
         for i in range(1, last + 1):
             consumed, tokens = consumed + self.batch(i), tokens + self.batch(i) * self.seq_length(i)
             if i < first or i % step:

@@ -98,6 +98,11 @@ OTHER_DIALECTS = {
         changed(seq_length=lambda i: 2048.0 if i < AT else 1024.0),
         ("seq_length", "sequence-length"),
     ),
+    "half the batch by its rate": (
+        "neox",
+        FAULTS["accumulation halved"][0],
+        ("samples_per_second", "batch-changed"),
+    ),
     "gpt-neox": ("neox", FAULTS["rate from zero"][0], ("learning_rate", "scheduler-restarted")),
     "the Trainer": ("trainer", FAULTS["untrained weights"][0], ("lm_loss", "weights-not-loaded")),
     "the Trainer's rate": ("trainer", FAULTS["train_iters changed"][0], ("learning_rate", "another-schedule")),
@@ -140,6 +145,25 @@ SCHEDULES = {
     "warm-up that ends": cosine(1000, warmup=400),
     "decay that begins": wsd(1000, 600),
 }
+
+
+def nanotron(r):
+    """Counts of three digits: https://github.com/huggingface/nanotron/blob/main/src/nanotron/logging/base.py"""
+    tokens = f"{r['consumed_tokens'] / 1e6:.3g}M" if r["consumed_tokens"] > 0 else "0"
+    return (
+        f"iteration: {r['iteration']} / {r['total']} | consumed_tokens: {tokens} | elapsed_time_per_iteration_ms: "
+        f"{r['sec_per_it']:.3g}K | lm_loss: {r['lm_loss']:.3g} | lr: {r['learning_rate']:.3g} | grad_norm: "
+        f"{r['grad_norm']:.3g}\n"
+    )
+
+
+def test_counts_of_three_digits_are_no_jump_until_they_are(tmp_path, monkeypatch):
+    monkeypatch.setitem(DIALECTS, "nanotron", nanotron)
+    assert not restarted(tmp_path, PLAIN, dialect="nanotron")[0]
+    breaks, _ = restarted(tmp_path, FAULTS["data replayed"][0], dialect="nanotron")
+    assert [(b.quantity, b.cause) for b in breaks] == [("consumed_tokens", "data-replayed")]
+
+
 COURSES = {
     "ramp-up": RAMP,
     "batch that doubles": Training(batch=lambda i: 16.0 * 2 ** min(4, (i - 1) // 100)),

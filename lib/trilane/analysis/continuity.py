@@ -21,7 +21,14 @@ JUDGED = (
     *("learning_rate", "consumed_samples", "global_batch_size", "loss_scale", "seq_length"),
     *("lm_loss", "grad_norm", "sec_per_it"),
 )
-KEEP = (*JUDGED, "consumed_tokens", "train_iters", "skipped")  # columns of a log that are read for it
+KEEP = (
+    *JUDGED,
+    "consumed_tokens",
+    "train_iters",
+    "skipped",
+    "samples_per_second",
+    "tokens_per_second",
+)  # columns of a log that are read for it
 TRAINED = 0.25  # of the fall of a training's loss: what begins no higher above its end has its weights
 SHOWN = 160  # characters of a line
 

@@ -208,11 +208,12 @@ def _speed(sides: Sides) -> Iterator[Break]:
         return
     (at, old), (_, new) = sides.before(name), sides.after(name)
     work = _work(sides)
-    start = min(2, max(0, len(new) - 3))
+    start = 2
     old, new = np.log(old[at < sides.first][-TREND:]), np.log(new[start : start + TREND] / work)
-    if len(old) < LEAST_LINES or len(new) < 3:
+    if len(old) < LEAST_LINES or len(new) < WINDOWS[1]:
         return
-    slower = float(np.median(new) - np.median(old))
+    halves = (new[: len(new) // 2], new[len(new) // 2 :])  # a machine that is busy for a while is none of the restart
+    slower = float(min(np.median(half) for half in halves) - np.median(old))
     noise = max(_spread(old[2:] - np.median(old)), _spread(new - np.median(new)))
     if slower > max(LEAST_RISE[name], 3 * noise) and np.quantile(new, 0.2) > np.quantile(old, 0.9):
         yield sides.found(name, "slower", start, math.exp(float(np.median(old))) * work)

@@ -26,6 +26,8 @@ WORDS = {
     "lm_loss": "loss",
     "grad_norm": "gradient norm",
     "sec_per_it": "seconds per iteration",
+    "samples_per_second": "samples per second",
+    "tokens_per_second": "tokens per second",
 }
 CAUSES = {
     "scheduler-restarted": "the scheduler was not restored: the schedule begins again (warm-up, or its first rate)",
@@ -57,10 +59,7 @@ TAIL = 512  # rows before a restart, and after it, that rules look at
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a log: the log's name, the iteration, and the value of the quantity in question.
-
-    number   the line's in its file, and its `text`; None where they are unknown
-    """
+    """A line of a log: its name, the iteration, and the value; `number` in the file and `text` where they are known."""
 
     log: str
     iteration: int
@@ -243,13 +242,18 @@ def restarts(logs: Sequence[RunLog]) -> Iterator[Sides]:
 
 
 def resolution(values: np.ndarray) -> tuple[float, float]:
-    """The last place of printed numbers, absolute and relative, by the digits of up to TAIL of them.
+    """The last place of printed numbers, absolute and relative, by the digits of up to TAIL of them, 12 at most.
 
     3.787E-06 has a relative resolution of 1e-3; 0.000123 an absolute one of 1e-6.
     """
-    texts = [Decimal(repr(float(v))).normalize().as_tuple() for v in values[:TAIL] if v]
+    texts = [Decimal(f"{v:.12g}").normalize().as_tuple() for v in values[:TAIL] if v]
     if not texts:
         return 0.0, 0.0
     digits = max(len(text.digits) for text in texts)
     places = min(int(text.exponent) for text in texts)
     return math.pow(10, places), math.pow(10, 1 - digits)
+
+
+def slope_of(at: np.ndarray, values: np.ndarray) -> float:
+    """The slope from the first to the last value; NaN for one alone."""
+    return float((values[-1] - values[0]) / (at[-1] - at[0])) if len(at) > 1 else math.nan

@@ -6,18 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trilane.analysis.restart_sides import TAIL, Break, Sides, resolution
+from trilane.analysis.restart_rate import learning_rate
+from trilane.analysis.restart_sides import TAIL, Break, Sides, resolution, slope_of
 
 NEAR = 8  # rows on each side that give the slope of a schedule
-CLOSE = 5e-4  # relative difference of learning rates that is none
-LARGEST_STEP = 0.05  # of a value: a coarser last place of what is printed is not believed
+OTHER_WORK = 1.2  # of samples (or tokens) of an iteration, as rate times seconds gives them
+NEAR = 8  # rows on each side whose median counts
 SCALE_JUMP = 4.0  # a loss scale halves or doubles once on its own
-LOWEST = 0.05  # of the expected rate: a warm-up that begins
-SCHEDULE = (
-    *("train_iters", "train_samples", "max_steps", "num_train_epochs", "lr_decay_iters", "lr_decay_samples"),
-    *("lr_decay_style", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr", "min_lr"),
-    *("warmup_steps", "lr_scheduler_type", "learning_rate", "lr_wsd_decay_iters"),
-)
 BATCH = (
     *("global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "data_parallel_size", "world_size"),
     *("rampup_batch_size", "per_device_train_batch_size", "num_micro_batches"),
@@ -27,114 +22,11 @@ BATCH = (
 def exact(sides: Sides) -> Iterator[Break]:
     """The breaks of all quantities that are continued exactly, or not at all."""
     batch = list(_batch(sides))
-    yield from _rate(sides, other_batch=bool(batch))
+    yield from learning_rate(sides, other_batch=bool(batch))
     yield from _consumed(sides)
     yield from batch
     yield from _scale(sides)
     yield from _length(sides)
-
-
-def _rate(sides: Sides, other_batch: bool) -> Iterator[Break]:
-    """The learning rate against the schedule before the restart: on repeated iterations row by row, else continued.
-
-    Between the last row before and the first after it, a schedule lies between the lines that both sides' slopes
-    draw: so it may begin or end a warm-up, a plateau or a decay there. With another batch size, a schedule in samples
-    may also continue over the samples.
-    """
-    name = "learning_rate"
-    if not sides.both(name):
-        return
-    (at, rate), (at_new, new) = sides.before(name), sides.after(name)
-    place, expected = _leaves_schedule(at, rate, at_new, new, sides.old_every)
-    if place is None or (other_batch and _same_over_samples(sides)):
-        return
-    cause, detail = _why_rate(sides, place, expected)
-    yield sides.found(name, cause, place, expected, detail)
-
-
-def _leaves_schedule(
-    at: np.ndarray, rate: np.ndarray, at_new: np.ndarray, new: np.ndarray, every: float
-) -> tuple[int | None, float]:
-    """The first new row that is not on the old schedule, or None, and the rate expected there."""
-    printed, digits = resolution(np.concatenate([rate[-TAIL:], new]))
-    repeated = np.flatnonzero((at_new >= at[0]) & (at_new <= at[-1]))
-    if len(repeated):
-        expected = np.interp(at_new[repeated], at, rate)
-        steps = np.interp(at_new[repeated], at, np.abs(np.gradient(rate, at)) if len(at) > 1 else np.zeros(1))
-        size = np.abs(expected)
-        allowed = np.minimum(printed, LARGEST_STEP * size) + (CLOSE + min(digits, LARGEST_STEP)) * size
-        wrong = np.abs(new[repeated] - expected) > allowed + 3 * every * steps
-        if wrong.sum() * 2 >= len(repeated):
-            first = int(np.argmax(wrong))
-            return int(repeated[first]), float(expected[first])
-        return None, 0.0
-    gap = at_new[0] - at[-1]
-    slopes = [_slope(at[-NEAR:], rate[-NEAR:]), _slope(at_new[:NEAR], new[:NEAR])]
-    slopes = [slope for slope in slopes if slope == slope] or [0.0]
-    low, high = min([0.0, *slopes]) * gap, max([0.0, *slopes]) * gap
-    size = max(abs(rate[-1]), abs(new[0]))
-    allowed = min(printed, LARGEST_STEP * size) + (CLOSE + min(digits, LARGEST_STEP)) * size
-    allowed += 0.5 * max(map(abs, slopes)) * gap
-    moved = new[0] - rate[-1]
-    return None if low - allowed <= moved <= high + allowed else 0, float(rate[-1] + slopes[0] * gap)
-
-
-def _slope(at: np.ndarray, values: np.ndarray) -> float:
-    return float((values[-1] - values[0]) / (at[-1] - at[0])) if len(at) > 1 else float("nan")
-
-
-def _same_over_samples(sides: Sides) -> bool:
-    """Whether the rate goes on as a function of the consumed samples, which both sides print."""
-    tables = []
-    for table in (sides.old, sides.new):
-        if not {"consumed_samples", "learning_rate"} <= {*table}:
-            return False
-        rows = table[["consumed_samples", "learning_rate"]].dropna().sort_values("consumed_samples").to_numpy(float)
-        if not len(rows):
-            return False
-        tables.append(rows)
-    old, new = tables
-    step = float(np.median(np.diff(old[:, 0]))) if len(old) > 1 else 1.0
-    return _leaves_schedule(old[:, 0], old[:, 1], new[:, 0], new[:, 1], step)[0] is None
-
-
-def _why_rate(sides: Sides, place: int, expected: float) -> tuple[str, str]:
-    """The cause of another learning rate, and what supports it."""
-    (at, rate), (at_new, new) = sides.before("learning_rate"), sides.after("learning_rate")
-    value, slope = new[place], _slope(at_new[place : place + NEAR], new[place : place + NEAR])
-    changed = sides.changed_arguments(SCHEDULE)
-    rises = slope > 0 and value + slope * sides.every > value * (1 + 1e-3)
-    if (rises and value < 4 * slope * sides.every and value < expected / 2) or value < LOWEST * expected:
-        return "scheduler-restarted", changed
-    from_start = at[0] <= 2 * sides.old_every
-    if from_start and abs(value - rate[0]) < 0.2 * abs(expected - rate[0]):
-        return "scheduler-restarted", changed
-    if changed:
-        return "another-schedule", changed
-    both = np.flatnonzero((at_new >= at[0]) & (at_new <= at[-1]) & (new > 0))
-    if len(both) >= 3:
-        ratios = new[both] / np.maximum(np.interp(at_new[both], at, rate), 1e-30)
-        if ratios.max() / ratios.min() < 1.01:
-            return "scaled-rate", f"{float(np.median(ratios)):.4g} times the old rate in {len(both)} iterations"
-    if value > rate.max() * (1 - 1e-3) and (slope != slope or slope <= 0):
-        return "scheduler-restarted", "the rate is the highest of the run again"
-    earlier = _at_rate(at, rate, value, slope)
-    if earlier is not None:
-        return "shifted-schedule", f"that of about iteration {earlier:.0f}"
-    before = _slope(at[-NEAR:], rate[-NEAR:])
-    if before and slope == slope and abs(slope / before * expected / value - 1) < 0.15:
-        return "scaled-rate", f"{value / expected:.4g} times the old rate, falling at the same relative pace"
-    return "another-schedule", ""
-
-
-def _at_rate(at: np.ndarray, rate: np.ndarray, value: float, slope: float) -> float | None:
-    """The iteration at which the old schedule had that rate, and fell or rose as fast; None where there is none."""
-    if len(at) < 4 or slope != slope or not slope:
-        return None
-    slopes = np.gradient(rate, at)
-    near = np.abs(rate - value) <= 2 * np.abs(slopes) * np.median(np.diff(at)) + 1e-12
-    alike = near & (np.abs(slopes - slope) < 0.05 * abs(slope))
-    return float(at[np.flatnonzero(alike)[-1]]) if alike.any() else None
 
 
 def _consumed(sides: Sides) -> Iterator[Break]:
@@ -155,7 +47,8 @@ def _consumed(sides: Sides) -> Iterator[Break]:
         low = high = float(np.interp(at_new[0], at, counts))
     else:
         return
-    slack, value = 0.5 * max(batches), float(new[0])
+    printed = _place(np.concatenate([counts[-TAIL:], new]))  # nanotron prints 1.05M
+    slack, value = 0.5 * max(batches) + printed, float(new[0])
     if low - slack < value < high + slack:
         return
     expected = low if value < low else high
@@ -174,6 +67,12 @@ def _consumed(sides: Sides) -> Iterator[Break]:
         yield sides.found(name, "data-skipped", 0, expected, f"{missing:.0f} {words}{detail}")
 
 
+def _place(counts: np.ndarray) -> float:
+    """The last place that the largest of these counts shows: of 52.4M it is 100,000."""
+    largest = float(np.abs(counts).max())
+    return float(resolution(counts)[1] * 10 ** np.floor(np.log10(largest))) if largest else 0.0
+
+
 def _jumped(sides: Sides, gap: float) -> Break:
     expected = sides.first - gap
     return sides.found("iteration", "iterations-jump", 0, expected, f"{gap:.0f} iterations without their samples")
@@ -188,13 +87,16 @@ def _per_iteration(sides: Sides, name: str, old: bool) -> float:
         return float(batch[place])
     at, counts = side(name)
     counts, at = (counts[at < sides.first], at[at < sides.first]) if old else (counts, at)
-    pair = slice(-2, None) if old else slice(0, 2)
-    return _slope(at[pair], counts[pair])
+    lines = 2 if len(counts) > 1 and _place(counts[-TAIL:]) < abs(counts[-1] - counts[-2]) else 4 * NEAR
+    pair = slice(-lines, None) if old else slice(0, lines)
+    return slope_of(at[pair], counts[pair])
 
 
 def _batch(sides: Sides) -> Iterator[Break]:
     """The batch size: that of the same iteration, or of the last one, or the next step of a ramp-up."""
     name = "global_batch_size"
+    if not sides.both(name):
+        yield from _work(sides)
     if (sized := _sizes(sides, name)) is None:
         return
     (values, new), (before, after) = sized
@@ -204,6 +106,26 @@ def _batch(sides: Sides) -> Iterator[Break]:
     again = after < before and (np.diff(new).max(initial=0.0) > 0 or after == values[0])
     detail = sides.changed_arguments(BATCH)
     yield sides.found(name, "ramp-up-restarted" if again else "batch-changed", 0, before, detail)
+
+
+def _work(sides: Sides) -> Iterator[Break]:
+    """Samples or tokens of an iteration by rate times seconds, where a log prints no more than these."""
+    for name in ("samples_per_second", "tokens_per_second"):
+        (at, old), (_, new) = sides.before(name), sides.after(name)
+        (timed, seconds), (_, times) = sides.before("sec_per_it"), sides.after("sec_per_it")
+        if len(new) != len(times) or not np.array_equal(at, timed) or min(len(old), len(new)) < 3:
+            continue
+        every, after = (old * seconds)[at < sides.first], (new * times)[:NEAR]
+        before = every[-NEAR:]
+        if len(before) < 3:
+            continue
+        usual, now = float(np.median(before)), float(np.median(after))
+        calm = max(np.ptp(before) / usual, np.ptp(after) / now) < 0.1 if usual > 0 and now > 0 else False
+        grown = now > usual and np.median(every[:NEAR]) * OTHER_WORK < usual  # a ramp-up may go on
+        if calm and not grown and not 1 / OTHER_WORK < now / usual < OTHER_WORK:
+            detail = f"{name.split('_')[0]} of an iteration, by their rate: {usual:.4g}, now {now:.4g}"
+            yield sides.found(name, "batch-changed", 0, float(new[0]) * usual / now, detail)
+            return
 
 
 def _grows(after: float, before: float, *sides: np.ndarray) -> bool:

@@ -211,7 +211,7 @@ class NumericTable:
         for name in [name for name, column in self._columns.items() if not column.is_spilled]:
             numbers = self._columns.pop(name).numbers()
             whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
-            columns[name] = numbers.astype(np.int64) if whole else numbers
+            columns[name] = np.rint(numbers).astype(np.int64) if whole else numbers
         return pd.DataFrame(columns, copy=False) if columns else _empty()
 
     def latest(self, rows: int) -> "NumericTable":
