@@ -259,7 +259,9 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("2 * count >= max", "count >= max"),
         ("len(apart) * 2 <", "len(apart) <"),
         ("if least < most else []", "if least <= most else []"),
-        ("first = min(f.line", "first = max(f.line"),
+    ],
+    ("hang", "diagnose/hang/suspects.py", "diagnose/test_hang_scenes.py"): [
+        (" or _fewest({r: w.call for r, w in waits.items()})", ""),
     ],
     ("hang", "diagnose/hang/flight_recorder.py", "diagnose/test_flight_recorder.py"): [
         (' and state != "started"', ""),

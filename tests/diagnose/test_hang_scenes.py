@@ -319,6 +319,7 @@ Nested.apply(torch.ones(1, requires_grad=True), 60).backward()
 """
 
 
+@pytest.mark.slow
 def test_a_hook_that_really_runs_in_a_thread_of_autograd_is_on_top_of_the_main_threads_backward() -> None:
     done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, check=True)
     dump = read_faults(done.stdout)

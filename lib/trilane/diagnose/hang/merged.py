@@ -25,6 +25,8 @@ def texts_by_host(text: str) -> dict[str, str]:
     A text of one process or node, whose lines name no host, is given back under "". Lines of no host (a banner, an
     error of the tool itself) are left out; of a host whose lines all come twice one of each is kept.
     """
+    if not HEAD.search(text):  # a log, which may be long
+        return {"": text}
     lines = [SEQUENCE.sub("", line) if "\x1b" in line else line for line in text.splitlines()]
     found = _blocks(lines) or _prefixed(lines)
     ending = "\n" if text.endswith("\n") else ""
