@@ -138,7 +138,7 @@ SAMPLES = {
     "lit-gpt": (
         "".join(
             f"iter {i} step {i // 2}: loss {10.5 - i / 2:.4f}, iter time: 400.50ms{'' if i % 2 else ' (optimizer.step)'} remaining time: 90.50 hours.  or 3.77 days. \n"
-            for i in range(1, 7)
+            for i in range(2, 7)
         ),
         {"iteration": 3, "lm_loss": 7.5},
     ),

@@ -1,6 +1,7 @@
 """Lines as other versions of the trainers print them: the forms vary, the meaning does not."""
 
 import gzip
+import math
 import os
 
 import pytest
@@ -179,3 +180,27 @@ def test_lines_of_words_and_numbers_that_repeat_iterations_are_a_restart_or_mark
     runs = read_logs(tmp_path / "a.log")
     assert [len(run.iterations) for run in runs] == rows
     assert ("copies" in {problem.rule for problem in runs[0].problems}) == (text is COPIED)
+
+
+SWIFT = "{{'loss': {loss:.1f}, 'epoch': 0.1, 'global_step/max_steps': '{i}/94', 'percentage': '1%', 'elapsed_time': '{i}m 0s', 'remaining_time': '1h'}}"
+FAIRSEQ = "| epoch 001: {i} / 900 loss={loss:.1f}, ppl=99.5, wps=500, num_updates={i}, lr=1e-05, gnorm=1.5, wall={i}0\n"
+LIT_GPT = "iter {i}0 | step {i}: loss {loss:.1f}, iter time: 89.50 ms{end}\n"
+ROWS = {i: 9.5 - i for i in range(1, 5)}
+JOINED = " ".join(SWIFT.format(i=i, loss=loss) for i, loss in ROWS.items()) + "\n"
+SKIPPING = "".join(
+    LIT_GPT.format(i=i, loss=loss, end=" (optimizer.step)" if i == 2 else "") for i, loss in ROWS.items()
+)
+
+
+@pytest.mark.parametrize("text", [JOINED, SKIPPING], ids=("dicts on one line", "lines between optimizer steps"))
+def test_no_iteration_is_lost(text, tmp_path):
+    (tmp_path / "a.log").write_text(text)
+    rows = read_log(tmp_path / "a.log").iterations
+    assert dict(zip(rows["iteration"], rows["lm_loss"], strict=True)) == ROWS
+
+
+def test_a_loss_that_was_converted_is_said_to_be(tmp_path):
+    (tmp_path / "a.log").write_text("".join(FAIRSEQ.format(i=i, loss=loss) for i, loss in ROWS.items()))
+    log = read_log(tmp_path / "a.log")
+    assert log.iterations["lm_loss"].iloc[0] == pytest.approx(8.5 * math.log(2))
+    assert [note for note in log.notes if "base 2" in note]

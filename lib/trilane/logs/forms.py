@@ -106,7 +106,7 @@ class Forms:
 
 def parse_form(line: bytes, tables: TableLines) -> Form | None:
     """The form of a line that may be read in bulk; None if it must be read on its own."""
-    if any(c in line for c in (b"\x1b", b"\0", b"\r")):
+    if any(c in line for c in (b"\x1b", b"\0", b"\r", trainers.JOINED)):
         return None
     form = None
     if b"elapsed time per iteration" not in line and (best := tables.best(line)):

@@ -70,7 +70,7 @@ class Lines:
         if b"\x1b" in line or b"\0" in line:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
-        if b"\r" in line:  # a progress bar that overwrites itself
+        if b"\r" in line or trainers.JOINED in line:  # a progress bar that overwrites itself, or dicts of many lines
             return any([self.read(part, kind, whole) for part in trainers.bar_parts(line)])
         if self._pending and line.strip() and b"{'" not in line:
             self._release(line)

@@ -198,8 +198,8 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     """The RunLog of a run read from `path`, which was last written `age` seconds ago; `with_lines`, the lines of its
     problems are searched for in that file."""
     table = run.iterations if run.iterations.rows else run.companion
-    note = units.correct_units(table)
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
+    note = "; ".join(filter(None, (units.correct_units(table), units.from_bits(counted))))
     timed_by_stamps = run.timed_by_stamps & set(counted)
     averaged = units.average_rounded(table) if timed_by_stamps and "sec_per_it" in table else ""
     (status, evidence, end), basis = _status(run, table), ""

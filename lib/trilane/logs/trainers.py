@@ -30,6 +30,7 @@ STAMP = re.compile(rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))[ T](
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
+JOINED = b"} {'"  # between two dicts that a collector of logs put on one line
 LONGEST_BAR = 1000  # bytes
 MOST_INTERVALS = 1000  # that are tried between two loss dicts
 GIB = 2**30  # what DeepSpeed prints as GB is GiB
@@ -87,7 +88,8 @@ def bar(line: bytes) -> dict[str, float]:
 
 
 def bar_parts(line: bytes) -> list[bytes]:
-    """The parts of a line that a progress bar overwrote; a dict is joined with the bar before it."""
+    """The parts of a line that a progress bar overwrote, or of dicts on one line; a dict is joined with the bar before
+    it."""
     parts: list[bytes] = []
     bar = b""
     for part in line.split(b"\r"):
@@ -96,7 +98,7 @@ def bar_parts(line: bytes) -> list[bytes]:
         elif BAR.search(part):
             bar = part[-LONGEST_BAR:]
         parts.append(part)
-    return parts
+    return [dict_ for part in parts for dict_ in part.replace(JOINED, b"}\r{'").split(b"\r")]
 
 
 def hf_iteration(values: dict[str, float], number: float) -> dict[str, float]:

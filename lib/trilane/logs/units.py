@@ -1,7 +1,11 @@
 """Correction of times and rates that a log prints under the wrong unit, where its other numbers prove it."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from trilane.logs.dialect import UNITS
+from trilane.logs.dialects import dialects
 from trilane.logs.table import NumericTable
 
 FACTOR = 1000.0  # between seconds and milliseconds
@@ -35,6 +39,14 @@ def correct_units(table: NumericTable) -> str:
     wrong = {"time": int((factors != 1).sum()), "rate": int((rates != 1).sum())}
     notes = [f"{n} iterations have the wrong unit of {what}" for what, n in wrong.items() if n]
     return "; ".join(notes) + "; corrected" if notes else ""
+
+
+def from_bits(names: Iterable[str]) -> str:
+    """What is to be said of losses of dialects of these names that are printed in base 2, as fairseq's are; '' if none
+    is."""
+    bits = UNITS["bits"][0]
+    found = any(d.name in names and ("lm_loss", bits) in {f[:2] for f in d.fields.values()} for d in dialects())
+    return "the loss is in nats, the log has it in base 2" if found else ""
 
 
 def average_rounded(table: NumericTable) -> str:
