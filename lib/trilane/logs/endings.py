@@ -36,7 +36,9 @@ DEVICE_FAULT = re.compile(
 )
 MAX_PLACES = 256  # nodes of one ending
 # after a line of such a form says nothing, one with other digits may
-DIGITS_DECIDE = re.compile(rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks")
+DIGITS_DECIDE = re.compile(
+    rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging"
+)
 # of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
 FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
 FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
