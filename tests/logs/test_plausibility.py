@@ -119,6 +119,10 @@ FAULTS = {
         "lm_loss",
         "".join(f"[default{r}]:" + line(i, 9 - i / 50 + r / 100) for i in range(1, 9) for r in (3, 7)),
     ),
+    "lost": (
+        "iteration",
+        "".join(f"[default3]:{line(i + 5, 9 - i / 50)}[default7]:{line(i, 8.0)}" for i in range(10, 90, 10)),
+    ),
     "unnumbered": ("iteration", trainer([(n, n / 1000) for n in range(1, 7)])),
     "count of tokens": (
         "consumed_tokens",

@@ -20,6 +20,7 @@ from trilane.logs.watchdog import Watchdogs
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
+MAX_LOST = 100  # numbers that are kept of them
 COPY_TOLERANCE = 1e-6  # of a loss that several ranks print, relative
 LAGGING = 4  # iterations by which a rank may print later than another one
 MAX_LATE = 1000  # iterations, where they have no times
@@ -53,6 +54,7 @@ class PartialRun(LineClock):
         self.watchdogs = Watchdogs()
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
+        self.lost: list[float] = []  # numbers of lines left out as copies of lines that are not there
         self.copies: tuple[float, float, float] | None = None  # the first iteration with two losses, and these
         self.follows = follows  # whether another run stands before it in the file
         self.launched = False  # whether a line of its launch was read
@@ -144,9 +146,13 @@ class PartialRun(LineClock):
         return of_epoch and row["iteration"] in [table.at("iteration", place) for place in last]
 
     def compare(self, row: Mapping[str, float]) -> None:
-        """Note where a copy of an iteration, which another rank printed, has another loss."""
-        place = self.iterations.find("iteration", row["iteration"]) if "lm_loss" in row and not self.copies else None
-        if place is not None and "lm_loss" in self.iterations:
+        """Note a line that was left out as another rank's copy, where there is no line of its number, or its loss is
+        another one."""
+        numbers = self.iterations.column("iteration")
+        place = int(np.searchsorted(numbers, row["iteration"]))
+        if place == len(numbers) or numbers[place] != row["iteration"]:
+            self.lost += [row["iteration"]] * (len(self.lost) < MAX_LOST)
+        elif "lm_loss" in row and "lm_loss" in self.iterations and not self.copies:
             one, other = self.iterations.at("lm_loss", place), row["lm_loss"]
             if abs(one - other) > COPY_TOLERANCE * abs(one):
                 self.copies = (row["iteration"], one, other)

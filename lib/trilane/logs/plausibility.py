@@ -157,6 +157,11 @@ def _once(run: PartialRun) -> Iterator[Finding]:
     if run.copies:
         text = "the loss of iteration {:.0f} is {:.6g} in one line, {:.6g} in another".format(*run.copies)
         yield Finding("copies", "lm_loss", f"{text}: of one rank each, not of the batch?")
+    if run.lost:
+        text = (
+            f"{len(run.lost)} lines or more, of iteration {run.lost[0]:.0f} first, lie behind others and were left out"
+        )
+        yield Finding("lost", "iteration", f"{text}: two counts, or another run?")
     if UNNUMBERED in run.notes:
         yield Finding("unnumbered", "iteration", UNNUMBERED)
 
