@@ -165,3 +165,9 @@ def test_logs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "run.log").write_text(m2021(1) + m2021(2))
     assert [row["name"] for row in read_folder(tmp_path)[0]] == ["a/run.log", "b/run.log"]
+
+
+def test_the_date_is_that_of_the_last_line_where_lines_have_one(tmp_path):
+    stamped = "".join(f" [2023-05-06 07:08:{i:02d}.000000]{m2021(i)}" for i in range(1, 11))
+    (tmp_path / "copied.log").write_text(stamped)
+    assert [row["date"] for row in read_folder(tmp_path)[0]] == ["2023-05-06 07:08"]

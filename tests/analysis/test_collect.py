@@ -15,10 +15,11 @@ from test_endings import BAD, HARD
 from test_log_dialects import m2021, m2022
 from test_measure import log as numbers
 
-from trilane.analysis.collect import MeasuredRuns
+from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.measure import measure_log
 from trilane.cli.app import main
 from trilane.config.model import ModelShape
+from trilane.workspace.study import Study
 
 DUMP = "------------------------ arguments ------------------------\n" + "".join(
     f"  {name} {'.' * (48 - len(name))} {value}\n"
@@ -218,3 +219,29 @@ def test_tensorboard_is_offered_where_a_run_wrote_its_files(tmp_path):
     (tmp_path / "tensorboard/events.out.tfevents.1.host.2").touch()
     assert "1 of 1 runs" in (text := MeasuredRuns(runs=(found,)).tensorboard()) and "`tensorboard --logdir .`" in text
     assert str(tmp_path) not in text, "a report has no path of the machine"
+
+
+def test_of_several_runs_in_a_file_each_has_its_number(tmp_path, capsys):
+    run = DUMP + "".join(map(m2021, range(1, 11)))
+    assert main(["logs", "parse", log(tmp_path, text=run * 2), log(tmp_path, "b.log")]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert [line.split(":")[0].removeprefix(f"{tmp_path}/") for line in heads] == [
+        *("a.log, run 1 of 2", "a.log, run 2 of 2", "b.log")
+    ]
+
+
+def test_a_notebook_shows_the_first_of_many_runs_and_says_how_many_there_are(tmp_path):
+    """Failed runs first; what cannot be right with its line; the order of a column; restarts."""
+    wrong = m2021(4, loss=9.0).replace("rate: 1.000E-04", "rate: 7.000E+00")
+    for number in range(45):
+        text = DUMP + "".join(m2021(i, ms=1000.0 + number) for i in range(1, 11))
+        text = text.replace(m2021(4, ms=1000.0 + number), wrong) if number == 7 else text
+        (tmp_path / f"{number:02d}.log").write_text(text + ("ValueError: no\n" if number == 9 else ""))
+    runs = measure_runs(Study("s"), str(tmp_path), sort="sec/it")
+    assert (len(runs.endings().to_frame()), len(runs.efficiency().to_frame()), len(runs.drawn)) == (40, 40, 8)
+    assert runs.endings().to_frame()["file"].tolist()[:2] == ["09.log", "00.log"]
+    assert "**45** runs" in runs.summary() and "first 40 by Sec/it" in runs.summary()
+    (problem,) = runs.problems().to_frame().to_dict("records")
+    assert (problem["column"], problem["line"]) == ("learning_rate", 13) and runs.continuity().restarts == 0
+    rates = [m.sec_per_it for m in runs.ranked]
+    assert rates == sorted(rates) and len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"

@@ -58,6 +58,7 @@ COLUMNS = {
     "Notes": Column(key="notes", is_text=True),
 }
 NAMED = 12  # of many runs that a sentence has
+MOST_S = 4e9  # seconds since 1970, in 2096: a later date is a damaged one
 SPEED, FASTEST = "speed", "TFLOPs"  # the fastest first, by the rate that alone compares runs of different sizes
 
 
@@ -95,7 +96,7 @@ def rows_of(runs: Sequence[Measurement]) -> list[Row]:
 def row_of(m: Measurement, place: str, number: int = 1) -> Row:
     """The row of a run, the one of that `number` in its file, which lies at `place`."""
     log, again = m.log, f" run {number}" if number > 1 else ""
-    date = datetime.fromtimestamp(log.source.stat().st_mtime, UTC) if log.source.exists() else None
+    at = log.clock[-1][1] if log.clock else log.source.stat().st_mtime if log.source.exists() else math.nan
     row = {
         "source": place + again,
         **m.row(),
@@ -106,7 +107,8 @@ def row_of(m: Measurement, place: str, number: int = 1) -> Row:
         "last_iteration": math.nan if log.last_iteration is None else log.last_iteration,
         "loss": m.last_loss,
         "tokens_per_s": m.tokens_per_s,
-        "date": f"{date:%Y-%m-%d %H:%M}" if date else "",
+        # that of the last iteration's line, else of the file
+        "date": f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}" if 0 < at < MOST_S else "",
         "problems": [str(problem) for problem in log.problems],
         "cause": "" if m.status is Status.COMPLETED else "; ".join([log.evidence, *log.collectives]),
         "hosts": list(log.hosts),

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ LARGE, MANY = 50_000_000, 64  # bytes in several files, or files, from which oth
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
 OURS = ("run.log", STEPS)  # in a run folder, next to plan.json
 SHOWN = 16  # files from which progress is shown without a terminal
+PROBLEMS = 4  # of a run that its text has
 CHUNK = 50_000  # rows of a CSV file that are in memory
 
 
@@ -186,8 +188,18 @@ def _header(part: Path) -> list[str]:
         return next(csv.reader(file))
 
 
-def record_text(values: dict[str, Any]) -> str:
-    """A run's record in three lines, and one for each of its problems."""
+def records_text(records: Sequence[dict[str, Any]]) -> str:
+    """The records of runs, one below the other; of a file with several runs each with its number."""
+    runs, seen, texts = Counter(values["file"] for values in records), Counter[str](), list[str]()
+    for values in records:
+        seen[values["file"]] += 1
+        number = f", run {seen[values['file']]} of {runs[values['file']]}" if runs[values["file"]] > 1 else ""
+        texts.append(record_text(values, number))
+    return "\n".join(texts)
+
+
+def record_text(values: dict[str, Any], number: str = "") -> str:
+    """A run's record in three lines, and one for each of its first problems; `number` follows the file's name."""
     rates = ", ".join(f"{rate:.1f} TFLOP/s/GPU {name}" for name, rate in values["tflops"].items() if rate is not None)
     parts = (
         f"{values['iterations']} iterations",
@@ -198,13 +210,14 @@ def record_text(values: dict[str, Any]) -> str:
         *(f"validation loss {row['lm_loss']:.4f}" for row in values["validation"][-1:] if row["lm_loss"] is not None),
     )
     numbers = ", ".join(filter(None, parts))
-    wrong = "".join(f"\n  problem: {Problem(**problem)}" for problem in values["problems"])
+    wrong = [f"problem: {Problem(**problem)}" for problem in values["problems"][:PROBLEMS]]
+    wrong += [f"{n} more problems, which --json has"] if (n := len(values["problems"]) - PROBLEMS) > 0 else []
     basis = f", {values['status_basis']}" if values["status_basis"] else ""
-    head = f"{values['file']}: {values['status']} ({values['dialect']}){basis}\n  {numbers}"
-    return f"{head}\n  {values['evidence']}{_places(values)}{wrong}"
+    head = f"{values['file']}{number}: {values['status']} ({values['dialect']}){basis}"
+    return "\n  ".join([head, *filter(None, (numbers, values["evidence"], *_places(values), *wrong))])
 
 
-def _places(values: dict[str, Any]) -> str:
+def _places(values: dict[str, Any]) -> list[str]:
     """Lines with node, GPU and --exclude of an ending, and with who did not come to a collective."""
     named = (
         ("node ", ", ".join(values["hosts"])),
@@ -212,4 +225,4 @@ def _places(values: dict[str, Any]) -> str:
         ("--exclude=", values["exclude"]),
     )
     where = ", ".join(word + text for word, text in named if text)
-    return "".join(f"\n  {line}" for line in filter(None, (values["caveat"], where, *values["collectives"])))
+    return [values["caveat"], where, *values["collectives"]]

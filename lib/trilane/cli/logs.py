@@ -47,7 +47,7 @@ def parse(
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some. With --watch and --json an object on each line.
     """
-    from trilane.analysis.parallel import read_many, record_text
+    from trilane.analysis.parallel import read_many, records_text
     from trilane.logs.dialects import use
 
     use(dialect)
@@ -63,7 +63,7 @@ def parse(
     for one in found:
         print(one.advice, end="\n" if one.advice else "", file=sys.stderr)
     if code < 2:
-        emit(as_json, {"runs": records}, "\n".join(map(record_text, records)))
+        emit(as_json, {"runs": records}, records_text(records))
     return code
 
 

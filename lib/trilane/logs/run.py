@@ -24,7 +24,6 @@ from trilane.workspace.status import Status, known_status, status_problem
 if TYPE_CHECKING:
     import pandas as pd
 
-
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
 DIALECTS = (
     *("megatron-lm", "megatron-deepspeed-2022", "megatron-2021", "deepspeedai", "gpt-neox", "deepspeed", "hf-trainer"),
@@ -58,6 +57,7 @@ class RunLog(Table):
                  line or of its rank, and `exclude` the nodes at fault, as SLURM's --exclude takes them
     collectives  who did not come, by what the ranks' NCCL watchdogs print: a sentence a process group
     status_basis of a log without an end: what shows that the run still runs, or does not
+    clock        iteration and seconds since 1970 of the first, the last and some lines, by their own time stamps
     notes        corrections made in reading
     problems     numbers that cannot be right, or that nothing shows to be right
     spilled      further columns of the iterations, in files, if reading was given a folder for them
@@ -84,6 +84,7 @@ class RunLog(Table):
     exclude: str = ""
     collectives: tuple[str, ...] = ()
     status_basis: str = ""
+    clock: tuple[tuple[float, float], ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
@@ -195,8 +196,7 @@ def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> RunLog:
-    """The RunLog of a run read from `path`, which was last written `age` seconds ago; `with_lines`, the lines of its
-    problems are searched for in that file."""
+    """The RunLog of a run in `path`, last written `age` seconds ago; `with_lines` finds those of its problems there."""
     table = run.iterations if run.iterations.rows else run.companion
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
     note = "; ".join(filter(None, (units.correct_units(table), units.from_bits(counted))))
@@ -206,8 +206,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     if status is Status.UNFINISHED and not end:
         is_running, basis = clock.still_runs(run, table, path, age)
         status = Status.RUNNING if is_running else status
-    numbers = table.column("iteration") if table.rows else np.empty(0)
-    found = plausibility.check(run, table)
+    numbers, found = table.column("iteration") if table.rows else np.empty(0), plausibility.check(run, table)
     problems = plausibility.problems(found, numbers, run, path if with_lines else None)
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
@@ -237,6 +236,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged))),
         status_basis=basis,
+        clock=run.clock,
     )
 
 
