@@ -204,3 +204,12 @@ def test_a_loss_that_was_converted_is_said_to_be(tmp_path):
     log = read_log(tmp_path / "a.log")
     assert log.iterations["lm_loss"].iloc[0] == pytest.approx(8.5 * math.log(2))
     assert [note for note in log.notes if "base 2" in note]
+
+
+def test_one_step_that_does_not_fit_numbers_no_other_losses(tmp_path):
+    dicts = [f"{{'loss': {9 - i}.5, 'learning_rate': 0.001, 'epoch': 0.0{i}}}\n" for i in range(1, 6)]
+    bar = "  8%|##   | 1999/24128 [1:52:09<20:27:23,  3.33s/it][2026-01-01 10:00:00,000] [INFO] a line of another logger\n"
+    (tmp_path / "a.log").write_text("".join([*dicts[:3], bar, *dicts[3:]]))
+    log = read_log(tmp_path / "a.log")
+    assert (len(log.iterations), log.first_iteration, log.last_iteration) == (5, None, None)
+    assert [note for note in log.notes if "does not number" in note]

@@ -47,6 +47,7 @@ class PartialRun(LineClock):
         self._printed: dict[float, float] = {}  # the last iteration of each source of lines
         self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
         self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
+        self._unfit = False  # whether a step that the log does have does not fit these
         self.notes: list[str] = []
         self.root_rank: int | None = None
         self.root_time = ""  # when it failed, as torchrun prints it
@@ -187,7 +188,10 @@ class PartialRun(LineClock):
         `logging_steps`, or as far again as from the one before; else it is counted, see renumber."""
         last, rows, every = self.iteration, self.iterations.rows, self.arguments.get("logging_steps")
         if step is not None:
-            if self.counted and rows and step % (rows + 1) == 0:
+            if self.counted and rows:
+                if self._unfit or step % (rows + 1):  # of a bar that is not drawn for each dict
+                    self._unfit = True
+                    return last + 1
                 self.renumber(int(step) // (rows + 1), int(step) // (rows + 1))
             self.counted = False
             return step
