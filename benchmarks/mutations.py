@@ -226,8 +226,8 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("seconds / np.maximum(steps, 1)", "seconds"),
     ],
     ("logs", "logs/forms.py", "logs"): [
-        ("np.diff(sources) != 0", "np.diff(sources) > 0"),
-        ("place == last[shape] or form ==", "form or form =="),
+        ("CHECKED + 1", "1"),
+        ("old + found, found", "found, found"),
     ],
     ("logs", "logs/partial_run.py", "logs"): [
         ("number > before if before is not None", "number >= before if before is not None"),

@@ -1,10 +1,13 @@
 """What a log's lines say about order: whose iterations they are, which numbers they have, when and where they stand."""
 
+import json
+
 import pytest
 from test_dialects import NANOTRON
 from test_log_dialects import FORK, m2021
 
 from trilane.analysis.measure import measure_log
+from trilane.logs import dialects
 from trilane.logs.reader import Reader, blocks
 from trilane.logs.run import read_log, read_logs
 
@@ -183,6 +186,9 @@ def test_many_lines_and_one_at_a_time_are_read_alike(prefix):
         "megatron": [m2021(i, 900, ms=2000 + i / 7, loss=5 / i) for i in range(1, 80)],
         "deepspeed alone": deepspeed(0).splitlines(True) + deepspeed(25, at=3).splitlines(True),
         "torchtitan": [TITAN.format(s=i % 60, m=i // 60, i=i, loss=5 / i, tps=7000 + i) for i in range(1, 80)],
+        "every tenth step": [
+            TITAN.format(s=i % 60, m=i // 60, i=10 * i, loss=5 / i, tps=7000 + i) for i in range(1, 80)
+        ],
         "nanotron": [NANOTRON.format(i=i, r=0, loss=9 - i / 100).replace("/ 9 |", "/ 99 |") for i in range(1, 80)],
         "two runs": [m2021(i, 900) for part in (range(1, 40), range(20, 70)) for i in part],
     }
@@ -238,3 +244,16 @@ def test_bars_drawn_with_escape_sequences_hide_no_line(tmp_path):
     drawn = "\x1b[A\x1b[2K\r 10%|#  | {i}/90 [00:{i:02d}<01:00,  1.00s/it]\x1b[0m\n\x1b[1m{line}\x1b[0m"
     text = "".join(drawn.format(i=i, line=m2021(i).rstrip("\n")) + "\n" for i in range(1, 9))
     assert list(runs(tmp_path, text)[0].iterations["iteration"]) == list(range(1, 9))
+
+
+def test_digits_that_decide_what_a_line_is_make_no_form(tmp_path, monkeypatch):
+    monkeypatch.setenv(dialects.VARIABLE, "")
+    table = {"name": "phases", "iteration": ["phase 1 update (?P<iteration>\\d+) took (?P<sec_per_it>\\d+)"]}
+    (tmp_path / "own.json").write_text(json.dumps(table))
+    dialects.use([tmp_path / "own.json"])
+    (log,) = runs(tmp_path, "".join(f"phase {i % 7} update {100 + i} took {i % 9}\n" for i in range(1, 71)))
+    assert list(log.iterations["iteration"]) == list(range(101, 171, 7))
+
+
+def test_the_same_iteration_with_another_loss_is_another_run(tmp_path):
+    assert len(runs(tmp_path, "0: " + m2021(5) + "0: " + m2021(5, loss=4.5))) == 2

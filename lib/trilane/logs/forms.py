@@ -18,11 +18,11 @@ from trilane.logs.decimals import is_exact, parse_column
 from trilane.logs.dialect import EPOCHS
 from trilane.logs.megatron import Span
 from trilane.logs.prefilter import ALL, MAYBE, NUMBER, STEP, TABLE, line_kinds, lookup
-from trilane.logs.table_lines import TableLines
+from trilane.logs.table_lines import DIGITS, TableLines
 
-DIGITS = bytes.maketrans(b"123456789", b"000000000")
 UNKNOWN, NOTHING, ARGUMENT = 0, 1, 2  # numbers of forms: not known, holds nothing, an argument if a dump is open
 KINDS = ("iteration", "timers", "deepspeed", "validation")  # of forms
+CHECKED = 8  # lines of a form, before all are read by it
 MIN_LINES = 3  # of a form in a block, before it is worth parsing
 MAX_LENGTH = 4096  # bytes of a line
 CAPACITY = 32 << 20  # bytes of forms
@@ -72,11 +72,7 @@ class Forms:
 
     def _learn(self, texts: Sequence[bytes], shapes: list[bytes], at: list[int]) -> dict[bytes, int]:
         """Find forms among the lines `at` of these shapes; returns the kinds of the shapes that have none."""
-        first, last, times = (
-            dict(zip(shapes[::-1], at[::-1], strict=True)),
-            dict(zip(shapes, at, strict=True)),
-            Counter(shapes),
-        )
+        first, times = dict(zip(shapes[::-1], at[::-1], strict=True)), Counter(shapes)
         left = dict[bytes, int]()
         for (shape, place), kind in zip(
             first.items(), line_kinds([texts[i] for i in first.values()], self._pieces), strict=True
@@ -87,13 +83,17 @@ class Forms:
                 continue
             if times[shape] >= MIN_LINES and kind & (STEP | NUMBER | TABLE) and len(shape) <= MAX_LENGTH:
                 form = parse_form(text, self._tables)
-            # digits that decide what a line is would make one form of two
-            if form and (place == last[shape] or form == parse_form(texts[last[shape]], self._tables)):
+            if form and self._is_all(form, [texts[i] for i, other in zip(at, shapes, strict=True) if other == shape]):
                 self._add(shape, len(self.known))
                 self.known.append(form)
             else:
                 left[shape] = int(kind)
         return left
+
+    def _is_all(self, form: Form, lines: list[bytes]) -> bool:
+        """Whether lines of one form are read alike: digits that decide what a line is would make one form of two."""
+        chosen = {place * (len(lines) - 1) // CHECKED for place in range(CHECKED + 1)}
+        return all(parse_form(lines[place], self._tables) == form for place in chosen)
 
     def _add(self, shape: bytes, number: int) -> None:
         if len(shape) <= MAX_LENGTH:

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs import megatron, run_facts, trainers
-from trilane.logs.forms import DIGITS, Form, MergedLines, times
+from trilane.logs.forms import Form, MergedLines, times
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP, TABLE
 from trilane.logs.table import NAN
-from trilane.logs.table_lines import MEMORY, TableLines
+from trilane.logs.table_lines import DIGITS, MEMORY, TableLines
 from trilane.utils.validation import require
 
 # an iteration line begins; it may end on a later line
@@ -92,7 +92,7 @@ class Lines:
         if kind & (NUMBER | STEP):
             matched |= self._numbers(line)
         if kind & TABLE and not self._pending:
-            matched |= self.tables.fallback(line, whole)
+            matched |= self.tables.fallback(line, whole) or self.tables.digits_decide(line)
         if kind & ARGUMENT or self.facts.inside:
             matched |= self.facts.arguments(line, self.run)
         if kind & END or self.facts.traceback:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trilane.logs.lines import Lines
     from trilane.logs.partial_run import PartialRun
 
+DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
 Block = tuple[Dialect, dict[str, float], bytes, int]  # row, first line and its number, of an iteration of several lines
 
@@ -28,6 +29,8 @@ class TableLines:
         words = {word for dialect in self._dialects for word in dialect.words}
         self._by_word = [(word, [d for d in self._dialects if word in d.words]) for word in sorted(words)]
         self.words = tuple(sorted({word for dialect in every for word in dialect.words}))
+        # whose digits decide what a line is, every digit as 0
+        self._digits = sorted({word.translate(DIGITS) for word in self.words if word.translate(DIGITS) != word})
         self.block: Block | None = None
         self._length = 0
         self._epochs: tuple[PartialRun, float] | None = None  # of a fallback: iterations of the run's earlier epochs
@@ -65,6 +68,10 @@ class TableLines:
         read = set(self._lines.run.dialects)
         known = [d for d in self._fallbacks if read <= {d.name} and any(word in line for word in d.words)]
         return bool(known) and self._by(known, line, whole)
+
+    def digits_decide(self, line: bytes) -> bool:
+        """Whether other digits would make the line one that a table reads."""
+        return any(word in line.translate(DIGITS) for word in self._digits)
 
     def settle(self, dialect: str) -> None:
         """Drop what fallbacks have read of the run, where a line of another dialect shows whose it is."""
