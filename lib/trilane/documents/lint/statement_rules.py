@@ -11,10 +11,15 @@ LONGEST = 20_000  # characters of a line that are read
 # 1_024 and 1,024 and 7.3 and 1e9
 DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,12})?(?![\d,])|\d[\d_]{0,20}(?:\.\d{1,12})?(?:[eE][+-]?\d{1,3})?)"
 SIGN = r"(?:\s{0,2}(?:\*\*|[*/×÷·+−])\s{0,2}|\s{1,2}[x-]\s{1,2}|x(?=\d))"
-SUM = rf"\(?{DIGITS}(?:{SIGN}\(?{DIGITS}\)?){{1,12}}"
-TOKEN = re.compile(rf"\s*(?:({DIGITS})|(\*\*|[*/×÷·+−x()-]))")
 SAME = {"×": "*", "·": "*", "x": "*", "÷": "/", "−": "-"}
 UNIT = "TiB|TB|GiB|GB|MiB|MB|KiB|KB|bytes|TFLOPs|TFLOPS|billion|million|[TBMKG]|days?|hours?|minutes|ms|s|%"
+NOUN = (
+    r"(?:\s(?:GPUs?|gpus?|TPUs?|chips|cards|nodes?|hosts|ranks|workers|devices|replicas|params|parameters|bytes|layers|heads"
+    r"|stages|experts|tokens|sequences|samples|images|steps|microbatches|epochs)(?!\w))?"
+)
+OPERAND = rf"{DIGITS}(?:\s?(?:{UNIT})(?!\w))?{NOUN}"
+SUM = rf"\(?{OPERAND}(?:{SIGN}\(?{OPERAND}\)?){{1,12}}"
+TOKEN = re.compile(rf"\s*(?:({DIGITS})(?:\s?({UNIT})(?!\w))?{NOUN}|(\*\*|[*/×÷·+−x()-]))")
 ROUGH = r"~|≈|about |approx\.? |ca\.? "
 
 # What makes an expression part of a longer one, before it and behind it.
@@ -30,6 +35,7 @@ LINK = re.compile(r"https?://\S{1,2000}|\]\([^)]{0,2000}\)|<[^>]{0,400}>|\$[^$]{
 
 # Factors between a number and the same one in another unit: the unit of an operand may stand elsewhere in the sentence.
 THOUSANDS = tuple(base**power for base in (1e3, 1024.0) for power in range(-4, 5))
+PREFIXES = tuple(1e3**power * 1.024**binary for power in range(-4, 5) for binary in range(-4, 5))  # K is 1000 or 1024
 CLOCK = (1.0, *(f for span in (1e3, 60.0, 3600.0, 86400.0, 24.0) for f in (span, 1 / span)))
 NEAR = 0.1  # relative tolerance of a result that is called approximate
 
@@ -64,16 +70,21 @@ def _arithmetic(text: str) -> Iterator[tuple[str, str]]:
 
 def _compared(expression: str, result: str, unit: str, *, rough: bool) -> Iterator[tuple[str, str]]:
     """The contradiction between an expression and its result, within the digits that are given."""
-    parts = [(number, sign) for number, sign in TOKEN.findall(expression)]
+    found = TOKEN.findall(expression)
+    parts = [(number, sign) for number, _, sign in found]
+    units = {unit for number, unit, _ in found if number}
     value, said = _value(parts), _number(result)
-    if value is None or not math.isfinite(said):
+    if value is None or not math.isfinite(said) or "%" in units:
         return
-    whole = all("." not in number and sign not in ("/", "÷") for number, sign in parts)
+    if len(units) > 1 and any(sign in ("+", "-", "−") for _, sign in parts):  # 1GB + 512MB
+        return
+    whole = all("." not in number and sign not in ("/", "÷") for number, sign in parts) and units == {""}
     last = 0.0 if whole and not unit and "." not in result else _last_digit(result)
     slack = NEAR * said if rough else 0.0
     moved = sum(abs((_value(other) or value) - value) for other in _rounded(parts))
     clock = unit.removesuffix("s") in ("day", "hour", "minute", "m", "") and unit != ""
     factors = {"": (1.0,), "%": (1.0, 100.0)}.get(unit, CLOCK if clock else THOUSANDS)
+    factors = factors if units == {""} else (*factors, *(PREFIXES if "K" in units else THOUSANDS), *CLOCK)
     if all(abs(value * f - said) > (last + slack + moved * f) * (1 + 1e-9) for f in factors):
         words = expression.strip("`( ") if expression.count("(") != expression.count(")") else expression
         yield f"{words} is not {result}{unit}", plain(value) if value < 1e15 else f"{value:.4g}"
