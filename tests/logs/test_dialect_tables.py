@@ -177,6 +177,14 @@ SAMPLES = {
         {"iteration": 3, "train_iters": 74, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 3e-4}
         | {"sec_per_it": 0.1255, "mfu": 0.455, "tokens_per_second": 41776},
     ),
+    "llm.c main.log": (
+        "s:0 tel:11.25\n" + "".join(f"s:{i} trl:{10.5 - i:.4f} lr:1.00e-04 norm:1.50\n" for i in (1, 2, 3)),
+        {"iteration": 3, "lm_loss": 7.5, "learning_rate": 1e-4, "grad_norm": 1.5},
+    ),
+    "llm.c on CPU": (
+        "".join(f"step {i}: train loss {10.5 - i:.6f} (took 1290.500000 ms)\n" for i in (1, 2, 3)),
+        {"iteration": 3, "lm_loss": 7.5, "sec_per_it": 1.2905},
+    ),
     "maxtext": (
         "".join(
             f"I0811 21:55:06.119312 138304841739136 metric_logger.py:226] completed step: {i}, seconds: 5.025, TFLOP/s/device: 150.250, Tokens/s/device: 8150.125, total_weights: 196608, loss: {10.5 - i:.3f}\n"
@@ -443,6 +451,25 @@ def test_ranks_that_print_a_loss_each_are_one_run_and_deepspeed_counts_steps_bet
 def test_epochs_whose_length_is_not_printed_are_runs_of_their_own(tmp_path):
     (tmp_path / "a.log").write_text("".join(f"epoch: {e} step: {i} loss: 3.5\n" for e in (1, 2) for i in (10, 20)))
     assert [list(log.iterations["epoch"]) for log in read_logs(tmp_path / "a.log")] == [[1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("value", ["nan", "-inf"])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_line_whose_loss_is_no_number_is_an_iteration(tmp_path, sample, value):
+    log = read(tmp_path, re.sub(r"(?<![\d.])8\.5\d*", value, SAMPLES[sample][0]))
+    assert (log.dialect, len(log.iterations)) == (sample.split()[0], 3)
+
+
+EVALUATION = "step 15: train loss 3.25, val loss 3.75, train ppl 14.07, val ppl 14.22\n"
+
+
+def test_a_loss_of_held_out_text_among_iterations_is_an_evaluation(tmp_path):
+    lines = [f"it {i}: step {i:,} loss 3.5\n" for i in (10, 999, 1000)]
+    log = read(tmp_path, EVALUATION + lines[0] + EVALUATION + "".join(lines[1:]))
+    assert (list(log.iterations["iteration"]), len(log.validation)) == ([10, 999, 1000], 1)
+    iterations = "".join(f"iter {i}: loss 3.5, ppl 33.12, time 453.50ms, mfu 0.42%\n" for i in (10, 20))
+    log = read(tmp_path, EVALUATION + iterations + EVALUATION)
+    assert (log.dialect, list(log.iterations["sec_per_it"]), len(log.validation)) == ("nanogpt", [0.4535] * 2, 1)
 
 
 LAST = {

@@ -114,6 +114,8 @@ class TableLines:
             time_s = row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
                 self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
+            elif dialect.fallback and self._evaluates(row):
+                pass
             elif dialect.fallback and self._lines.run.lags(row):
                 self._lines.run.compare(row)
             else:
@@ -131,6 +133,20 @@ class TableLines:
             row["iteration"] += before
             row["train_iters"] = before + total
         return row
+
+    def _evaluates(self, row: dict[str, float]) -> bool:
+        """Whether the row of a fallback is an evaluation, which is added: it has a loss of held-out text, and other
+        rows have none."""
+        run, table = self._lines.run, self._lines.run.iterations
+        if not table.rows or ("val_loss" in row) == ("val_loss" in table):
+            return False
+        held_out = [(row["iteration"], row["val_loss"])] if "val_loss" in row else []
+        if not held_out:  # all that was read so far were evaluations
+            held_out = [(table.at("iteration", i), table.at("val_loss", i)) for i in range(table.rows)]
+            run.forget()
+        for iteration, loss in held_out:
+            run.add_validation({"iteration": iteration, "lm_loss": loss})
+        return "val_loss" in row
 
     def step(self, row: dict[str, float], time_s: float, name: str, first: int, line: bytes, number: int) -> None:
         """Add an iteration of the dialect of that name; `number` is that of its line in the file."""
