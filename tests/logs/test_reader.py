@@ -65,6 +65,16 @@ TRAINER = [
     ("epochs of a resumed run", COUNTS + trainer([710, 720, 730, 740, 750]), [710, 720, 730, 740, 750]),
     ("epochs too coarse", COUNTS.replace("1,500", "90,000") + trainer([10, 20], epoch=30000), [None, None]),
     ("argument", "+ python train.py --logging_steps 20\n" + trainer([20, 40, 60]), [20, 40, 60]),
+    (
+        "the first step too",
+        "+ python train.py --logging_steps 20 --logging_first_step\n" + trainer([1, 20, 40]),
+        [1, 20, 40],
+    ),
+    (
+        "resumed",
+        "+ python train.py --logging_steps 20 --resume_from_checkpoint a\n" + trainer([520, 540]),
+        [None, None],
+    ),
     ("a bar later", trainer([10]) + "20/90 [00:20<01:10]" + trainer([20]), [10, 20]),
     ("nothing", trainer([10, 20, 30]), [None, None, None]),
 ]

@@ -195,8 +195,9 @@ class PartialRun(LineClock):
                 self.renumber(int(step) // (rows + 1), int(step) // (rows + 1))
             self.counted = False
             return step
-        if isinstance(every, int) and every > 0:
-            return last + every
+        resumed = self.arguments.get("resume_from_checkpoint") not in (None, False, "")
+        if isinstance(every, int) and every > 0 and (rows or not resumed) and not self.counted:
+            return 1.0 if not rows and self.arguments.get("logging_first_step") is True else (last // every + 1) * every
         if rows > 1 and not self.counted:
             return 2 * last - self.iterations.at("iteration", rows - 2)
         self.counted = True
