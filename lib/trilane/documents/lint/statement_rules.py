@@ -87,7 +87,8 @@ def _compared(expression: str, result: str, unit: str, *, rough: bool) -> Iterat
     factors = factors if units == {""} else (*factors, *(PREFIXES if "K" in units else THOUSANDS), *CLOCK)
     if all(abs(value * f - said) > (last + slack + moved * f) * (1 + 1e-9) for f in factors):
         words = expression.strip("`( ") if expression.count("(") != expression.count(")") else expression
-        yield f"{words} is not {result}{unit}", plain(value) if value < 1e15 else f"{value:.4g}"
+        right = min((value * f for f in factors), key=lambda v: abs(math.log(v / said)) if said else 0.0)
+        yield f"{words} is not {result}{unit}", f"{plain(right) if right < 1e15 else f'{right:.4g}'}{unit}"
 
 
 def _value(parts: list[tuple[str, str]]) -> float | None:
