@@ -1,5 +1,6 @@
 """Planted faults: each is reported by its rule; a right log has no problem."""
 
+import re
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -66,6 +67,7 @@ RIGHT = {
     "the Trainer, every tenth step": bars(100) + EXAMPLES,
     "a few lines": line(1) + line(2),
     "skipped iterations": "".join(line(i).replace("lm loss: 5.000000E+00 |", "") for i in range(1, 9)),
+    "the clock agrees past midnight": re.sub(r"\[\S+ ", "[", stamped(60)),
     "the clock agrees": stamped(),
     "the clock agrees with fast iterations": stamped(200, seconds=0.25, ms=250.0),
     "the clock includes evaluations": stamped(60, pause=600.0),
@@ -108,6 +110,7 @@ FAULTS = {
     "clock of seconds under another label": ("sec_per_it", stamped(ms=2.0)),
     "clock of a logging interval": ("sec_per_it", stamped(step=10, ms=20000.0)),
     "clock of one iteration of ten": ("sec_per_it", stamped(step=10, ms=200.0, pause=60.0)),
+    "clock of the day": ("sec_per_it", re.sub(r"\[\S+ ", "[", stamped(40, seconds=6.2, ms=6.2))),
     "clock of fast iterations": ("sec_per_it", stamped(400, seconds=0.5, ms=50.0)),
     "clock that jumps back": ("time_s", stamped(back=3600.0)),
     "leap": (

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs.digest import Finding
+from trilane.logs.line_clock import past_midnight
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.reader import blocks
 from trilane.logs.table import NAN, NumericTable
@@ -111,7 +112,7 @@ def check(run: PartialRun, table: NumericTable) -> Iterator[Finding]:
     so, and only a wrong unit makes them shorter.
     """
     pairs = np.array(run.clock, float).reshape(-1, 2)
-    at, stamps = pairs[:, 0], pairs[:, 1]
+    at, stamps = pairs[:, 0], past_midnight(pairs[:, 1])
     if len(back := np.flatnonzero(np.diff(stamps) < -BACK_S)):
         text = f"jump back by {stamps[back[0]] - stamps[back[0] + 1]:.0f} s after iteration {at[back[0]]:.0f}"
         yield Finding("clock", "time_s", f"the lines' time stamps {text}")

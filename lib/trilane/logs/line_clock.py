@@ -1,11 +1,29 @@
 """LineClock: where the lines of a run's iterations stand in the file, and how their time stamps give its seconds."""
 
+import re
+
 import numpy as np
 
 from trilane.logs.table import NAN
 from trilane.logs.trainers import timestamp
 
 MAX_STAMPS = 200  # time stamps of lines that are noted
+TIME_OF_DAY = re.compile(rb"^\W{0,3}(\d\d):(\d\d):(\d\d(?:\.\d{1,6})?)(?![\d:])")
+DAY_S = 86400.0
+
+
+def line_time(line: bytes) -> float:
+    """Seconds since 1970 by the line's time stamp, or since midnight where the line begins with a time of day."""
+    found, stamp = TIME_OF_DAY.match(line), timestamp(line)
+    hours, minutes, seconds = map(float, found.groups()) if found else (NAN, NAN, NAN)
+    return stamp if stamp == stamp else 3600 * hours + 60 * minutes + seconds
+
+
+def past_midnight(times: np.ndarray) -> np.ndarray:
+    """Times of day, (lines,), as seconds since the first midnight; others as they are."""
+    if not len(times) or times.max() > DAY_S:
+        return times
+    return times + DAY_S * np.cumsum(np.diff(times, prepend=times[0]) < -DAY_S / 2)
 
 
 class LineClock:
@@ -23,7 +41,7 @@ class LineClock:
         """Note the line of the iteration that is that `row` of the run, counted from 1, and its number in the file."""
         self.first_number, self.last_number = self.first_number or number, number
         if row >= self._next_stamp:
-            self.stamps.append((iteration, timestamp(line)))
+            self.stamps.append((iteration, line_time(line)))
             if len(self.stamps) > MAX_STAMPS:
                 del self.stamps[1::2]
             self._next_stamp = row + max(1, row // MAX_STAMPS)

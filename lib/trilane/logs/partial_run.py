@@ -12,9 +12,9 @@ import numpy as np
 from trilane.logs.arguments import Value
 from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
-from trilane.logs.line_clock import LineClock
+from trilane.logs.line_clock import LineClock, line_time
 from trilane.logs.table import NAN, NumericTable
-from trilane.logs.trainers import logging_steps, timestamp
+from trilane.logs.trainers import logging_steps
 from trilane.logs.watchdog import Watchdogs
 
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
@@ -70,8 +70,8 @@ class PartialRun(LineClock):
 
     @property
     def clock(self) -> tuple[tuple[float, float], ...]:
-        """Iteration and seconds since 1970 of the first, the last and some lines between, by their own time stamps."""
-        last = (self.iteration, timestamp(self.last_line)) if self.rows else (NAN, NAN)
+        """Iteration and time (see line_time) of the first, the last and some lines between, by their own stamps."""
+        last = (self.iteration, line_time(self.last_line)) if self.rows else (NAN, NAN)
         return tuple(dict.fromkeys(pair for pair in (*self.stamps, last) if pair[1] == pair[1]))
 
     @property

@@ -63,11 +63,12 @@ def check(run: PartialRun, table: NumericTable) -> list[Finding]:
 
 
 def problems(
-    found: Collection[Finding], numbers: np.ndarray, run: PartialRun, path: Path | None
+    found: Collection[Finding], table: NumericTable, run: PartialRun, path: Path | None
 ) -> tuple[Problem, ...]:
     """The problems with their lines: the last iteration's, or one that is searched for in the file `path`, where that
-    is given, between the lines of the first and last iteration; `numbers` are those of the iterations, (rows,).
+    is given, between the lines of the first and last iteration.
     """
+    numbers = table.column("iteration") if found else np.empty(0)
     rows = {f.row for f in found if 0 <= f.row < len(numbers) - 1 and abs(numbers[f.row]) < MOST_NUMBER}
     wanted, ends = {int(numbers[row]) for row in rows}, (run.first_number, run.last_number)
     lines = find_lines(path, wanted, *ends) if path and rows else {}

@@ -13,6 +13,7 @@ from trilane.logs import clock, endings, plausibility, units
 from trilane.logs.arguments import Value
 from trilane.logs.dialects import dialects
 from trilane.logs.hardware import Device
+from trilane.logs.line_clock import DAY_S
 from trilane.logs.partial_run import PartialRun
 from trilane.logs.plausibility import MOST_NUMBER, Problem
 from trilane.logs.reader import Reader, blocks
@@ -206,8 +207,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     if status is Status.UNFINISHED and not end:
         is_running, basis = clock.still_runs(run, table, path, age)
         status = Status.RUNNING if is_running else status
-    numbers, found = table.column("iteration") if table.rows else np.empty(0), plausibility.check(run, table)
-    problems = plausibility.problems(found, numbers, run, path if with_lines else None)
+    problems = plausibility.problems(plausibility.check(run, table), table, run, path if with_lines else None)
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
         memory.add(row)
@@ -236,7 +236,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged))),
         status_basis=basis,
-        clock=run.clock,
+        clock=tuple(pair for pair in run.clock if pair[1] > DAY_S),  # without times of day
     )
 
 
