@@ -207,7 +207,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("logs", "logs/endings.py", "logs/test_endings.py"): [
         ("found.rows + 2", "found.rows + 1"),
-        ("found.level > 0 and ", ""),
+        ("found.level > SCHEDULER and ", ""),
         ('b"G": 2**30', 'b"G": 10**9'),
     ],
     ("logs", "logs/trainers.py", "logs"): [
