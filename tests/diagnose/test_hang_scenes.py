@@ -115,7 +115,7 @@ Place = str | tuple[str, str]  # the main thread, or it and a thread of autograd
 class Scene:
     """What hangs: tp, pp, dp, the stack of most ranks, that of others, and who is to blame.
 
-    `unknown`: stacks cannot show it, so that nobody may be named; `either`: a pair in which both are named.
+    `unknown`: stacks cannot show it, so that nobody may be named.
     """
 
     sizes: tuple[int, int, int]
@@ -123,7 +123,6 @@ class Scene:
     others: dict[int, Place | None]
     guilty: frozenset[int]
     unknown: bool = False
-    either: frozenset[int] = frozenset()
     states: tuple[tuple[int, str], ...] = ()
 
 
@@ -284,7 +283,8 @@ def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(
     if scene.unknown:
         assert not named and "cannot be told from" in verdict.paragraph
     else:
-        assert named == (scene.either or scene.guilty), verdict.to_text()
+        assert named == (scene.guilty), verdict.to_text()
+        assert all("state D" in verdict.reasons[rank] for rank, state in scene.states if state == "D")
 
 
 # A backward pass within 60 others runs in a thread that C++ starts, as each of them does for a GPU.

@@ -205,6 +205,8 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     kind, text = "soft" if soft else "busy", first_match("activities", frames[:8]) or "outside communication"
     if wait is not None:
         kind, text = "waiting", f"in {wait.op}"
+    if kind == "busy" and evidence.grid[rank].state == "D":
+        text += ", in uninterruptible sleep (state D): a file system or a driver does not answer"
     return Condition(kind=kind, text=text, frames=frames, wait=wait or soft, moves=moves)
 
 
