@@ -76,3 +76,11 @@ def test_a_tape_that_nobody_needs_closes_its_file(tmp_path):
         del tape
         gc.collect()
     assert not [w for w in caught if "unclosed" in str(w.message)]
+
+
+def test_a_problem_is_printed_with_its_line_and_that_lines_text(tmp_path, capsys):
+    (tmp_path / "a.log").write_text("".join(m2021(i, 90, loss=-3.25 if i == 7 else 5 - i / 100) for i in range(1, 30)))
+    assert main(["logs", "parse", str(tmp_path / "a.log")]) == 0
+    *_, problem, text = capsys.readouterr().out.splitlines()
+    assert problem.startswith("  problem: lm_loss: -3.25: ") and problem.endswith("(line 7)")
+    assert text.startswith("    iteration 7/ 90 | consumed samples: 28 |")

@@ -23,6 +23,7 @@ from trilane.documents.runs import read_runs
 from trilane.logs import candidates
 from trilane.logs.plausibility import Problem
 from trilane.logs.run import INTEGERS, NoIterations, RunLog
+from trilane.utils.tables import short
 from trilane.utils.validation import require
 from trilane.workspace.installation import SUMS
 from trilane.workspace.run_folder import STEPS
@@ -210,11 +211,17 @@ def record_text(values: dict[str, Any], number: str = "") -> str:
         *(f"validation loss {row['lm_loss']:.4f}" for row in values["validation"][-1:] if row["lm_loss"] is not None),
     )
     numbers = ", ".join(filter(None, parts))
-    wrong = [f"problem: {Problem(**problem)}" for problem in values["problems"][:PROBLEMS]]
+    wrong = [_problem(problem, values["evidence"]) for problem in values["problems"][:PROBLEMS]]
     wrong += [f"{n} more problems, which --json has"] if (n := len(values["problems"]) - PROBLEMS) > 0 else []
     basis = f", {values['status_basis']}" if values["status_basis"] else ""
     head = f"{values['file']}{number}: {values['status']} ({values['dialect']}){basis}"
     return "\n  ".join([head, *filter(None, (numbers, values["evidence"], *_places(values), *wrong))])
+
+
+def _problem(values: dict[str, Any], shown: str) -> str:
+    """A problem, and the text of its line where that is not `shown` already."""
+    text = f"\n    {short(values['evidence'])}" if values["evidence"] not in ("", shown) else ""
+    return f"problem: {Problem(**values)}{text}"
 
 
 def _places(values: dict[str, Any]) -> list[str]:
