@@ -213,3 +213,10 @@ def test_one_step_that_does_not_fit_numbers_no_other_losses(tmp_path):
     log = read_log(tmp_path / "a.log")
     assert (len(log.iterations), log.first_iteration, log.last_iteration) == (5, None, None)
     assert [note for note in log.notes if "does not number" in note]
+
+
+def test_the_last_step_of_an_epoch_completes_no_run(tmp_path):
+    lines = [f"[Epoch {e}] step {i}/20 loss {9 - e - i / 20:.2f}\n" for e in (0, 1) for i in (10, 20)]
+    (tmp_path / "a.log").write_text("".join(lines))
+    log = read_log(tmp_path / "a.log")
+    assert (log.last_iteration, log.status == "completed") == (40, False)

@@ -47,6 +47,7 @@ class PartialRun(LineClock):
         self._printed: dict[float, float] = {}  # the last iteration of each source of lines
         self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
         self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
+        self.in_epochs = False  # whether the log numbers them in their epoch: it may have more epochs
         self._unfit = False  # whether a step that the log does have does not fit these
         self.notes: list[str] = []
         self.root_rank: int | None = None

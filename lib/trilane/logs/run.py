@@ -252,7 +252,7 @@ def _status(run: PartialRun, table: NumericTable) -> tuple[Status, str, endings.
         return Status.NAN_LOSS, last, None
     if end and end.level == endings.PLANNED:
         return end.status, end.evidence, end
-    done = table.last("iteration") + 1 - run.first_iteration if table.rows else NAN
+    done = table.last("iteration") + 1 - run.first_iteration if table.rows and not run.in_epochs else NAN
     if "train_runtime" in run.summary or done == table.last("train_iters"):
         return Status.COMPLETED, last, None
     if end:

@@ -110,6 +110,7 @@ class TableLines:
     def end_block(self) -> None:
         if self.block:
             (dialect, row, line, number), self.block = self.block, None
+            self._lines.run.in_epochs |= not EPOCHS.keys().isdisjoint(row)
             row = in_run(self._counted_on(row) if dialect.fallback else row)
             time_s = row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
@@ -128,7 +129,7 @@ class TableLines:
         last, epoch, total = run.iteration, run.iterations.last("epoch"), row.get("train_iters", 0.0)
         if total > 0 and row.get("epoch", 0.0) > epoch and row["iteration"] + before <= last:
             before = math.ceil(last / total) * total
-            self._epochs = run, before
+            self._epochs, run.in_epochs = (run, before), True
         if before and row.get("epoch", 0.0) >= epoch:
             row["iteration"] += before
             row["train_iters"] = before + total
