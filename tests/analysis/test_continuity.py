@@ -238,3 +238,13 @@ def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_n
     found = {(b.before.log, b.after.log, b.cause) for b in shown.breaks}
     assert found == {("a/run.log", "a/run.log", "data-replayed"), ("a/run.log", "b/run.log", "another-schedule")}
     assert "data is replayed" in shown._repr_html_() and "**2** restarts" in shown.summary()
+
+
+def test_numbers_that_no_training_has_are_left_out(tmp_path, capsys):
+    """Each column in turn is 0, negative, tiny, huge, or not a number."""
+    for name in ("learning_rate", "consumed_samples", "global_batch_size", "lm_loss", "loss_scale", "sec_per_it"):
+        for value in (0.0, -1.0, 1e-300, 1e300, math.nan):
+            rows = [r | {name: value} for r in PLAIN.rows(41, 50, run=1)]
+            names = written(tmp_path, [text(PLAIN.rows(1, 40)), text(rows)])
+            assert main(["logs", "spikes", *names, "--json"]) == 0
+            json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

@@ -166,7 +166,7 @@ def _begun_again(old: RunLog, new: RunLog) -> tuple[Break, Sides] | None:
     (_, before), (_, after) = sides.before("consumed_samples"), sides.after("consumed_samples")
     if len(before) and len(after) and before[0] < after[0] - before[0] and after[0] <= 1.1 * before[-1] + before[0]:
         batch = sides.after("global_batch_size")[1]
-        if after[0] > 2 * batch[0] * sides.every:
+        if len(batch) and after[0] > 2 * batch[0] * sides.every:
             return ends.found("iteration", "iterations-restarted", 0, expected), sides
     (at, x), (_, y), rates = sides.before("lm_loss"), sides.after("lm_loss"), sides.both("learning_rate")
     if len(x) < LEAST_LINES or len(y) < 3 or at[0] > 2 * sides.old_every or not rates or lengths[0] is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trilane.analysis.restart_sides import TAIL, Break, Sides, resolution, slope_of
+from trilane.analysis.restart_sides import LARGEST, TAIL, Break, Sides, resolution, slope_of
 
 NEAR = 8  # rows on each side that give the slope of a schedule
 CLOSE = 5e-4  # relative difference of learning rates that is none
@@ -68,7 +68,9 @@ def _same_over_samples(sides: Sides) -> bool:
     for table in (sides.old, sides.new):
         if not {"consumed_samples", "learning_rate"} <= {*table}:
             return False
-        rows = table[["consumed_samples", "learning_rate"]].dropna().sort_values("consumed_samples").to_numpy(float)
+        rows = table[["consumed_samples", "learning_rate"]].to_numpy(float)
+        rows = rows[((rows >= 0) & (rows < LARGEST)).all(axis=1)]
+        rows = rows[np.unique(np.rint(rows[:, 0]), return_index=True)[1]]
         if not len(rows):
             return False
         tables.append(rows)
@@ -101,7 +103,7 @@ def _why_rate(sides: Sides, place: int, expected: float) -> tuple[str, str]:
     if earlier is not None:
         return "shifted-schedule", f"that of about iteration {earlier:.0f}"
     before = slope_of(at[-NEAR:], rate[-NEAR:])
-    if before and slope == slope and abs(slope / before * expected / value - 1) < 0.15:
+    if before and value and slope == slope and abs(slope / before * expected / value - 1) < 0.15:
         return "scaled-rate", f"{value / expected:.4g} times the old rate, falling at the same relative pace"
     return "another-schedule", ""
 

@@ -54,6 +54,8 @@ CAUSES = {
     "moments-lost": "Adam's moments were not restored: the loss rises and converges again",
     "loss-level": "weights restored in part (norms, tied embedding), other data, or another loss",
 }
+LARGEST = 1e18  # number that is believed, and one over the least: the rest is damaged
+MAY_BE_ZERO = ("iteration", "learning_rate", "consumed_samples", "consumed_tokens", "skipped")
 TAIL = 512  # rows before a restart, and after it, that rules look at
 
 
@@ -103,7 +105,7 @@ class Break:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; `size` is the value over the expected one, null where that is 0."""
-        size = self.after.value / self.expected if self.expected else None
+        size = self.after.value / self.expected if abs(self.expected) > 1e-30 else None
         return {**asdict(self), "size": size, "likely": self.likely, "sentence": self.sentence}
 
 
@@ -188,11 +190,12 @@ def label(log: RunLog) -> str:
 
 
 def numbers(table: pd.DataFrame, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations and values of a column, where it is a number."""
+    """Iterations and values of a column, where it is a number that training can have."""
     if name not in table:
         return np.empty(0), np.empty(0)
     values = table[name].to_numpy(float)
-    good = np.isfinite(values)
+    values = np.where(np.abs(values) < 1 / LARGEST, 0.0, values)
+    good = ((values > 0) | ((values == 0) & (name in MAY_BE_ZERO))) & (values < LARGEST)  # False for NaN
     return table["iteration"].to_numpy(float)[good], values[good]
 
 
@@ -207,7 +210,7 @@ def derived(log: RunLog, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with batch size and sequence length by the differences of consumed samples and tokens, where those are
     printed and they themselves are not; the first row gets the second one's.
     """
-    table = rows[np.isfinite(rows["iteration"].to_numpy(float))]  # a typed table's row has no number
+    table = rows[np.abs(rows["iteration"].to_numpy(float)) < LARGEST]  # a typed table's row has no number
     table = table.sort_values("iteration", kind="stable").drop_duplicates("iteration", keep="last")
     steps = table["iteration"].diff()
     if "consumed_samples" in table and "global_batch_size" not in table:
@@ -243,10 +246,8 @@ def restarts(logs: Sequence[RunLog]) -> Iterator[Sides]:
 
 def resolution(values: np.ndarray) -> tuple[float, float]:
     """The last place of printed numbers, absolute and relative, by the digits of up to TAIL of them, 12 at most.
-
-    3.787E-06 has a relative resolution of 1e-3; 0.000123 an absolute one of 1e-6.
-    """
-    texts = [Decimal(f"{v:.12g}").normalize().as_tuple() for v in values[:TAIL] if v]
+    3.787E-06: 1e-3 relative; 0.000123: 1e-6 absolute."""
+    texts = [Decimal(f"{v:.12g}").normalize().as_tuple() for v in values[:TAIL] if v > 1 / LARGEST]
     if not texts:
         return 0.0, 0.0
     digits = max(len(text.digits) for text in texts)

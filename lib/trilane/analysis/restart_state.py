@@ -172,7 +172,7 @@ def _scale(sides: Sides) -> Iterator[Break]:
         return
     ratio, skipped = after / before, sides.after("skipped")[1]
     allowed = max(SCALE_JUMP, 2.0 * float((values[1:] / values[:-1]).max(initial=1.0)))
-    if 1 / (SCALE_JUMP * 2 ** float(skipped[0] if len(skipped) else 0)) < ratio < allowed:
+    if 1 / (SCALE_JUMP * 2 ** min(64.0, skipped[0] if len(skipped) else 0.0)) < ratio < allowed:
         return
     first = {float(values[0])} if at[0] <= 2 * sides.old_every else set()
     asked = sides.new_log.arguments.get("initial_loss_scale")
