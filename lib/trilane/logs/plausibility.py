@@ -85,7 +85,7 @@ def _unknown(c: Columns) -> Iterator[Finding]:
     rates = ("samples_per_second", "tokens_per_second", "tokens_per_gpu_per_second", "flops_per_s_per_gpu")
     has = np.zeros(len(c["iteration"]), bool)
     for name in ("sec_per_it", "lm_loss", *rates):
-        has |= np.isfinite(c[name])
+        has |= ~np.isnan(c[name])  # an infinite loss is one that was printed
     skipped = np.nan_to_num(c["skipped"]) > 0
     nan = "lm_loss" in c.table and np.isnan(c["lm_loss"])
     empty = ~(has | skipped | nan)
