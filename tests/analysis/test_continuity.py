@@ -19,7 +19,7 @@ from restart_logs import (
 )
 from support import small_plan
 
-from trilane.analysis.continuity import find_breaks, study_breaks
+from trilane.analysis.continuity.breaks import find_breaks, study_breaks
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
 from trilane.documents.runs import read_runs

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.compare import compare, sides
-from trilane.analysis.continuity import Continuity, find_breaks, joined
+from trilane.analysis.continuity.breaks import Continuity, find_breaks, joined
 from trilane.analysis.fleet import column, first_of, from_to, numbered, ordered, row_of
 from trilane.analysis.levels import LEAST
 from trilane.analysis.loss_curve import Curve, join, trainings

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.analysis.continuity import Continuity
+from trilane.analysis.continuity.breaks import Continuity
 from trilane.analysis.levels import (
     CALM,
     CALM_LINES,

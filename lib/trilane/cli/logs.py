@@ -179,7 +179,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    from trilane.analysis.continuity import KEEP, find_breaks
+    from trilane.analysis.continuity.breaks import KEEP, find_breaks
     from trilane.analysis.loss_curve import join, trainings
     from trilane.analysis.spikes import training_record, training_text
     from trilane.documents.runs import read_runs

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trilane.analysis.restart_rate import learning_rate
-from trilane.analysis.restart_sides import TAIL, Break, Sides, resolution, slope_of
+from trilane.analysis.continuity.rate import learning_rate
+from trilane.analysis.continuity.sides import TAIL, Break, Sides, resolution, slope_of
 
 NEAR = 8  # rows on each side that give the slope of a schedule
 OTHER_WORK = 1.2  # of samples (or tokens) of an iteration, as rate times seconds gives them

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from trilane.analysis.continuity.levels import LEAST_LINES, levels
+from trilane.analysis.continuity.sides import WORDS, Break, Line, Sides, derived, restarts, with_columns
+from trilane.analysis.continuity.state import exact
 from trilane.analysis.loss_curve import agree
-from trilane.analysis.restart_levels import LEAST_LINES, levels
-from trilane.analysis.restart_sides import WORDS, Break, Line, Sides, derived, restarts, with_columns
-from trilane.analysis.restart_state import exact
 from trilane.config.plan import read_plan
 from trilane.logs.reader import find_lines
 from trilane.logs.run import RunLog, read_run_folder

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from trilane.analysis.continuity.sides import Break, Sides
 from trilane.analysis.levels import LEAST_NOISE, TO_SIGMA
-from trilane.analysis.restart_sides import Break, Sides
 
 LEAST_LINES = 6  # before a restart that give level and noise
 TREND = 96  # lines before the restart that give level, trend and noise

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trilane.analysis.restart_sides import LARGEST, TAIL, Break, Sides, resolution, slope_of
+from trilane.analysis.continuity.sides import LARGEST, TAIL, Break, Sides, resolution, slope_of
 
 NEAR = 8  # rows on each side that give the slope of a schedule
 CLOSE = 5e-4  # relative difference of learning rates that is none
