@@ -210,27 +210,31 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("found.level > SCHEDULER and ", ""),
         ('b"G": 2**30', 'b"G": 10**9'),
     ],
-    ("logs", "logs/trainers.py", "logs"): [
+    ("logs", "logs/dialects/trainers.py", "logs"): [
         ("GIB = 2**30", "GIB = 10**9"),
         ("3600 * int(", "60 * int("),
     ],
-    ("logs", "logs/megatron.py", "logs"): [
+    ("logs", "logs/dialects/megatron.py", "logs"): [
         ("float(field[2]) * 2**20", "float(field[2]) * 1e6"),
         ("found.span(3 if found[3] else 2)", "found.span(2)"),
     ],
     ("logs", "logs/units.py", "logs"): [
         ("current *= FACTOR", "current = FACTOR"),
     ],
-    ("logs", "logs/line_clock.py", "logs"): [
+    ("logs", "logs/reading/line_clock.py", "logs"): [
         ("seconds / steps}", "seconds}"),
         ("seconds / np.maximum(steps, 1)", "seconds"),
     ],
-    ("logs", "logs/forms.py", "logs"): [
+    ("logs", "logs/reading/forms.py", "logs"): [
         ("CHECKED + 1", "1"),
+    ],
+    ("logs", "logs/reading/sorted_lines.py", "logs"): [
         ("old + found, found", "found, found"),
     ],
-    ("logs", "logs/partial_run.py", "logs"): [
+    ("logs", "logs/reading/copies.py", "logs"): [
         ("number > before if before is not None", "number >= before if before is not None"),
+    ],
+    ("logs", "logs/reading/partial_run.py", "logs"): [
         ('seen.get("iteration", 0.0) > since', 'seen.get("iteration", 0.0) < since'),
         ("max(row.get(name, 0.0), value) if", "value if"),
     ],
@@ -241,7 +245,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("BITS = 1e9 / 8", "BITS = 1e9"),
         ("seconds / 1e6", "seconds / 1e3"),
     ],
-    ("logs", "logs/reader.py", "logs"): [
+    ("logs", "logs/reading/reader.py", "logs"): [
         ('data.rfind(b"\\n") + 1', 'data.rfind(b"\\n")'),
     ],
     ("logs", "analysis/steady_state.py", "analysis/test_measure.py"): [
@@ -250,6 +254,8 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("logs", "analysis/measure.py", "analysis/test_measure.py"): [
         ("(high - low) / 2 / seconds", "(high - low) / seconds"),
+    ],
+    ("logs", "analysis/numerics.py", "analysis/test_measure.py"): [
         (" & ~(np.nan_to_num(skipped) > 0)", ""),
     ],
     ("logs", "analysis/spikes.py", "analysis/test_spikes.py"): [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trilane.cli.app import main
-from trilane.logs import dialects
+from trilane.logs.dialects import tables
 from trilane.logs.run import read_log
 
 UNKNOWN = {
@@ -20,7 +20,7 @@ UNKNOWN = {
 
 @pytest.fixture(autouse=True)
 def _no_own_tables(monkeypatch):
-    monkeypatch.setenv(dialects.VARIABLE, "")
+    monkeypatch.setenv(tables.VARIABLE, "")
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

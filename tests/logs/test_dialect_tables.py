@@ -7,7 +7,7 @@ import re
 import pytest
 from support import REPOSITORY
 
-from trilane.logs import dialects
+from trilane.logs.dialects import tables
 from trilane.logs.run import read_logs
 from trilane.utils.validation import DATA
 
@@ -421,7 +421,7 @@ def test_a_table_reads_what_its_trainer_prints(tmp_path, sample):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_names_its_source_and_reads_no_line_of_another_trainer(name):
-    table = dialects.read_dialect(DATA / "dialects" / f"{name}.json")
+    table = tables.read_dialect(DATA / "dialects" / f"{name}.json")
     lines = {line: sample for sample, (text, _) in SAMPLES.items() for line in re.split("[\r\n]", text)}
     found = {sample.split()[0] for line, sample in lines.items() if table.iterations(line.encode())}
     assert name in found and (table.fallback or (found == {name} and table.source.startswith("https://github.com/")))

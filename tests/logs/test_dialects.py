@@ -6,7 +6,7 @@ import re
 import pytest
 
 from trilane.cli.app import main
-from trilane.logs import dialects
+from trilane.logs.dialects import tables
 from trilane.logs.run import read_log, read_logs
 
 # https://github.com/huggingface/nanotron/blob/main/src/nanotron/trainer.py
@@ -20,12 +20,12 @@ OWN = {
 
 @pytest.fixture(autouse=True)
 def _no_own_tables(monkeypatch):
-    monkeypatch.setenv(dialects.VARIABLE, "")
+    monkeypatch.setenv(tables.VARIABLE, "")
 
 
 def own(folder, **keys):
     (folder / "own.json").write_text(json.dumps(OWN | keys))
-    dialects.use([folder / "own.json"])
+    tables.use([folder / "own.json"])
 
 
 def read(folder, text):

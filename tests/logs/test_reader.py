@@ -7,8 +7,8 @@ from test_dialects import NANOTRON
 from test_log_dialects import FORK, m2021
 
 from trilane.analysis.measure import measure_log
-from trilane.logs import dialects
-from trilane.logs.reader import Reader, blocks
+from trilane.logs.dialects import tables
+from trilane.logs.reading.reader import Reader, blocks
 from trilane.logs.run import read_log, read_logs
 
 # deepspeed/runtime/engine.py and deepspeed/utils/timer.py of https://github.com/deepspeedai/DeepSpeed
@@ -230,7 +230,7 @@ def test_other_encodings_are_read_as_utf8(tmp_path, code, count):
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_goes_and_one_that_shrinks_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("trilane.logs.reader.BLOCK", 1000)
+    monkeypatch.setattr("trilane.logs.reading.reader.BLOCK", 1000)
     path, line = tmp_path / "a.log", m2021(1)
     path.write_text("".join(m2021(i, 99) for i in range(1, 20)))
     read = blocks(path)
@@ -257,10 +257,10 @@ def test_bars_drawn_with_escape_sequences_hide_no_line(tmp_path):
 
 
 def test_digits_that_decide_what_a_line_is_make_no_form(tmp_path, monkeypatch):
-    monkeypatch.setenv(dialects.VARIABLE, "")
+    monkeypatch.setenv(tables.VARIABLE, "")
     table = {"name": "phases", "iteration": ["phase 1 update (?P<iteration>\\d+) took (?P<sec_per_it>\\d+)"]}
     (tmp_path / "own.json").write_text(json.dumps(table))
-    dialects.use([tmp_path / "own.json"])
+    tables.use([tmp_path / "own.json"])
     (log,) = runs(tmp_path, "".join(f"phase {i % 7} update {100 + i} took {i % 9}\n" for i in range(1, 71)))
     assert list(log.iterations["iteration"]) == list(range(101, 171, 7))
 

@@ -17,7 +17,7 @@ from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster
-from trilane.logs.dialects import use
+from trilane.logs.dialects.tables import use
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped, middle, percent, short, show
 from trilane.utils.validation import require
@@ -225,9 +225,9 @@ def measure_runs(
 ) -> MeasuredRuns:
     """The runs of `logs` (a file, a folder, a glob; run on `cluster` where given), or of the study where that is empty.
 
-    In the order of a column of `logs table`, `sort`, or of their paths; `dialect` is a file as logs.dialects.use takes
-    it. Raises ValueError where there is no run. A run folder is one run; in another folder every file counts whose name
-    does not show that it is no log.
+    In the order of a column of `logs table`, `sort`, or of their paths; `dialect` is a file of a user's own
+    table. Raises ValueError where there is no run. A run folder is one run; in another folder every file counts whose
+    name does not show that it is no log.
     """
     by = column(sort, "sort") if sort else ""
     use([Path(dialect)] if dialect else [])

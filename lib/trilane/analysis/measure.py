@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trilane.analysis import flops
+from trilane.analysis.numerics import Numerics, numerics
 from trilane.analysis.phase_times import ideal_bubble, measured_bubble
 from trilane.analysis.plausibility import HARMLESS, shape_problems
 from trilane.analysis.run_config import RunConfig, of_window, run_config
@@ -28,25 +29,6 @@ from trilane.logs.run import RunLog, read_run_folder
 from trilane.workspace.status import Status
 
 KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # columns that a measurement reads, if few are kept
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """Counts over the whole log; NaN for a number that the log does not print.
-
-    skipped          iterations whose optimizer step was not taken (fp16 overflow)
-    nan_iterations   those that the framework counts as NaN, or whose loss is NaN though they were not skipped
-    grad_norm        median over the log; `grad_norm_max` its largest
-    loss_scale       the last; `loss_scale_min` the lowest, `loss_scale_drops` how often it fell
-    """
-
-    skipped: int
-    nan_iterations: int
-    grad_norm: float
-    grad_norm_max: float
-    loss_scale: float
-    loss_scale_min: float
-    loss_scale_drops: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,29 +200,6 @@ def measure_log(
     )
 
 
-def numerics(log: RunLog) -> Numerics:
-    """The numerics of one run. A loss scale of -1, which Megatron prints where there is none, and a norm that is 0 in
-    every line, as DeepSpeed's engines left it in 2021, count as not printed.
-    """
-    skipped, lost, loss = (_column(log, name) for name in ("skipped", "nan", "lm_loss"))
-    if not len(skipped) and len(total := _column(log, "skipped_total")):
-        skipped = total[-1:]
-    broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    norm, scale = _column(log, "grad_norm"), _column(log, "loss_scale")
-    norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
-    if not norm.any():
-        norm = norm[:0]
-    return Numerics(
-        skipped=_total(skipped),
-        nan_iterations=max(_total(lost), int(broken.sum())),
-        grad_norm=float(np.median(norm)) if len(norm) else math.nan,
-        grad_norm_max=float(norm.max()) if len(norm) else math.nan,
-        loss_scale=float(scale[-1]) if len(scale) else math.nan,
-        loss_scale_min=float(scale.min()) if len(scale) else math.nan,
-        loss_scale_drops=int((np.diff(scale) < 0).sum()),
-    )
-
-
 def memory_by_rank(log: RunLog) -> dict[int, float]:
     """Peak bytes of each rank: the most it allocated, else reserved; {} where the log has neither."""
     memory = log.memory
@@ -250,10 +209,6 @@ def memory_by_rank(log: RunLog) -> dict[int, float]:
 
 def _column(log: RunLog, name: str) -> np.ndarray:
     return log.iterations[name].to_numpy(float) if name in log.iterations else np.empty(0)
-
-
-def _total(counts: np.ndarray) -> int:
-    return int(counts[np.isfinite(counts)].sum())
 
 
 def _finite(value: Any) -> Any:

@@ -20,7 +20,7 @@ from trilane.analysis.steady_state import WARM_UP
 from trilane.config.cluster import Gpu
 from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
-from trilane.logs import candidates
+from trilane.logs.dialects import candidates
 from trilane.logs.plausibility import Problem
 from trilane.logs.run import INTEGERS, NoIterations, RunLog
 from trilane.utils.tables import short

@@ -12,8 +12,8 @@ from typing import Any
 from trilane.analysis.measure import Measurement, measure_log
 from trilane.analysis.parallel import record_text
 from trilane.logs import endings
-from trilane.logs.partial_run import PartialRun
-from trilane.logs.reader import Reader, is_binary
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.reader import Reader, is_binary
 from trilane.logs.run import RunLog, finish
 from trilane.utils.growing import Growing
 from trilane.utils.tables import amount

@@ -48,7 +48,7 @@ def parse(
     Where logs cannot be read: exit code 2 if none of them, 1 if some. With --watch and --json an object on each line.
     """
     from trilane.analysis.parallel import read_many, records_text
-    from trilane.logs.dialects import use
+    from trilane.logs.dialects.tables import use
 
     use(dialect)
     if watch:
@@ -105,7 +105,7 @@ def table(
 ) -> None:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth, on all cores."""
     from trilane.analysis import fleet, tables
-    from trilane.logs.dialects import use
+    from trilane.logs.dialects.tables import use
     from trilane.report.index import sortable_page
 
     require(markdown + csv + html + as_json < 2, "table", folder, "choose one of --markdown, --csv, --html, --json")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trilane.documents import markdown
 from trilane.documents.markdown import TableRow, known_columns
-from trilane.logs import megatron
-from trilane.logs.reader import blocks
+from trilane.logs.dialects import megatron
+from trilane.logs.reading.reader import blocks
 
 ASSIGNED = re.compile(
     r"\b(N?HIDDEN(?:_SIZE)?|N?LAYERS|N?HEADS|NUM_LAYERS|SEQ_LEN(?:GTH)?|VOCAB_(?:SIZE|LENGTH)|[TPD]P(?:_SIZE)?|GBS|MBS"

@@ -8,7 +8,7 @@ from trilane.documents.document import text as document_text
 from trilane.documents.markdown import TableRow
 from trilane.logs import endings
 from trilane.logs.arguments import Value
-from trilane.logs.reader import Reader
+from trilane.logs.reading.reader import Reader
 from trilane.logs.run import RunLog, finish, read_logs
 from trilane.logs.table import NumericTable
 from trilane.workspace.status import Status

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from trilane.logs.dialects.trainers import timestamp
 from trilane.logs.digest import Finding
-from trilane.logs.line_clock import past_midnight
-from trilane.logs.partial_run import PartialRun
-from trilane.logs.reader import blocks
+from trilane.logs.reading.line_clock import past_midnight
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.reader import blocks
 from trilane.logs.table import NAN, NumericTable
-from trilane.logs.trainers import timestamp
 
 FRESH_S = 60.0  # a log whose last line is no older than this, or than two lines take, is still being written
 SKEW_S = 5.0  # by which the clocks of two machines may differ

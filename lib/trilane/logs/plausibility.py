@@ -9,8 +9,9 @@ import numpy as np
 
 from trilane.logs import clock, endings
 from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio
-from trilane.logs.partial_run import UNNUMBERED, PartialRun
-from trilane.logs.reader import find_lines
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.reader import find_lines
+from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, NumericTable
 
 # An iteration launches thousands of kernels of some microseconds each; toy models on a CPU take a millisecond.
@@ -155,13 +156,11 @@ def _once(run: PartialRun) -> Iterator[Finding]:
             yield Finding("bounds", name, f"{most:.4g} bytes are no card's memory in use; another unit?")
     if "lm_loss" in run.validation and (run.validation.column("lm_loss") < 0).any():
         yield Finding("bounds", "validation", "a cross entropy is not negative")
-    if run.copies:
-        text = "the loss of iteration {:.0f} is {:.6g} in one line, {:.6g} in another".format(*run.copies)
+    if run.copies.differing:
+        text = "the loss of iteration {:.0f} is {:.6g} in one line, {:.6g} in another".format(*run.copies.differing)
         yield Finding("copies", "lm_loss", f"{text}: of one rank each, not of the batch?")
-    if run.lost:
-        text = (
-            f"{len(run.lost)} lines or more, of iteration {run.lost[0]:.0f} first, lie behind others and were left out"
-        )
+    if lost := run.copies.lost:
+        text = f"{len(lost)} lines or more, of iteration {lost[0]:.0f} first, lie behind others and were left out"
         yield Finding("lost", "iteration", f"{text}: two counts, or another run?")
     if UNNUMBERED in run.notes:
         yield Finding("unnumbered", "iteration", UNNUMBERED)

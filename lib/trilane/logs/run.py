@@ -11,12 +11,12 @@ import numpy as np
 
 from trilane.logs import clock, endings, plausibility, units
 from trilane.logs.arguments import Value
-from trilane.logs.dialects import dialects
+from trilane.logs.dialects.tables import dialects
 from trilane.logs.hardware import Device
-from trilane.logs.line_clock import DAY_S
-from trilane.logs.partial_run import PartialRun
 from trilane.logs.plausibility import MOST_NUMBER, Problem
-from trilane.logs.reader import Reader, blocks
+from trilane.logs.reading.line_clock import DAY_S
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.reader import Reader, blocks
 from trilane.logs.table import NAN, Column, NumericTable
 from trilane.utils.tables import Table, show
 from trilane.utils.validation import shown

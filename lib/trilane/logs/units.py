@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trilane.logs.dialect import UNITS
-from trilane.logs.dialects import dialects
+from trilane.logs.dialects.dialect import UNITS
+from trilane.logs.dialects.tables import dialects
 from trilane.logs.table import NumericTable
 
 FACTOR = 1000.0  # between seconds and milliseconds

@@ -13,7 +13,7 @@ from trilane.documents.lint import comparison_rules, flops_rules, product_rules,
 from trilane.documents.lint.finding import LintFinding, LintTable, known
 from trilane.documents.markdown import TableRow
 from trilane.documents.units import DOUBTFUL
-from trilane.logs.reader import blocks
+from trilane.logs.reading.reader import blocks
 from trilane.utils.tables import Table
 from trilane.utils.validation import require
 

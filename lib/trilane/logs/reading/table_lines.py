@@ -4,14 +4,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trilane.logs import endings, megatron, trainers
-from trilane.logs.dialect import EPOCHS, MAX_BLOCK, Dialect
-from trilane.logs.dialects import dialects
-from trilane.logs.megatron import Span
+from trilane.logs import endings
+from trilane.logs.dialects import megatron, trainers
+from trilane.logs.dialects.dialect import EPOCHS, MAX_BLOCK, Dialect
+from trilane.logs.dialects.megatron import Span
+from trilane.logs.dialects.tables import dialects
+from trilane.logs.reading.copies import is_late
 
 if TYPE_CHECKING:
-    from trilane.logs.lines import Lines
-    from trilane.logs.partial_run import PartialRun
+    from trilane.logs.reading.lines import Lines
+    from trilane.logs.reading.partial_run import PartialRun
 
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 MEMORY = ("allocated", "max_allocated", "reserved", "max_reserved")
@@ -117,8 +119,8 @@ class TableLines:
                 self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
             elif dialect.fallback and self._evaluates(row):
                 pass
-            elif dialect.fallback and self._lines.run.lags(row):
-                self._lines.run.compare(row)
+            elif dialect.fallback and is_late(row, self._lines.run.iterations):
+                self._lines.run.copies.compare(row, self._lines.run.iterations)
             else:
                 self.step(row, time_s, dialect.name, dialect.first_iteration, line, number)
 

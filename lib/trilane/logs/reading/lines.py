@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import megatron, run_facts, trainers
-from trilane.logs.forms import Form, MergedLines, times
-from trilane.logs.partial_run import PartialRun
-from trilane.logs.prefilter import ARGUMENT, END, NUMBER, STEP, TABLE
+from trilane.logs.dialects import megatron, trainers
+from trilane.logs.reading import run_facts
+from trilane.logs.reading.forms import Form
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.prefilter import ARGUMENT, END, NUMBER, STEP, TABLE
+from trilane.logs.reading.sorted_lines import MergedLines, times
+from trilane.logs.reading.table_lines import DIGITS, MEMORY, TableLines
+from trilane.logs.reading.trainer_dicts import TrainerDicts, settle_numbers
 from trilane.logs.table import NAN
-from trilane.logs.table_lines import DIGITS, MEMORY, TableLines
 from trilane.utils.validation import require
 
 # an iteration line begins; it may end on a later line
@@ -36,10 +39,7 @@ class Lines:
         self._keep, self._spill = keep, spill
         self.runs = [PartialRun(keep, spill)]
         self._begun, self._begun_at, self._pieces = b"", 0, 0
-        self._pending = dict[str, float]()  # of the Trainer, whose bar may follow on another line
-        self._dict, self._dict_at = b"", 0  # its line and that line's number
-        self._bar: dict[str, float] = {}  # the last one on a line of its own
-        self.tables = TableLines(self)
+        self.tables, self.dicts = TableLines(self), TrainerDicts(self)
         self._launches = set[bytes]()  # lines of the current run's launch, every digit as 0
         self.number = 0  # of the current line in the file
         self.facts = run_facts.RunFacts()
@@ -52,14 +52,14 @@ class Lines:
     @property
     def pending(self) -> bool:
         """Whether the next line matters whatever it holds, as it may complete the line before it."""
-        return bool(self._begun or self._pending or self.tables.block or self.facts.traceback)
+        return bool(self._begun or self.dicts.pending or self.tables.block or self.facts.traceback)
 
     def close(self) -> list[PartialRun]:
         """All runs that have any content."""
         self.finish()
         self._settle()
         for run in self.runs:
-            run.settle_numbers()
+            settle_numbers(run)
         return [run for run in self.runs if run.has_content]
 
     def read(self, line: bytes, kind: int, whole: bool) -> bool:
@@ -72,8 +72,8 @@ class Lines:
         line = line.rstrip(b"\r\n")
         if b"\r" in line or trainers.JOINED in line:  # a progress bar that overwrites itself, or dicts of many lines
             return any([self.read(part, kind, whole) for part in trainers.bar_parts(line)])
-        if self._pending and line.strip() and b"{'" not in line:
-            self._release(line)
+        if self.dicts.pending and line.strip() and b"{'" not in line:
+            self.dicts.release(line)
         if self._begun and self._continues(line):
             return True
         if self.tables.block and self.tables.continues(line):
@@ -91,7 +91,7 @@ class Lines:
             self.launch(line)
         if kind & (NUMBER | STEP):
             matched |= self._numbers(line)
-        if kind & TABLE and not self._pending:
+        if kind & TABLE and not self.dicts.pending:
             matched |= self.tables.fallback(line, whole) or self.tables.digits_decide(line)
         if kind & ARGUMENT or self.facts.inside:
             matched |= self.facts.arguments(line, self.run)
@@ -112,7 +112,7 @@ class Lines:
 
     def finish(self, whole: bool = True) -> None:
         """Read the iteration line that was begun as far as it goes, and the pending dict of the Trainer."""
-        self._release()
+        self.dicts.release()
         self.tables.end_block()
         line, self._begun = self._begun, b""
         dialect = megatron.dialect(line) if line else ""
@@ -139,7 +139,7 @@ class Lines:
             self.run.saw(row["iteration"], line, number, self.run.rows)
             return
         if dialect in others:
-            self.run.compare(row)
+            self.run.copies.compare(row, self.run.iterations)
         if dialect not in MEGATRON:
             self.run.dialects[dialect] += 0
             self.run.complete(row)
@@ -202,7 +202,7 @@ class Lines:
         """Read all numbers but Megatron's iterations; returns whether the line has the form of any."""
         rank, matched = megatron.rank(line), True
         if b"{'" in line:
-            self._hf(line)
+            self.dicts.read(line)
         elif b'{"' in line and b'"sec_per_it"' in line:
             if row := trainers.trilane_step(line):
                 self.step(row, "trilane", megatron.source(line), line, self.number)
@@ -210,7 +210,7 @@ class Lines:
                     values = np.array([[value] for value in timers.values()])
                     self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
-            self._bar = bar
+            self.dicts.bar = bar
         elif b"Samples" in line or b"step=" in line or b"steps:" in line:
             for spans in trainers.deepspeed_spans(line):
                 self.deepspeed({s.column: s.value(line) for s in spans if s.column not in MEMORY}, line)
@@ -228,36 +228,6 @@ class Lines:
         self.run.add_companion(row, trainers.timestamp(line), line)
         if not self.run.iterations.rows:
             self.run.saw(self.run.iteration, line, self.number, self.run.rows)
-
-    def _hf(self, line: bytes) -> None:
-        for values in trainers.hf_dicts(line):
-            if "train_runtime" in values:
-                self._release()
-                self.run.dialects["hf-trainer"] += 0
-                self.run.summary = self.run.summary or values
-                self.run.last_line = line
-            elif values != self._pending:
-                self._release()
-                self._pending, self._dict, self._dict_at = values, line, self.number
-                if "step" in values:
-                    self._release()
-
-    def _release(self, line: bytes = b"") -> None:
-        """Read the pending dict, with the step of the bar before it, else of the bar on `line`."""
-        if values := self._pending:
-            self._pending, run = {}, self.run
-            after, total = trainers.bar(line), run.iterations.last("train_iters")
-            total = after.get("total", NAN) if total != total else total
-            if "step" not in values:
-                bars = [b for b in (self._bar, after) if b and b["total"] == total and b["step"] > run.iteration]
-                values = values | next(iter(bars), {})
-            known = {name: column for name, column in trainers.HF.items() if name in values}
-            if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in known.items()):
-                return  # another node's copy; epochs alone are rounded, and equal for many steps
-            row = trainers.hf_iteration(values, run.number(values.get("step")))
-            self.step(
-                run.timed(row, values.get("elapsed", NAN), "hf-trainer"), "hf-trainer", NAN, self._dict, self._dict_at
-            )
 
 
 def _complete_fields(line: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Dialect: how one trainer prints an iteration; its patterns give a line's numbers as *spans* (see logs.megatron)."""
+"""Dialect: how one trainer prints an iteration; its patterns give a line's numbers as *spans* (see megatron)."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trilane.logs.megatron import PREFIX, Span
+from trilane.logs.dialects.megatron import PREFIX, Span
 from trilane.utils.validation import require
 
 COLUMNS = {

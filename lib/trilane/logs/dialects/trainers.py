@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trilane.logs.arguments import Value
-from trilane.logs.megatron import PREFIXES, Span, body
+from trilane.logs.dialects.megatron import PREFIXES, Span, body
 from trilane.logs.table import NAN
 
 DICT = re.compile(rb"\{('[^{}]*)\}")

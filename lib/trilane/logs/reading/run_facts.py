@@ -4,8 +4,9 @@ import re
 
 import numpy as np
 
-from trilane.logs import arguments, endings, hardware, megatron, trainers
-from trilane.logs.partial_run import PartialRun
+from trilane.logs import arguments, endings, hardware
+from trilane.logs.dialects import megatron, trainers
+from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.watchdog import WORDS
 
 LAUNCH = re.compile(

@@ -12,17 +12,13 @@ import numpy as np
 from trilane.logs.arguments import Value
 from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
-from trilane.logs.line_clock import LineClock, line_time
+from trilane.logs.reading.copies import Copies
+from trilane.logs.reading.line_clock import LineClock, line_time
 from trilane.logs.table import NAN, NumericTable
-from trilane.logs.trainers import logging_steps
 from trilane.logs.watchdog import Watchdogs
 
-UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
-MAX_LOST = 100  # numbers that are kept of them
-COPY_TOLERANCE = 1e-6  # of a loss that several ranks print, relative
-LAGGING = 4  # iterations by which a rank may print later than another one
 MAX_LATE = 1000  # iterations, where they have no times
 
 
@@ -44,11 +40,10 @@ class PartialRun(LineClock):
         self.endings: list[Ending] = []
         self.previous: PartialRun | None = None  # the run that these lines may belong to
         self.rank = NAN  # that prints the iterations, if known
-        self._printed: dict[float, float] = {}  # the last iteration of each source of lines
         self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
         self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
         self.in_epochs = False  # whether the log numbers them in their epoch: it may have more epochs
-        self._unfit = False  # whether a step that the log does have does not fit these
+        self.unfit = False  # whether a step that the log does have does not fit these
         self.notes: list[str] = []
         self.root_rank: int | None = None
         self.root_time = ""  # when it failed, as torchrun prints it
@@ -56,8 +51,7 @@ class PartialRun(LineClock):
         self.watchdogs = Watchdogs()
         self.places: dict[int, tuple[str, str]] = {}  # of ranks: host, and GPU on it
         self.last_line = b""
-        self.lost: list[float] = []  # numbers of lines left out as copies of lines that are not there
-        self.copies: tuple[float, float, float] | None = None  # the first iteration with two losses, and these
+        self.copies = Copies()
         self.follows = follows  # whether another run stands before it in the file
         self.launched = False  # whether a line of its launch was read
 
@@ -125,39 +119,8 @@ class PartialRun(LineClock):
         return self.ends_at_launch or bool(self.endings) or (self.launched and self.follows)
 
     def accepts(self, row: Mapping[str, float], source: float) -> bool | None:
-        """Whether the row is the next of this run; None if it was read before, as several ranks may print the same."""
-        number, last = row["iteration"], self.iterations.last("iteration")
-        before = self._printed.get(source)
-        self._printed[source] = number
-        if not self.iterations.rows or number > last:
-            return True
-        # a source that lags behind another one, or begins after it, prints copies
-        if source == source and (number > before if before is not None else self.rank == self.rank):
-            return None
-        known = [n for n in ("lm_loss", "sec_per_it", "consumed_samples", "epoch") if n in row and n in self.iterations]
-        if number == last and all(row[n] == self.iterations.last(n) or row[n] != row[n] for n in known):
-            return None
-        return False
-
-    def lags(self, row: Mapping[str, float]) -> bool:
-        """Whether the row is a copy of one of the last iterations: unnamed ranks may all print a loss. A number further
-        back is a restart's, or another program's."""
-        table = self.iterations
-        last = range(max(0, table.rows - LAGGING), table.rows)
-        of_epoch = not row.get("epoch", NAN) > table.last("epoch")
-        return of_epoch and row["iteration"] in [table.at("iteration", place) for place in last]
-
-    def compare(self, row: Mapping[str, float]) -> None:
-        """Note a line that was left out as another rank's copy, where there is no line of its number, or its loss is
-        another one."""
-        numbers = self.iterations.column("iteration")
-        place = int(np.searchsorted(numbers, row["iteration"]))
-        if place == len(numbers) or numbers[place] != row["iteration"]:
-            self.lost += [row["iteration"]] * (len(self.lost) < MAX_LOST)
-        elif "lm_loss" in row and "lm_loss" in self.iterations and not self.copies:
-            one, other = self.iterations.at("lm_loss", place), row["lm_loss"]
-            if abs(one - other) > COPY_TOLERANCE * abs(one):
-                self.copies = (row["iteration"], one, other)
+        """Whether the row is the next of this run; None if it was read before, see Copies."""
+        return self.copies.accepts(row, source, self.iterations, named=self.rank == self.rank)
 
     def forget(self) -> None:
         """Drop the iterations read so far, which were not what they looked like."""
@@ -181,44 +144,8 @@ class PartialRun(LineClock):
     def _count(self, dialect: str, rows: int, rank: float, line: bytes) -> None:
         self.dialects[dialect] += rows
         self.rank = self.rank if self.rank == self.rank else rank
-        self._printed[rank] = self.iterations.last("iteration")
+        self.copies.printed[rank] = self.iterations.last("iteration")
         self.last_line = line
-
-    def number(self, step: float | None) -> float:
-        """The number of the Trainer's next iteration: `step` where the log has it, else the last one and
-        `logging_steps`, or as far again as from the one before; else it is counted, see renumber."""
-        last, rows, every = self.iteration, self.iterations.rows, self.arguments.get("logging_steps")
-        if step is not None:
-            if self.counted and rows:
-                if self._unfit or step % (rows + 1):  # of a bar that is not drawn for each dict
-                    self._unfit = True
-                    return last + 1
-                self.renumber(int(step) // (rows + 1), int(step) // (rows + 1))
-            self.counted = False
-            return step
-        resumed = self.arguments.get("resume_from_checkpoint") not in (None, False, "")
-        if isinstance(every, int) and every > 0 and (rows or not resumed) and not self.counted:
-            return 1.0 if not rows and self.arguments.get("logging_first_step") is True else (last // every + 1) * every
-        if rows > 1 and not self.counted:
-            return 2 * last - self.iterations.at("iteration", rows - 2)
-        self.counted = True
-        return last + 1
-
-    def settle_numbers(self) -> None:
-        """Number iterations that were counted 1, 2, 3 by their epochs, where these show their steps."""
-        if self.counted and self.iterations.rows:
-            epoch = self.iterations.column("epoch") if "epoch" in self.iterations else np.empty(0)
-            self.renumber(*logging_steps(self.arguments, epoch))
-
-    def renumber(self, first: int, every: int) -> None:
-        """Number counted iterations from `first` on by steps of `every`; 0: their numbers are not known."""
-        table = self.iterations
-        numbers = first + every * np.arange(table.rows) if every else np.full(table.rows, NAN)
-        table.replace("iteration", numbers.astype(float))
-        if "sec_per_it" in table:
-            table.replace("sec_per_it", table.column("sec_per_it") / (every or NAN))
-        if not every:
-            self.notes.append(UNNUMBERED)
 
     def complete(self, row: dict[str, float]) -> None:
         """Add what another rank or reporter prints for an iteration already read: only the last stage has a loss."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trilane.logs import patterns
-from trilane.logs.dialect import COLUMNS, Dialect, column_of
+from trilane.logs.dialects import patterns
+from trilane.logs.dialects.dialect import COLUMNS, Dialect, column_of
 from trilane.utils.validation import DATA, read_json, require, require_file, shown
 
 VARIABLE = "TRILANE_DIALECTS"

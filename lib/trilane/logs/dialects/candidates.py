@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trilane.logs.dialect import COLUMNS, UNITS, Dialect
-from trilane.logs.dialects import dialect_of
-from trilane.logs.reader import blocks
-from trilane.logs.trainers import ESCAPE
+from trilane.logs.dialects.dialect import COLUMNS, UNITS, Dialect
+from trilane.logs.dialects.tables import dialect_of
+from trilane.logs.dialects.trainers import ESCAPE
+from trilane.logs.reading.reader import blocks
 from trilane.utils.tables import printable
 from trilane.utils.validation import shown
 

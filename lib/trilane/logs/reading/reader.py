@@ -14,14 +14,15 @@ from typing import BinaryIO
 import numpy as np
 
 from trilane.logs import endings
-from trilane.logs.forms import Forms, SortedLines, by_iteration
-from trilane.logs.lines import Lines
-from trilane.logs.megatron import rank
-from trilane.logs.partial_run import PartialRun
-from trilane.logs.prefilter import ALL, MAYBE
+from trilane.logs.dialects.megatron import rank
+from trilane.logs.dialects.trainers import timestamp
+from trilane.logs.reading.forms import Forms
+from trilane.logs.reading.lines import Lines
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.prefilter import ALL, MAYBE
+from trilane.logs.reading.sorted_lines import SortedLines, by_iteration
+from trilane.logs.reading.table_lines import MEMORY
 from trilane.logs.table import NAN
-from trilane.logs.table_lines import MEMORY
-from trilane.logs.trainers import timestamp
 from trilane.utils.validation import require, require_file
 
 FEW = 4  # iterations, which are added one by one

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
+from trilane.logs.dialects.trainers import timestamp
 from trilane.logs.table import NAN
-from trilane.logs.trainers import timestamp
 
 MAX_STAMPS = 200  # time stamps of lines that are noted
 TIME_OF_DAY = re.compile(rb"^\W{0,3}(\d\d):(\d\d):(\d\d(?:\.\d{1,6})?)(?![\d:])")

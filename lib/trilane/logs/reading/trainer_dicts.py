@@ -1,0 +1,94 @@
+"""TrainerDicts: the dicts that Hugging Face's Trainer prints, and the numbers of its iterations, often not printed."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trilane.logs.dialects import trainers
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.table import NAN
+
+if TYPE_CHECKING:
+    from trilane.logs.reading.lines import Lines
+
+UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
+
+
+class TrainerDicts:
+    """Gives the dicts to the run that `lines` are of; one waits as `pending` for the bar on a line after it."""
+
+    def __init__(self, lines: "Lines") -> None:
+        self._lines = lines
+        self.pending = dict[str, float]()
+        self.bar: dict[str, float] = {}  # the last one on a line of its own
+        self._line, self._number = b"", 0  # of the pending dict
+
+    def read(self, line: bytes) -> None:
+        """Read the dicts of a line."""
+        for values in trainers.hf_dicts(line):
+            if "train_runtime" in values:
+                self.release()
+                run = self._lines.run
+                run.dialects["hf-trainer"] += 0
+                run.summary = run.summary or values
+                run.last_line = line
+            elif values != self.pending:
+                self.release()
+                self.pending, self._line, self._number = values, line, self._lines.number
+                if "step" in values:
+                    self.release()
+
+    def release(self, line: bytes = b"") -> None:
+        """Read the pending dict, with the step of the bar before it, else of the bar on `line`."""
+        if values := self.pending:
+            self.pending, run = {}, self._lines.run
+            after, total = trainers.bar(line), run.iterations.last("train_iters")
+            total = after.get("total", NAN) if total != total else total
+            if "step" not in values:
+                bars = [b for b in (self.bar, after) if b and b["total"] == total and b["step"] > run.iteration]
+                values = values | next(iter(bars), {})
+            known = {name: column for name, column in trainers.HF.items() if name in values}
+            if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in known.items()):
+                return  # another node's copy; epochs alone are rounded, and equal for many steps
+            row = trainers.hf_iteration(values, next_number(run, values.get("step")))
+            row = run.timed(row, values.get("elapsed", NAN), "hf-trainer")
+            self._lines.step(row, "hf-trainer", NAN, self._line, self._number)
+
+
+def next_number(run: PartialRun, step: float | None) -> float:
+    """The number of the Trainer's next iteration: `step` where the log has it, else the last one and
+    `logging_steps`, or as far again as from the one before; else it is counted, see settle_numbers."""
+    last, rows, every = run.iteration, run.iterations.rows, run.arguments.get("logging_steps")
+    if step is not None:
+        if run.counted and rows:
+            if run.unfit or step % (rows + 1):  # of a bar that is not drawn for each dict
+                run.unfit = True
+                return last + 1
+            _renumber(run, int(step) // (rows + 1), int(step) // (rows + 1))
+        run.counted = False
+        return step
+    resumed = run.arguments.get("resume_from_checkpoint") not in (None, False, "")
+    if isinstance(every, int) and every > 0 and (rows or not resumed) and not run.counted:
+        return 1.0 if not rows and run.arguments.get("logging_first_step") is True else (last // every + 1) * every
+    if rows > 1 and not run.counted:
+        return 2 * last - run.iterations.at("iteration", rows - 2)
+    run.counted = True
+    return last + 1
+
+
+def settle_numbers(run: PartialRun) -> None:
+    """Number iterations that were counted 1, 2, 3 by their epochs, where these show their steps."""
+    if run.counted and run.iterations.rows:
+        epoch = run.iterations.column("epoch") if "epoch" in run.iterations else np.empty(0)
+        _renumber(run, *trainers.logging_steps(run.arguments, epoch))
+
+
+def _renumber(run: PartialRun, first: int, every: int) -> None:
+    """Number counted iterations from `first` on by steps of `every`; 0: their numbers are not known."""
+    table = run.iterations
+    numbers = first + every * np.arange(table.rows) if every else np.full(table.rows, NAN)
+    table.replace("iteration", numbers.astype(float))
+    if "sec_per_it" in table:
+        table.replace("sec_per_it", table.column("sec_per_it") / (every or NAN))
+    if not every:
+        run.notes.append(UNNUMBERED)
