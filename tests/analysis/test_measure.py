@@ -70,6 +70,21 @@ def test_a_reason_that_would_leave_nothing_is_set_aside_and_reported():
     assert "after an evaluation" in evaluated.note
 
 
+@pytest.mark.parametrize(
+    ("batch", "left"),
+    [
+        ([5325, 5322, 5311, 5310, 5328] * 4, []),  # filled by tokens
+        ([16, *[5325, 5322, 5311, 5310, 5328] * 3, 4000, 5325, 5322, 5311], [1, 17]),
+        ([*range(2000, 2048, 16), *[2048] * 17], [1, 2, 3]),  # the end of a ramp, by 0.8 % a step
+        ([64, 32] * 10, [*range(2, 21, 2)]),
+    ],
+    ids=("varies", "varies after a ramp", "ramp", "two sizes"),
+)
+def test_a_batch_that_varies_within_some_percent_is_no_ramp(batch, left):
+    full = counted(log(global_batch_size=np.array(batch)), warm_up=0, gbs=max(batch))
+    assert sorted({*range(1, 21)} - {*full}) == left
+
+
 def test_numbers_that_follow_each_other_are_a_range():
     assert ranges((1, 2, 3, 7, 9, 10)) == "1-3, 7, 9-10"
     assert ranges(tuple(range(0, 20, 2))) == "0, 2, 4, 6 and 6 more"

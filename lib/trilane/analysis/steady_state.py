@@ -14,6 +14,9 @@ from trilane.workspace.run_folder import MOST_ITERATIONS, STEPS
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
 MOST_S = 1e9  # an iteration of 30 years is a damaged number
 LEAST_RATE = 0.1  # steps per second: a rate rounded to 0.001 is then right to 0.5 %
+# Of the full size: batches filled by their tokens (--max-tokens of fairseq: 0.3 %) fall as often as they rise, a ramp
+# only rises. So close to it, the seconds differ by less than repeats of one run, by 4.9 % (compare.SINGLE_DEVIATION).
+VARIES = 0.03
 MOST_RANGES = 4  # of iterations that are left out for one reason are listed
 
 
@@ -51,8 +54,9 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
     not reach it, the largest size reached counts, and the note says so.
 
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
-    optimizer did not step; a smaller batch size or sequence length; the line after an evaluation or a checkpoint, whose
-    time versions before 2024 include. A reason that would leave nothing is ignored, and the note says so.
+    optimizer did not step; a smaller batch size or sequence length (not one that varies by some percent); the line
+    after an evaluation or a checkpoint, whose time versions before 2024 include. A reason that would leave
+    nothing is ignored, and the note says so.
 
     Evaluations and checkpoints are known by `eval_interval` and `save_interval` among the arguments. Those that a log
     does not announce are not left out; they hardly move the median of the rest.
@@ -92,13 +96,20 @@ def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: Mapping[str, float
                 continue
             sizes = np.unique(values[np.isfinite(values)])
             wanted = full[name] if full[name] in sizes else sizes.max(initial=0)
-            others = ", ".join(f"{v:.0f}" for v in sizes if v != wanted)
-            reasons.append((f"{words} {others}, not {wanted:.0f}", values != wanted))
+            full_size = _full(values, float(wanted))
+            others = ", ".join(f"{v:.0f}" for v in np.unique(values[~full_size & np.isfinite(values)]))
+            reasons.append((f"{words} {others}, not {wanted:.0f}", ~full_size))
     for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
         every = log.arguments.get(name)
         if isinstance(every, int) and not isinstance(every, bool) and every > 0:
             reasons.append((words, _follows(at, step, every)))
     return reasons
+
+
+def _full(values: np.ndarray, wanted: float) -> np.ndarray:
+    """Whether each size is the full one; those close to it are, where they do not only rise as a ramp does."""
+    near = np.abs(values - wanted) <= VARIES * wanted
+    return near if (np.diff(values[near]) < 0).any() else values == wanted
 
 
 def _follows(at: np.ndarray, step: float, every: int) -> np.ndarray:
