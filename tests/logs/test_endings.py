@@ -33,6 +33,8 @@ ELASTIC = (
     "Root Cause (first observed failure):\n[0]:\n  time      : 2026-08-01_12:00:00\n  host      : r1n1\n"
     "  rank      : 9 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n  error_file: <N/A>\n"
 )
+DONE = "[after training is done] datetime: 2026-08-01 12:00:00\n"
+KERNEL = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
 NAN_LINE = m2021(6).replace("5.000000E+00", "nan")
 
 ENDINGS = [
@@ -71,6 +73,13 @@ ENDINGS = [
         None,
     ),
     ("OOM", FIVE + m2021(6) + OOM + "[exiting program at iteration 6] datetime: 2026-08-01\n", "2.50 GiB", 3),
+    ("completed", FIVE + DONE + KERNEL + OOM, "after training is done", None),
+    ("GPU error", FIVE + DONE + KERNEL + SRUN, "Xid", None),
+    ("crashed", FIVE + DONE + TRACE, "AssertionError: heads", None),
+    ("crashed", FIVE + DONE + m2021(6) + "[rank3]: ValueError: heads\n", "ValueError", 3),
+    ("time limit", FIVE + DONE + LIMIT, "DUE TO TIME LIMIT", None),
+    ("OOM", FIVE + 'ERROR: a rank failed with "CUDA out of memory"\n', "a rank failed", None),
+    ("file system", FIVE + "OSError: [Errno 116] Stale file handle, after retrying 5 times\n", "Errno 116", None),
     ("unfinished", FIVE + OOM + m2021(6) + m2021(7), "iteration        7/", None),
     ("stopped", FIVE + STOPPED, "saved checkpoints/iter_0000005", None),
     ("completed", FIVE + STOPPED + TEN[len(FIVE) :], "iteration       10/", None),

@@ -48,6 +48,11 @@ MAX_PLACE = 2000  # bytes of a line that are searched for a node
 NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
 
 
+# What a program says that goes on: it tries again, or shows a text in which the words stand.
+RETRIED = re.compile(rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b")
+QUOTED = re.compile(rb'"[^"]*+"')
+REPORTS = re.compile(rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{")
+
 NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
 # The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
 HOST = re.compile(
@@ -79,6 +84,13 @@ class Ending:
     asked_bytes: float = float("nan")
     hosts: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    in_traceback: bool = False
+
+    @property
+    def ends_program(self) -> bool:
+        """Whether it proves that a program ended, even after the planned end: a traceback, or a line of what started
+        the program."""
+        return self.in_traceback or self.level in (SCHEDULER, OUTSIDE, WRAPPER)
 
     @property
     def blames_node(self) -> bool:
@@ -132,9 +144,17 @@ def ending(line: bytes, rows: int) -> Ending | None:
     table = rules()
     for number in sorted({number for word, numbers in table.of_word.items() if word in line for number in numbers}):
         rule = table.rules[number]
-        if rule.pattern.search(line):
+        if found := rule.pattern.search(line):
+            if rule.level in (CAUSE, ERROR, CONSEQUENCE) and _continues(line, found):
+                return None
             return _ending(rule.level, rule.status, line, rows)
     return None
+
+
+def _continues(line: bytes, found: re.Match[bytes]) -> bool:
+    """Whether the program continues after that line: it tries again, or quotes a text without reporting an error."""
+    quoted = any(q.start() < found.start() and found.end() < q.end() for q in QUOTED.finditer(line))
+    return bool(RETRIED.search(line)) or (quoted and not REPORTS.search(QUOTED.sub(b"", line)))
 
 
 def raised(line: bytes, rows: int) -> Ending | None:
@@ -143,7 +163,7 @@ def raised(line: bytes, rows: int) -> Ending | None:
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
-    rank, requested = RANK.search(line), REQUESTED.search(line)
+    rank, requested, (hosts, gpus) = RANK.search(line), REQUESTED.search(line), _place(line)
     if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
@@ -153,15 +173,16 @@ def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
         rank=int(next(filter(None, rank.groups()))) if rank else None,
         asked_bytes=float(requested[1]) * UNITS[requested[2] or b""] if requested else float("nan"),
         rows=rows,
-        **_place(line),
+        hosts=hosts,
+        gpus=gpus,
     )
 
 
-def _place(line: bytes) -> dict[str, tuple[str, ...]]:
+def _place(line: bytes) -> tuple[tuple[str, ...], ...]:
     """The nodes and the GPU that the line names."""
     host = None if ELSEWHERE in line else HOST.search(line[:MAX_PLACE])
     gpu = GPU.search(line[:MAX_PLACE])
-    return {name: (m[m.lastindex or 0].decode(),) if m else () for name, m in (("hosts", host), ("gpus", gpu))}
+    return tuple((m[m.lastindex or 0].decode(),) if m else () for m in (host, gpu))
 
 
 def caveat(status: Status, evidence: str) -> str:
@@ -175,6 +196,9 @@ def caveat(status: Status, evidence: str) -> str:
 
 def joined(first: Ending, later: Ending) -> Ending:
     """The first of two endings of one kind; where nodes are at fault, with those of both."""
+    first = replace(first, in_traceback=first.in_traceback or later.in_traceback)
+    if not first.hosts and (first.level, first.status) == (SCHEDULER, Status.HOST_MEMORY):
+        return replace(first, hosts=later.hosts)  # of a step that ran out of memory slurmstepd names no node, but srun
     if not first.blames_node or len(first.hosts) >= MAX_PLACES:
         return first
     pairs = [(dict.fromkeys((*a, *b))) for a, b in ((first.hosts, later.hosts), (first.gpus, later.gpus))]
@@ -199,10 +223,14 @@ def superseded(found: Ending, rows: int) -> bool:
 
 
 def strongest(found: list[Ending], rows: int) -> Ending | None:
-    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the Ctrl-C, and an error
-    before the last iteration of a run that ended as planned was none."""
+    """The ending that counts: the lowest level, then the first line; a crash after Ctrl-C is the Ctrl-C. Of a run that
+    ended as planned, an error before the last iteration was none, nor is one after the end if no program ended by it.
+    """
     planned = max((e.rows for e in found if e.level == PLANNED), default=0)
     left = [e for e in found if not superseded(e, rows) and (e.level in (SCHEDULER, PLANNED) or e.rows >= planned)]
+    last = max((place for place, e in enumerate(left) if e.level == PLANNED), default=len(left))
+    if not any(e.ends_program or e.rows > planned for e in left[last + 1 :]):
+        left = left[: last + 1]
     end = min(left, key=lambda e: e.level, default=None)
     if end and end.status is Status.CRASHED:
         return next((e for e in left[: left.index(end)] if e.evidence.startswith("KeyboardInterrupt")), end)

@@ -1,6 +1,7 @@
 """RunFacts: all that a log holds besides iterations: memory, timers, arguments, devices, bandwidth and the end."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -115,7 +116,7 @@ class RunFacts:
             self._ignored, self.traceback = True, max(self.traceback, 1)
         if end := endings.ending(line, run.rows) or raised:
             if not (ignored and end.level in (endings.ERROR, endings.CONSEQUENCE)):
-                run.add_ending(end)
+                run.add_ending(replace(end, in_traceback=was_open))
         elif b"andwidth" in line and hardware.benchmark_finished(line):
             run.add_ending(endings.planned_end(line, run.rows))
         elif any(word in line for word in (b"local_rank", b"host  ", b"time  ", b"nranks", b"Root Cause")):
