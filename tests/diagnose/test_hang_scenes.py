@@ -1,8 +1,9 @@
 """Twenty-five hangs whose culprits are known, in the frames of Megatron-LM, megatron-core 0.16.1 and DeepSpeed 0.19.8.
 
-No verdict may name ranks that are not to blame: where stacks cannot show who is, the verdict must say so. Functions and
-files are those of the programs' own source (github.com/NVIDIA/Megatron-LM, github.com/deepspeedai/DeepSpeed), lines
-partly so; hooks of parameters stand in a thread of their own, without a name, as autograd's thread for a GPU has them.
+No verdict may name ranks that are not to blame: where stacks cannot show which rank is, the verdict must state it.
+Functions and files are those of the programs' own source (github.com/NVIDIA/Megatron-LM,
+github.com/deepspeedai/DeepSpeed), lines partly so; hooks of parameters stand in an
+unnamed thread of their own, as autograd's thread for a GPU has them.
 """
 
 import subprocess
@@ -281,7 +282,7 @@ def test_who_is_to_blame_is_named_or_it_is_said_that_stacks_cannot_show_it(
     verdict = diagnose_hang(tmp_path)
     named = frozenset(verdict.suspects)
     if scene.unknown:
-        assert not named and "cannot be told from" in verdict.paragraph
+        assert not named and "cannot be determined from" in verdict.paragraph
     else:
         assert named == (scene.guilty), verdict.to_text()
         assert all("state D" in verdict.reasons[rank] for rank, state in scene.states if state == "D")

@@ -94,7 +94,7 @@ def test_of_two_that_wait_in_each_others_way_both_are_named(tmp_path: Path) -> N
     write_all(tmp_path, stacks)
     topology(tmp_path, 1, 1, 2)
     verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == (0, 1) and "cannot be told" in verdict.reasons[0]
+    assert verdict.suspects == (0, 1) and "cannot be determined" in verdict.reasons[0]
 
 
 def test_half_of_the_ranks_is_no_majority_by_which_others_are_behind(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_log_runs_by_its_own_clock_before_the_files_date(tmp_path, name, packe
     text, age, runs = cases()[name]
     log = write(tmp_path / f"a.log{packed}", text, age)
     assert log.status == ("running" if runs else "unfinished"), log.status_basis
-    assert log.status_basis or age, "where the file is new, it is said what decides"
+    assert log.status_basis or age, "where the file is new, the status line has its basis"
 
 
 def test_a_log_whose_name_has_an_old_date_is_a_copy(tmp_path):

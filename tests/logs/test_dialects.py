@@ -1,4 +1,4 @@
-"""Dialects as tables: the keys of a table, what a bad one is told, and one of the user's own."""
+"""Dialects as tables: the keys of a table, the error for a bad one, and one of the user's own."""
 
 import json
 import re

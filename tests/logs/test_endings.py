@@ -163,7 +163,7 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
     ],
 )  # fmt: skip
 def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expected):
-    """500 ranks print NCCL errors when the GPU of one is gone; and nobody runs a name that is none in a shell."""
+    """500 ranks print NCCL errors when one loses its GPU; an invalid host name is not offered to a shell."""
     (tmp_path / "a.log").write_text(FIVE + text)
     os.utime(tmp_path / "a.log", (0, 0))
     log = read_log(tmp_path / "a.log")

@@ -1,4 +1,4 @@
-"""What a log's lines say about order: whose iterations they are, which numbers they have, when and where they stand."""
+"""What a log's lines show about order: whose iterations they are, which numbers they have, when and where they stand."""
 
 import json
 

@@ -15,7 +15,7 @@ from trilane.utils.files import natural
 from trilane.utils.validation import require_folder, require_known
 from trilane.workspace.status import Status
 
-Row = Mapping[str, Any]  # Measurement.row(), where the run lies, and what its log says
+Row = Mapping[str, Any]  # Measurement.row(), where the run lies, and what its log shows
 
 
 def _number(form: str) -> Callable[[float], str]:

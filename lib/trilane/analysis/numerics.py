@@ -1,4 +1,4 @@
-"""Numerics: what a run's log counts of skipped steps, NaN and the loss scale, and its norms of the gradient."""
+"""Numerics: skipped steps, NaN, loss scale and gradient norms, over the whole log of a run."""
 
 import math
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ ROUNDED_FLOPS_PER_S = 1e12  # programs print tenths of a TFLOP/s: below one, rou
 # A rate without a precision may be of 8 bits, twice that of 16.
 UNKNOWN_PRECISION = 2.0
 CARD_BYTES = 1.02  # of the catalogue's memory, rounded to whole GB or GiB
-# Columns that say nothing about how long an iteration takes, and so nothing about a measurement's seconds.
+# Columns without influence on the seconds per iteration of a measurement.
 HARMLESS = ("lm_loss", "grad_norm", "learning_rate", "mfu", "train_iters")
 
 

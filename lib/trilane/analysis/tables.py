@@ -12,7 +12,7 @@ WIDTH = 100  # characters of a row in text
 FOR_NOTES = 30  # of them for the notes, if they are as long
 TABLE = '<table class="sortable{}">\n<thead><tr>{}</tr></thead>\n<tbody>\n{}\n</tbody>\n</table>'
 LONG = 30  # characters of a cell that may wrap
-# as many of them as hold anything and fit, the first before the last
+# as many of them as have a value and fit, the first before the last
 IN_TEXT = (
     *("Sec/it", "TFLOPs", "GPUs", "Size", "Mem", "DP", "TP", "PP", "GBS", "MBS"),
     *("Loss", "Iterations", "Tokens/s"),
@@ -65,7 +65,7 @@ def markdown(rows: Sequence[Row], heads: Sequence[str] = (), sort: str = "") -> 
 
 
 def _fitting(rows: Sequence[Row], first: str) -> tuple[str, ...]:
-    """The columns of IN_TEXT that hold anything, as many as fit before the notes."""
+    """The columns of IN_TEXT that have a value, as many as fit before the notes."""
     chosen, left = list[str](), WIDTH - min(FOR_NOTES, max(len(row["notes"]) for row in rows)) - 4
     for head in dict.fromkeys([*([first] if first else []), *IN_TEXT]):
         texts = [cells(row, (head,)) for row in rows]

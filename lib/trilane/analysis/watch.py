@@ -20,7 +20,7 @@ from trilane.utils.tables import amount
 from trilane.utils.validation import require
 from trilane.workspace.status import Status
 
-QUIET_LOOKS = 3  # without anything new, after which an ending is one
+QUIET_LOOKS = 3  # without a new line, after which an ending counts
 RECENT = 10_000  # iterations at most that are measured and checked at a look
 EARLIER = 10  # runs of a file before the one that grows, each with an event
 SILENT, SILENT_S = 5.0, 60.0  # times an iteration's seconds without a line, and at least these, are reported

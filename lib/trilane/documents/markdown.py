@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 
-from trilane.documents.units import DOUBTFUL, UNSURE, is_rate, of_time, scale
+from trilane.documents.units import UNCERTAIN, UNSURE, is_rate, of_time, scale
 from trilane.logs.table import NAN
 
 SEPARATOR = re.compile(r"^\s*(?:\|\s*)?:?-+:?\s*(\|\s*:?-+:?\s*)+(?:\|\s*)?$|^\s*\|\s*:?-+:?\s*\|\s*$")
@@ -204,7 +204,7 @@ def rows(table: int, header: list[str], body: list[tuple[int, list[str]]]) -> It
         if name == "time" and not unit and re.sub(r"[^a-z]+", "", header[at].lower()) in UNSURE:
             own = [decimal(texts[at].strip().strip("*`").strip())[1] for _, texts in body if at < len(texts)]
             rated = any(other == "tflops" for other, _ in columns)
-            columns[at] = ("time", "") if any(map(of_time, own)) else ("time", DOUBTFUL) if rated else ("", "")
+            columns[at] = ("time", "") if any(map(of_time, own)) else ("time", UNCERTAIN) if rated else ("", "")
     number = 0
     for line, texts in body:
         if not any(text.strip() for text in texts):

@@ -21,7 +21,7 @@ THOUSAND = {"seq": 1024.0, "vocab": 1000.0}  # 4k tokens, and a vocabulary of 25
 
 # Columns that are a time per iteration only where header or cells have a unit of time, or of iterations per second.
 UNSURE = {"time", "throughput", "speed"}
-DOUBTFUL = "?"  # the unit where only the TFLOPs beside it can show that it is seconds
+UNCERTAIN = "?"  # the unit where only the TFLOPs of its row can show that it is seconds
 
 
 def scale(name: str, number: float, unit: str) -> float:
@@ -36,7 +36,7 @@ def scale(name: str, number: float, unit: str) -> float:
         return THOUSAND[name]
     if name in COUNTS or name in THOUSAND:
         return 1.0 if not unit or COUNTED.match(unit) else NAN
-    units = {"time": SECONDS | {DOUBTFUL: 1.0}, "size": BILLIONS, "mem": GIGABYTES}.get(name)
+    units = {"time": SECONDS | {UNCERTAIN: 1.0}, "size": BILLIONS, "mem": GIGABYTES}.get(name)
     return units.get(unit, NAN) if units and unit else 1.0
 
 

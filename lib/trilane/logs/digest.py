@@ -17,7 +17,7 @@ CHECKED = (
     *("learning_rate", "grad_norm", "consumed_samples", "consumed_tokens", "seq_length", "flops_per_s_per_gpu", "mfu"),
     *("tokens_per_second", "tokens_per_gpu_per_second"),
 )
-LINES = 3  # at least, so that one odd line is no rule
+LINES = 3  # at least: a single odd line proves nothing
 
 
 @dataclass(frozen=True)

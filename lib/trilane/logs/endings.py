@@ -188,9 +188,9 @@ def _place(line: bytes) -> tuple[tuple[str, ...], ...]:
 def caveat(status: Status, evidence: str) -> str:
     """What the evidence leaves open; "" where nothing."""
     if status is Status.KILLED:
-        return "this log does not tell by whom it was killed: possibly by its node's OOM killer (sacct, dmesg)"
+        return "this log does not show what killed it: possibly by its node's OOM killer (sacct, dmesg)"
     if status is Status.CRASHED and DEVICE_FAULT.search(evidence):
-        return "the program or the card may be the reason: this log does not tell"
+        return "the program or the card may be the reason: this log does not show which"
     return ""
 
 

@@ -31,8 +31,8 @@ LEAP, DENSE = 50.0, 3.0  # usual steps between two lines: a leap, and what follo
 # nanoGPT prints an MFU of -100 % for its first iterations, DeepSpeed a norm of -1 after an overflow:
 # https://github.com/karpathy/nanoGPT/blob/master/train.py, deepspeed/runtime/zero/stage_1_and_2.py
 NOT_MEASURED, MAY_LACK = -1.0, ("mfu", "grad_norm")
-FRAGMENT = 2  # lines of what is no run: the shortest that a launch which failed leaves have its reason
-MOST_NUMBER = 1e15  # of an iteration; beyond, it is none
+FRAGMENT = 2  # iterations at most of lines that are no run; those of a failed launch have its arguments or ending
+MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 EQUAL, DIGITS = 10, 4  # lines whose loss is equal to the last of so many digits: it was not computed anew
 BATCH = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
 

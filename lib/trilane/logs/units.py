@@ -42,8 +42,7 @@ def correct_units(table: NumericTable) -> str:
 
 
 def from_bits(names: Iterable[str]) -> str:
-    """What is to be said of losses of dialects of these names that are printed in base 2, as fairseq's are; '' if none
-    is."""
+    """The note on losses that one of these dialects prints in base 2, as fairseq does; '' if none does."""
     bits = UNITS["bits"][0]
     found = any(d.name in names and ("lm_loss", bits) in {f[:2] for f in d.fields.values()} for d in dialects())
     return "the loss is in nats, the log has it in base 2" if found else ""

@@ -20,7 +20,7 @@ class Status(StrEnum):
     ranks made no progress and were ended; `timeout`: it exceeded a limit of ours, `time limit` one of the scheduler.
     `pruned`: a run of a sweep that was not started, because one that needs no more memory ran out of it.
     `unfinished`: the log ends without a reason. `rendezvous`: it never began, as not all nodes came in time. `OOM`: a
-    GPU had too little memory, `host memory`: a node. `killed`: by SIGKILL, and nothing tells by whom. The next step for
+    GPU had too little memory, `host memory`: a node. `killed`: by SIGKILL of unknown origin. The next step for
     each is in docs/guides/my-logs.md.
     """
 

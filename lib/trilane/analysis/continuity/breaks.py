@@ -29,7 +29,7 @@ KEEP = (
     "samples_per_second",
     "tokens_per_second",
 )  # columns of a log that are read for it
-TRAINED = 0.25  # of the fall of a training's loss: what begins no higher above its end has its weights
+TRAINED = 0.25  # of the fall of the loss in a training: a log that begins within it above the end has its weights
 SHOWN = 160  # characters of a line
 
 
@@ -71,8 +71,8 @@ class Continuity(Table):
         """How many restarts were judged and what was found, and what could not be judged, as Markdown."""
         if not self.restarts:
             return Text("No run was restarted.")
-        said = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
-        return Text.of("{}{}", said, Text.joined("\n- not judged: ", ["\n", *self.unjudged]) if self.unjudged else "")
+        counts = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
+        return Text.of("{}{}", counts, Text.joined("\n- not judged: ", ["\n", *self.unjudged]) if self.unjudged else "")
 
 
 def find_breaks(logs: Sequence[RunLog], earlier: Sequence[RunLog] = ()) -> Continuity:

@@ -212,7 +212,10 @@ def _speed(sides: Sides) -> Iterator[Break]:
     old, new = np.log(old[at < sides.first][-TREND:]), np.log(new[start : start + TREND] / work)
     if len(old) < LEAST_LINES or len(new) < WINDOWS[1]:
         return
-    halves = (new[: len(new) // 2], new[len(new) // 2 :])  # a machine that is busy for a while is none of the restart
+    halves = (
+        new[: len(new) // 2],
+        new[len(new) // 2 :],
+    )  # other load of a machine slows one half only
     slower = float(min(np.median(half) for half in halves) - np.median(old))
     noise = max(_spread(old[2:] - np.median(old)), _spread(new - np.median(new)))
     if slower > max(LEAST_RISE[name], 3 * noise) and np.quantile(new, 0.2) > np.quantile(old, 0.9):

@@ -1,4 +1,4 @@
-"""Rules for the learning rate over a restart: whether the schedule goes on, and what it is else."""
+"""Rules for the learning rate across a restart: whether its schedule continues, and if not, which one it follows."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,8 @@ import numpy as np
 from trilane.analysis.continuity.sides import LARGEST, TAIL, Break, Sides, resolution, slope_of
 
 NEAR = 8  # rows on each side that give the slope of a schedule
-CLOSE = 5e-4  # relative difference of learning rates that is none
-LARGEST_STEP = 0.05  # of a value: a coarser last place of what is printed is not believed
+CLOSE = 5e-4  # relative: learning rates that differ by less are equal
+LARGEST_STEP = 0.05  # of a value: the most that rounding of a printed rate may change it
 LOWEST = 0.05  # of the expected rate: a warm-up that begins
 SCHEDULE = (
     *("train_iters", "train_samples", "max_steps", "num_train_epochs", "lr_decay_iters", "lr_decay_samples"),

@@ -1,4 +1,4 @@
-"""The two sides of a restart in the logs of one training, and what a rule says about them: a Break."""
+"""The two sides of a restart in the logs of one training, and what a rule reports of them: a Break."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ CAUSES = {
     "moments-lost": "Adam's moments were not restored: the loss rises and converges again",
     "loss-level": "weights restored in part (norms, tied embedding), other data, or another loss",
 }
-LARGEST = 1e18  # number that is believed, and one over the least: the rest is damaged
+LARGEST = 1e18  # number that counts, and one over the smallest: others are damaged
 MAY_BE_ZERO = ("iteration", "learning_rate", "consumed_samples", "consumed_tokens", "skipped")
 TAIL = 512  # rows before a restart, and after it, that rules look at
 

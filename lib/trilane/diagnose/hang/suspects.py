@@ -8,7 +8,7 @@ from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, Wait,
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
 
-CANNOT = "; which of them is wrong cannot be told from stacks"
+CANNOT = "; which of them is wrong cannot be determined from stacks"
 
 
 @dataclass(frozen=True, kw_only=True)

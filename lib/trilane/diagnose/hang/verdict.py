@@ -189,8 +189,8 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     if suspects.complete and not set(waits.values()) - set(WAITS):
         return (
             "All ranks wait at the same line for work that they queued on their GPUs before, which stacks do not show: "
-            "which rank is late, or whether the network is at fault, cannot be told from these dumps. Take Flight "
-            "Recorder dumps."
+            "which rank is late, or whether the network is at fault, cannot be determined from these dumps. Take "
+            "Flight Recorder dumps."
         )
     if suspects.complete and waits.keys() <= {r for r, rec in evidence.recordings.items() if rec.waiting is not None}:
         return (
@@ -200,8 +200,8 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     if suspects.complete:
         return (
             "All members of every group are in the same collective by their stacks: suspect the network or NCCL, "
-            "unless one of them is in another bucket, layer or microbatch at this line, which cannot be told from "
-            "stacks (Flight Recorder dumps show it). Compare a second dump."
+            "unless one of them is in another bucket, layer or microbatch at this line, which cannot be determined "
+            "from stacks (Flight Recorder dumps show it). Compare a second dump."
         )
     if missing := [r for r in set().union(*suspects.edges.values()) if found[r].kind in NO_EVIDENCE]:
         return f"The rank that they wait for is among ranks {span(missing)}, of which there is no readable dump."

@@ -90,9 +90,9 @@ def compare_restart(before: Path, after: Path) -> RestartComparison:
     damaged, or holds another model. Weights as text (text_dumps) are compared with weights as text.
     """
     if is_dump(before) or is_dump(after):
-        lines, found_in_text, said = compare_dumps(before, after)
+        lines, found_in_text, remarks = compare_dumps(before, after)
         return RestartComparison(
-            before=before, after=after, compared=tuple(lines), findings=tuple(found_in_text), notes=tuple(said)
+            before=before, after=after, compared=tuple(lines), findings=tuple(found_in_text), notes=tuple(remarks)
         )
     findings: dict[tuple[str, str, str], RestartFinding] = {}
     compared, notes, restored = [], list[str](), True

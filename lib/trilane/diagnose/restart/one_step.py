@@ -15,8 +15,8 @@ from trilane.diagnose.restart.rules import RestartFinding
 from trilane.diagnose.restart.snapshot import Snapshot
 
 SAME = 2e-3  # relative misfit of sketches that rounding explains
-BETA = 0.02  # relative difference of 1 - beta that is none
-STEP = 0.01  # relative difference of the length of a step that is none
+BETA = 0.02  # relative: values of 1 - beta that differ by less are equal
+STEP = 0.01  # relative: lengths of a step that differ by less are equal
 HALF_PRECISION = {"bf16": (4e-4, 3e-3), "fp16": (4e-5, 4e-4)}  # |rounding error| / |weights|: 2^-9 / 1.7, 2^-12 / 1.7
 UNKNOWN_SHARE = 0.5  # of two gradients on other samples, as a cosine, where the run before does not show it
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from trilane.documents.lint.finding import LintFinding, LintTable, configuration, finding, known, plain
 from trilane.documents.lint.flops_rules import is_measured
 from trilane.documents.markdown import IDENTITY, TableRow
-from trilane.documents.units import DOUBTFUL
+from trilane.documents.units import UNCERTAIN
 
 DAY_TO_DAY = 0.05  # relative difference in time that one configuration may have between two days
 SLOWER = 0.15  # relative excess over the time predicted from rows with another batch
@@ -32,7 +32,7 @@ def units(table: LintTable) -> Iterator[LintFinding]:
 
 
 def _labels(name: str, rows: Sequence[TableRow]) -> Iterator[LintFinding]:
-    units = Counter(unit for row in rows if (unit := row.cells[name].unit) not in ("", DOUBTFUL))
+    units = Counter(unit for row in rows if (unit := row.cells[name].unit) not in ("", UNCERTAIN))
     if name == "size" or len(units) < 2:
         return
     usual = units.most_common(1)[0][0]

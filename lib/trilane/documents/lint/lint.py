@@ -12,7 +12,7 @@ from trilane.documents.document import Document, read_document
 from trilane.documents.lint import comparison_rules, flops_rules, product_rules, size_rules, statement_rules
 from trilane.documents.lint.finding import LintFinding, LintTable, known
 from trilane.documents.markdown import TableRow
-from trilane.documents.units import DOUBTFUL
+from trilane.documents.units import UNCERTAIN
 from trilane.logs.reading.reader import blocks
 from trilane.utils.tables import Table
 from trilane.utils.validation import require
@@ -110,7 +110,7 @@ def lint_tables(document: Document) -> list[LintTable]:
 
 def _certain(table: list[TableRow], gpus: Callable[[TableRow], float]) -> list[TableRow]:
     """The rows, without times of unknown unit where no formula gives their TFLOPs from these as seconds."""
-    if not any("time" in row.cells and row.cells["time"].unit == DOUBTFUL for row in table):
+    if not any("time" in row.cells and row.cells["time"].unit == UNCERTAIN for row in table):
         return table
     if flops_rules.choose_formulas([table], gpus)[0] is not None:
         return table

@@ -44,7 +44,7 @@ def _gpus(table: LintTable, row: TableRow) -> Iterator[LintFinding]:
 
 
 def _other_parallelism(row: TableRow) -> bool:
-    """Whether an unknown column may multiply the GPUs too, such as FSDP beside DP."""
+    """Whether an unknown column may multiply the GPUs too, such as FSDP besides DP."""
     return any(name.startswith(":") and PARALLEL.search(name.lower()) for name in row.cells)
 
 

@@ -26,7 +26,7 @@ ROUGH = r"~|≈|about |approx\.? |ca\.? "
 BEFORE = re.compile(r"(?:[*/×÷·+^<>%−-]|\d\s?x|\b[a-zA-Z]\s?[x-])\s{0,3}`?\(?$")
 AFTER = r"(?![\w(\[^]|[.,:]\d|\s?-\d|\s?(?:[*×/^÷+]|x(?=[\s\d]))\s?[\w($])"
 
-# `6*7.3` = ~33.9GB, and 14336 = 2**11*7: numbers only, and what they are said to be
+# `6*7.3` = ~33.9GB, and 14336 = 2**11*7: numbers only, and their stated value
 STATED = re.compile(
     rf"(?<![\w.,$^)\]}}\\])({SUM})`?\s?(~?≈|~=|==?|~)\s?`?({ROUGH})?({DIGITS})(?:\s?({UNIT})(?!\w))?{AFTER}"
 )
@@ -57,7 +57,7 @@ def stated(line: int, text: str, *, fenced: bool) -> Iterator[LintFinding]:
 
 
 def _arithmetic(text: str) -> Iterator[tuple[str, str]]:
-    """Expressions of numbers that are not what they are said to be, and their values."""
+    """Expressions of numbers whose stated value is wrong, and their true value."""
     for match in STATED.finditer(text):
         sign, approximate, result, unit = match[2], match[3], match[4], match[5] or ""
         rough = bool(approximate) or sign not in ("=", "==")
@@ -73,21 +73,21 @@ def _compared(expression: str, result: str, unit: str, *, rough: bool) -> Iterat
     found = TOKEN.findall(expression)
     parts = [(number, sign) for number, _, sign in found]
     units = {unit for number, unit, _ in found if number}
-    value, said = _value(parts), _number(result)
-    if value is None or not math.isfinite(said) or "%" in units:
+    value, stated = _value(parts), _number(result)
+    if value is None or not math.isfinite(stated) or "%" in units:
         return
     if len(units) > 1 and any(sign in ("+", "-", "−") for _, sign in parts):  # 1GB + 512MB
         return
     whole = all("." not in number and sign not in ("/", "÷") for number, sign in parts) and units == {""}
     last = 0.0 if whole and not unit and "." not in result else _last_digit(result)
-    slack = NEAR * said if rough else 0.0
+    slack = NEAR * stated if rough else 0.0
     moved = sum(abs((_value(other) or value) - value) for other in _rounded(parts))
     clock = unit.removesuffix("s") in ("day", "hour", "minute", "m", "") and unit != ""
     factors = {"": (1.0,), "%": (1.0, 100.0)}.get(unit, CLOCK if clock else THOUSANDS)
     factors = factors if units == {""} else (*factors, *(PREFIXES if "K" in units else THOUSANDS), *CLOCK)
-    if all(abs(value * f - said) > (last + slack + moved * f) * (1 + 1e-9) for f in factors):
+    if all(abs(value * f - stated) > (last + slack + moved * f) * (1 + 1e-9) for f in factors):
         words = expression.strip("`( ") if expression.count("(") != expression.count(")") else expression
-        right = min((value * f for f in factors), key=lambda v: abs(math.log(v / said)) if said else 0.0)
+        right = min((value * f for f in factors), key=lambda v: abs(math.log(v / stated)) if stated else 0.0)
         yield f"{words} is not {result}{unit}", f"{plain(right) if right < 1e15 else f'{right:.4g}'}{unit}"
 
 

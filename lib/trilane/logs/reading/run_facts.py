@@ -139,12 +139,12 @@ class RunFacts:
             if self._host:
                 run.places[int(root[1])] = (self._host, str(int(root[2])))
             self._host, self._failed = "", OTHER
-        elif told := endings.NCCL_RANK.search(line):
-            size = int(told[4])
+        elif named := endings.NCCL_RANK.search(line):
+            size = int(named[4])
             if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
                 run.watchdogs.world, run.places = size, {}
             if size == run.watchdogs.world:
-                run.places.setdefault(int(told[3]), (endings.text(told[1]), str(int(told[2]))))
+                run.places.setdefault(int(named[3]), (endings.text(named[1]), str(int(named[2]))))
 
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""
