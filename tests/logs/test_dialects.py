@@ -55,6 +55,19 @@ def test_a_table_of_ones_own_reads_names_in_any_of_the_usual_forms(tmp_path, lin
     ]
 
 
+def test_hours_minutes_and_seconds_of_many_lines_add_up(tmp_path):
+    own(
+        tmp_path,
+        iteration=["update (?P<iteration>\\d+) after (?P<time_s__h>\\d+):(?P<time_s__min>\\d+):(?P<time_s__s>\\d+)"],
+    )
+    passed = [3500 + 30 * i for i in range(10, 40)]
+    lines = [
+        f"update {i} after {s // 3600}:{s % 3600 // 60:02d}:{s % 60:02d} xent 2.5\n" for i, s in enumerate(passed, 10)
+    ]
+    seconds = read(tmp_path, "".join(lines)).iterations["sec_per_it"]
+    assert (len(seconds), set(seconds[1:])) == (30, {30.0})
+
+
 def test_a_block_of_lines_is_one_iteration(tmp_path):
     own(tmp_path, lines="block")
     block = "update {i} of 3\n\t other: 5\n\t xent: 2.{i}\n\t took: 500\ndone with it\n"
