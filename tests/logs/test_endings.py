@@ -143,6 +143,10 @@ TORCHRUN = ELASTIC.replace("rank      : 9 (local", "rank      : 17 (local")
     [
         (PEERS + XID, ("GPU error", ("gpu03",), ("PCI:0000:c1:00",), "gpu03", None)),
         (PEERS + ECC + SRUN, ("GPU error", (), (), "", 17)),
+        (PEERS + ECC + SRUN.replace("task 6", "task 17"), ("GPU error", ("r1n1",), (), "r1n1", 17)),
+        (KERNEL + SRUN, ("GPU error", ("r1n1",), ("PCI:0000:c1:00",), "r1n1", None)),
+        (KERNEL + SRUN + SRUN.replace("r1n1", "r1n2"), ("GPU error", (), ("PCI:0000:c1:00",), "", None)),
+        (KILLER + "srun: error: r1n3: task 3: Out Of Memory\n", ("host memory", ("r1n3",), (), "", None)),
         (SMALLER + OF_RANK + SMALLER + PEERS + ECC, ("GPU error", ("gpu05",), ("1",), "gpu05", 17)),
         (PEERS + ECC + TORCHRUN, ("GPU error", ("r1n1",), ("1",), "r1n1", 17)),
         (XID + XID.replace("gpu03", "gpu04"), ("GPU error", ("gpu03", "gpu04"), ("PCI:0000:c1:00",), "gpu03,gpu04", None)),

@@ -205,15 +205,24 @@ def joined(first: Ending, later: Ending) -> Ending:
     return replace(first, hosts=tuple(pairs[0]), gpus=tuple(pairs[1]))
 
 
-def where(end: Ending | None, place: tuple[str, str] | None) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+def where(
+    end: Ending | None, place: tuple[str, str] | None, exits: list[Ending]
+) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Nodes and GPUs of an ending, of which the rank ran at `place`; and those at fault, as --exclude takes them:
     without names that no node can have, and without addresses."""
     if end is None:
         return (), (), ""
-    host, gpu = place or ("", "")
+    host, gpu = place or (exited_on(exits, end.rank) if end.blames_node else "", "")
     hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
     names = dict.fromkeys(name.partition(".")[0] for name in hosts)
     return hosts, gpus, ",".join(filter(NODE.fullmatch, names)) if end.blames_node else ""
+
+
+def exited_on(found: list[Ending], rank: int | None) -> str:
+    """The node of the task that srun reports as failed: of that rank, or if the rank is unknown the only node that has
+    such a task; "" where several could be meant."""
+    nodes = {e.hosts[0] for e in found if rank is None or e.rank == rank}
+    return nodes.pop() if len(nodes) == 1 and "[" not in "".join(nodes) else ""
 
 
 def superseded(found: Ending, rows: int) -> bool:

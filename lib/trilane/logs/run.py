@@ -212,7 +212,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     for _, row in sorted(run.memory.items()):
         memory.add(row)
     rank = end.rank if end and end.rank is not None else run.root_rank if end else None
-    hosts, gpus, exclude = endings.where(end, run.places.get(-1 if rank is None else rank))
+    hosts, gpus, exclude = endings.where(end, run.places.get(-1 if rank is None else rank), run.exits)
     return RunLog(
         source=path,
         spilled=table.spilled(),

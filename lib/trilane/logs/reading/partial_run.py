@@ -19,6 +19,7 @@ from trilane.logs.watchdog import Watchdogs
 
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
+MAX_EXITS = 1000  # of tasks
 MAX_LATE = 1000  # iterations, where they have no times
 
 
@@ -38,6 +39,7 @@ class PartialRun(LineClock):
         self.devices: dict[int, Device] = {}
         self.dialects: Counter[str] = Counter()
         self.endings: list[Ending] = []
+        self.exits: list[Ending] = []  # of tasks, by srun, which names their nodes
         self.previous: PartialRun | None = None  # the run that these lines may belong to
         self.rank = NAN  # that prints the iterations, if known
         self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
@@ -220,6 +222,9 @@ class PartialRun(LineClock):
         """Add an ending. Of each level and status the first one is kept that the run did not continue after, with the
         nodes at fault of all."""
         self.endings = [e for e in self.endings if not superseded(e, self.rows)]
+        self.exits = [e for e in self.exits if not superseded(e, self.rows)]
+        if found.level == OUTSIDE and found.hosts and "srun: error: " in found.evidence and len(self.exits) < MAX_EXITS:
+            self.exits.append(found)
         for place, e in enumerate(self.endings):
             if (e.level, e.status) == (found.level, found.status):
                 self.endings[place] = joined(e, found)
