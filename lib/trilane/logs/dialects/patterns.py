@@ -2,11 +2,15 @@
 
 import re
 from collections.abc import Iterator
+from re import _compiler, _parser  # type: ignore[attr-defined]
 from re import _constants as code  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
 WORD = 4  # characters in a row that each pattern must have: lines without them are passed over
+
+
+REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
+FEW = 9  # times that a repetition may repeat a choice or a bounded repetition
 
 
 def compile_safe(text: str) -> re.Pattern[bytes]:
@@ -15,8 +19,8 @@ def compile_safe(text: str) -> re.Pattern[bytes]:
         compiled, parsed = re.compile(text.encode()), _parser.parse(text.encode())
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"is no regular expression ({error})") from None
-    if _nested(parsed) or sum(1 for _ in _loops(parsed)) > 1:
-        raise ValueError("could take very long: at most one .* and no (a+)+ may be in it")
+    if _nested(parsed) or _neighbours(parsed) or sum(1 for _ in _loops(parsed)) > 1:
+        raise ValueError("could take very long: at most one .*, no (a+)+, (a|b)+, a*a* or (?=a*) may be in it")
     if not word(compiled):
         raise ValueError(f"must have {WORD} characters in a row that every line has")
     return compiled
@@ -32,17 +36,48 @@ def _parts(parsed: Any) -> Iterator[Any]:
 
 
 def _unbounded(operation: Any, value: Any) -> bool:
-    repeats = operation in (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
-    return repeats and value[1] is code.MAXREPEAT
+    return operation in REPEATS and value[1] is code.MAXREPEAT
 
 
-def _nested(parsed: Any, inside: bool = False) -> bool:
-    """Whether an unbounded repetition repeats another."""
+def _nested(parsed: Any, inside: int = 1, looks: bool = False) -> bool:
+    """Whether a repetition, at most `inside` times, repeats a choice or another one, or one stands in a look-around."""
     for operation, value in parsed:
-        unbounded = _unbounded(operation, value)
-        if (unbounded and inside) or any(_nested(part, inside or unbounded) for part in _parts(value)):
+        most, look = 1, looks or operation in (code.ASSERT, code.ASSERT_NOT)
+        if operation in REPEATS:
+            most = value[1]
+            varies = value[0] != most
+            if (varies and inside > FEW) or (_unbounded(operation, value) and (inside > 1 or looks)):
+                return True
+        if operation is code.BRANCH and inside > FEW and not looks:
+            return True
+        if any(_nested(part, 1 if look and not looks else max(inside, most), look) for part in _parts(value)):
             return True
     return False
+
+
+def _neighbours(parsed: Any) -> bool:
+    """Whether two unbounded repetitions that follow each other may take the same character."""
+    before = frozenset[int]()
+    for kind, value in _flat(parsed):
+        if kind in REPEATS:
+            current = _characters(value[2])
+            if _unbounded(kind, value) and before & current:
+                return True
+            before = current if _unbounded(kind, value) else before if value[0] == 0 else frozenset()
+        elif kind not in (code.AT, code.ASSERT, code.ASSERT_NOT):
+            before = frozenset()
+        if any(_neighbours(part) for part in _parts(value)):
+            return True
+    return False
+
+
+def _characters(parsed: Any) -> frozenset[int]:
+    """The bytes that a pattern of one character matches; of a longer one any."""
+    everything = frozenset(range(256))
+    if len(parsed) != 1 or parsed[0][0] not in (code.IN, code.LITERAL, code.NOT_LITERAL, code.ANY):
+        return everything
+    single = _compiler.compile(parsed)
+    return frozenset(byte for byte in everything if single.match(bytes([byte])))
 
 
 def _loops(parsed: Any) -> Iterator[Any]:
