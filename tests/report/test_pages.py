@@ -13,6 +13,7 @@ pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
 AA, AA_LARGE = 4.5, 3.0  # WCAG 2.1, success criterion 1.4.3; large: 24 px, or 18.66 px bold
 NARROW, PAPER = 390, 688  # px: a telephone; A4 (210 mm) without margins of 14 mm at 96 px an inch
+LANDSCAPE = 1046  # px: A4 (297 mm) without margins of 10 mm, which the page of a wide table is printed on
 
 # Texts whose contrast with what is behind them is too small. Relative luminance and contrast: WCAG 2.1, section 3.
 CONTRAST = """([normal, large]) => {
@@ -130,9 +131,10 @@ def looked_at(page: Any, path: Path) -> dict[str, list[Any]]:
     page.wait_for_function(DRAWN)
     wide = page.evaluate("document.documentElement.scrollWidth")
     found["wider than a telephone"] = [wide] if wide > NARROW else []
-    page.set_viewport_size({"width": PAPER, "height": 1000})
     page.emulate_media(media="print", color_scheme="light")
-    found["cut on paper"] = page.evaluate(CUT, PAPER)
+    paper = LANDSCAPE if page.evaluate("getComputedStyle(document.body).page") == "broad" else PAPER
+    page.set_viewport_size({"width": paper, "height": 1000})
+    found["cut on paper"] = page.evaluate(CUT, paper)
     return found
 
 

@@ -56,6 +56,7 @@ class HangMonitor:
             patience_s=patience_s,
         )
         self._exited: dict[int, str] = {}
+        self._at_exit: Path | None = None  # the stacks that were dumped when the first rank exited
         self._number, self._next_report, self._silent = 0, 0.0, set[int]()
 
     @property
@@ -77,7 +78,7 @@ class HangMonitor:
             self.report()
         if len(self._exited) > exits == 0 and not is_asked():
             with contextlib.suppress(OSError):  # where the others are before they fail or wait for ever
-                capture(self._folder, self._plan)
+                self._at_exit = capture(self._folder, self._plan)
         if not waits and (why := self._stall.decide()) and (self._node.first == 0 or not is_asked()):
             raise Hang(self.hang_status(why))
         self._note_silent_nodes()
@@ -110,6 +111,8 @@ class HangMonitor:
         where = ""
         try:
             stacks = capture(self._folder, self._plan, self._stall.hosts())
+            if self._at_exit and not any(stacks.glob("rank_*")):  # the launcher has ended all ranks since one exited
+                stacks = self._at_exit
             where = f" (stacks in {stacks.relative_to(self._folder)})"
             verdict = diagnose_hang(stacks)
             explanation, suspects = verdict.paragraph, verdict.suspects
