@@ -288,6 +288,7 @@ def test_a_hard_file_is_read_all_the_same(tmp_path, kind, content):
     log = read_log(tmp_path / "a.log")
     assert list(log.iterations["iteration"]) == list(range(1, 11))
     assert set(log.iterations["lm_loss"]) == {5.0} and set(log.iterations["sec_per_it"]) == {2.0}
+    assert any("ends early" in note for note in log.notes) is (kind == "gzip, still written")
 
 
 @pytest.mark.parametrize("block", [64, 1000, 4096])

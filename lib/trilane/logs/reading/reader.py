@@ -31,21 +31,22 @@ MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are rea
 CLOCKED = 32  # lines of those read at once whose time stamps are noted
 PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut off the rest of what was read
 UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
+CUT_NOTE = "the gzip file ends early (it was cut, or is still written): what came after is not known"
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
 CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7f"
 
 
-def blocks(path: Path) -> Iterator[bytes]:
+def blocks(path: Path, notes: list[str] | None = None) -> Iterator[bytes]:
     """The bytes of `path`, cut after line ends; only the last block may end inside a line.
 
-    A truncated gzip file is read as far as possible, UTF-16 as UTF-8. Leading zero bytes, left when a log is emptied
-    while it is being written, are skipped. Raises ValueError for a missing, empty or binary file, for a damaged gzip
-    file, and for one that becomes shorter while it is read: its blocks are of two logs.
+    A truncated gzip file is read as far as possible, which is added to `notes`; UTF-16 as UTF-8. Leading zero bytes,
+    left when a log is emptied while it is being written, are skipped. Raises ValueError for a missing, empty or binary
+    file, for a damaged gzip file, and for one that becomes shorter while it is read: its blocks are of two logs.
     """
     require_file("log", path)
     with path.open("rb") as raw:
         rest, size, started = b"", 0, False
-        for chunk in _as_utf8(_chunks(raw, path)):
+        for chunk in _as_utf8(_chunks(raw, path, [] if notes is None else notes)):
             size += len(chunk)
             data = chunk if started else chunk.lstrip(b"\0")
             if data and not started:
@@ -67,7 +68,7 @@ def blocks(path: Path) -> Iterator[bytes]:
             yield rest
 
 
-def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
+def _chunks(raw: BinaryIO, path: Path, notes: list[str]) -> Iterator[bytes]:
     packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
     size = PACKED if packed else BLOCK
@@ -90,6 +91,8 @@ def _chunks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
         if unpack.eof and data:  # several members follow each other
             unpack = zlib.decompressobj(wbits=31)
         data = data or raw.read(size)
+    if not unpack.eof:
+        notes.append(CUT_NOTE)
 
 
 def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
