@@ -128,17 +128,16 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
 
     Raises ValueError if the file is missing, empty or binary, or holds neither an iteration nor an ending.
     """
-    path, reader, cut = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill), list[str]()
-    for block in blocks(path, cut):
+    path, reader, notes = Path(path), Reader(None if keep is None else {*NEEDED, *keep}, spill), list[str]()
+    for block in blocks(path, notes):
         reader.feed(block)
     runs = reader.close()
     tried = dict.fromkeys([*DIALECTS, *(dialect.name for dialect in dialects())])
     if not runs:
         raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
-    runs[-1].notes += cut
-    age = time.time() - path.stat().st_mtime
+    runs[-1].notes += notes
+    age, more = time.time() - path.stat().st_mtime, plausibility.fragments(runs)
     logs = [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
-    more = plausibility.fragments(runs)
     return [replace(log, problems=(*log.problems, *m)) if m else log for log, m in zip(logs, more, strict=True)]
 
 

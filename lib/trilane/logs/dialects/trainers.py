@@ -27,6 +27,7 @@ COUNTS = {
     b"Num Epochs": "num_epochs",
 }
 STAMP = re.compile(rb"(?:(\d{4})[-/](\d\d)[-/](\d\d)|(\d\d)/(\d\d)/(\d{4}))[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
+STAMPED = 4096  # bytes: a line without line ends, of thousands of iterations, is not searched for each of them
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
@@ -53,7 +54,7 @@ EFFECTIVE = re.compile(rb"Effective Tera Flops per GPU: (\d+(?:\.\d*)?)")
 
 def timestamp(line: bytes) -> float:
     """Seconds since 1970 of the first time stamp in the line, as if it were UTC; NaN if there is none."""
-    found = STAMP.search(line)
+    found = STAMP.search(line, 0, STAMPED)
     if not found:
         return NAN
     year, month, day, month_us, day_us, year_us, hour, minute, second, fraction = found.groups()
