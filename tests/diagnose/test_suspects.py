@@ -38,6 +38,36 @@ def test_a_lock_that_one_rank_holds_is_a_cause_and_one_that_many_hold_is_a_habit
     assert diagnose_hang(tmp_path).suspects == named
 
 
+def test_a_lock_held_for_an_instant_hides_no_rank_that_others_wait_for(tmp_path: Path) -> None:
+    """Any thread that runs while its main thread waits holds the global lock for that instant."""
+    holder = (("check_internal_messages", "wandb/sdk/wandb_run.py", 300), ("_bootstrap", "threading.py", 973))
+    loading = (("_try_get_data", "torch/utils/data/dataloader.py", 1291), *STEP)
+    for rank in range(16):
+        stack = loading if rank == 9 else DP_SUM.stack
+        text = pyspy_json(stack, 100 + rank, holder if rank == 0 else None)
+        (tmp_path / f"rank_{rank}.json").write_text(text)
+    topology(tmp_path, 1, 1, 16)
+    assert diagnose_hang(tmp_path).suspects == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("inner", "crowd"),
+    [
+        (("read", "megatron/core/datasets/indexed_dataset.py", 430), (0, 2, 3, 4, 5, 7)),
+        (("_save", "torch/serialization.py", 1312), (0, 1, 2, 4, 5, 6, 7)),
+        (("recv", "multiprocessing/connection.py", 250), (0, 1, 2, 3, 4)),
+    ],
+)
+def test_most_ranks_in_the_data_loader_a_save_or_a_compiler_are_to_blame_and_no_crowd_at_its_cards(
+    inner: tuple[str, str, int], crowd: tuple[int, ...], tmp_path: Path
+) -> None:
+    cache = (("get", "torch/_inductor/remote_cache.py", 160),)
+    stacks = dict.fromkeys(range(8), DP_SUM.stack) | dict.fromkeys(crowd, (inner, *cache, *STEP))
+    write_all(tmp_path, stacks)
+    topology(tmp_path, 1, 1, 8)
+    assert tuple(sorted(diagnose_hang(tmp_path).suspects)) == crowd
+
+
 def test_a_rank_alone_in_its_dump_is_busy_and_no_crowd_that_waits_for_its_card(tmp_path: Path) -> None:
     """One dump of eight: nothing is known of the others, and its own stack is no proof that it waits."""
     write_all(tmp_path, {3: work(1)})

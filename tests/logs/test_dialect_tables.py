@@ -3,12 +3,13 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from support import REPOSITORY
 
 from trilane.logs.dialects import tables
-from trilane.logs.run import read_logs
+from trilane.logs.run import read_log, read_logs
 from trilane.utils.validation import DATA
 
 GIB, LN2 = 2**30, math.log(2)
@@ -484,3 +485,35 @@ LAST = {
 def test_a_run_that_reached_its_last_iteration_is_completed(tmp_path, name):
     log = read(tmp_path, LAST[name] + "bye\n")
     assert (log.dialect, log.status) == (name, "completed")
+
+
+def test_a_bar_takes_no_loss_from_what_another_writer_printed_behind_it(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    bar = "  4%|#4        | {0}/100 [00:{0:02d}<01:12,  1.32it/s][2024-02-01 10:00:{0:02d}][INFO][trainer:837] - "
+    log.write_text("".join(f"{bar.format(n)}step={n + 1} loss={3.6 - n / 100}\n" for n in range(4, 50, 5)))
+    assert read_log(log).iterations["iteration"].tolist() == list(range(5, 51, 5))
+
+
+def test_fairseqs_bars_on_one_line_do_not_mix_their_numbers(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    bar = "epoch 001:   1%| | {0}/9000 [00:10<09:00, 1.1it/s, loss={1}, ppl=9, wps=900, num_updates={0}, lr=1e-5]"
+    log.write_text(
+        "".join(f"{bar.format(n, 11 + n / 1e3)}\n" for n in (574, 575)) + bar.format(576, 11.5) + bar.format(577, 11.9)
+    )
+    read = read_log(log).iterations
+    assert read["iteration"].tolist() == [574, 575, 576]
+    assert read["lm_loss"].tolist() == pytest.approx([x * 0.693147 for x in (11.574, 11.575, 11.5)], rel=1e-5)
+
+
+def test_litgpts_last_lines_end_the_run(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    line = "Epoch 1 | iter {0} step {0} | loss train: 1.{0}, val: n/a | iter time: 300.50 ms (step)\n"
+    log.write_text("".join(line.format(n) for n in range(1, 9)) + "Training time: 583.36s\nMemory used: 14.49 GB\n")
+    assert read_log(log).status == "completed"
+
+
+def test_a_run_whose_every_loss_is_nan_ended_by_it_however_short_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    line = "step {0:4d}/74 | loss     nan (+nanz)| norm    nan (+nanz)| lr 3.00e-04 | 36.62 ms | 9.2% bf16 MFU | 111903 tok/s\n"
+    log.write_text("".join(line.format(n) for n in (18, 19, 20)))
+    assert read_log(log).status == "NaN loss"

@@ -18,13 +18,17 @@ NO_EVIDENCE = ("unreadable", "unknown")  # nothing is concluded from these
 
 # Errors of a rank that failed because another was gone.
 FOLLOWS = re.compile(
-    r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|by peer|[Tt]imed? ?out|NCCL|DistBackend|[Ww]atchdog|SIGTERM"
-    r"|SignalException|gloo|Interrupt"
+    r"[Cc]onnection (?:was likely )?(?:closed|reset|refused)|[Bb]roken pipe|by peer|[Tt]imed? ?out|NCCL|DistBackend"
+    r"|[Ww]atchdog|SIGTERM|SignalException|gloo|Interrupt"
 )
 
 SILENT_SHARE = 0.5  # of missing dumps, below which one counts against its rank; above it, those ranks were not dumped
 LOCKED_SHARE = 1 / 8  # in more ranks than this a thread that holds the GIL is not the cause
 CROWD = 0.5  # of the dumps: ranks with one stack outside communication in more than this share wait for their GPU
+ON_HOST = (  # activities of data/hang_patterns.json that are no wait for the GPU, however many ranks are in one
+    *("in the data loader", "in checkpoint input/output", "compiling", "waiting for a lock"),
+    "reading or writing a file",
+)
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 
 
@@ -189,8 +193,8 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
         return Condition(kind=without, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
     if dump.error and not FOLLOWS.search(dump.error) and "py-spy" not in dump.error:
         return Condition(kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
-    holder = dump.gil_holder
-    if holder is not None:
+    holder, before = dump.gil_holder, evidence.earlier.get(rank)
+    if holder is not None and (before is None or before.gil_holder is not None):  # held for an instant if not before
         text = f"its thread {holder.name or '(unnamed)'} holds Python's global lock in {holder.frames[0]}"
         return Condition(kind="locked", text=text, frames=frames)
     return _by_stack(rank, evidence)
@@ -217,7 +221,7 @@ def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
 
 def _device_waits(found: Conditions) -> Conditions:
     """The conditions, where most ranks are at the same line outside communication changed to waiting for their GPU."""
-    outside = [rank for rank, c in found.items() if c.kind in ("busy", "soft") and c.frames]
+    outside = [r for r, c in found.items() if c.kind in ("busy", "soft") and c.frames and c.text not in ON_HOST]
     stacks = sum(1 for c in found.values() if c.frames)
     for ranks in grouped(outside, lambda rank: stack_key(found[rank].frames)).values():
         if len(ranks) > CROWD * stacks and stacks > 1:

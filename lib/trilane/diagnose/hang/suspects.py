@@ -41,13 +41,14 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     # Those that hold up at least half as many as the one that holds up most.
     busy = [r for r, count in held.items() if 2 * count >= max(held.values())] if held else idle
     reached = reaching(edges, {*hard, *silent})
-    if hard:  # a busy rank is suspect only for those that do not wait for a rank that is gone
+    # A busy rank is suspect only for those that do not wait for a rank that is gone; a lock may be held for an instant.
+    if any(found[r].kind != "locked" for r in hard):
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
     reasons = {r: found[r].text for r in (*hard, *busy, *silent)}
     reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
     left = set(edges) - reaching(edges, set(reasons))
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
-    strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("busy", "soft", "waiting"), 1)
+    strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("locked", "busy", "soft", "waiting"), 1)
     held = {r: len(reaching(edges, {r})) for r in busy}
     ranks = sorted(reasons, key=lambda r: (strength.get(found[r].kind, 2), -held.get(r, 0), r))
     complete = not ranks and bool(edges) and not any(c.kind in NO_EVIDENCE for c in found.values())

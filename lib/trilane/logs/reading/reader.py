@@ -197,6 +197,8 @@ class Reader:
     def _step(self, found: SortedLines, place: int) -> None:
         """Add an iteration on its own: another rank's copy, or one that begins a run."""
         row, number, form = found.steps.row(place), found.steps.at[place], found.form(place)
+        # a loss that is printed as NaN is no loss that is missing
+        row = {span.column: NAN for span in form.spans if span.column == "lm_loss"} | row
         source, text = row.pop("_source", NAN), found.texts[number]
         row = {name: value for name, value in row.items() if name[0] != "_"}
         if form.first_iteration is None:
