@@ -259,7 +259,8 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         (" & ~(np.nan_to_num(skipped) > 0)", ""),
     ],
     ("logs", "analysis/spikes.py", "analysis/test_spikes.py"): [
-        ("sigma) & (above > least)", "sigma) | (above > least)"),
+        ("sigma) & (x - level > least)", "sigma) | (x - level > least)"),
+        ("clear | sudden", "clear"),
     ],
     ("hang", "diagnose/hang/suspects.py", "diagnose/test_suspects.py"): [
         ("2 * count >= max", "count >= max"),

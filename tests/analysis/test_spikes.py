@@ -74,6 +74,15 @@ def test_a_planted_spike_is_found_with_its_size_and_its_recovery(size, length):
     assert event.recovered is not None and abs(event.recovered - 2001 - length) <= 0.1 * length + 2
 
 
+def test_a_spike_in_the_steep_fall_of_a_short_log_is_found():
+    """The fall of 40 lines spreads them more than a spike of half the loss does."""
+    loss = 10.5 * np.arange(1, 41) ** -0.3 * np.exp(0.005 * np.random.default_rng(1).standard_normal(40))
+    loss[30:33] *= 1.58
+    (event,) = found(loss)
+    assert (event.kind, event.iteration, event.recovered) == ("loss spike", 31, 34)
+    assert event.peak / event.level == pytest.approx(1.58, rel=0.03)
+
+
 @pytest.mark.parametrize("deviation", [0.005, 0.02])
 @pytest.mark.parametrize(("size", "rise"), [(1.35, 300), (2.0, 300), (3.0, 600)])
 def test_a_rise_too_slow_for_the_median_behind_it_is_found_when_it_comes_back(size, rise, deviation):

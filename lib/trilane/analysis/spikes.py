@@ -19,6 +19,7 @@ from trilane.analysis.levels import (
     back,
     noise,
     slow_spikes,
+    steps,
 )
 from trilane.analysis.loss_curve import Curve
 from trilane.logs.run import RunLog
@@ -61,9 +62,11 @@ def find_spikes(curve: Curve) -> list[Event]:
     """All events of one training, by iteration. Lines without a number (skipped iterations) are ignored.
 
     A value spikes where ln(value) exceeds the median of the WINDOW lines before it, plus their own rise, by more than
-    SIGMAS times its noise and by more than LEAST_RISE; noise is 1.4826 times the median absolute deviation. The level
-    is kept from there until the value returns, so that a long spike does not become the new level. A loss that rose
-    more slowly and returned is a spike too (see slow_spikes); one that stays above is a divergence.
+    SIGMAS times its noise and by more than LEAST_RISE; noise is 1.4826 times the median absolute deviation. While a
+    training falls steeply, its fall would count as noise: there, a value that exceeds all lines just before it counts
+    by the noise of steps (see steps). The level is kept from there until the value returns, so that a long spike does
+    not become the new level. A loss that rose more slowly and returned is a spike too (see slow_spikes); one that stays
+    above is a divergence.
     Left out: the first LEAST lines, and drops.
     """
     found = list[Event]()
@@ -80,20 +83,22 @@ def find_spikes(curve: Curve) -> list[Event]:
 
 def _spikes(kind: str, at: np.ndarray, x: np.ndarray, least: float) -> Iterator[Event]:
     level, rise, sigma = noise(x)
-    above = x - level - rise
-    flagged = np.flatnonzero((above > SIGMAS * sigma) & (above > least))
+    above, last, step = steps(x)
+    level = level + rise
+    clear = (x - level > SIGMAS * sigma) & (x - level > least)
+    sudden = (above > SIGMAS * step) & (above > least) & ~clear
+    level, sigma = np.where(sudden, last, level), np.where(sudden, step, sigma)
     end = -1
-    for i in flagged.tolist():
+    for i in np.flatnonzero(clear | sudden).tolist():
         if i < end:
             continue
-        limit = level[i] + rise[i] + CALM * sigma[i]
-        end = back(x, i, limit)
+        end = back(x, i, level[i] + CALM * sigma[i])
         peak = i + int(np.argmax(x[i:end]))
         yield Event(
             kind=kind,
             iteration=int(at[i]),
             peak_iteration=int(at[peak]),
-            level=float(np.exp(level[i] + rise[i])),
+            level=float(np.exp(level[i])),
             peak=float(np.exp(x[peak])),
             recovered=int(at[end]) if end < len(x) else None,
         )
