@@ -238,7 +238,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('seen.get("iteration", 0.0) > since', 'seen.get("iteration", 0.0) < since'),
         ("max(row.get(name, 0.0), value) if", "value if"),
     ],
-    ("logs", "logs/run.py", "logs"): [
+    ("logs", "logs/run_folder.py", "logs"): [
         ('before["iteration"] < after', 'before["iteration"] <= after'),
     ],
     ("logs", "logs/hardware.py", "logs"): [

@@ -9,7 +9,8 @@ import pandas as pd
 
 from trilane.analysis.run_config import run_config
 from trilane.analysis.steady_state import interval
-from trilane.logs.run import RunLog, continued
+from trilane.logs.run import RunLog
+from trilane.logs.run_folder import continued
 from trilane.utils.validation import require
 
 COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "sec_per_it")

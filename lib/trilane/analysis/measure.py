@@ -25,7 +25,8 @@ from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.endings import caveat
 from trilane.logs.plausibility import Problem
-from trilane.logs.run import RunLog, read_run_folder
+from trilane.logs.run import RunLog
+from trilane.logs.run_folder import read_run_folder
 from trilane.workspace.status import Status
 
 KEEP = ("flops_per_s_per_gpu", "skipped", "nan", "seq_length")  # columns that a measurement reads, if few are kept
@@ -73,7 +74,7 @@ class Measurement:
     @property
     def seconds(self) -> np.ndarray:
         """Seconds of the iterations that count, (iterations,)."""
-        return _column(self.log, "sec_per_it")[self.window.counts] if self.iterations else np.empty(0)
+        return self.log.column("sec_per_it")[self.window.counts] if self.iterations else np.empty(0)
 
     @property
     def flops_per_s_per_gpu(self) -> float:
@@ -169,12 +170,12 @@ def measure_log(
     config = run_config(log, plan, gpu)
     window = steady_state(log, warm_up, config.gbs, config.seq_length)
     config = of_window(config, log, window.counts)
-    every = _column(log, "sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
+    every = log.column("sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
     counted = every[window.counts]
     seconds = float(np.median(counted)) if len(counted) else mean_seconds(log)
     low, high = np.quantile(counted, [0.25, 0.75]) if len(counted) else (math.nan, math.nan)
     tokens = config.gbs * config.seq_length
-    loss = _column(log, "lm_loss")
+    loss = log.column("lm_loss")
     loss = loss[np.isfinite(loss)]
     rates = flops.rates(config, seconds)
     wrong = shape_problems(log, config, window.counts, rates)
@@ -205,10 +206,6 @@ def memory_by_rank(log: RunLog) -> dict[int, float]:
     memory = log.memory
     most = next((c for c in ("max_allocated", "max_reserved") if c in memory and memory[c].notna().any()), None)
     return dict(memory.set_index("rank")[most].dropna()) if most else {}
-
-
-def _column(log: RunLog, name: str) -> np.ndarray:
-    return log.iterations[name].to_numpy(float) if name in log.iterations else np.empty(0)
 
 
 def _finite(value: Any) -> Any:

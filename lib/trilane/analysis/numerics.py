@@ -31,11 +31,11 @@ def numerics(log: RunLog) -> Numerics:
     """The numerics of one run. A loss scale of -1, which Megatron prints where there is none, and a norm that is 0 in
     every line, as DeepSpeed's engines left it in 2021, count as not printed.
     """
-    skipped, lost, loss = (_column(log, name) for name in ("skipped", "nan", "lm_loss"))
-    if not len(skipped) and len(total := _column(log, "skipped_total")):
+    skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
+    if not len(skipped) and len(total := log.column("skipped_total")):
         skipped = total[-1:]
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    norm, scale = _column(log, "grad_norm"), _column(log, "loss_scale")
+    norm, scale = log.column("grad_norm"), log.column("loss_scale")
     norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
     if not norm.any():
         norm = norm[:0]
@@ -48,10 +48,6 @@ def numerics(log: RunLog) -> Numerics:
         loss_scale_min=float(scale.min()) if len(scale) else math.nan,
         loss_scale_drops=int((np.diff(scale) < 0).sum()),
     )
-
-
-def _column(log: RunLog, name: str) -> np.ndarray:
-    return log.iterations[name].to_numpy(float) if name in log.iterations else np.empty(0)
 
 
 def _total(counts: np.ndarray) -> int:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +17,9 @@ from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
 from trilane.logs.table import NAN, Column, NumericTable
-from trilane.utils.tables import Table, show
+from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
-from trilane.workspace.status import Status, known_status, status_problem
-
-if TYPE_CHECKING:
-    import pandas as pd
+from trilane.workspace.status import Status
 
 INTEGERS = ("iteration", "train_iters", "consumed_samples", "consumed_tokens", "global_batch_size", "skipped", "nan")
 DIALECTS = (
@@ -34,7 +30,7 @@ STAMPS_NOTE = "seconds per iteration are the time between lines, by their time s
 SHOWN = 10  # iterations that a notebook shows of a log
 
 
-def _empty() -> "pd.DataFrame":
+def _empty() -> DataFrame:
     import pandas as pd
 
     return pd.DataFrame()
@@ -67,15 +63,15 @@ class RunLog(Table):
     """
 
     source: Path
-    iterations: "pd.DataFrame" = field(default_factory=_empty)
-    validation: "pd.DataFrame" = field(default_factory=_empty)
-    memory: "pd.DataFrame" = field(default_factory=_empty)
+    iterations: DataFrame = field(default_factory=_empty)
+    validation: DataFrame = field(default_factory=_empty)
+    memory: DataFrame = field(default_factory=_empty)
     status: Status
     evidence: str
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
-    timers: "pd.DataFrame" = field(default_factory=_empty)
-    bandwidth: "pd.DataFrame" = field(default_factory=_empty)
+    timers: DataFrame = field(default_factory=_empty)
+    bandwidth: DataFrame = field(default_factory=_empty)
     devices: tuple[Device, ...] = ()
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
@@ -89,7 +85,7 @@ class RunLog(Table):
     notes: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     spilled: Mapping[str, Column] = field(default_factory=dict)
-    resumes: tuple[tuple[int, "pd.DataFrame"], ...] = ()
+    resumes: tuple[tuple[int, DataFrame], ...] = ()
 
     @property
     def first_iteration(self) -> int | None:
@@ -105,7 +101,11 @@ class RunLog(Table):
         number = float(self.iterations["iteration"].iloc[place]) if len(self.iterations) else NAN
         return int(number) if abs(number) < MOST_NUMBER else None
 
-    def to_frame(self) -> "pd.DataFrame":
+    def column(self, name: str) -> np.ndarray:
+        """A column of the iterations, (iterations,); empty where the log does not have it."""
+        return self.iterations[name].to_numpy(float) if name in self.iterations else np.empty(0)
+
+    def to_frame(self) -> DataFrame:
         """The iterations: a row each, columns as above."""
         return self.iterations
 
@@ -144,56 +144,6 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
 def read_log(path: Path | str) -> RunLog:
     """The run in the log file `path`, the last if there are several; raises ValueError as read_logs does."""
     return read_logs(path)[-1]
-
-
-def read_run_folder(folder: Path | str) -> RunLog:
-    """The run of a run folder: its run.log, with status and evidence of status.json if there is one.
-
-    Of an iteration that was trained again after a resume, the last result counts: the run continued from it. A run that
-    ended before its first iteration has empty tables.
-    """
-    folder = Path(folder)
-    written = known_status(folder)
-    try:
-        log = _joined(read_logs(folder / "run.log"))
-    except ValueError as error:
-        log = RunLog(source=folder / "run.log", status=Status.UNFINISHED, evidence=str(error))
-    if written:
-        return replace(log, status=written.status, evidence=written.evidence)
-    return replace(log, notes=(*log.notes, *filter(None, [status_problem(folder)])))
-
-
-def _joined(parts: list[RunLog]) -> RunLog:
-    """The last part of a resumed run, with the iterations and timers of earlier parts up to where each was resumed."""
-    whole = parts[0]
-    for part in parts[1:]:
-        iterations, timers = _until(whole.iterations, part.iterations), _until(whole.timers, part.timers)
-        resumes = whole.resumes
-        if len(part.iterations) and len(whole.iterations):
-            first = int(part.iterations["iteration"].iloc[0])
-            resumes = (*resumes, (first, whole.iterations[whole.iterations["iteration"] >= first]))
-        held = continued(whole.validation, part)
-        problems = tuple(dict.fromkeys((*whole.problems, *part.problems)))
-        whole = replace(part, iterations=iterations, validation=held, timers=timers, resumes=resumes, problems=problems)
-    return whole
-
-
-def continued(before: "pd.DataFrame", log: RunLog) -> "pd.DataFrame":
-    """The evaluations of earlier logs before the first iteration of `log`, and its own."""
-    import pandas as pd
-
-    if len(before) and len(log.iterations):
-        before = before[before["iteration"] < log.iterations["iteration"].iloc[0]]
-    parts = [part for part in (before, log.validation) if len(part)]
-    return pd.concat(parts, ignore_index=True) if parts else before
-
-
-def _until(before: "pd.DataFrame", after: "pd.DataFrame") -> "pd.DataFrame":
-    import pandas as pd
-
-    if before.empty or after.empty:
-        return before if after.empty else after
-    return pd.concat([before[before["iteration"] < after["iteration"].iloc[0]], after], ignore_index=True)
 
 
 def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> RunLog:

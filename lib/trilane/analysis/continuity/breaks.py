@@ -13,7 +13,8 @@ from trilane.analysis.continuity.state import exact
 from trilane.analysis.loss_curve import agree
 from trilane.config.plan import read_plan
 from trilane.logs.reading.reader import find_lines
-from trilane.logs.run import RunLog, read_run_folder
+from trilane.logs.run import RunLog
+from trilane.logs.run_folder import read_run_folder
 from trilane.utils.tables import DataFrame, Table, Text, one_line, short
 from trilane.workspace.study import Study
 
