@@ -8,11 +8,12 @@ from typing import Any
 
 from trilane.analysis.compare import compare, sides
 from trilane.analysis.continuity.breaks import Continuity, find_breaks, joined
-from trilane.analysis.fleet import column, first_of, from_to, numbered, ordered, row_of
+from trilane.analysis.fleet import column, first_of, numbered, ordered, row_of
 from trilane.analysis.levels import LEAST
 from trilane.analysis.loss_curve import Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.parallel import files, measure_path
+from trilane.analysis.record import extent
 from trilane.analysis.spikes import find_spikes
 from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
@@ -83,7 +84,7 @@ class MeasuredRuns(Table):
         """How each run ended, failed ones first: the line that proves it, nodes at fault, who did not come."""
         runs = sorted(self.ranked or self.runs, key=lambda m: not m.status.has_failed)[:SHOWN]
         more = {
-            "node": [", ".join((*m.log.hosts, *m.log.gpus)) for m in runs],
+            "node": [", ".join((*m.log.hosts, *(f"GPU {gpu}" for gpu in m.log.gpus))) for m in runs],
             "exclude": [m.log.exclude for m in runs],
             "did not come": [short("; ".join(m.log.collectives), 200) for m in runs],
         }
@@ -93,7 +94,11 @@ class MeasuredRuns(Table):
                 "file": [middle(m.log.source.name, 22) for m in runs],
                 "dialect": [m.log.dialect for m in runs],
                 "status": [str(m.status) for m in runs],
-                "iterations": [from_to(m) for m in runs],
+                "iterations": [
+                    f"{n}{extent(n, m.log.first_iteration, m.log.last_iteration)}"
+                    for m in runs
+                    for n in [len(m.log.iterations)]
+                ],
                 **{name: column for name, column in more.items() if any(column)},
                 "evidence": [short(m.log.evidence, 110) for m in runs],
             }

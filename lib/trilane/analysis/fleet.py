@@ -161,13 +161,6 @@ def size(parameters: float) -> str:
     return _number("{:.0f}")(parameters)
 
 
-def from_to(m: Measurement) -> str:
-    """How many lines of iterations a log has, and the first and the last as it numbers them."""
-    ends = (m.log.first_iteration, m.log.last_iteration)
-    numbers = f" ({ends[0]} to {ends[1]})" if None not in ends and ends != (1, len(m.log.iterations)) else ""
-    return f"{len(m.log.iterations)}{numbers}"
-
-
 def first_of(texts: Sequence[str]) -> list[str]:
     """The first of many texts, and how many more there are."""
     more = [f"{len(texts) - NAMED} more"] if len(texts) > NAMED else []

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
@@ -21,9 +20,7 @@ from trilane.config.cluster import Gpu
 from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
 from trilane.logs.dialects import candidates
-from trilane.logs.plausibility import Problem
 from trilane.logs.run import INTEGERS, NoIterations, RunLog
-from trilane.utils.tables import short
 from trilane.utils.validation import require
 from trilane.workspace.installation import SUMS
 from trilane.workspace.run_folder import STEPS
@@ -33,7 +30,6 @@ LARGE, MANY = 50_000_000, 64  # bytes in several files, or files, from which oth
 NOT_LOGS = (".json", ".py", ".md", ".ipynb", ".html", ".png", ".csv", ".pt", ".bin", ".idx", ".sbatch", ".sh")
 OURS = ("run.log", STEPS)  # in a run folder, next to plan.json
 SHOWN = 16  # files from which progress is shown without a terminal
-PROBLEMS = 4  # of a run that its text has
 CHUNK = 50_000  # rows of a CSV file that are in memory
 
 
@@ -187,49 +183,3 @@ def _join(parts: Sequence[Path], out: Path) -> None:
 def _header(part: Path) -> list[str]:
     with part.open(newline="") as file:
         return next(csv.reader(file))
-
-
-def records_text(records: Sequence[dict[str, Any]]) -> str:
-    """The records of runs, one below the other; of a file with several runs each with its number."""
-    runs, seen, texts = Counter(values["file"] for values in records), Counter[str](), list[str]()
-    for values in records:
-        seen[values["file"]] += 1
-        number = f", run {seen[values['file']]} of {runs[values['file']]}" if runs[values["file"]] > 1 else ""
-        texts.append(record_text(values, number))
-    return "\n".join(texts)
-
-
-def record_text(values: dict[str, Any], number: str = "") -> str:
-    """A run's record in three lines, and one for each of its first problems; `number` follows the file's name."""
-    rates = ", ".join(f"{rate:.1f} TFLOP/s/GPU {name}" for name, rate in values["tflops"].items() if rate is not None)
-    parts = (
-        f"{values['iterations']} iterations",
-        "" if values["sec_per_it"] is None else f"{values['sec_per_it']:.4g} s/it",
-        rates,
-        "" if values["max_memory_gib"] is None else f"{values['max_memory_gib']:.2f} GiB",
-        "" if values["last_loss"] is None else f"loss {values['last_loss']:.4f}",
-        *(f"validation loss {row['lm_loss']:.4f}" for row in values["validation"][-1:] if row["lm_loss"] is not None),
-    )
-    numbers = ", ".join(filter(None, parts))
-    wrong = [_problem(problem, values["evidence"]) for problem in values["problems"][:PROBLEMS]]
-    wrong += [f"{n} more problems, which --json has"] if (n := len(values["problems"]) - PROBLEMS) > 0 else []
-    basis = f", {values['status_basis']}" if values["status_basis"] else ""
-    head = f"{values['file']}{number}: {values['status']} ({values['dialect']}){basis}"
-    return "\n  ".join([head, *filter(None, (numbers, values["evidence"], *_places(values), *wrong))])
-
-
-def _problem(values: dict[str, Any], shown: str) -> str:
-    """A problem, and the text of its line where that is not `shown` already."""
-    text = f"\n    {short(values['evidence'])}" if values["evidence"] not in ("", shown) else ""
-    return f"problem: {Problem(**values)}{text}"
-
-
-def _places(values: dict[str, Any]) -> list[str]:
-    """Lines with node, GPU and --exclude of an ending, and with who did not come to a collective."""
-    named = (
-        ("node ", ", ".join(values["hosts"])),
-        ("GPU ", ", ".join(values["gpus"])),
-        ("--exclude=", values["exclude"]),
-    )
-    where = ", ".join(word + text for word, text in named if text)
-    return [values["caveat"], where, *values["collectives"]]

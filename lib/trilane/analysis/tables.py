@@ -35,7 +35,7 @@ def frame(runs: Collection[Measurement]) -> DataFrame:
                 "Size": size(row["parameters"]),
                 **{name.upper(): count for name, count in counts.items()},
                 "Mem (GiB)": round(m.memory_bytes / 2**30, 2),
-                "Sec/it": float(f"{m.sec_per_it:.4g}"),
+                "Sec/it": m.sec_per_it,
                 "±": percent(m.spread, 0),
                 rate: round(m.flops_per_s_per_gpu / scale, 1),
                 "Loss": f"{m.first_loss:.2f} → {m.last_loss:.2f}" if m.last_loss == m.last_loss else "",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.measure import Measurement, measure_log
-from trilane.analysis.parallel import record_text
+from trilane.analysis.record import record_text
 from trilane.logs import endings
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, is_binary

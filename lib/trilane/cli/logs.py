@@ -47,7 +47,8 @@ def parse(
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some. With --watch and --json an object on each line.
     """
-    from trilane.analysis.parallel import read_many, records_text
+    from trilane.analysis.parallel import read_many
+    from trilane.analysis.record import records_text
     from trilane.logs.dialects.tables import use
 
     use(dialect)

@@ -79,7 +79,9 @@ def table_of_sweep(folder: Path, as_json: bool) -> None:
 
     client.require_answer()
     found = sweep.table(folder)
-    emit(as_json, json.loads(found.to_json(orient="records")), found.to_string(index=False))
+    emit(
+        as_json, json.loads(found.to_json(orient="records")), found.to_string(index=False, float_format="{:.4g}".format)
+    )
 
 
 chain = Group("chain", help="A long run as dependent jobs.")

@@ -16,7 +16,9 @@ function fit(view, width) {
 function config(width) {
   const light = { labelColor: "#c8d2db", titleColor: "#e3e8ed", gridColor: "#323c46", domainColor: "#66788a", tickColor: "#66788a" };
   const text = { color: "#e3e8ed", subtitleColor: "#a7b4bf" };
-  const looks = dark.matches ? { axis: light, legend: light, title: text, header: light, text: { color: "#e3e8ed" }, rule: { color: "#c8d2db" } } : {};
+  const symbols = { symbolBaseFillColor: "#c8d2db", symbolBaseStrokeColor: "#c8d2db" }; // of legends of shapes
+  const looks = dark.matches ? { axis: light, legend: { ...light, ...symbols }, title: text, header: light, text: { color: "#e3e8ed" }, rule: { color: "#c8d2db" } } : {};
+  looks.legend = { ...looks.legend, titleLimit: 0 };
   if (width < NARROW) looks.legend = { ...looks.legend, orient: "bottom", columns: 2, labelLimit: 140 };
   return looks;
 }
