@@ -501,8 +501,26 @@ def test_fairseqs_bars_on_one_line_do_not_mix_their_numbers(tmp_path: Path) -> N
         "".join(f"{bar.format(n, 11 + n / 1e3)}\n" for n in (574, 575)) + bar.format(576, 11.5) + bar.format(577, 11.9)
     )
     read = read_log(log).iterations
-    assert read["iteration"].tolist() == [574, 575, 576]
-    assert read["lm_loss"].tolist() == pytest.approx([x * 0.693147 for x in (11.574, 11.575, 11.5)], rel=1e-5)
+    assert read["iteration"].tolist() == [574, 575, 576, 577]
+    assert read["lm_loss"].tolist() == pytest.approx([x * 0.693147 for x in (11.574, 11.575, 11.5, 11.9)], rel=1e-5)
+
+
+@pytest.mark.parametrize("between", ["^M", "\r", ""])
+def test_each_bar_on_one_line_is_an_iteration(tmp_path: Path, between: str) -> None:
+    log = tmp_path / "a.log"
+    bars = [f"Training:  {n}%|#| {n}/100 [00:{n:02d}<01:40, 1.00it/s, loss={3 - n / 10:.3f}]" for n in range(1, 9)]
+    log.write_text(between.join(bars) + "\n")
+    read = read_log(log).iterations
+    assert read["iteration"].tolist() == list(range(1, 9))
+    assert read["lm_loss"].tolist() == [float(f"{3 - n / 10:.3f}") for n in range(1, 9)]
+
+
+def test_lines_with_a_loss_and_a_held_out_loss_each_are_iterations(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    lines = [f"step={n} loss={4 - n / 100} train_loss={4.1 - n / 100} val_loss=3.9 lr=1e-4\n" for n in range(10, 80, 10)]
+    log.write_text("".join(lines))
+    for keep in (None, ["lm_loss"]):
+        assert read_logs(log, keep)[0].iterations["iteration"].tolist() == list(range(10, 80, 10))
 
 
 def test_litgpts_last_lines_end_the_run(tmp_path: Path) -> None:

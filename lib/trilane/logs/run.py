@@ -113,7 +113,10 @@ class RunLog(Table):
         return show(self.iterations.tail(SHOWN))
 
 
-NEEDED = ("iteration", "train_iters", "sec_per_it", "lm_loss", "samples_per_second", "global_batch_size", "epoch")
+NEEDED = (
+    *("iteration", "train_iters", "sec_per_it", "lm_loss", "val_loss"),
+    *("samples_per_second", "global_batch_size", "epoch"),
+)
 
 
 class NoIterations(ValueError):

@@ -32,6 +32,8 @@ ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
 JOINED = b"} {'"  # between two dicts that a collector of logs put on one line
+# between two states of a bar on one line: a carriage return, as `cat -v` writes it too, or nothing where it was dropped
+REDRAWN = re.compile(rb"\r|\^M(?=.{0,200}%\|)|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
 LONGEST_BAR = 1000  # bytes
 MOST_INTERVALS = 1000  # that are tried between two loss dicts
 GIB = 2**30  # what DeepSpeed prints as GB is GiB
@@ -88,12 +90,17 @@ def bar(line: bytes) -> dict[str, float]:
     return {"step": float(found[1]), "total": float(found[2]), "elapsed": float(passed)}
 
 
+def has_parts(line: bytes) -> bool:
+    """Whether bar_parts() gives several parts."""
+    return b"\r" in line or JOINED in line or (line.count(b"%|") > 1 and bool(REDRAWN.search(line)))
+
+
 def bar_parts(line: bytes) -> list[bytes]:
     """The parts of a line that a progress bar overwrote, or of dicts on one line; a dict is joined with the bar before
     it."""
     parts: list[bytes] = []
     bar = b""
-    for part in line.split(b"\r"):
+    for part in REDRAWN.split(line):
         if b"{'" in part and bar and not BAR.search(part):
             part = bar + part
         elif BAR.search(part):

@@ -70,8 +70,12 @@ class Lines:
         if b"\x1b" in line or b"\0" in line:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
-        if b"\r" in line or trainers.JOINED in line:  # a progress bar that overwrites itself, or dicts of many lines
-            return any([self.read(part, kind, whole) for part in trainers.bar_parts(line)])
+        if trainers.has_parts(line):  # a progress bar that overwrites itself, or dicts of many lines
+            return any([self._read(part, kind, whole) for part in trainers.bar_parts(line)])
+        return self._read(line, kind, whole)
+
+    def _read(self, line: bytes, kind: int, whole: bool) -> bool:
+        """Read a line, or a part of one that a bar overwrote."""
         if self.dicts.pending and line.strip() and b"{'" not in line:
             self.dicts.release(line)
         if self._begun and self._continues(line):
