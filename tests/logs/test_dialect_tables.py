@@ -517,7 +517,9 @@ def test_each_bar_on_one_line_is_an_iteration(tmp_path: Path, between: str) -> N
 
 def test_lines_with_a_loss_and_a_held_out_loss_each_are_iterations(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
-    lines = [f"step={n} loss={4 - n / 100} train_loss={4.1 - n / 100} val_loss=3.9 lr=1e-4\n" for n in range(10, 80, 10)]
+    lines = [
+        f"step={n} loss={4 - n / 100} train_loss={4.1 - n / 100} val_loss=3.9 lr=1e-4\n" for n in range(10, 80, 10)
+    ]
     log.write_text("".join(lines))
     for keep in (None, ["lm_loss"]):
         assert read_logs(log, keep)[0].iterations["iteration"].tolist() == list(range(10, 80, 10))
