@@ -178,6 +178,12 @@ def test_the_card_of_a_list_of_gpus_bounds_the_rate(tmp_path):
     assert measure_log(log).config.card == "A100-80GB"
 
 
+def test_lines_that_look_like_iterations_and_were_not_read_are_named(tmp_path):
+    home_made = "".join(f"optimizer step no. {n}, its loss was {3 - n / 100}\n" for n in range(1, 30))
+    (problem,) = problems(tmp_path, lines(2) + home_made)
+    assert (problem.rule, problem.line) == ("unread", 3) and "step no. 1," in problem.evidence
+
+
 def test_the_line_that_shows_a_problem_is_named_with_its_number(tmp_path):
     (problem,) = problems(tmp_path, SIZES + lines(90) + line(91, more="learning rate: 2.0E+00 | ") + lines(120)[-4000:])
     assert problem.line == SIZES.count("\n") + 91 and "2.0E+00" in problem.evidence

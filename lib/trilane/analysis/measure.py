@@ -24,7 +24,7 @@ from trilane.analysis.steady_state import (
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
 from trilane.logs.endings import caveat
-from trilane.logs.plausibility import Problem
+from trilane.logs.problems import Problem
 from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
 from trilane.workspace.status import Status

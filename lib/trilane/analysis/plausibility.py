@@ -7,7 +7,8 @@ import numpy as np
 
 from trilane.analysis.flops import DEFINITIONS
 from trilane.analysis.run_config import RunConfig
-from trilane.logs.plausibility import AGREE, Problem
+from trilane.logs.plausibility import AGREE
+from trilane.logs.problems import Problem
 from trilane.logs.run import RunLog
 
 ROUNDED_FLOPS_PER_S = 1e12  # programs print tenths of a TFLOP/s: below one, rounding decides

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from trilane.logs.plausibility import Problem
+from trilane.logs.problems import Problem
 from trilane.utils.tables import short
 
 PROBLEMS = 4  # of a run that its text has

@@ -33,7 +33,7 @@ class Event:
     """Something that happened in a log at `time` (seconds since 1970), in words and as values.
 
     kind   waiting (no such file yet), replaced (truncated or rotated), away (the file system does not answer), run (a
-           new one in the file), iterations, problem (of logs.plausibility), status (how it seems to have ended),
+           new one in the file), iterations, problem (of logs.problems), status (how it seems to have ended),
            silent, end (of a run), error (the log cannot be read)
     """
 

@@ -1,16 +1,13 @@
 """The gate of plausibility: what cannot be right in the numbers of a run, or that nothing shows to be right."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from trilane.logs import clock, endings
+from trilane.logs import clock
 from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio
 from trilane.logs.reading.partial_run import PartialRun
-from trilane.logs.reading.reader import find_lines
 from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, NumericTable
 
@@ -31,26 +28,8 @@ LEAP, DENSE = 50.0, 3.0  # usual steps between two lines: a leap, and what follo
 # nanoGPT prints an MFU of -100 % for its first iterations, DeepSpeed a norm of -1 after an overflow:
 # https://github.com/karpathy/nanoGPT/blob/master/train.py, deepspeed/runtime/zero/stage_1_and_2.py
 NOT_MEASURED, MAY_LACK = -1.0, ("mfu", "grad_norm")
-FRAGMENT = 2  # iterations at most of lines that are no run; those of a failed launch have its arguments or ending
-MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 EQUAL, DIGITS = 10, 4  # lines whose loss is equal to the last of so many digits: it was not computed anew
 BATCH = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "train_batch_size")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What cannot be right in a column, or cannot be known: `rule` by its short name, `line` its number in the file
-    (None: unknown), `evidence` that line's text."""
-
-    rule: str
-    column: str
-    message: str
-    line: int | None = None
-    evidence: str = ""
-
-    def __str__(self) -> str:
-        where = f" (line {self.line})" if self.line is not None else ""
-        return f"{self.column}: {self.message}{where}"
 
 
 def check(run: PartialRun, table: NumericTable) -> list[Finding]:
@@ -61,24 +40,6 @@ def check(run: PartialRun, table: NumericTable) -> list[Finding]:
     rules = (_unknown, _bounds, _falls, _leaps, _loss, _rates, _counts)
     found = [found for rule in rules for found in rule(columns)]
     return [*found, *_epochs(columns, run.summary), *_once(run), *clock.check(run, table)]
-
-
-def problems(
-    found: Collection[Finding], table: NumericTable, run: PartialRun, path: Path | None
-) -> tuple[Problem, ...]:
-    """The problems with their lines: the last iteration's, or one that is searched for in the file `path`, where that
-    is given, between the lines of the first and last iteration.
-    """
-    numbers = table.column("iteration") if found else np.empty(0)
-    rows = {f.row for f in found if 0 <= f.row < len(numbers) - 1 and abs(numbers[f.row]) < MOST_NUMBER}
-    wanted, ends = {int(numbers[row]) for row in rows}, (run.first_number, run.last_number)
-    lines = find_lines(path, wanted, *ends) if path and rows else {}
-    last = run.last_number or None, endings.text(run.last_line)
-    made = []
-    for f in found:
-        line, text = last if f.row not in rows else lines.get(int(numbers[f.row]), (None, ""))
-        made.append(Problem(rule=f.rule, column=f.column, message=f.message, line=line, evidence=text))
-    return tuple(made)
 
 
 def _unknown(c: Columns) -> Iterator[Finding]:
@@ -164,16 +125,6 @@ def _once(run: PartialRun) -> Iterator[Finding]:
         yield Finding("lost", "iteration", f"{text}: two counts, or another run?")
     if UNNUMBERED in run.notes:
         yield Finding("unnumbered", "iteration", UNNUMBERED)
-
-
-def fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
-    """A problem for each of the runs of a file that is a fragment, with neither a launch nor an end."""
-    odd = [
-        0 < run.rows <= FRAGMENT and not (run.launched or run.arguments or run.endings or run.summary) for run in runs
-    ]
-    text = "the numbers of the file's lines jump back and forth: those of several programs or ranks are mixed"
-    problem = Problem(rule="jumps-back", column="iteration", message=text)
-    return [(problem,) if one and sum(odd) >= LINES else () for one in odd]
 
 
 def _loss(c: Columns) -> Iterator[Finding]:

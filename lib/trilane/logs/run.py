@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trilane.logs import clock, endings, plausibility, units
+from trilane.logs import clock, endings, plausibility, problems, units
 from trilane.logs.arguments import Value
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.hardware import Device
-from trilane.logs.plausibility import MOST_NUMBER, Problem
+from trilane.logs.problems import MOST_NUMBER, Problem
 from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
@@ -139,7 +139,7 @@ def read_logs(path: Path | str, keep: Collection[str] | None = None, spill: Path
     if not runs:
         raise NoIterations(f"log={shown(path)}: holds no iteration line; dialects tried: {', '.join(tried)}")
     runs[-1].notes += notes
-    age, more = time.time() - path.stat().st_mtime, plausibility.fragments(runs)
+    age, more = time.time() - path.stat().st_mtime, problems.of_file(runs, path)
     logs = [finish(run, path, age if run is runs[-1] else float("inf")) for run in runs]
     return [replace(log, problems=(*log.problems, *m)) if m else log for log, m in zip(logs, more, strict=True)]
 
@@ -160,7 +160,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     if status is Status.UNFINISHED and not end:
         is_running, basis = clock.still_runs(run, table, path, age)
         status = Status.RUNNING if is_running else status
-    problems = plausibility.problems(plausibility.check(run, table), table, run, path if with_lines else None)
+    found = problems.problems(plausibility.check(run, table), table, run, path if with_lines else None)
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
         memory.add(row)
@@ -182,7 +182,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         summary=run.summary,
         rank=rank,
         asked_bytes=end.asked_bytes if end else NAN,
-        problems=problems,
+        problems=found,
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,

@@ -62,16 +62,21 @@ class Form:
         return next(iter([*named, *total, *rising]), None)
 
     @property
+    def is_sure(self) -> bool:
+        """Whether the lines have a word for an iteration, its number that rises, and a word for a loss."""
+        return self.place is not None and bool(STEP.search(self.text)) and bool(LOSS.search(self.text))
+
+    @property
     def score(self) -> float:
         """How much the lines look like iterations."""
         words = 2.0 * bool(STEP.search(self.text)) + 2.0 * bool(LOSS.search(self.text))
         return words + 3.0 * (self.place is not None) + min(2.0, math.log10(self.lines))
 
 
-def forms(path: Path) -> list[Form]:
-    """The forms of lines that look most like iterations, the likeliest first."""
+def forms(path: Path, most_bytes: int = MOST_BYTES) -> list[Form]:
+    """The forms of lines that look most like iterations, of those in the first bytes, the likeliest first."""
     found = dict[bytes, Form]()
-    for number, line in _lines(path):
+    for number, line in _lines(path, most_bytes):
         if len(line) < LONGEST and (counts := COUNT.findall(line)):
             key = b" ".join(NUMBER.sub(b"0", line).split())
             if form := found.get(key):
@@ -121,7 +126,7 @@ def advice(path: Path) -> str:
     return "\n".join(map(printable, text))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Number and text of the lines of the log's beginning; a bar's states are lines of one number."""
     number = size = 0
     for block in blocks(path):
@@ -130,7 +135,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             text = ESCAPE.sub(b"", line) if b"\x1b" in line else line
             yield from ((number, part) for part in text.split(b"\r") if part.strip())
         number -= 1  # a block ends after a line end
-        if (size := size + len(block)) > MOST_BYTES:
+        if (size := size + len(block)) > most_bytes:
             return
 
 

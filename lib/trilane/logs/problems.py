@@ -1,0 +1,84 @@
+"""Problem: what cannot be right in the numbers of a run, or is not known, with the line that shows it."""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trilane.logs import endings
+from trilane.logs.dialects import candidates
+from trilane.logs.digest import LINES, Finding
+from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.reader import find_lines
+from trilane.logs.table import NumericTable
+
+MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
+SEARCHED = 1 << 18  # bytes at the beginning of a file in which lines are searched that were not read
+HELD_OUT = re.compile(rb"(?i)eval|valid|\bval\b|val_|test")
+FRAGMENT = 2  # iterations at most of lines that are no run; those of a failed launch have its arguments or ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What cannot be right in a column, or cannot be known: `rule` by its short name, `line` its number in the file
+    (None: unknown), `evidence` that line's text."""
+
+    rule: str
+    column: str
+    message: str
+    line: int | None = None
+    evidence: str = ""
+
+    def __str__(self) -> str:
+        where = f" (line {self.line})" if self.line is not None else ""
+        return f"{self.column}: {self.message}{where}"
+
+
+def problems(
+    found: Collection[Finding], table: NumericTable, run: PartialRun, path: Path | None
+) -> tuple[Problem, ...]:
+    """The problems with their lines: the last iteration's, or one that is searched for in the file `path`, where that
+    is given, between the lines of the first and last iteration.
+    """
+    numbers = table.column("iteration") if found else np.empty(0)
+    rows = {f.row for f in found if 0 <= f.row < len(numbers) - 1 and abs(numbers[f.row]) < MOST_NUMBER}
+    wanted, ends = {int(numbers[row]) for row in rows}, (run.first_number, run.last_number)
+    lines = find_lines(path, wanted, *ends) if path and rows else {}
+    last = run.last_number or None, endings.text(run.last_line)
+    made = []
+    for f in found:
+        line, text = last if f.row not in rows else lines.get(int(numbers[f.row]), (None, ""))
+        made.append(Problem(rule=f.rule, column=f.column, message=f.message, line=line, evidence=text))
+    return tuple(made)
+
+
+def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
+    """The problems of each of a file's runs that only the whole file shows."""
+    return [(*one, *other) for one, other in zip(_fragments(runs), _unread(runs, path), strict=True)]
+
+
+def _fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
+    """A problem for each of the runs of a file that is a fragment, with neither a launch nor an end."""
+    odd = [
+        0 < run.rows <= FRAGMENT and not (run.launched or run.arguments or run.endings or run.summary) for run in runs
+    ]
+    text = "the numbers of the file's lines jump back and forth: those of several programs or ranks are mixed"
+    problem = Problem(rule="jumps-back", column="iteration", message=text)
+    return [(problem,) if one and sum(odd) >= LINES else () for one in odd]
+
+
+def _unread(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
+    """A problem for the run in whose lines, at the beginning of the file, most of those that look like iterations, with
+    a loss and a number that rises, were not read."""
+    found: list[tuple[Problem, ...]] = [() for _ in runs]
+    rows = sum(run.rows for run in runs)
+    for form in candidates.forms(path, SEARCHED):
+        rises = form.rises[form.place] if form.place is not None else 0
+        at = max((i for i, run in enumerate(runs) if i == 0 or 0 < run.first_number <= form.number), default=0)
+        if form.is_sure and rises > LINES and rises > 2 * rows and not HELD_OUT.search(form.text):
+            text = f"{form.lines} lines or more look like iterations and were not read"
+            line = endings.text(form.text)
+            found[at] = (Problem(rule="unread", column="iteration", message=text, line=form.number, evidence=line),)
+    return found
