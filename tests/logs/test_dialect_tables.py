@@ -32,6 +32,30 @@ SAMPLES = {
         ),
         {"iteration": 3, "train_iters": 10, "lm_loss": 7.5, "sec_per_it": 1.25},
     ),
+    "easylm": (
+        "".join(
+            f"{{'accuracy': 0.1, 'gradient_norm': 2.5, 'learning_rate': 0.0003, 'loss': {10.5 - i}, 'param_norm': 400.5, 'step': {50 * i}}}\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 150, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 3e-4, "params_norm": 400.5},
+    ),
+    "verl": (
+        "step:0 - val-aux/openai/gsm8k/reward/mean@1:0.565\n"
+        + "".join(
+            f"(TaskRunner pid=99) step:{i} - global_seqlen/min:484245.000 - train/loss:{10.5 - i} - actor/pg_loss:np.float64(0.00{i}) - actor/grad_norm:0.020 - "
+            "perf/mfu/actor:0.343 - perf/max_memory_allocated_gb:62.500 - timing_s/gen:60.100 - timing_s/step:230.250 - perf/throughput:2170.500\n"
+            for i in (1, 2, 3)
+        ),
+        {
+            "iteration": 3,
+            "lm_loss": 7.5,
+            "pg_loss": 0.003,
+            "sec_per_it": 230.25,
+            "mfu": 0.343,
+            "max_allocated": 62.5 * GIB,
+        }
+        | {"tokens_per_gpu_per_second": 2170.5},
+    ),
     "composer": (
         "".join(
             f"[batch={i}/20]:\n\t Train time/batch: {i - 1}\n\t Train time/token: {(i - 1) << 20}\n\t Train memory/current_reserved_mem: 30.5000\n"
