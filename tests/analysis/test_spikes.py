@@ -161,7 +161,7 @@ def test_the_command_joins_logs_and_reports(tmp_path, capsys):
     assert training["iterations"] == 60 and training["restarts"][0]["redone"] == 5
     (event,) = training["events"]
     assert (event["kind"], event["iteration"], event["recovered"]) == ("loss spike", 50, 51)
-    assert event["size"] == pytest.approx(math.log(8.51 / 4.7), abs=0.03)
+    assert event["size"] == pytest.approx(math.log(8.51 / 4.51), abs=0.03)
     assert main(["logs", "spikes", files[0], "none"]) == 1
     assert capsys.readouterr().out.endswith("40 lines\n  no spike, jump or divergence\n")
     assert main(["logs", "spikes", "none"]) == 2

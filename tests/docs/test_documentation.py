@@ -1,7 +1,8 @@
 """What the documentation shows works: its commands run, its links lead somewhere, its tables of fields are complete.
 
-A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The blocks of a
-page share a folder, empty but for docs/, as a reader's shell shares the root of the repository.
+A fenced block below the line `<!-- run -->` is run, one below `<!-- run: exit code 1 -->` must end so. The words of a
+block of text right below it must be printed in that order; it may leave words out. The blocks of a page share a folder,
+empty but for docs/, as a reader's shell shares the root of the repository.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from support import REPOSITORY, known_machine
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), REPOSITORY / "outputs" / "README.md", *DOCS.rglob("*.md")])
-RUN = re.compile(r"^<!-- run(?:: exit code (\d+))? -->\n+```bash\n(.*?)^```$", re.M | re.S)
+RUN = re.compile(r"^<!-- run(?:: exit code (\d+))? -->\n+```bash\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.M | re.S)
+WORD = re.compile(r"\w(?:[\w.,:/%+-]*[\w%+])?")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
@@ -30,9 +32,15 @@ def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    """The blocks of a page that are run, in order, each with its exit code."""
-    return [(int(code or 0), block) for code, block in RUN.findall(page.read_text(encoding="utf-8"))]
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """The blocks of a page that are run, in order, each with its exit code, and what the page shows of its output."""
+    return [(int(code or 0), block, text) for code, block, text in RUN.findall(page.read_text(encoding="utf-8"))]
+
+
+def not_printed(shown: str, *printed: str) -> list[str]:
+    """The words of `shown` from the first one on that is not printed in this order; [] where all are."""
+    rest, words = iter(WORD.findall(" ".join(printed))), WORD.findall(shown)
+    return next((words[n:] for n, word in enumerate(words) if word not in rest), [])
 
 
 def shell(folder: Path) -> dict[str, str]:
@@ -52,10 +60,14 @@ def shell(folder: Path) -> dict[str, str]:
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     environment = shell(tmp_path)
     os.symlink(DOCS, tmp_path / "docs")
-    for code, block in blocks(page):
+    for code, block, text in blocks(page):
         bash = ["bash", "-euo", "pipefail", "-c", block]
         done = subprocess.run(bash, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == code, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        missing = min(
+            (not_printed(text, *both) for both in ((done.stdout, done.stderr), (done.stderr, done.stdout))), key=len
+        )
+        assert not missing, f"{block}\nshown, not printed: {' '.join(missing[:12])}\n{done.stdout}\n{done.stderr}"
 
 
 def test_tutorial_and_guides_run_something() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trilane.utils import progress as module
-from trilane.utils.progress import progress, time_left
+from trilane.utils.progress import progress
+from trilane.utils.tables import duration
 
 
 class Terminal(io.StringIO):
@@ -68,6 +69,6 @@ def test_a_terminal_gets_a_bar_once_the_work_is_long(monkeypatch: pytest.MonkeyP
         assert ("search:" in sys.stderr.getvalue()) == is_shown  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(8.4, "8 s"), (200, "3 min"), (9000, "2.5 h")])
+@pytest.mark.parametrize(("seconds", "words"), [(8.4, "8 s"), (720, "12 min"), (9000, "2.5 h"), (181440, "2.1 days")])
 def test_a_time_is_in_a_person_s_unit(seconds: float, words: str) -> None:
-    assert time_left(seconds) == words
+    assert duration(seconds) == words

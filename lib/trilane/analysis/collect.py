@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.compare import compare, sides
-from trilane.analysis.continuity.breaks import Continuity, find_breaks, joined
+from trilane.analysis.continuity.breaks import Continuity, breaks_of, joined
 from trilane.analysis.fleet import column, first_of, numbered, ordered, row_of
 from trilane.analysis.levels import LEAST
 from trilane.analysis.loss_curve import Curve, join, trainings
@@ -25,7 +25,6 @@ from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
 SHOWN, DRAWN = 40, 8  # runs of hundreds that a table and a figure have
-FEW = 8  # trainings among which one is searched that another continues under numbers that begin again
 NUMERICS = {"skipped iterations": "skipped", "NaN": "nan_iterations", "gradient norm, median": "grad_norm"}
 NUMERICS |= {"largest": "grad_norm_max", "loss scale, last": "loss_scale", "reductions": "loss_scale_drops"}
 
@@ -121,9 +120,7 @@ class MeasuredRuns(Table):
 
     def continuity(self) -> Continuity:
         """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
-        groups = trainings([m.log for m in self.timed])
-        ends = [group[-1] for group in groups] if len(groups) <= FEW else []
-        return joined(find_breaks(group, ends[:number]) for number, group in enumerate(groups))
+        return joined(breaks_of(trainings([m.log for m in self.timed])))
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms and loss scales."""

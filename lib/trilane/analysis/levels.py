@@ -5,9 +5,12 @@ Slow spikes rise so slowly that a median of the lines before rises with them.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 WINDOW = 128  # lines before a line that give its level and its noise
 LEAST = 10  # lines before spikes are looked for
@@ -26,13 +29,11 @@ def noise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     import pandas as pd
 
     series = pd.Series(x)
-    level = series.shift(1).rolling(WINDOW, min_periods=LEAST).median()
-    residual = series - level
-    past = residual.shift(1).rolling(WINDOW, min_periods=LEAST)
-    lag = past.median()
-    spread = (residual - lag).abs().shift(1).rolling(WINDOW, min_periods=LEAST).median() * TO_SIGMA
+    level = _before(series)
+    lag = _before(series - level)
+    spread = _before((series - level - lag).abs()) * TO_SIGMA
     # few lines give a poor estimate of noise; before there are residuals, that of differences is used
-    first = series.diff().abs().shift(1).rolling(WINDOW, min_periods=LEAST - 1).median() * TO_SIGMA
+    first = _before(series.diff().abs(), LEAST - 1) * TO_SIGMA
     known = np.minimum(np.arange(len(x)), WINDOW)
     wide = np.maximum(spread.fillna(first), first / math.sqrt(2)) * (1 + 2 * LEAST / np.maximum(known, 1))
     return level.to_numpy(), np.maximum(lag.fillna(0.0), 0.0).to_numpy(), np.maximum(wide, LEAST_NOISE).to_numpy()
@@ -48,10 +49,19 @@ def steps(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     series = pd.Series(x)
     step, past = series.diff(), series.shift(1)
-    usual = step.shift(1).rolling(WINDOW, min_periods=LEAST - 1).median()
-    spread = (step - usual).abs().shift(1).rolling(WINDOW, min_periods=LEAST - 1).median() * TO_SIGMA
+    spread = _before((step - _before(step, LEAST - 1)).abs(), LEAST - 1) * TO_SIGMA
     above, before = series - past.rolling(SUDDEN, min_periods=LEAST).max(), past.rolling(CALM_LINES).median()
     return above.to_numpy(), before.to_numpy(), np.maximum(spread, LEAST_NOISE).to_numpy()
+
+
+def _before(series: "pd.Series", least: int = LEAST) -> "pd.Series":
+    """The median of the WINDOW values before each, of at least `least`."""
+    return series.shift(1).rolling(WINDOW, min_periods=least).median()
+
+
+def step_noise(x: np.ndarray) -> float:
+    """The noise of single values by their steps, which a slow course hardly changes."""
+    return float(np.median(np.abs(np.diff(x)))) * TO_SIGMA / math.sqrt(2)
 
 
 class SlowSpike(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trilane.analysis.continuity.breaks import Continuity
+from trilane.analysis.continuity.causes import change
 from trilane.analysis.levels import (
     CALM,
     CALM_LINES,
@@ -19,6 +20,7 @@ from trilane.analysis.levels import (
     back,
     noise,
     slow_spikes,
+    step_noise,
     steps,
 )
 from trilane.analysis.loss_curve import Curve
@@ -52,9 +54,7 @@ class Event:
         """The event in words."""
         lost = "" if self.recovered is None else f" after {self.recovered - self.iteration} iterations"
         back = f"; back at {self.recovered}{lost}" if self.recovered else "; not back at the end of the log"
-        ratio = self.peak / self.level
-        change = f"x {ratio:.3g}" if ratio > 2 else f"{ratio - 1:+.1%}"
-        worst = f"{self.level:.4g} -> {self.peak:.4g} ({change}) at {self.peak_iteration}"
+        worst = f"{self.level:.4g} -> {self.peak:.4g} ({change(self.peak, self.level)}) at {self.peak_iteration}"
         return f"{self.kind} from iteration {self.iteration}: {worst}{'' if self.kind == 'restart jump' else back}"
 
 
@@ -86,7 +86,7 @@ def _spikes(kind: str, at: np.ndarray, x: np.ndarray, least: float) -> Iterator[
     above, last, step = steps(x)
     level = level + rise
     clear = (x - level > SIGMAS * sigma) & (x - level > least)
-    sudden = (above > SIGMAS * step) & (above > least) & ~clear
+    sudden = (above > SIGMAS * step) & (above > least)
     level, sigma = np.where(sudden, last, level), np.where(sudden, step, sigma)
     end = -1
     for i in np.flatnonzero(clear | sudden).tolist():
@@ -137,7 +137,7 @@ def _divergence(curve: Curve, spikes: list[Event]) -> Iterator[Event]:
     x, width = np.log(values), min(WINDOW, len(at) // 2)
     smooth = pd.Series(x).rolling(width, min_periods=width).median().to_numpy()
     best = int(np.nanargmin(smooth))
-    sigma = float(np.median(np.abs(np.diff(x)))) * TO_SIGMA / math.sqrt(2)
+    sigma = step_noise(x)
     if smooth[-1] - smooth[best] > max(DIVERGED, SIGMAS * 1.25 * math.sqrt(2 / width) * sigma):
         peak = best + int(np.argmax(x[best:]))
         lasting = [e for e in spikes if e.kind == "loss spike" and e.recovered is None]
@@ -165,7 +165,7 @@ def _restart_jumps(curve: Curve) -> Iterator[Event]:
                 continue
             older, newer, after = (np.median(x[a : a + k]) for a in (place - 2 * k, place - k, place))
             change = float(after - newer - min(newer - older, 0.0))
-            sigma = float(np.median(np.abs(np.diff(x[place - 2 * k : place])))) * TO_SIGMA / math.sqrt(2)
+            sigma = step_noise(x[place - 2 * k : place])
             error = 1.25 * max(sigma, LEAST_NOISE) * math.sqrt(3 / k)
         if abs(change) > max(JUMP, 5 * error):
             level = float(np.exp(np.median(x[max(place - CALM_LINES, 0) : place])))

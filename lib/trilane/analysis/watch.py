@@ -16,7 +16,7 @@ from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, is_binary
 from trilane.logs.run import RunLog, finish
 from trilane.utils.growing import Growing
-from trilane.utils.tables import amount
+from trilane.utils.tables import amount, duration
 from trilane.utils.validation import require
 from trilane.workspace.status import Status
 
@@ -212,11 +212,3 @@ class WatchedLog:
             self._silent = 4 * max(quiet, SILENT_S)
             times = f", {quiet / self._seconds:.0f} times an iteration's" if self._seconds else ""
             yield self._event("silent", f"nothing was added for {duration(quiet)}{times}", seconds=quiet)
-
-
-def duration(seconds: float) -> str:
-    """A time in one unit: 45 s, 12 min, 3.5 h, 2.1 days."""
-    for unit, word in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.{1 if seconds < 10 * unit else 0}f} {word}"
-    return f"{seconds:.0f} s"

@@ -180,7 +180,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    from trilane.analysis.continuity.breaks import KEEP, find_breaks
+    from trilane.analysis.continuity.breaks import KEEP, breaks_of
     from trilane.analysis.loss_curve import join, trainings
     from trilane.analysis.spikes import training_record, training_text
     from trilane.documents.runs import read_runs
@@ -199,8 +199,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     code = report_unreadable(bad, read)
     if code < 2:
         groups = trainings(read)
-        before = [[group[-1] for group in groups[:number]] for number in range(len(groups))]
-        found = [(g, join(g), find_breaks(g, earlier)) for g, earlier in zip(groups, before, strict=True)]
+        found = [(group, join(group), breaks) for group, breaks in zip(groups, breaks_of(groups), strict=True)]
         text = "\n".join(training_text(*one) for one in found) or "no log holds an iteration"
         emit(as_json, {"trainings": [training_record(*one) for one in found]}, text)
     return code

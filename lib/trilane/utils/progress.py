@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from trilane.utils.tables import Html
+from trilane.utils.tables import Html, duration
 
 T = TypeVar("T")
 BATCH = "TRILANE_BATCH"  # set while notebooks are executed, where a bar would leave a line for each of its states
@@ -44,13 +44,6 @@ def bar_html(done: int, total: int, caption: str) -> Html:
     return Html.of(bar, total, done, caption)
 
 
-def time_left(seconds: float) -> str:
-    """A time as a person says it: "8 s", "3 min", "2.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 def _in_notebook(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
     """As progress() in a kernel: one display, which is emptied at the end."""
     from IPython.display import HTML, display
@@ -61,7 +54,7 @@ def _in_notebook(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
         for done, item in enumerate(items):
             now = time.monotonic()
             if done and now - begun > LATE_S and now - shown > EVERY_S:
-                left = time_left((now - begun) / done * (len(items) - done))
+                left = duration((now - begun) / done * (len(items) - done))
                 html = HTML(bar_html(done, len(items), f"{what}: {done} of {len(items)} {unit}s, about {left} left"))
                 handle = handle.update(html) or handle if handle else display(html, display_id=True)
                 shown = now

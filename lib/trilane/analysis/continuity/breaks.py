@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from trilane.analysis.continuity.causes import WORDS, Break, Line
 from trilane.analysis.continuity.levels import LEAST_LINES, levels
-from trilane.analysis.continuity.sides import WORDS, Break, Line, Sides, derived, restarts, with_columns
+from trilane.analysis.continuity.sides import Sides, derived, restarts, with_columns
 from trilane.analysis.continuity.state import exact
 from trilane.analysis.loss_curve import agree
 from trilane.config.plan import read_plan
@@ -31,6 +32,7 @@ KEEP = (
     "tokens_per_second",
 )  # columns of a log that are read for it
 TRAINED = 0.25  # of the fall of the loss in a training: a log that begins within it above the end has its weights
+EARLIER = 8  # trainings among which one is searched that another continues under numbers that begin again
 SHOWN = 160  # characters of a line
 
 
@@ -92,6 +94,13 @@ def find_breaks(logs: Sequence[RunLog], earlier: Sequence[RunLog] = ()) -> Conti
         found += [_shown(one, sides) for one in (*exact(sides), *levels(sides))]
         unjudged |= dict.fromkeys(_unjudged(sides))
     return Continuity(restarts=number, breaks=tuple(found), unjudged=tuple(unjudged))
+
+
+def breaks_of(groups: Sequence[Sequence[RunLog]]) -> list[Continuity]:
+    """The breaks of each of several trainings; each may continue one of the EARLIER before it under numbers that begin
+    again."""
+    ends = [group[-1] for group in groups]
+    return [find_breaks(group, ends[max(0, n - EARLIER) : n]) for n, group in enumerate(groups)]
 
 
 def study_breaks(study: Study) -> Continuity:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trilane.analysis.continuity.sides import Break, Sides
+from trilane.analysis.continuity.causes import Break
+from trilane.analysis.continuity.sides import Sides
 from trilane.analysis.levels import LEAST_NOISE, TO_SIGMA
 
 LEAST_LINES = 6  # before a restart that give level and noise
@@ -139,9 +140,7 @@ def _why_loss(sides: Sides, course: Course, moved: float) -> tuple[str, str]:
     end = rest[-max(3, len(rest) // 4) :]
     if len(rest) >= 6 and float(np.median(end)) < CONVERGED * float(np.median(rest[:3])):
         return "moments-lost", ""
-    return (
-        ("loss-level", "") if not older or misfit > 2 * decay else ("older-checkpoint", f"about iteration {older:.0f}")
-    )
+    return ("older-checkpoint", f"about iteration {older:.0f}") if older and misfit <= 2 * decay else ("loss-level", "")
 
 
 def _untrained(sides: Sides, course: Course) -> float:
@@ -207,16 +206,12 @@ def _speed(sides: Sides) -> Iterator[Break]:
     if not sides.both(name) or sides.changed_arguments(TOPOLOGY):
         return
     (at, old), (_, new) = sides.before(name), sides.after(name)
-    work = _work(sides)
-    start = 2
+    work, start = _work(sides), 2
     old, new = np.log(old[at < sides.first][-TREND:]), np.log(new[start : start + TREND] / work)
     if len(old) < LEAST_LINES or len(new) < WINDOWS[1]:
         return
-    halves = (
-        new[: len(new) // 2],
-        new[len(new) // 2 :],
-    )  # other load of a machine slows one half only
-    slower = float(min(np.median(half) for half in halves) - np.median(old))
+    # other load of a machine slows one half only
+    slower = float(min(np.median(half) for half in np.array_split(new, 2)) - np.median(old))
     noise = max(_spread(old[2:] - np.median(old)), _spread(new - np.median(new)))
     if slower > max(LEAST_RISE[name], 3 * noise) and np.quantile(new, 0.2) > np.quantile(old, 0.9):
         yield sides.found(name, "slower", start, math.exp(float(np.median(old))) * work)

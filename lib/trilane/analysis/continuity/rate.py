@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trilane.analysis.continuity.sides import LARGEST, TAIL, Break, Sides, resolution, slope_of
+from trilane.analysis.continuity.causes import Break
+from trilane.analysis.continuity.sides import LARGEST, TAIL, Sides, resolution, slope_of
 
 NEAR = 8  # rows on each side that give the slope of a schedule
 CLOSE = 5e-4  # relative: learning rates that differ by less are equal

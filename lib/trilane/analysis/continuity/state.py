@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from trilane.analysis.continuity.causes import Break
 from trilane.analysis.continuity.rate import learning_rate
-from trilane.analysis.continuity.sides import TAIL, Break, Sides, resolution, slope_of
+from trilane.analysis.continuity.sides import TAIL, Sides, resolution, slope_of
 
-NEAR = 8  # rows on each side that give the slope of a schedule
 OTHER_WORK = 1.2  # of samples (or tokens) of an iteration, as rate times seconds gives them
-NEAR = 8  # rows on each side whose median counts
+NEAR = 8  # rows on each side whose median, or slope, counts
 SCALE_JUMP = 4.0  # a loss scale halves or doubles once on its own
 BATCH = (
     *("global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "data_parallel_size", "world_size"),
@@ -47,7 +47,7 @@ def _consumed(sides: Sides) -> Iterator[Break]:
         low = high = float(np.interp(at_new[0], at, counts))
     else:
         return
-    printed = _place(np.concatenate([counts[-TAIL:], new]))  # nanotron prints 1.05M
+    printed = _last_place(np.concatenate([counts[-TAIL:], new]))  # nanotron prints 1.05M
     slack, value = 0.5 * max(batches) + printed, float(new[0])
     if low - slack < value < high + slack:
         return
@@ -56,7 +56,9 @@ def _consumed(sides: Sides) -> Iterator[Break]:
     words = "samples" if name == "consumed_samples" else "tokens"
     gap = at_new[0] - at[done[-1]] - sides.every if len(done) else 0
     if gap > 0 and abs(missing + gap * batches[-1]) <= 1.5 * batches[-1]:
-        yield _jumped(sides, gap)
+        yield sides.found(
+            "iteration", "iterations-jump", 0, sides.first - gap, f"{gap:.0f} iterations without their samples"
+        )
     elif value <= 1.5 * own:
         yield sides.found(name, "data-from-start", 0, expected, f"{-missing:.0f} {words}")
     elif missing < 0:
@@ -67,15 +69,10 @@ def _consumed(sides: Sides) -> Iterator[Break]:
         yield sides.found(name, "data-skipped", 0, expected, f"{missing:.0f} {words}{detail}")
 
 
-def _place(counts: np.ndarray) -> float:
+def _last_place(counts: np.ndarray) -> float:
     """The last place that the largest of these counts shows: of 52.4M it is 100,000."""
     largest = float(np.abs(counts).max())
     return float(resolution(counts)[1] * 10 ** np.floor(np.log10(largest))) if largest else 0.0
-
-
-def _jumped(sides: Sides, gap: float) -> Break:
-    expected = sides.first - gap
-    return sides.found("iteration", "iterations-jump", 0, expected, f"{gap:.0f} iterations without their samples")
 
 
 def _per_iteration(sides: Sides, name: str, old: bool) -> float:
@@ -87,7 +84,7 @@ def _per_iteration(sides: Sides, name: str, old: bool) -> float:
         return float(batch[place])
     at, counts = side(name)
     counts, at = (counts[at < sides.first], at[at < sides.first]) if old else (counts, at)
-    lines = 2 if len(counts) > 1 and _place(counts[-TAIL:]) < abs(counts[-1] - counts[-2]) else 4 * NEAR
+    lines = 2 if len(counts) > 1 and _last_place(counts[-TAIL:]) < abs(counts[-1] - counts[-2]) else 4 * NEAR
     pair = slice(-lines, None) if old else slice(0, lines)
     return slope_of(at[pair], counts[pair])
 

@@ -18,7 +18,7 @@ function config(width) {
   const text = { color: "#e3e8ed", subtitleColor: "#a7b4bf" };
   const symbols = { symbolBaseFillColor: "#c8d2db", symbolBaseStrokeColor: "#c8d2db" }; // of legends of shapes
   const looks = dark.matches ? { axis: light, legend: { ...light, ...symbols }, title: text, header: light, text: { color: "#e3e8ed" }, rule: { color: "#c8d2db" } } : {};
-  looks.legend = { ...looks.legend, titleLimit: 0 };
+  looks.legend = { ...looks.legend, titleLimit: width };
   if (width < NARROW) looks.legend = { ...looks.legend, orient: "bottom", columns: 2, labelLimit: 140 };
   return looks;
 }

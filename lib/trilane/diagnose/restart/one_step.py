@@ -114,9 +114,7 @@ def _length(step: Step, beta1: float, beta2: float) -> list[RestartFinding]:
     if not moved @ moved > 0:
         return []
     factor = float(mine @ moved / (moved @ moved))
-    if _misfit(mine - factor * moved, np.zeros_like(mine)) and np.linalg.norm(
-        mine - factor * moved
-    ) > 0.05 * np.linalg.norm(moved):
+    if np.linalg.norm(mine - factor * moved) > 0.05 * np.linalg.norm(moved):
         return _rounded(step)
     if abs(factor - 1) <= STEP:
         return []
