@@ -19,7 +19,7 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import default
 from trilane.planning.search import search
 from trilane.report.widgets import explore
-from trilane.utils.tables import with_interval
+from trilane.utils.numbers import with_interval
 from trilane.workspace.study import Study
 
 matplotlib.use("Agg")

@@ -18,7 +18,7 @@ from trilane.costmodel.shipped import default
 from trilane.forecasting.plan_source import study_plan
 from trilane.planning.vary import use_plan, varied
 from trilane.report.widgets import Editor, explore, sentence
-from trilane.utils.tables import with_interval
+from trilane.utils.numbers import with_interval
 from trilane.workspace.study import Study
 
 MACHINE = cluster("jz-a100-80g")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from trilane.utils import progress as module
+from trilane.utils.numbers import duration
 from trilane.utils.progress import progress
-from trilane.utils.tables import duration
 
 
 class Terminal(io.StringIO):

@@ -11,7 +11,8 @@ import pytest
 from markup import HOSTILE, Page, words
 from support import REPOSITORY
 
-from trilane.utils.tables import Columns, Html, Text, amount, printable, show, with_bounds
+from trilane.utils.numbers import amount, with_bounds
+from trilane.utils.tables import Columns, Html, Text, printable, show
 
 
 @pytest.mark.parametrize("value", HOSTILE)

@@ -19,8 +19,9 @@ from trilane.analysis.steady_state import WARM_UP
 from trilane.analysis.tables import frame
 from trilane.config.cluster import Cluster
 from trilane.logs.dialects.tables import use
+from trilane.utils.numbers import percent
 from trilane.utils.progress import progress
-from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped, middle, percent, short, show
+from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped, middle, short, show
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
 

@@ -21,7 +21,8 @@ from trilane.costmodel.row_cells import cells_of
 from trilane.costmodel.uncertainty import Posterior, posterior
 from trilane.planning.search import search_space
 from trilane.planning.space import space_around
-from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, amount, grouped
+from trilane.utils.numbers import amount
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped
 from trilane.workspace.study import Study
 
 FAR = math.log(1.25)  # of ln(predicted / measured): memory beyond that is commented on

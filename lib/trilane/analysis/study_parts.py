@@ -7,7 +7,8 @@ from typing import Any
 
 from trilane.analysis.collect import MeasuredRuns, measure_runs
 from trilane.analysis.measure import Measurement
-from trilane.utils.tables import amount, middle, one_line, percent, with_bounds, with_interval
+from trilane.utils.numbers import amount, percent, with_bounds, with_interval
+from trilane.utils.tables import middle, one_line
 from trilane.utils.validation import read_object
 from trilane.workspace.study import Study
 

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from trilane.analysis.fleet import COLUMNS, FASTEST, SPEED, Row, cells, size
 from trilane.analysis.measure import Measurement
-from trilane.utils.tables import DataFrame, Html, middle, one_line, percent, short
+from trilane.utils.numbers import percent
+from trilane.utils.tables import DataFrame, Html, middle, one_line, short
 from trilane.workspace.status import Status
 
 WIDTH = 100  # characters of a row in text

@@ -16,7 +16,7 @@ from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, is_binary
 from trilane.logs.run import RunLog, finish
 from trilane.utils.growing import Growing
-from trilane.utils.tables import amount, duration
+from trilane.utils.numbers import amount, duration
 from trilane.utils.validation import require
 from trilane.workspace.status import Status
 

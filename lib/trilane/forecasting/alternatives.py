@@ -16,7 +16,8 @@ from trilane.forecasting.schedule import SOONEST
 from trilane.forecasting.timeline import jobs_of, schedules_of, undisturbed
 from trilane.planning.search import search
 from trilane.planning.search_result import Candidate
-from trilane.utils.tables import Table, amount, short
+from trilane.utils.numbers import amount
+from trilane.utils.tables import Table, short
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from trilane.forecasting.alternatives import Recommendation, recommend
 from trilane.forecasting.record import Described, Record, energy_text, support_of, unlike
-from trilane.utils.tables import Columns, Html, Table, Text, amount, show, with_bounds
+from trilane.utils.numbers import amount, with_bounds
+from trilane.utils.tables import Columns, Html, Table, Text, show
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trilane.forecasting.request import ForecastRequest
-from trilane.utils.tables import Columns, Table, Text, amount, with_bounds, with_interval
+from trilane.utils.numbers import amount, with_bounds, with_interval
+from trilane.utils.tables import Columns, Table, Text
 from trilane.utils.validation import shipped_json
 
 if TYPE_CHECKING:

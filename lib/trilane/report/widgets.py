@@ -8,7 +8,8 @@ from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
 from trilane.planning.search_result import Candidate
 from trilane.planning.vary import FIELDS, WhatIfs, possible, use_plan, varied
-from trilane.utils.tables import Html, with_interval
+from trilane.utils.numbers import with_interval
+from trilane.utils.tables import Html
 from trilane.workspace.study import Study
 
 MOST = 5  # plans that are pinned beside the first

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from trilane.utils.tables import Html, duration
+from trilane.utils.numbers import duration
+from trilane.utils.tables import Html
 
 T = TypeVar("T")
 BATCH = "TRILANE_BATCH"  # set while notebooks are executed, where a bar would leave a line for each of its states

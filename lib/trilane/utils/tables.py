@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from trilane.utils.numbers import amount
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 else:
@@ -215,42 +217,6 @@ def short(text: str, most: int = 110) -> str:
 def middle(text: str, most: int = 38) -> str:
     """A name in at most `most` characters: its middle is left out."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
-
-
-def percent(value: float, digits: int = 1) -> str:
-    """A share as a percentage, empty for NaN."""
-    return f"{value:.{digits}%}" if value == value else ""
-
-
-def amount(value: float) -> str:
-    """A number as a person writes it, with four significant digits: 1,119,000, 122.4, 0.0312."""
-    return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """A time in one unit: 45 s, 12 min, 3.5 h, 2.1 days."""
-    for unit, word in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.{1 if seconds < 10 * unit else 0}f} {word}"
-    return f"{seconds:.0f} s"
-
-
-def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
-    """A number and its interval as a person writes them: two significant digits of half the width, at most four in all.
-
-    103.27 of 97.162 to 109.83 is "103.3", "97.2", "109.8".
-    """
-    half = (high - low) / 2
-    if not (0 < half < math.inf and value):
-        return amount(value), amount(low), amount(high)
-    place = max(math.floor(math.log10(half)) - 1, math.floor(math.log10(abs(value))) - 3)
-    one, two, three = (f"{round(number, -place) + 0.0:,.{max(0, -place)}f}" for number in (value, low, high))
-    return one, two, three
-
-
-def with_bounds(value: float, low: float, high: float) -> str:
-    """A number with its interval: "103.3 (97.2 to 109.8)"."""
-    return "{} ({} to {})".format(*with_interval(value, low, high))
 
 
 def _text(value: float, decimals: int) -> str:

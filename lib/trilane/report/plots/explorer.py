@@ -25,7 +25,7 @@ from trilane.report.plots.explorer_rows import (
 )
 from trilane.report.plots.interactive import Interactive
 from trilane.report.plots.style import COLORS, GIB, INK, LIMIT
-from trilane.utils.tables import with_bounds
+from trilane.utils.numbers import with_bounds
 
 PASSES = 20000  # that are drawn, of all plans together: 5 bytes each
 WIDTH, HEIGHT = 380, 230  # pixels of a panel

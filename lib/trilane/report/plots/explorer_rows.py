@@ -9,7 +9,7 @@ from trilane.costmodel.predict import RISKY, Prediction
 from trilane.planning.proposals import training_days
 from trilane.planning.search_result import Candidate, SearchResult, ranks
 from trilane.report.plots.style import GIB, plain
-from trilane.utils.tables import amount, with_bounds, with_interval
+from trilane.utils.numbers import amount, with_bounds, with_interval
 
 MOST = 40  # plans
 STAGES = 16  # that are drawn of one plan

@@ -9,7 +9,8 @@ import altair as alt
 from trilane.forecasting.record import Described, Record
 from trilane.report.plots.interactive import CONFIG, Interactive
 from trilane.report.plots.style import COLORS, INK, LIMIT
-from trilane.utils.tables import Text, amount
+from trilane.utils.numbers import amount
+from trilane.utils.tables import Text
 from trilane.utils.validation import shipped_json
 
 WIDTH = 640

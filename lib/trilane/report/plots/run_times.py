@@ -10,7 +10,8 @@ from trilane.analysis.phase_times import ORDER, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.report.plots.interactive import Interactive
 from trilane.report.plots.style import COLORS, INK, plain
-from trilane.utils.tables import Text, with_bounds
+from trilane.utils.numbers import with_bounds
+from trilane.utils.tables import Text
 
 UNTIMED = "covered by no timer"
 IN_TIME = (
