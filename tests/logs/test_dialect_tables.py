@@ -549,6 +549,22 @@ def test_lines_with_a_loss_and_a_held_out_loss_each_are_iterations(tmp_path: Pat
         assert read_logs(log, keep)[0].iterations["iteration"].tolist() == list(range(10, 80, 10))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step {0} best loss 2.9 kl loss 0.1 lr 1e-4 loss {1}\n",
+        "inner step 3 | step {0} | avg loss: 3.3 | loss: {1}\n",
+        '{{"prev loss": 3.7, "local step": 5, "step": {0}, "min loss": 2.0, "train loss": {1}}}\n',
+    ],
+)
+def test_a_number_of_something_else_is_neither_the_loss_nor_the_step(tmp_path: Path, text: str) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("".join(text.format(n, 4 - n / 100) for n in range(10, 80, 10)))
+    read = read_log(log).iterations
+    assert read["iteration"].tolist() == list(range(10, 80, 10))
+    assert read["lm_loss"].tolist() == [4 - n / 100 for n in range(10, 80, 10)]
+
+
 def test_litgpts_last_lines_end_the_run(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     line = "Epoch 1 | iter {0} step {0} | loss train: 1.{0}, val: n/a | iter time: 300.50 ms (step)\n"

@@ -1,6 +1,5 @@
 """Problem: what cannot be right in the numbers of a run, or is not known, with the line that shows it."""
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from trilane.logs.table import NumericTable
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 SEARCHED = 1 << 18  # bytes at the beginning of a file in which lines are searched that were not read
-HELD_OUT = re.compile(rb"(?i)eval|valid|\bval\b|val_|test")
 FRAGMENT = 2  # iterations at most of lines that are no run; those of a failed launch have its arguments or ending
 
 
@@ -77,7 +75,7 @@ def _unread(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]
     for form in candidates.forms(path, SEARCHED):
         rises = form.rises[form.place] if form.place is not None else 0
         at = max((i for i, run in enumerate(runs) if i == 0 or 0 < run.first_number <= form.number), default=0)
-        if form.is_sure and rises > LINES and rises > 2 * rows and not HELD_OUT.search(form.text):
+        if form.is_sure and rises > LINES and rises > 2 * rows:
             text = f"{form.lines} lines or more look like iterations and were not read"
             line = endings.text(form.text)
             found[at] = (Problem(rule="unread", column="iteration", message=text, line=form.number, evidence=line),)

@@ -57,6 +57,8 @@ FIELD = (
     + NUMBER
     + rb")([KMGBTP](?![A-Za-z]))?(?![\d.]|:\d)"
 )
+QUALIFIER = re.compile(rb"(?<![A-Za-z0-9.])([A-Za-z][A-Za-z_/-]{0,30}) $")  # a word that belongs to the name after it
+PLAIN = {*b"info warning debug with and its the is train training step batch current mean lm".split()}  # means no other
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
 EPOCHS = {"epochs_done": 0.0, "nth_epoch": 1.0}  # where iterations count in their epoch: the number of the first one
 RATE_DIGITS = 3  # of iterations per second, below which they are too rounded to give seconds
@@ -125,6 +127,8 @@ class Dialect:
         found = list[Span]()
         for match in self._field.finditer(line[:MAX_LINE]) if self._field else ():
             column, multiplier, divisor = self.fields[match[1]]
+            if self.fallback and (word := QUALIFIER.search(line[: match.start()])) and word[1].lower() not in PLAIN:
+                continue  # the best loss, the loss of a part
             if column in seen or (column == "iterations_per_second" and _digits(match[2]) < RATE_DIGITS):
                 continue
             if not multiplier:
