@@ -1,6 +1,8 @@
 """Rules about the prose around tables: arithmetic that is stated there, and one size in two units."""
 
+import ast
 import math
+import operator as op
 import re
 from collections.abc import Iterator
 
@@ -12,6 +14,7 @@ LONGEST = 20_000  # characters of a line that are read
 DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,12})?(?![\d,])|\d[\d_]{0,20}(?:\.\d{1,12})?(?:[eE][+-]?\d{1,3})?)"
 SIGN = r"(?:\s{0,2}(?:\*\*|[*/×÷·+−])\s{0,2}|\s{1,2}[x-]\s{1,2}|x(?=\d))"
 SAME = {"×": "*", "·": "*", "x": "*", "÷": "/", "−": "-"}
+SIGNS = {ast.Add: op.add, ast.Sub: op.sub, ast.Mult: op.mul, ast.Div: op.truediv, ast.Pow: op.pow}
 UNIT = "TiB|TB|GiB|GB|MiB|MB|KiB|KB|bytes|TFLOPs|TFLOPS|billion|million|[TBMKG]|days?|hours?|minutes|ms|s|%"
 NOUN = (
     r"(?:\s(?:GPUs?|gpus?|TPUs?|chips|cards|nodes?|hosts|ranks|workers|devices|replicas|params|parameters|bytes|layers|heads"
@@ -93,40 +96,21 @@ def _compared(expression: str, result: str, unit: str, *, rough: bool) -> Iterat
 
 def _value(parts: list[tuple[str, str]]) -> float | None:
     """The value of an expression; None where it is none, as with brackets that do not match."""
-    rest = [repr(_number(number)) if number else SAME.get(sign, sign) for number, sign in reversed(parts)]
+    words = [repr(_number(number)) if number else SAME.get(sign, sign) for number, sign in parts]
     try:
-        value = _sum(rest)
-    except (ArithmeticError, IndexError, ValueError):
+        value = _computed(ast.parse("".join(words), mode="eval").body)
+        return value if math.isfinite(value) and value > 0 else None
+    except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError):
         return None
-    return value if not rest and math.isfinite(value) and value > 0 else None
 
 
-def _sum(rest: list[str]) -> float:
-    value = _product(rest)
-    while rest and rest[-1] in "+-":
-        value = value + _product(rest) if rest.pop() == "+" else value - _product(rest)
-    return value
-
-
-def _product(rest: list[str]) -> float:
-    value = _power(rest)
-    while rest and rest[-1] in ("*", "/"):
-        value = value * _power(rest) if rest.pop() == "*" else value / _power(rest)
-    return value
-
-
-def _power(rest: list[str]) -> float:
-    word = rest.pop()
-    if word == "(":
-        value = _sum(rest)
-        if rest.pop() != ")":
-            raise ValueError("brackets")
-    else:
-        value = float(word)
-    if rest and rest[-1] == "**":
-        rest.pop()
-        value = value ** _power(rest)
-    return value
+def _computed(expression: ast.expr) -> float:
+    match expression:
+        case ast.Constant(value=float(number)):
+            return number
+        case ast.BinOp(left=left, op=sign, right=right):
+            return float(SIGNS[type(sign)](_computed(left), _computed(right)))
+    raise ValueError("no arithmetic")
 
 
 def _rounded(parts: list[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
