@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 
 from trilane.diagnose.hang.evidence import Evidence
@@ -68,7 +68,7 @@ class Wait:
     def __str__(self) -> str:
         return f"{self.op}, called by {self.site}{self.phase and f' in {self.phase}'}"
 
-    @property
+    @cached_property
     def call(self) -> tuple[Key, ...]:
         """Identifies the call in the program: its functions and lines, from the one that calls the operation outwards.
 
