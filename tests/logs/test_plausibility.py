@@ -84,6 +84,10 @@ RIGHT = {
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
+    "resolution": (
+        "sec_per_it",
+        "".join(f"Training:  1%|#| {n}/99 [00:0{n // 3}<01:00, 2.9it/s, loss={3 - n / 10}]\n" for n in range(1, 9)),
+    ),
     "no-time-no-loss": (
         "iteration",
         "".join(f"[INFO] [Rank 0] step={i}, skipped=0, lr=[1e-05], mom=[0.9]\n" for i in range(1, 9)),

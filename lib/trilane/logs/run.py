@@ -155,12 +155,13 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     counted = [name for name, rows in run.dialects.items() if rows or not any(run.dialects.values())]
     note = "; ".join(filter(None, (units.correct_units(table), units.from_bits(counted))))
     timed_by_stamps = run.timed_by_stamps & set(counted)
-    averaged = units.average_rounded(table) if timed_by_stamps and "sec_per_it" in table else ""
+    rounded = timed_by_stamps and "sec_per_it" in table
+    averaged, coarse = units.average_rounded(table) if rounded else ("", [])
     (status, evidence, end), basis = _status(run, table), ""
     if status is Status.UNFINISHED and not end:
         is_running, basis = clock.still_runs(run, table, path, age)
         status = Status.RUNNING if is_running else status
-    found = problems.problems(plausibility.check(run, table), table, run, path if with_lines else None)
+    found = problems.problems([*plausibility.check(run, table), *coarse], table, run, path if with_lines else None)
     memory = NumericTable()
     for _, row in sorted(run.memory.items()):
         memory.add(row)

@@ -6,6 +6,7 @@ import numpy as np
 
 from trilane.logs.dialects.dialect import UNITS
 from trilane.logs.dialects.tables import dialects
+from trilane.logs.digest import Finding
 from trilane.logs.table import NumericTable
 
 FACTOR = 1000.0  # between seconds and milliseconds
@@ -48,27 +49,33 @@ def from_bits(names: Iterable[str]) -> str:
     return "the loss is in nats, the log has it in base 2" if found else ""
 
 
-def average_rounded(table: NumericTable) -> str:
-    """Average seconds in place that are short differences of whole seconds; returns a note, "" if there were none.
+def average_rounded(table: NumericTable) -> tuple[str, list[Finding]]:
+    """Average seconds in place that are short differences of whole seconds; returns a note, "" if there were none, and
+    what is wrong where all of them are of few seconds.
 
     Each becomes the mean of the last WINDOW_S of its stretch without a pause, or of as much as there is.
     """
     seconds, at = table.column("sec_per_it"), table.column("iteration")
     known = np.flatnonzero(np.isfinite(seconds) & np.isfinite(at))
-    if len(known) < WINDOW:
-        return ""
+    if not len(known):
+        return "", []
     before = float(at[0] if known[0] else at[0] - 1)  # the first line has no time before it
     steps = np.diff(at[known], prepend=before)
     passed = seconds[known] * steps
     if np.median(passed) >= RESOLVED_S or np.abs(passed - np.round(passed)).max() > 1e-3:
-        return ""
+        return "", []
+    whole = float(passed.sum())
+    text = f"of {whole:.0f} s in all between time stamps of whole seconds: off by up to {100 / whole:.0f} %"
+    found = [Finding("resolution", "sec_per_it", text)] if whole < RESOLVED_S else []
+    if len(known) < WINDOW:
+        return "", found
     pauses = np.flatnonzero(passed > PAUSE * np.maximum(1.0, np.median(seconds[known]) * steps))
     averaged = seconds.copy()
     for start, stop in zip([0, *(pauses + 1)], [*pauses, len(known)], strict=True):
         if stop > start:
             averaged[known[start:stop]] = _means(np.round(passed[start:stop]), steps[start:stop])
     table.replace("sec_per_it", averaged)
-    return f"seconds are means over up to {WINDOW_S:.0f} s, as the time stamps are whole seconds"
+    return f"seconds are means over up to {WINDOW_S:.0f} s, as the time stamps are whole seconds", found
 
 
 def _means(passed: np.ndarray, steps: np.ndarray) -> np.ndarray:
