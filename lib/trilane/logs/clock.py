@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs.dialects.trainers import timestamp
-from trilane.logs.digest import Finding
+from trilane.logs.digest import Finding, quantile
 from trilane.logs.reading.line_clock import past_midnight
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import blocks
@@ -138,6 +138,6 @@ def _seconds(table: NumericTable, at: np.ndarray, stamps: np.ndarray) -> Iterato
     every = max(1, math.ceil(RESOLVED_S / max(usual, RESOLVED_S / len(clock))))
     clock, printed = (np.add.reduceat(x, np.arange(0, len(x), every)) for x in (clock, printed))
     known = (printed > 0) & (clock >= RESOLVED_S / 2)
-    if known.sum() >= LEAST and (ratio := float(np.quantile(clock[known] / printed[known], 0.25))) > TOO_SHORT:
+    if known.sum() >= LEAST and (ratio := quantile(clock[known] / printed[known], 0.25)) > TOO_SHORT:
         text = f"in three quarters of the lines {ratio:.3g} times as long passes by their time stamps"
         yield Finding("clock", "sec_per_it", f"{text}: another unit, or the seconds of a part?")

@@ -36,14 +36,13 @@ class Digest:
     """
 
     def __init__(self, rows: int = 0) -> None:
-        self.rows, self.stride, self._sample = 0, 1, np.empty(0)
+        self.rows, self.stride = rows, 1
+        while -(-rows // self.stride) > 2 * MOST:
+            self.stride *= 2
+        self._sample = np.full(-(-rows // self.stride), np.nan)
         self.low, self.high, self._last = np.inf, -np.inf, np.nan
         self.low_at = self.high_at = self.falls_at = -1
         self._new: list[float] = []
-        if 0 < rows <= MOST:
-            self.rows, self._sample = rows, np.full(rows, np.nan)
-        elif rows:
-            self._put(np.full(rows, np.nan))
 
     def append(self, value: float) -> None:
         self._new.append(value)
@@ -57,7 +56,7 @@ class Digest:
         if len(self._new) >= MOST or len(values) >= MOST:
             self._settle()
         if len(values) >= MOST:
-            self._put(values)
+            self.put(values)
 
     def __setitem__(self, place: int, value: float) -> None:
         """Change a number; of the one before it the extremes remain."""
@@ -84,26 +83,31 @@ class Digest:
         if self._new:
             values, self._new = np.array(self._new), []
             self.rows -= len(values)
-            self._put(values)
+            self.put(values)
 
-    def _put(self, values: np.ndarray) -> None:
+    def put(self, values: np.ndarray) -> None:
+        """Append numbers, where none are appended otherwise."""
         before, self.rows = self.rows, self.rows + len(values)
-        self._sample = np.concatenate([self._sample, values[-before % self.stride :: self.stride]])
+        sample = values[-before % self.stride :: self.stride]
+        self._sample = np.concatenate([self._sample, sample]) if before else sample.copy()
         while len(self._sample) > 2 * MOST:
             self._sample, self.stride = self._sample[::2].copy(), 2 * self.stride
-        known = np.flatnonzero(values == values)
-        if not len(known):
+        known: np.ndarray | range = range(len(values))
+        if (values != values).any():
+            known = np.flatnonzero(values == values)
+            values = values[known]
+        if not len(values):
             return
-        numbers = values[known]
-        low, high = int(numbers.argmin()), int(numbers.argmax())
-        if numbers[low] < self.low:
-            self.low, self.low_at = float(numbers[low]), before + int(known[low])
-        if numbers[high] > self.high:
-            self.high, self.high_at = float(numbers[high]), before + int(known[high])
+        low, high = int(values.argmin()), int(values.argmax())
+        if values[low] < self.low:
+            self.low, self.low_at = float(values[low]), before + int(known[low])
+        if values[high] > self.high:
+            self.high, self.high_at = float(values[high]), before + int(known[high])
         if self.falls_at < 0:
-            falls = np.flatnonzero(numbers < np.concatenate([[self._last], numbers[:-1]]))
-            self.falls_at = before + int(known[falls[0]]) if len(falls) else -1
-        self._last = float(numbers[-1])
+            falls = values[1:] < values[:-1]
+            place = 0 if values[0] < self._last else int(falls.argmax()) + 1 if falls.any() else -1
+            self.falls_at = before + int(known[place]) if place >= 0 else -1
+        self._last = float(values[-1])
 
 
 class Columns:
@@ -112,11 +116,12 @@ class Columns:
     def __init__(self, table: "NumericTable", arguments: Mapping[str, Value]) -> None:
         self.table, self._arguments = table, arguments
         self._digests: dict[str, Digest] = {}
+        self._absent = Digest(table.rows)
 
     def digest(self, name: str) -> Digest:
-        """The column's digest, made once."""
+        """The column's digest, made once; one of NaN for a column that is not there."""
         if name not in self._digests:
-            self._digests[name] = self.table.digest(name)
+            self._digests[name] = self.table.digest(name) or self._absent
         return self._digests[name]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -139,10 +144,23 @@ def median_ratio(numbers: np.ndarray, others: np.ndarray | float) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = numbers / others
     ratios = ratios[1:] if len(ratios) > LINES else ratios
-    ratios = ratios[np.isfinite(ratios) & (ratios > 0)]
-    return float(np.median(ratios)) if len(ratios) else 1.0
+    middle = quantile(ratios[ratios > 0], 0.5)
+    return middle if middle == middle else 1.0
+
+
+def steps(numbers: np.ndarray) -> np.ndarray:
+    """The differences of numbers that follow each other. numpy's diff takes five times as long on few."""
+    return numbers[1:] - numbers[:-1]
 
 
 def median(numbers: np.ndarray) -> float:
-    numbers = numbers[np.isfinite(numbers)]
-    return float(np.median(numbers)) if len(numbers) else math.nan
+    """The median of the finite numbers, NaN without any."""
+    return quantile(numbers, 0.5)
+
+
+def quantile(numbers: np.ndarray, share: float) -> float:
+    """Of the finite numbers, NaN without any. numpy's takes ten times as long on the few lines of a short run."""
+    known = np.sort(numbers[np.isfinite(numbers)])
+    place, part = divmod(share * (len(known) - 1), 1) if len(known) else (0, 0.0)
+    near = known[int(place) : int(place) + 2].tolist() or [math.nan]
+    return (1 - part) * near[0] + part * near[-1] if part else near[0]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from trilane.logs import clock
-from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio
+from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio, steps
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, NumericTable
@@ -97,13 +97,13 @@ def _falls(c: Columns) -> Iterator[Finding]:
 def _leaps(c: Columns) -> Iterator[Finding]:
     """Iterations whose numbers leap: two counts in one column, or lines that are missing."""
     at = c["iteration"]
-    steps = np.diff(at)
-    if len(steps) < LINES or not (steps > 0).all():
+    passed = steps(at)
+    if len(passed) < LINES or not (passed > 0).all():
         return
-    usual = float(np.median(steps))
+    usual = median(passed)
     # a program may log densely first and sparsely then: the lines around a leap are dense
-    dense = np.concatenate([[True], steps <= DENSE * usual, [steps[-1] > 2 * LEAP * usual]])
-    leaps = np.flatnonzero((steps > LEAP * usual) & dense[:-2] & dense[2:])
+    dense = np.concatenate([[True], passed <= DENSE * usual, [passed[-1] > 2 * LEAP * usual]])
+    leaps = np.flatnonzero((passed > LEAP * usual) & dense[:-2] & dense[2:])
     if len(leaps):
         text = f"{at[leaps[0]]:.0f} is followed by {at[leaps[0] + 1]:.0f}: lines are missing, or two counts are mixed"
         yield Finding("leap", "iteration", text, (int(leaps[0]) + 1) * c.digest("iteration").stride)
@@ -163,13 +163,13 @@ def _counts(c: Columns) -> Iterator[Finding]:
     length = c.or_argument("seq_length", "seq_length", "encoder_seq_length")
     if len(at) <= LINES:
         return
-    steps, each = np.diff(at), batch[1:] if isinstance(batch, np.ndarray) else batch
-    ratio = median_ratio(np.diff(used), steps * each)
+    passed, each = steps(at), batch[1:] if isinstance(batch, np.ndarray) else batch
+    ratio = median_ratio(steps(used), passed * each)
     if abs(math.log(ratio)) > math.log(COUNTS_AGREE):
         text = f"samples consumed between two lines are {ratio:.3g} times the iterations' batches"
         yield Finding("count", "iteration", f"{text}: the iterations are counted otherwise, or the batch is wrong")
     ratio = median_ratio(
-        np.diff(c["consumed_tokens"]), np.diff(used) * (length[1:] if isinstance(length, np.ndarray) else length)
+        steps(c["consumed_tokens"]), steps(used) * (length[1:] if isinstance(length, np.ndarray) else length)
     )
     if ratio > COUNTS_AGREE:
         yield Finding("count", "consumed_tokens", f"{ratio:.3g} times the consumed samples' tokens")
@@ -179,11 +179,11 @@ def _epochs(c: Columns, summary: Mapping[str, float]) -> Iterator[Finding]:
     """The Trainer's iterations against its epochs: its log has a line for every `logging_steps`."""
     at, epoch, total = c["iteration"], c["epoch"], c.argument("total_optimization_steps")
     whole = summary.get("train_steps_per_second", NAN) * summary.get("train_runtime", NAN)
-    steps = c.argument("num_examples") / c.argument("total_train_batch_size")
-    steps = steps if steps == steps else (total if total == total else whole) / summary.get("epoch", NAN)
+    of_epoch = c.argument("num_examples") / c.argument("total_train_batch_size")
+    of_epoch = of_epoch if of_epoch == of_epoch else (total if total == total else whole) / summary.get("epoch", NAN)
     passed = (epoch[-1] - epoch[0]) if len(epoch) else NAN
     if passed >= ROUNDED_EPOCHS:
-        ratio = passed * steps / (at[-1] - at[0])
+        ratio = passed * of_epoch / (at[-1] - at[0])
         if ratio > AGREE or ratio < 1 / AGREE:
             yield Finding(
                 "count", "iteration", f"the epochs passed are {ratio:.3g} times the iterations between the lines"

@@ -16,7 +16,7 @@ from trilane.logs.problems import MOST_NUMBER, Problem
 from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
-from trilane.logs.table import NAN, Column, NumericTable
+from trilane.logs.table import NAN, Column, FrameField, NumericTable, Rows
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status
@@ -28,12 +28,6 @@ DIALECTS = (
 )
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 SHOWN = 10  # iterations that a notebook shows of a log
-
-
-def _empty() -> DataFrame:
-    import pandas as pd
-
-    return pd.DataFrame()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +57,15 @@ class RunLog(Table):
     """
 
     source: Path
-    iterations: DataFrame = field(default_factory=_empty)
-    validation: DataFrame = field(default_factory=_empty)
-    memory: DataFrame = field(default_factory=_empty)
+    iterations: FrameField = FrameField()  # noqa: RUF009 a descriptor
+    validation: FrameField = FrameField()  # noqa: RUF009 a descriptor
+    memory: FrameField = FrameField()  # noqa: RUF009 a descriptor
     status: Status
     evidence: str
     dialect: str = ""
     arguments: Mapping[str, Value] = field(default_factory=dict)
-    timers: DataFrame = field(default_factory=_empty)
-    bandwidth: DataFrame = field(default_factory=_empty)
+    timers: FrameField = FrameField()  # noqa: RUF009 a descriptor
+    bandwidth: FrameField = FrameField()  # noqa: RUF009 a descriptor
     devices: tuple[Device, ...] = ()
     summary: Mapping[str, float] = field(default_factory=dict)
     rank: int | None = None
@@ -170,15 +164,15 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     return RunLog(
         source=path,
         spilled=table.spilled(),
-        iterations=table.frame(INTEGERS),
-        validation=run.validation.frame(("iteration",)),
-        memory=memory.frame(("rank", "iteration")),
+        iterations=Rows(table, INTEGERS),
+        validation=Rows(run.validation, ("iteration",)),
+        memory=Rows(memory, ("rank", "iteration")),
         status=status,
         evidence=evidence,
         dialect=" + ".join(sorted(counted)) or "unknown",
         arguments=run.arguments,
-        timers=run.timers.frame(("iteration",)),
-        bandwidth=run.bandwidth.frame(("rank", "message_bytes")),
+        timers=Rows(run.timers, ("iteration",)),
+        bandwidth=Rows(run.bandwidth, ("rank", "message_bytes")),
         devices=tuple(device for _, device in sorted(run.devices.items())),
         summary=run.summary,
         rank=rank,

@@ -4,9 +4,9 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,13 +118,6 @@ class Column:
             self._spill.frombytes(np.full(min(TAIL, self.rows - start), self._same).tobytes())
 
 
-@cache
-def _empty() -> "pd.DataFrame":
-    import pandas as pd
-
-    return pd.DataFrame()
-
-
 class NumericTable:
     """Columns that grow together; a number that a row lacks is NaN.
 
@@ -157,7 +150,7 @@ class NumericTable:
     def append(self, other: "NumericTable") -> None:
         names = [*other._columns, *(name for name, digest in other._digests.items() if digest.stride == 1)]
         if names and other.rows:
-            found = [other.column(name) if name in other else other.digest(name).sample() for name in names]
+            found = [other.column(name) if name in other else other._digests[name].sample() for name in names]
             self.extend(names, np.array(found))
 
     def change(self, place: int, row: Mapping[str, float]) -> None:
@@ -188,14 +181,14 @@ class NumericTable:
         """The column, to be read before the table grows further."""
         return self._columns[name].numbers()
 
-    def digest(self, name: str) -> Digest:
-        """The digest of a column, also of one in files or not kept; empty where there is none of that name."""
+    def digest(self, name: str) -> Digest | None:
+        """The digest of a column, also of one in files or not kept; None where there is none of that name."""
         if name in self._digests or name not in self._columns:
-            return self._digests.get(name, Digest(self.rows)).settled()
+            return self._digests[name].settled() if name in self._digests else None
         digest, column = Digest(), self._columns[name]
         for start in range(0, self.rows, TAIL):
-            digest.extend(column.read(start, min(self.rows, start + TAIL)))
-        return digest.settled()
+            digest.put(column.read(start, min(self.rows, start + TAIL)))
+        return digest
 
     def replace(self, name: str, values: np.ndarray) -> None:
         assert len(values) == self.rows
@@ -212,7 +205,7 @@ class NumericTable:
             numbers = self._columns.pop(name).numbers()
             whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
             columns[name] = np.rint(numbers).astype(np.int64) if whole else numbers
-        return pd.DataFrame(columns, copy=False) if columns else _empty()
+        return pd.DataFrame(columns, copy=False)
 
     def latest(self, rows: int) -> "NumericTable":
         """A table of the last `rows` rows that are in memory, which does not grow with this one."""
@@ -245,3 +238,30 @@ class NumericTable:
         for column in columns:
             if column.rows < self.rows:
                 column.extend(np.full(self.rows - column.rows, NAN))
+
+
+class Rows:
+    """The rows of a table, which grows no more, with the `integers` that frame() takes."""
+
+    def __init__(self, table: NumericTable, integers: Sequence[str] = ()) -> None:
+        self._table, self._integers = table, integers
+
+    @cached_property
+    def frame(self) -> "pd.DataFrame":
+        """The rows as a DataFrame, made once."""
+        return self._table.frame(self._integers)
+
+
+class FrameField:
+    """A field of a dataclass that is given a DataFrame, or Rows, which become one where it is asked for: of a file of
+    thousands of runs most never are."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: Any, owner: type | None = None) -> "pd.DataFrame":
+        given = vars(holder)[self._name] if holder is not None else Rows(NumericTable())
+        return given.frame if isinstance(given, Rows) and holder is not None else given
+
+    def __set__(self, holder: Any, given: "pd.DataFrame | Rows") -> None:
+        vars(holder)[self._name] = given

@@ -76,8 +76,7 @@ def _characters(parsed: Any) -> frozenset[int]:
     everything = frozenset(range(256))
     if len(parsed) != 1 or parsed[0][0] not in (code.IN, code.LITERAL, code.NOT_LITERAL, code.ANY):
         return everything
-    single = _compiler.compile(parsed)
-    return frozenset(byte for byte in everything if single.match(bytes([byte])))
+    return frozenset(found.start() for found in _compiler.compile(parsed).finditer(bytes(range(256))))
 
 
 def _loops(parsed: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,20 @@ def timestamp(line: bytes) -> float:
     if not found:
         return NAN
     year, month, day, month_us, day_us, year_us, hour, minute, second, fraction = found.groups()
-    date = (int(year or year_us), int(month or month_us), int(day or day_us))
+    hours, minutes, seconds = int(hour), int(minute), int(second)
+    if hours > 23 or minutes > 59 or seconds > 59:
+        return NAN
+    midnight = _midnight(year or year_us, month or month_us, day or day_us)
+    return midnight + (3600 * hours + 60 * minutes + seconds) + (float(b"0." + fraction) if fraction else 0.0)
+
+
+@lru_cache(16)
+def _midnight(year: bytes, month: bytes, day: bytes) -> float:
+    """Seconds since 1970 at which the day begins, NaN if there is no such day."""
     try:
-        whole = datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC)
+        return datetime(int(year), int(month), int(day), tzinfo=UTC).timestamp()
     except ValueError:
         return NAN
-    return whole.timestamp() + (float(b"0." + fraction) if fraction else 0.0)
 
 
 def hf_dicts(line: bytes) -> list[dict[str, float]]:

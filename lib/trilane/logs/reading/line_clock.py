@@ -14,9 +14,10 @@ DAY_S = 86400.0
 
 def line_time(line: bytes) -> float:
     """Seconds since 1970 by the line's time stamp, or since midnight where the line begins with a time of day."""
-    found, stamp = TIME_OF_DAY.match(line), timestamp(line)
-    hours, minutes, seconds = map(float, found.groups()) if found else (NAN, NAN, NAN)
-    return stamp if stamp == stamp else 3600 * hours + 60 * minutes + seconds
+    if (stamp := timestamp(line)) == stamp or not (found := TIME_OF_DAY.match(line)):
+        return stamp
+    hours, minutes, seconds = map(float, found.groups())
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def past_midnight(times: np.ndarray) -> np.ndarray:

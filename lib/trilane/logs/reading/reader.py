@@ -190,7 +190,7 @@ class Reader:
 
     def _extend(self, found: SortedLines, part: slice) -> bool:
         count, at = part.stop - part.start, found.steps.at
-        places = np.unique(np.linspace(0, count - 1, CLOCKED).astype(int)).tolist()
+        places = sorted({place * (count - 1) // (CLOCKED - 1) for place in range(CLOCKED)})
         seen = [(p, found.texts[at[part.start + p]], self._before + at[part.start + p] + 1) for p in places]
         return count >= FEW and self._lines.extend(found.steps, part, found.form(part.start), seen)
 
