@@ -10,8 +10,8 @@ from test_log_dialects import m2021, m2022
 
 from trilane.analysis import parallel
 from trilane.cli.app import main
+from trilane.logs.column import SpilledColumn
 from trilane.logs.run import read_logs
-from trilane.logs.table import SpilledColumn
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_csv_holds_every_number_of_every_log(tmp_path, monkeypatch, logs):
 
 
 def test_a_spilled_column_is_an_array_in_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("trilane.logs.table.TAIL", 5)
+    monkeypatch.setattr("trilane.logs.column.TAIL", 5)
     tape, numbers = SpilledColumn(tmp_path), []
     for step in range(40):
         tape.append(step)

@@ -10,13 +10,14 @@ import numpy as np
 
 from trilane.logs import clock, endings, plausibility, problems, units
 from trilane.logs.arguments import Value
+from trilane.logs.column import NAN, Column
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.hardware import Device
 from trilane.logs.problems import MOST_NUMBER, Problem
 from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import Reader, blocks
-from trilane.logs.table import NAN, Column, FrameField, NumericTable, Rows
+from trilane.logs.table import FrameField, NumericTable, Rows
 from trilane.utils.tables import DataFrame, Table, show
 from trilane.utils.validation import shown
 from trilane.workspace.status import Status
