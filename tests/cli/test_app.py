@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trilane.cli.app import GROUPS
+from trilane.cli.app import GROUPS, main
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,16 @@ from trilane.cli.app import GROUPS
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2_also_of_a_process(outputs, arguments, message):
-    done = subprocess.run([sys.executable, "-m", "trilane", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("trilane: ")]
+def test_bad_input_is_one_line_and_exit_code_2(outputs, capsys, arguments, message):
+    assert main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trilane: ")]
     assert len(lines) == 1 and message in lines[0]
-    assert "Traceback" not in done.stderr
+
+
+def test_bad_input_ends_a_process_likewise(outputs):
+    arguments = [sys.executable, "-m", "trilane", "train", "a", "b"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "trilane: argument=b: is one too many\n")
 
 
 def test_without_a_group_all_are_listed():
