@@ -565,6 +565,40 @@ def test_a_number_of_something_else_is_neither_the_loss_nor_the_step(tmp_path: P
     assert read["lm_loss"].tolist() == [4 - n / 100 for n in range(10, 80, 10)]
 
 
+@pytest.mark.parametrize("prefix", ["[rank{}]: ", ""])
+def test_bars_of_several_ranks_whose_losses_differ_are_marked(tmp_path: Path, prefix: str) -> None:
+    log = tmp_path / "a.log"
+    bar = "Training: {0}%|#| {0}/100 [00:{1:02d}<03:20, 2.00s/it, loss={2:.4f}]\n"
+    log.write_text(
+        "".join(prefix.format(r) + bar.format(n, 2 * n, 3 - n / 50 + r / 100) for n in range(1, 12) for r in range(4))
+    )
+    read = read_log(log)
+    assert read.iterations["iteration"].tolist() == list(range(1, 12))
+    assert [problem.rule for problem in read.problems] == ["copies"]
+
+
+def test_a_bar_that_is_drawn_before_its_loss_is_known_is_not_marked(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    bar = "Training: {0}%|#| {0}/100 [00:{1:02d}<03:20, 2.00s/it, loss={2:.4f}]\r"
+    log.write_text("".join(bar.format(n, 2 * n, 3 - k / 50) for n in range(1, 12) for k in (n - 1, n)))
+    read = read_log(log)
+    assert read.problems == () and read.iterations["lm_loss"].tolist() == [3 - n / 50 for n in range(1, 12)]
+
+
+def test_llama_factorys_two_reporters_count_an_iteration_once(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(
+        "".join(
+            f"  1%|#| {n}/300 [00:{n:02d}<05:00,  1.00s/it]\n[INFO|callbacks.py:157] 10:00 >> {{'loss': {2 - n / 99:.4f}, "
+            f"'learning_rate': 4.9997e-05, 'epoch': 0.01}}\n{{'loss': {2 - n / 99:.4f}, 'grad_norm': 1.5, 'learning_rate': 4.99973e-05, "
+            "'epoch': 0.01}\n"
+            for n in range(5, 50, 5)
+        )
+    )
+    read = read_log(log).iterations
+    assert read["iteration"].tolist() == list(range(5, 50, 5)) and set(read["grad_norm"]) == {1.5}
+
+
 def test_litgpts_last_lines_end_the_run(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     line = "Epoch 1 | iter {0} step {0} | loss train: 1.{0}, val: n/a | iter time: 300.50 ms (step)\n"

@@ -116,13 +116,22 @@ class TableLines:
             row = in_run(self._counted_on(row) if dialect.fallback else row)
             time_s = row.get("time_s", trainers.timestamp(line))
             if dialect.lines in ("bar", "block") and self._lines.run.repeats(row, dialect.name):
-                self._lines.run.iterations.change_last(self._lines.run.timed(seconds(row), time_s, dialect.name))
+                self._draw_again(self._lines.run.timed(seconds(row), time_s, dialect.name), megatron.source(line))
             elif dialect.fallback and self._evaluates(row):
                 pass
             elif dialect.fallback and is_late(row, self._lines.run.iterations):
                 self._lines.run.copies.compare(row, self._lines.run.iterations)
             else:
                 self.step(row, time_s, dialect.name, dialect.first_iteration, line, number)
+
+    def _draw_again(self, row: dict[str, float], rank: float) -> None:
+        """Read a bar that is drawn again at the same iteration: with its loss after the loss of the one before, which
+        counts; or, where it had its loss, for a part of the batch or by another rank, which is noted."""
+        run, table = self._lines.run, self._lines.run.iterations
+        if table.rows > 1 and "lm_loss" in table and table.last("lm_loss") != table.at("lm_loss", table.rows - 2):
+            run.copies.compare(row, table)
+        if rank == run.rank or rank != rank:
+            table.change_last(row)
 
     def _counted_on(self, row: dict[str, float]) -> dict[str, float]:
         """The row of a fallback with the number in the run, where numbers have begun anew with an epoch."""

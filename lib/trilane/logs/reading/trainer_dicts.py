@@ -1,5 +1,6 @@
 """TrainerDicts: the dicts that Hugging Face's Trainer prints, and the numbers of its iterations, often not printed."""
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,9 @@ from trilane.logs.table import NAN
 if TYPE_CHECKING:
     from trilane.logs.reading.lines import Lines
 
+# of a learning rate, which LLaMA-Factory's own reporter prints with five digits:
+# https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/train/callbacks.py
+RATE_ROUNDED = 1e-4
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 
 
@@ -32,7 +36,9 @@ class TrainerDicts:
                 run.dialects["hf-trainer"] += 0
                 run.summary = run.summary or values
                 run.last_line = line
-            elif values != self.pending:
+            elif self.pending and _is_copy(values, {n: self.pending.get(n, NAN) for n in trainers.HF if n in values}):
+                self.pending |= values
+            else:
                 self.release()
                 self.pending, self._line, self._number = values, line, self._lines.number
                 if "step" in values:
@@ -48,11 +54,20 @@ class TrainerDicts:
                 bars = [b for b in (self.bar, after) if b and b["total"] == total and b["step"] > run.iteration]
                 values = values | next(iter(bars), {})
             known = {name: column for name, column in trainers.HF.items() if name in values}
-            if run.iterations.rows and all(values[n] == run.iterations.last(column) for n, column in known.items()):
-                return  # another node's copy; epochs alone are rounded, and equal for many steps
+            if run.iterations.rows and _is_copy(values, {n: run.iterations.last(name) for n, name in known.items()}):
+                return
             row = trainers.hf_iteration(values, next_number(run, values.get("step")))
             row = run.timed(row, values.get("elapsed", NAN), "hf-trainer")
             self._lines.step(row, "hf-trainer", NAN, self._line, self._number)
+
+
+def _is_copy(values: dict[str, float], before: dict[str, float]) -> bool:
+    """Whether a dict is another node's or another reporter's copy of the one before, NaN where that lacks a value.
+
+    Epochs alone are rounded, and equal for many steps.
+    """
+    rounded = {"learning_rate": RATE_ROUNDED}
+    return all(math.isclose(values[n], old, rel_tol=rounded.get(n, 0.0)) for n, old in before.items() if old == old)
 
 
 def next_number(run: PartialRun, step: float | None) -> float:
