@@ -181,12 +181,53 @@ LEFT_ALONE = {
     "models from small to large": "| GPUs | Size | MBS | Sec/it |\n|-|-|-|-|\n"
     "| 8 | 0.125 | 4 | 0.1 |\n| 64 | 0.35 | 4 | 0.2 |\n| 64 | 1.3 | 4 | 0.7 |\n| 512 | 175 | 1 | 9.9 |\n"
     "| 2048 | 1008 | 1 | 29 |\n",
+    "a part of a node": "| Nodes | DP | TP | PP | Sec/it |\n|-|-|-|-|-|\n"
+    "| 1 | 1 | 1 | 1 | 9.5 |\n| 1 | 8 | 1 | 1 | 1.5 |\n| 2 | 16 | 1 | 1 | 0.8 |\n| 4 | 32 | 1 | 1 | 0.4 |\n",
+    "a column that is 1 in each row": "| NGPU | PP | DP | TP | MBS | GAS | GBS | TFLOPS |\n|-|-|-|-|-|-|-|-|\n"
+    "| 72 | 1 | 1 | 1 | 1 | 1 | 72 | 39 |\n| 96 | 1 | 1 | 1 | 1 | 1 | 96 | 47 |\n"
+    "| 96 | 1 | 1 | 1 | 1 | 2 | 192 | 55 |\n",
+    "rates that are means of another time": "| GPUs | GBS | SeqLen | Step time (s) | Tokens/s/GPU |\n|-|-|-|-|-|\n"
+    "| 8 | 64 | 4096 | 10 | 4000 |\n| 16 | 128 | 4096 | 11 | 3500 |\n| 32 | 256 | 4096 | 12 | 3700 |\n",
+    "samples that were cut to whole numbers": "| GPUs | MBS | SeqLen (T) | Throughput (S/s) | Throughput (T/s/GPU) |\n"
+    "|-|-|-|-|-|\n| 8 | 1 | 2048 | 96 | 24648 |\n| 8 | 2 | 2048 | 84 | 21590 |\n| 64 | 4 | 65536 | 1 | 1946 |\n",
 }
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_a_column_of_another_quantity_or_of_unknown_unit_is_left_alone(tmp_path, name):
     assert linted(tmp_path, LEFT_ALONE[name]).findings == []
+
+
+# Numbers of Google's and InternLM's published tables, shortened.
+RATES = (
+    "| Model ID | Number of chips | GBS | SeqLen (T) | Step time (seconds) | TFLOPs/sec/chip | Tokens/sec/chip |\n"
+    "|-|-|-|-|-|-|-|\n| deepseek-v3 | 128 | 2048 | 4096 | 27.02 | 607.53 | {} |\n"
+    "| gpt-oss[^a] | 64 | 1280 | 8192 | 12.11 | 402.70 | 13,529.78 |\n"
+    "| llama3.1 | 64 | 512 | 8192 | 70.0 | 918.00 | 936.23 |\n"
+)
+
+
+def test_a_rate_that_does_not_follow_from_batch_and_time_is_found_where_those_of_other_rows_do(tmp_path):
+    assert linted(tmp_path, RATES.format("2,425.75")).findings == []
+    found = linted(tmp_path, RATES.format("2,925.75")).findings
+    assert [(f.rule, f.line, f.likely) for f in found] == [("rate", 3, "2425 tokens/s/GPU")]
+
+
+READ = [
+    "| System | #-GPUs | Precision | GBS | MBS | TP | PP | Tokens / sec / GPU | Model TFLOP / sec / GPU |",
+    "| Configuration | SeqLen | GlobalBatchSize | GPUNum | TimePerIter (s) | Tokens/GPU/Second |",
+    "| Model Size | Precision | GPUs | SeqLen | Layers | TP | PP | CP | DP | VP | MBS | GBS | GA |",
+    "| TP | Zero1 | GPU Num | Seq Len | Micro Bsz | Micro Num | Global Bsz | TGS | TFLOPS |",
+    "| Sequence <br> Length | GPUs | GBS | Tokens <br>/ sec / GPU |",
+    "| Model | Size | Layers | Hidden size | Heads |",
+    "| node_num | gpu_num_per_node | batch_size_per_device | samples/s | speedup |",
+]
+
+
+@pytest.mark.parametrize("header", READ)
+def test_headers_of_published_tables_are_read(tmp_path, header):
+    body = "|" + "-|" * (header.count("|") - 1) + "\n|" + " 8 |" * (header.count("|") - 1) + "\n"
+    assert linted(tmp_path, f"{header}\n{body}").tables == 1
 
 
 def test_csv_is_linted_too(tmp_path):
@@ -213,7 +254,7 @@ def test_the_command_prints_json_and_its_exit_code_is_1_where_there_are_findings
         (bytes(9000), "log={}: is a binary file, not a log"),
         (
             b"no table here\n",
-            "table={}: holds no table with a time or TFLOPs and two of GPUs, nodes, size, DP, TP, PP, MBS",
+            "table={}: holds no table with a time, TFLOPs, a rate or memory and two of GPUs, nodes, size, DP, TP",
         ),
         (b"| a | b |\n| - | - |\n| 1 | 2 |\n", "table={}: holds no table"),
     ],

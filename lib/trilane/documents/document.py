@@ -140,11 +140,15 @@ def text(path: Path) -> str:
     return content if any(markdown.measures(header) for _, header, _ in found) else ""
 
 
-def read_document(text: str, tables: Callable[[list[str]], Iterator] = markdown.markdown_tables) -> Document:
-    """Parse a text; `tables` finds the tables among its lines."""
+def read_document(
+    text: str,
+    tables: Callable[[list[str]], Iterator] = markdown.markdown_tables,
+    wanted: Callable[[list[str]], bool] = markdown.measures,
+) -> Document:
+    """Parse a text; `tables` finds the tables among its lines, and those with a `wanted` header are read."""
     lines = text.splitlines()
     prose, rows, passages, statements = Prose(), list[TableRow](), list[Passage](), []
-    found = [t for t in tables(lines) if markdown.measures(t[1])]
+    found = [t for t in tables(lines) if wanted(t[1])]
     inside = {line for start, _, body in found for line in (start, start + 1, *(number for number, _ in body))}
     starts = {start: (number, header, body) for number, (start, header, body) in enumerate(found, 1)}
     where: dict[int, int] = {}

@@ -27,13 +27,21 @@ UNIT = re.compile(r"[(\[]([^)\]]{0,80})[)\]]")  # of bounded length: a line of 1
 
 # unknown columns distinguish configurations, unless they are results or names
 RESULT = re.compile(
-    r"loss|ppl|perp|[mh]fu|tok|sampl|speed|through|latency|±|std|spread|util|time|sec|id\b|line|row|#|run|name|band|hour|day"
+    r"loss|ppl|perp|[mh]fu|tok|sampl|speed|through|latency|±|std|spread|util|time|sec|id\b|\bline|\brow|#|run|name|band|hour|day"
     r"|flop|suspect|duplicate|calc|derived|infer|from|match|kind"
 )
 IDENTITY = re.compile(
     r"model(?! tflop)|arch|network|hardware|device|accelerator|chip|system|dataset|precision|dtype|method"
 )
 IN_NAME = re.compile(r"(?:_|\b)(ms|GiB|GB|MiB|MB|gb|gib|[bB])\b|(it|iter|its|iterations)/s\b")
+MARKUP = re.compile(r"</?[a-zA-Z][^<>]{0,200}>|\[\^[^\]]{1,80}\]")  # tags and footnotes
+RATES = {"tflops", "tokens", "tokens_per_gpu", "samples"}
+CONFIGURATION = {  # numbers that are chosen for a run
+    *("gpus", "nodes", "gpus_per_node", "size", "dp", "tp", "cp", "pp", "chunks", "mbs", "gbs", "zero", "seq"),
+    *("batch", "layers", "hidden", "heads", "vocab"),
+}
+PRODUCTS = ({"gpus", "dp", "tp"}, {"dp", "mbs", "gbs"}, {"layers", "pp"}, {"heads", "tp"})
+SHAPE = {"size", "layers", "hidden", "heads"}
 MAX_NUMBER = 1e15  # a larger number is no measurement
 
 
@@ -120,6 +128,7 @@ def known_columns() -> dict[str, str]:
 
 def column(header: str) -> tuple[str, str]:
     """The name of a column ("" if unknown) and the unit in its header."""
+    header = MARKUP.sub(" ", header)
     in_brackets = UNIT.search(header)
     inside = IN_NAME.search(header)
     unit = in_brackets[1].strip() if in_brackets else (inside[0].strip("_") if inside else "")
@@ -131,13 +140,14 @@ def column(header: str) -> tuple[str, str]:
     elif name == "time" and not unit and (key.startswith("sec") or key == "s/it"):
         unit = "s"
     elif name == "time" and unit and not of_time(unit):
-        name = ""
+        name = known.get(re.sub(r"[^a-z0-9/]+", "", unit.lower()), "") if key in UNSURE else ""
+        return (name, "") if name in RATES else ("", unit)
     return name, unit
 
 
 def cell(text: str, unit: str = "") -> Cell:
     """Parse a cell; `unit` is that of its column."""
-    text = text.strip().strip("*`").strip()
+    text = MARKUP.sub("", text).strip().strip("*`").strip()
     digits, own = decimal(text)
     if not digits:
         return Cell(text=text)
@@ -224,3 +234,12 @@ def measures(header: list[str]) -> bool:
     names = {column(name)[0] for name in header}
     sizes = {"gpus", "nodes", "size", "dp", "tp", "pp", "mbs", "gbs"}
     return bool(names & {"time", "tflops"}) and len(names & sizes) >= 2
+
+
+def compares(header: list[str]) -> bool:
+    """Whether the linter can check a table: a result and two numbers of a configuration, numbers of which one is the
+    product of others, or the shape of a model."""
+    names = {column(name)[0] for name in header}
+    results = {"time", "tflops", "mem", "mfu", *RATES}
+    measured = bool(names & results) and len(names & CONFIGURATION) >= 2
+    return measured or any(product <= names for product in PRODUCTS) or len(names & SHAPE) >= 3

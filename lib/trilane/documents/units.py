@@ -34,6 +34,8 @@ def scale(name: str, number: float, unit: str) -> float:
         return 1e-9
     if name in THOUSAND and unit == "k":
         return THOUSAND[name]
+    if name == "seq" and unit in ("t", "tokens"):
+        return 1.0
     if name in COUNTS or name in THOUSAND:
         return 1.0 if not unit or COUNTED.match(unit) else NAN
     units = {"time": SECONDS | {UNCERTAIN: 1.0}, "size": BILLIONS, "mem": GIGABYTES}.get(name)

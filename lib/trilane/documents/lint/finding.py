@@ -8,7 +8,7 @@ from trilane.documents.markdown import TableRow
 
 CONFIGURATION = (
     *("gpus", "nodes", "size", "dp", "tp", "cp", "pp", "chunks", "mbs", "gbs"),
-    *("heads", "hidden", "layers", "zero", "seq", "vocab", "async"),
+    *("batch", "heads", "hidden", "layers", "zero", "seq", "vocab", "async"),
 )
 
 

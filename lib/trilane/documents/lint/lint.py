@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trilane.documents import markdown
 from trilane.documents.document import Document, read_document
-from trilane.documents.lint import comparison_rules, flops_rules, product_rules, size_rules, statement_rules
+from trilane.documents.lint import comparison_rules, flops_rules, product_rules, rate_rules, size_rules, statement_rules
 from trilane.documents.lint.finding import LintFinding, LintTable, known
 from trilane.documents.markdown import TableRow
 from trilane.documents.units import UNCERTAIN
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RULES = (
     *(product_rules.products, product_rules.swaps, comparison_rules.units, size_rules.formulas, size_rules.sizes),
-    *(comparison_rules.duplicates, comparison_rules.outliers),
+    *(rate_rules.rates, comparison_rules.duplicates, comparison_rules.outliers),
 )
 CODE = re.compile(r"(?: {4}|\t)\s{0,20}(?![-*+\d])\S")  # an indented line that is no item of a list
 
@@ -57,10 +57,10 @@ def lint(path: Path | str) -> LintReport:
     path = Path(path)
     text = b"".join(blocks(path)).decode("utf-8-sig", "replace")
     is_csv = path.suffix.lower() in (".csv", ".tsv")
-    document = read_document(text, markdown.csv_tables if is_csv else markdown.markdown_tables)
+    document = read_document(text, markdown.csv_tables if is_csv else markdown.markdown_tables, markdown.compares)
     if not document.tables and not is_csv:
-        document = read_document(text, markdown.csv_tables)
-    rule = "holds no table with a time or TFLOPs and two of GPUs, nodes, size, DP, TP, PP, MBS, GBS"
+        document = read_document(text, markdown.csv_tables, markdown.compares)
+    rule = "holds no table with a time, TFLOPs, a rate or memory and two of GPUs, nodes, size, DP, TP, PP, MBS, GBS"
     require(document.tables > 0, "table", path, rule)
     return LintReport(file=str(path), tables=document.tables, rows=len(document.rows), findings=findings(document))
 

@@ -17,9 +17,12 @@ MIN_ROWS = 3  # other rows needed for a usual value
 
 def products(table: LintTable) -> Iterator[LintFinding]:
     """GPUs = TP x PP x DP (x CP) = nodes x GPUs per node; GBS = MBS x microbatches x DP; PP | layers and TP | heads."""
+    for rule in (_gpus, _batch):
+        found = [list(rule(table, row)) for row in table.rows]
+        tested = sum(1 for row in table.rows if known(row, "dp", *(("mbs", "gbs") if rule is _batch else ("tp",))))
+        if tested < MIN_ROWS or sum(map(bool, found)) < tested:  # else a column means something else
+            yield from (one for row in found for one in row)
     for row in table.rows:
-        yield from _gpus(table, row)
-        yield from _batch(row)
         yield from _layers(row)
 
 
@@ -36,7 +39,8 @@ def _gpus(table: LintTable, row: TableRow) -> Iterator[LintFinding]:
         return
     dp, tp = row.number("dp"), row.number("tp")
     pp, cp = 1.0 if without_pipeline else row.number("pp"), context(row)
-    if dp * tp * pp * cp == gpus or (_other_parallelism(row) and not _some_product(table)):
+    part = not row.has("gpus") and nodes == 1 and dp * tp * pp * cp < gpus  # of one node
+    if part or dp * tp * pp * cp == gpus or (_other_parallelism(row) and not _some_product(table)):
         return
     words = f"DP {plain(dp)} x TP {plain(tp)} x PP {plain(pp)}" + (f" x CP {plain(cp)}" if cp > 1 else "")
     message = f"{words} = {plain(dp * tp * pp * cp)}, but {plain(gpus)} GPUs"
@@ -74,7 +78,7 @@ def _right_product(table: LintTable, gpus: float, dp: float, tp: float, pp: floa
     return f"GPUs {plain(dp * tp * pp * cp)}"
 
 
-def _batch(row: TableRow) -> Iterator[LintFinding]:
+def _batch(table: LintTable, row: TableRow) -> Iterator[LintFinding]:
     if not (row.has("gbs") and row.has("mbs") and known(row, "dp", "mbs", "gbs")):
         return
     mbs, gbs, dp = row.number("mbs"), row.number("gbs"), row.number("dp")
