@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
+from trilane.logs.words import Words
 from trilane.utils.tables import printable
 from trilane.workspace.status import Status
 
@@ -111,14 +112,12 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The table of lines that report how a run ended, in its order: of a line the first rule counts that it matches.
-
-    `of_word` has the rules of which a line must hold the word, since looking for words is much cheaper than trying
-    patterns.
-    """
+    """The table of lines that report how a run ended: of a line the first rule counts that it matches. `of_word` has
+    the rules of which a line must hold the word, since looking for words is cheaper than for patterns."""
 
     rules: tuple[Rule, ...]
     of_word: dict[bytes, tuple[int, ...]]
+    words: Words
 
 
 @cache
@@ -133,7 +132,8 @@ def rules() -> Rules:
         found.append(Rule(level=level, status=status, pattern=re.compile(pattern)))
         for word in row["words"].encode().split():
             of_word.setdefault(word, []).append(number)
-    return Rules(rules=tuple(found), of_word={word: tuple(numbers) for word, numbers in of_word.items()})
+    numbers = {word: tuple(numbers) for word, numbers in of_word.items()}
+    return Rules(rules=tuple(found), of_word=numbers, words=Words(numbers))
 
 
 def ending(line: bytes, rows: int) -> Ending | None:
@@ -142,7 +142,7 @@ def ending(line: bytes, rows: int) -> Ending | None:
     if b"NCCL INFO" in line:
         return None
     table = rules()
-    for number in sorted({number for word, numbers in table.of_word.items() if word in line for number in numbers}):
+    for number in sorted({number for word in table.words.of(line) for number in table.of_word[word]}):
         rule = table.rules[number]
         if found := rule.pattern.search(line):
             if rule.level in (CAUSE, ERROR, CONSEQUENCE) and _continues(line, found):

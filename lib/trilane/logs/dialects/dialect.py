@@ -171,6 +171,7 @@ def _groups(found: re.Match[bytes], start: int) -> list[Span]:
     return sorted(spans, key=lambda span: span.column != "iteration")
 
 
+@functools.lru_cache(1 << 10)
 def column_of(text: str) -> tuple[str, float, float]:
     """Column and factors of "column unit"; ValueError for one that nothing reads."""
     name, _, unit = text.strip().partition(" ")

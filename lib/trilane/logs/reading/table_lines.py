@@ -10,6 +10,7 @@ from trilane.logs.dialects.dialect import EPOCHS, MAX_BLOCK, Dialect
 from trilane.logs.dialects.megatron import Span
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.reading.copies import is_late
+from trilane.logs.words import Words
 
 if TYPE_CHECKING:
     from trilane.logs.reading.lines import Lines
@@ -29,7 +30,8 @@ class TableLines:
         self._fallbacks = [dialect for dialect in every if dialect.fallback]
         self.guesses = {dialect.name for dialect in self._fallbacks}
         words = {word for dialect in self._dialects for word in dialect.words}
-        self._by_word = [(word, [d for d in self._dialects if word in d.words]) for word in sorted(words)]
+        self._by_word = {word: [d.name for d in self._dialects if word in d.words] for word in sorted(words)}
+        self._known_words = Words(self._by_word)
         self.words = tuple(sorted({word for dialect in every for word in dialect.words}))
         # whose digits decide what a line is, every digit as 0
         self._digits = sorted({word.translate(DIGITS) for word in self.words if word.translate(DIGITS) != word})
@@ -47,7 +49,7 @@ class TableLines:
         return bool(known) and self._by(known, line, whole)
 
     def _with_words(self, line: bytes) -> list[Dialect]:
-        found = {dialect.name for word, named in self._by_word if word in line for dialect in named}
+        found = {name for word in self._known_words.of(line) for name in self._by_word[word]}
         return [dialect for dialect in self._dialects if dialect.name in found] if found else []
 
     def _by(self, known: list[Dialect], line: bytes, whole: bool) -> bool:
