@@ -77,6 +77,7 @@ def test_a_benchmark_without_an_iteration_to_count_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 def test_the_command_trains_and_prints_exactly_one_object(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

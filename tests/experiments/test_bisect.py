@@ -59,6 +59,7 @@ def test_the_command_prints_what_it_would_try(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 def test_real_jobs_find_that_two_replicas_hang(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1, which a single replica does not have, sleeps in iteration 2."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "planted"))

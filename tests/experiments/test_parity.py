@@ -17,6 +17,7 @@ class Strict(Row):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 def test_rows_are_trained_and_what_exceeds_its_bound_or_the_machine_is_reported(monkeypatch, capsys):
     table = [
         Row(engine="megatron", topology="DP2", settings={"dp": 2}),

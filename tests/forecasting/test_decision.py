@@ -333,6 +333,7 @@ def test_what_would_turn_a_recommendation_is_how_far_a_benchmark_may_be_off(cale
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 def test_from_a_target_size_to_the_page_for_who_decides(outputs):
     """01, 02, 07 and 08 in one study: the large question, from a size to a yes or no."""
     study = Study.create("big")

@@ -63,6 +63,7 @@ def saves_when_asked_and_stops_when_told(folder: Path, process: subprocess.Popen
     assert status.evidence in out and before <= first <= before + 5, "the signal passes through two processes"
 
 
+@pytest.mark.usefixtures("uncounted_processes")
 def test_a_run_saves_when_asked_stops_when_told_and_goes_on_in_the_same_folder(folder: Path) -> None:
     """SIGUSR1 saves within one iteration and the run goes on; SIGTERM saves and ends, exit code 3, status "stopped"."""
     with ended(launch(folder)) as process:

@@ -56,7 +56,7 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
     optimizer did not step; a smaller batch size or sequence length (not one that varies by some percent); the line
     after an evaluation or a checkpoint, whose time versions before 2024 include. A reason that would leave
-    nothing is ignored, and the note says so.
+    nothing is ignored, with a note.
 
     Evaluations and checkpoints are known by `eval_interval` and `save_interval` among the arguments. Those that a log
     does not announce are not left out; they hardly move the median of the rest.
