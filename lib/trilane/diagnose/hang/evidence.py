@@ -7,31 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trilane.diagnose.hang import stack
-from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording, read_recording
-from trilane.diagnose.hang.merged import texts_by_host
+from trilane.diagnose.hang.dump_files import LARGEST, LOCAL, is_trainer, rank_of, read_file
+from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording
 from trilane.diagnose.hang.stack import Dump
-from trilane.diagnose.hang.tracebacks import read_faults, read_traceback
 from trilane.utils.files import natural
 from trilane.utils.tables import short
 from trilane.utils.validation import require, require_folder
 from trilane.workspace import rank_grid
 from trilane.workspace.rank_grid import Grid
 
-RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
-NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
-LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
-LOCAL = re.compile(r"--local[-_]rank[= ](\d{1,6})\b")
-
-# Functions of processes that do not train: a launcher, a data loader's worker (forked: its stack holds its parent's).
-NOT_TRAINING = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
-
-LAUNCHER = re.compile(
-    r"torch\.distributed\.(?:run|launch)|torchrun|deepspeed\.launcher|py-spy|\bsrun\b|resource_tracker"
-)
-
 SPREAD_S = 120.0  # dumps written further apart than this are of different moments
-LARGEST = 64 << 20  # bytes; larger files are not read
 # Facts about the run, and process states of a host.
 NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.json$|states-|.*\.(?:beat|calls|sh)$")
 
@@ -98,7 +83,7 @@ def _sorted_by_rank(paths: Iterable[Path], notes: list[str]) -> tuple[Series, di
     """Dumps, recordings and unreadable files by rank, and the dumps of whole nodes; what is odd goes to `notes`."""
     series: Series = defaultdict(list)
     recordings, unreadable, nodes = dict[int, Recording](), set[int](), Nodes()
-    for path, found, recording, complaint in [(path, *_read(path)) for path in paths]:
+    for path, found, recording, complaint in [(path, *read_file(path)) for path in paths]:
         dumps = next(iter(found.values()), [])
         rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
         if rank is not None and rank >= rank_grid.MOST:
@@ -140,59 +125,6 @@ def with_members(recordings: Mapping[int, Recording]) -> dict[int, Recording]:
             calls = (replace(call, ranks=ranks) if call.group == group else call for call in found[rank].calls)
             found[rank] = replace(found[rank], calls=tuple(calls))
     return found
-
-
-def rank_of(path: Path, *, alone: bool = False) -> int | None:
-    """The rank in a file's name; None for a file of a whole node. `alone`: the file is of one rank.
-
-    The Flight Recorder writes its rank directly behind the configured prefix: `trace12`.
-    """
-    match = RANK.search(path.name) or NUMBER.search(path.name.split(".")[0])
-    match = None if path.name.startswith("trace-") else match
-    match = match or (LAST.search(path.name) if alone else None)
-    return int(next(filter(None, match.groups()))) if match else None
-
-
-def is_trainer(dump: Dump) -> bool:
-    """Whether the process trains, and is not a launcher or a data loader's worker."""
-    return not LAUNCHER.search(dump.command) and not any(f.function in NOT_TRAINING for f in dump.main.frames)
-
-
-def _read(path: Path) -> tuple[dict[str, list[Dump]], Recording | None, str]:
-    """The dumps in a file by host ("" where its lines name none), its recording, or the reason why it cannot be read;
-    all empty for other kinds of file."""
-    try:
-        if path.stat().st_size > LARGEST:
-            return {}, None, "larger than any dump"
-        data = path.read_bytes()
-    except OSError as error:
-        return {}, None, f"cannot be read ({error.strerror})"
-    head = data.lstrip()[:4096]
-    if data[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
-        try:
-            return {}, read_recording(data), ""
-        except ValueError as error:
-            return {}, None, str(error)
-    text = data.decode("utf-8", "replace")
-    if head[:1] == b"[" and (b'"frames"' in data or b'"pid"' in data):
-        dump = stack.read_pyspy_json(text)
-        return ({"": [dump]}, None, "") if dump.threads else ({}, None, "py-spy's JSON is truncated before a frame")
-    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
-    looks = path.suffix in (".txt", ".json", ".out", ".dump") or "rank" in path.name
-    wrong = looks and not found and path.suffix not in (".log", ".beat")
-    return found, None, "empty or not a dump that can be read" if wrong else ""
-
-
-def _dumps(text: str, suffix: str) -> list[Dump]:
-    """The dumps in the text of one host: faulthandler's, py-spy's, or a traceback."""
-    if "most recent call first" in text:
-        return [read_faults(text)]
-    if "Thread " in text or "Process " in text:
-        dumps = stack.read_pyspy_text(text)
-        if dumps and (any(d.threads for d in dumps) or suffix != ".log"):
-            return dumps
-    trace = read_traceback(text)
-    return [trace] if trace is not None else []
 
 
 def _best(dumps: list[tuple[Path, Dump]]) -> tuple[Path, Dump]:

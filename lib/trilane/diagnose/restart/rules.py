@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trilane.diagnose.hang.verdict import span
+from trilane.diagnose.hang.words import span
 from trilane.diagnose.restart.snapshot import RankPrint, Snapshot
 from trilane.utils.tables import grouped
 from trilane.workspace.checkpoints import KINDS

@@ -1,0 +1,77 @@
+"""Files of dumps: which rank a file is of, and what it holds, from any tool."""
+
+import re
+from pathlib import Path
+
+from trilane.diagnose.hang import stack
+from trilane.diagnose.hang.flight_recorder import Recording, read_recording
+from trilane.diagnose.hang.merged import texts_by_host
+from trilane.diagnose.hang.stack import Dump
+from trilane.diagnose.hang.tracebacks import read_faults, read_traceback
+
+RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
+NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
+LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
+LOCAL = re.compile(r"--local[-_]rank[= ](\d{1,6})\b")
+
+# Functions of processes that do not train: a launcher, a data loader's worker (forked: its stack holds its parent's).
+NOT_TRAINING = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
+
+LAUNCHER = re.compile(
+    r"torch\.distributed\.(?:run|launch)|torchrun|deepspeed\.launcher|py-spy|\bsrun\b|resource_tracker"
+)
+
+LARGEST = 64 << 20  # bytes; larger files are not read
+
+
+def rank_of(path: Path, *, alone: bool = False) -> int | None:
+    """The rank in a file's name; None for a file of a whole node. `alone`: the file is of one rank.
+
+    The Flight Recorder writes its rank directly behind the configured prefix: `trace12`.
+    """
+    match = RANK.search(path.name) or NUMBER.search(path.name.split(".")[0])
+    match = None if path.name.startswith("trace-") else match
+    match = match or (LAST.search(path.name) if alone else None)
+    return int(next(filter(None, match.groups()))) if match else None
+
+
+def is_trainer(dump: Dump) -> bool:
+    """Whether the process trains, and is not a launcher or a data loader's worker."""
+    return not LAUNCHER.search(dump.command) and not any(f.function in NOT_TRAINING for f in dump.main.frames)
+
+
+def read_file(path: Path) -> tuple[dict[str, list[Dump]], Recording | None, str]:
+    """The dumps in a file by host ("" where its lines name none), its recording, or the reason why it cannot be read;
+    all empty for other kinds of file."""
+    try:
+        if path.stat().st_size > LARGEST:
+            return {}, None, "larger than any dump"
+        data = path.read_bytes()
+    except OSError as error:
+        return {}, None, f"cannot be read ({error.strerror})"
+    head = data.lstrip()[:4096]
+    if data[:1] == b"\x80" or (head[:1] == b"{" and (b'"entries"' in data or b'"pg_config"' in data)):
+        try:
+            return {}, read_recording(data), ""
+        except ValueError as error:
+            return {}, None, str(error)
+    text = data.decode("utf-8", "replace")
+    if head[:1] == b"[" and (b'"frames"' in data or b'"pid"' in data):
+        dump = stack.read_pyspy_json(text)
+        return ({"": [dump]}, None, "") if dump.threads else ({}, None, "py-spy's JSON is truncated before a frame")
+    found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
+    looks = path.suffix in (".txt", ".json", ".out", ".dump") or "rank" in path.name
+    wrong = looks and not found and path.suffix not in (".log", ".beat")
+    return found, None, "empty or not a dump that can be read" if wrong else ""
+
+
+def _dumps(text: str, suffix: str) -> list[Dump]:
+    """The dumps in the text of one host: faulthandler's, py-spy's, or a traceback."""
+    if "most recent call first" in text:
+        return [read_faults(text)]
+    if "Thread " in text or "Process " in text:
+        dumps = stack.read_pyspy_text(text)
+        if dumps and (any(d.threads for d in dumps) or suffix != ".log"):
+            return dumps
+    trace = read_traceback(text)
+    return [trace] if trace is not None else []

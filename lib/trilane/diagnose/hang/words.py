@@ -1,0 +1,112 @@
+"""A hang in words: the paragraph of a verdict, its notes, ranks and stacks in a line."""
+
+from itertools import groupby
+
+from trilane.diagnose.hang.condition import NO_EVIDENCE, Conditions
+from trilane.diagnose.hang.evidence import Evidence
+from trilane.diagnose.hang.stack import Frame
+from trilane.diagnose.hang.suspects import Suspects
+from trilane.utils.tables import grouped
+from trilane.workspace.rank_grid import Grid, shared
+
+# Waits whose collective is not in the stack.
+WAITS = {"device": "for the GPU", "wait": "for an operation begun earlier"}
+SHOWN = 6  # frames of a stack in text
+TOP_LEVEL = ("runpy.py", "<frozen runpy>", "run_module", "threading.py", "<module>")
+
+
+def sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude: str) -> list[str]:
+    """The paragraph: which ranks wait where, which never came and where they are, what to do."""
+    grid, text = evidence.grid, []
+    for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
+        over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
+        many = f"{len(ranks)} of {len(grid.ranks)} ranks ({span(ranks)})"
+        text.append(f"{many} wait {WAITS.get(op, f'in {op}')}{over}, called by {site}.")
+    if not suspects.ranks:
+        return [*text, _without_suspects(evidence, found, suspects)]
+    for reason, ranks in list(grouped(suspects.ranks, suspects.reasons.__getitem__).items())[:4]:
+        c = found[ranks[0]]
+        where = f"; {'it is' if len(ranks) == 1 else 'they are'} in {stack_line(c.frames)}" if c.frames else ""
+        text.append(f"{_name(grid, ranks)}: {reason}{where}.")
+    steps = {grid[r].step for r in suspects.ranks if grid[r].step >= 0}
+    if len(steps) == 1:
+        phases = sorted({grid[r].phase for r in suspects.ranks} - {""})
+        text.append(f"Last heartbeat in iteration {steps.pop()}{', phase ' + ' or '.join(phases) if phases else ''}.")
+    if exclude:
+        text.append(f"To continue without: {exclude} (a hang that recurs on other nodes is in the code).")
+    return text
+
+
+def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
+    """What is known where all ranks wait at the same line: that they are in one and the same operation only by their
+    Flight Recorders, since one line reduces all buckets, and is passed in each layer and microbatch."""
+    waits = {r: c.wait.op for r, c in found.items() if c.wait is not None}
+    if suspects.complete and not set(waits.values()) - set(WAITS):
+        return (
+            "All ranks wait at the same line for work that they queued on their GPUs before, which stacks do not show: "
+            "which rank is late, or whether the network is at fault, cannot be determined from these dumps. Take "
+            "Flight Recorder dumps."
+        )
+    if suspects.complete and waits.keys() <= {r for r, rec in evidence.recordings.items() if rec.waiting is not None}:
+        return (
+            "All members of every group are in the same collective, so that the operation itself does not end; "
+            "suspect the network or NCCL, and compare a second dump."
+        )
+    if suspects.complete:
+        return (
+            "All members of every group are in the same collective by their stacks: suspect the network or NCCL, "
+            "unless one of them is in another bucket, layer or microbatch at this line, which cannot be determined "
+            "from stacks (Flight Recorder dumps show it). Compare a second dump."
+        )
+    if missing := [r for r in set().union(*suspects.edges.values()) if found[r].kind in NO_EVIDENCE]:
+        return f"The rank that they wait for is among ranks {span(missing)}, of which there is no readable dump."
+    return "No rank waits for another in these dumps: they show no hang."
+
+
+def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
+    """The waiting ranks that are no suspects, by what they wait in; the largest first."""
+    waits = {r: c.wait for r, c in sorted(found.items()) if c.wait is not None and r not in suspects.ranks}
+    same = grouped(waits, lambda r: (waits[r].op, str(waits[r].site), suspects.axes.get(r, "")))
+    return sorted(same.items(), key=lambda item: -len(item[1]))
+
+
+def _name(grid: Grid, ranks: list[int]) -> str:
+    """Ranks with their coordinates; only the nodes where they are all ranks of these."""
+    on = list(dict.fromkeys(grid[r].node for r in sorted(ranks)))
+    nodes = [grid.node_name(node) for node in on]
+    if len(ranks) == 1:
+        p = grid[ranks[0]]
+        return f"Rank {p.rank} ({f'tp {p.tp}, pp {p.pp}, dp {p.dp}, ' if grid.known else ''}{nodes[0]})"
+    if all(len(grid.nodes[n]) == sum(1 for r in ranks if grid[r].node == n) for n in on):
+        return f"All of {', '.join(nodes)} (ranks {span(ranks)})"
+    where = ", ".join([*(shared([grid[r] for r in ranks]) if grid.known else []), *nodes[:4]])
+    return f"Ranks {span(ranks)} ({where}{', ...' if len(nodes) > 4 else ''})"
+
+
+def span(ranks: list[int] | tuple[int, ...]) -> str:
+    """Ranks as ranges, such as 0-3, 7, 9-11."""
+    words = []
+    for _, run in groupby(enumerate(sorted(ranks)), key=lambda item: item[1] - item[0]):
+        block = [rank for _, rank in run]
+        words.append(f"{block[0]}-{block[-1]}" if len(block) > 1 else str(block[0]))
+    return ", ".join(words[:8]) + (f", ... ({len(ranks)} in all)" if len(words) > 8 else "")
+
+
+def stack_line(frames: tuple[Frame, ...]) -> str:
+    """A stack in one line, innermost first, without the frames that start every program."""
+    real = [f for f in frames if not any(f.file.endswith(p) or f.function == p for p in TOP_LEVEL)] or list(frames)
+    return " < ".join(map(str, real[:SHOWN]))
+
+
+def notes(found: Conditions) -> list[str]:
+    """Notes on ranks without a dump (whether that counts against them), and on ranks that moved."""
+    kinds = ("silent", "unknown", "unreadable")
+    silent, unknown, unreadable = ([r for r, c in found.items() if c.kind == kind] for kind in kinds)
+    moved = [r for r, c in found.items() if c.moves]
+    notes = (
+        (silent, f"missing: ranks {span(silent)} have no stack though most do; this counts against them"),
+        (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump; nothing is concluded from this"),
+        (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; nothing is concluded from this"),
+        (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck"),
+    )
+    return [text for ranks, text in notes if ranks]
