@@ -284,8 +284,12 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("hang", "diagnose/hang/condition.py", "diagnose/test_suspects.py"): [
         ("missing < SILENT_SHARE", "missing <= SILENT_SHARE"),
-        ("max(1, LOCKED_SHARE * len(seen))", "LOCKED_SHARE * len(seen)"),
+        ("> max(1, LOCKED_SHARE", "> max(0, LOCKED_SHARE"),
         (" and stacks > 1", ""),
+    ],
+    ("hang", "diagnose/hang/condition.py", "diagnose/test_hang_undetermined.py"): [
+        (" or bool(dump.main.owns_gil)", " or True"),
+        (" >= stacks.total() > 1", " < 0"),
     ],
     ("hang", "diagnose/hang/verdict.py", "diagnose/test_suspects.py"): [
         ("len(nodes) < len(evidence.grid.nodes)", "len(nodes) <= len(evidence.grid.nodes)"),

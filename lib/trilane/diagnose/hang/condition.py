@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.wait import Wait, _wait, first_match, soft_wait, wait_of
+from trilane.diagnose.hang.wait import ON_HOST, Wait, first_match, soft_wait, wait_at, wait_of
 from trilane.utils.tables import grouped
 
 HARD = ("gone", "crashed", "stopped", "locked")
@@ -16,28 +16,31 @@ NO_EVIDENCE = ("unreadable", "unknown")  # nothing is concluded from these
 # Errors of a rank that failed because another was gone.
 FOLLOWS = re.compile(
     r"[Cc]onnection (?:was likely )?(?:closed|reset|refused)|[Bb]roken pipe|by peer|[Tt]imed? ?out|NCCL|DistBackend"
-    r"|[Ww]atchdog|SIGTERM|SignalException|gloo|Interrupt"
+    r"|[Ww]atchdog|SIGTERM|SignalException|gloo|Interrupt|Dist(?:Network|Store)Error|client socket|failed to recv"
+    r"|Stop_waiting response|recvValue failed|Store ?Timeout"
 )
 
 SILENT_SHARE = 0.5  # of missing dumps, below which one counts against its rank; above it, those ranks were not dumped
 LOCKED_SHARE = 1 / 8  # in more ranks than this a thread that holds the GIL is not the cause
 CROWD = 0.5  # of the dumps: ranks with one stack outside communication in more than this share wait for their GPU
-ON_HOST = (  # activities of data/hang_patterns.json that are no wait for the GPU, however many ranks are in one
-    *("in the data loader", "in checkpoint input/output", "compiling", "waiting for a lock"),
-    "reading or writing a file",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
     """What one rank does: one of KINDS, a description, its stack, what it waits for, and whether it `moves`: an earlier
-    dump has another stack."""
+    dump has another stack.
+
+    `on_host`: it is known to work on the host; any other busy rank may wait at its line for its GPU (`.item()`,
+    `.cpu()`, a launch into a full queue are C++). `aside` is an observation of which nothing follows for certain.
+    """
 
     kind: str
     text: str
     frames: tuple[Frame, ...] = ()
     wait: Wait | None = None
     moves: bool = False
+    on_host: bool = False
+    aside: str = ""
 
 
 Conditions = dict[int, Condition]  # by rank
@@ -50,28 +53,48 @@ def conditions(evidence: Evidence) -> Conditions:
     missing = 1 - len(seen | set(evidence.unreadable)) / len(grid.ranks)
     without = "silent" if missing < SILENT_SHARE else "unknown"
     found = {rank: _condition(rank, evidence, without) for rank in grid.ranks}
+    return _device_waits(found | _not_locked(evidence, found))
+
+
+def _not_locked(evidence: Evidence, found: Conditions) -> Conditions:
+    """The conditions by their stacks of ranks whose thread holds the GIL, where many do, or where the rank waits where
+    half of the ranks do: any thread that runs Python holds the GIL for that instant."""
     locked = [rank for rank, c in found.items() if c.kind == "locked"]
-    if len(locked) > max(1, LOCKED_SHARE * len(seen)):
-        found |= {rank: _by_stack(rank, evidence) for rank in locked}
-    return _device_waits(found)
+    stacks = Counter(stack_key(c.frames) for c in found.values() if c.frames)
+    many = len(locked) > max(1, LOCKED_SHARE * len({*evidence.dumps, *evidence.recordings}))
+    usual = [rank for rank in locked if 2 * stacks[stack_key(found[rank].frames)] >= stacks.total() > 1]
+    return {
+        rank: replace(_by_stack(rank, evidence), aside="" if many else found[rank].text)
+        for rank in (locked if many else usual)
+    }
+
+
+STATES = {  # of a process, in proc(5), that ends what it does
+    **dict.fromkeys(("gone", "X"), ("gone", "its process is gone")),
+    "Z": ("gone", "its process has ended (state Z)"),
+    "T": ("stopped", "its process is stopped by a signal (state T)"),
+    "t": ("stopped", "its process is stopped by a debugger or another tracer (state t)"),
+}
+SLEEPS = "in uninterruptible sleep (state D): a file system or a driver does not answer"
 
 
 def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     """The condition of a rank; its kind is `without` where there is no stack of it."""
     place, dump = evidence.grid[rank], evidence.dumps.get(rank)
     frames = dump.main.frames if dump else ()
-    if place.state in ("gone", "Z", "X"):
-        return Condition(kind="gone", text="its process is gone", frames=frames)
-    if place.state in ("T", "t"):
-        return Condition(kind="stopped", text="its process is stopped (state T)", frames=frames)
+    if place.state in STATES:
+        kind, text = STATES[place.state]
+        return Condition(kind=kind, text=text, frames=frames)
+    if not frames and place.state == "D":
+        return Condition(kind="silent", text=f"it has no stack, and its process is {SLEEPS}", on_host=True)
     if dump is None:
         if rank in evidence.recordings:
             idle = evidence.recordings[rank].waiting is None
             text = "outside any collective" if idle else "only its Flight Recorder was dumped"
-            return Condition(kind="busy" if idle else "waiting", text=text)
+            return Condition(kind="busy" if idle else "waiting", text=text, on_host=idle)
         if rank in evidence.unreadable:
             return Condition(kind="unreadable", text="its dump cannot be read")
-        return Condition(kind=without, text="it has no dump")
+        return Condition(kind=without, text="it has no dump: its process has ended, or it was not dumped")
     if not frames and dump.cut:
         return Condition(kind="unreadable", text="its dump is truncated before its main thread")
     if not frames:
@@ -81,22 +104,25 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
     holder, before = dump.gil_holder, evidence.earlier.get(rank)
     if holder is not None and (before is None or before.gil_holder is not None):  # held for an instant if not before
         text = f"its thread {holder.name or '(unnamed)'} holds Python's global lock in {holder.frames[0]}"
-        return Condition(kind="locked", text=text, frames=frames)
+        return Condition(kind="locked", text=text + " in both dumps" * (before is not None), frames=frames)
     return _by_stack(rank, evidence)
 
 
 def _by_stack(rank: int, evidence: Evidence) -> Condition:
     """The condition by the stack alone."""
-    frames = evidence.dumps[rank].main.frames
-    before = evidence.earlier.get(rank)
+    dump, before = evidence.dumps[rank], evidence.earlier.get(rank)
+    frames = dump.main.frames
     moves = before is not None and bool(before.main.frames) and stack_key(before.main.frames) != stack_key(frames)
-    wait, soft = wait_of(frames), soft_wait(frames)
-    kind, text = "soft" if soft else "busy", first_match("activities", frames[:8]) or "outside communication"
-    if wait is not None:
-        kind, text = "waiting", f"in {wait.op}"
-    if kind == "busy" and evidence.grid[rank].state == "D":
-        text += ", in uninterruptible sleep (state D): a file system or a driver does not answer"
-    return Condition(kind=kind, text=text, frames=frames, wait=wait or soft, moves=moves)
+    wait, soft, sleeps = wait_of(frames), soft_wait(frames), evidence.grid[rank].state == "D"
+    if wait is not None or soft is not None:
+        kind, text = ("waiting", f"in {wait.op}") if wait else ("soft", "at a line that communicates")
+        aside = f"its process was {SLEEPS}" if sleeps else ""
+        return Condition(kind=kind, text=text, frames=frames, wait=wait or soft, moves=moves, aside=aside)
+    activity = first_match("activities", frames[:8])
+    text = (activity or "outside communication") + (f", {SLEEPS}" if sleeps else "")
+    # what waits for a GPU has released the GIL
+    on_host = moves or sleeps or activity in ON_HOST or bool(dump.main.owns_gil)
+    return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 
 
 def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
@@ -105,15 +131,17 @@ def stack_key(frames: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
 
 
 def _device_waits(found: Conditions) -> Conditions:
-    """The conditions, where most ranks are at the same line outside communication changed to waiting for their GPU."""
-    outside = [r for r, c in found.items() if c.kind in ("busy", "soft") and c.frames and c.text not in ON_HOST]
+    """The conditions, where most ranks are at the same line outside communication changed to waiting there."""
+    outside = [r for r, c in found.items() if c.kind in ("busy", "soft") and c.frames and not c.on_host]
     stacks = sum(1 for c in found.values() if c.frames)
     for ranks in grouped(outside, lambda rank: stack_key(found[rank].frames)).values():
         if len(ranks) > CROWD * stacks and stacks > 1:
             for rank in ranks:
                 c = found[rank]
-                wait = c.wait or _wait("device", c.frames, "", c.frames)
-                found[rank] = Condition(kind="waiting", text="waits", frames=c.frames, wait=wait)
+                wait = c.wait or wait_at("line", c.frames, "", c.frames)
+                found[rank] = Condition(
+                    kind="waiting", text="computes, or waits for its GPU", frames=c.frames, wait=wait
+                )
     return found
 
 

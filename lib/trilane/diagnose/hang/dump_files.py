@@ -1,13 +1,16 @@
 """Files of dumps: which rank a file is of, and what it holds, from any tool."""
 
+import contextlib
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from trilane.diagnose.hang import stack
+from trilane.diagnose.hang import pyspy
 from trilane.diagnose.hang.flight_recorder import Recording, read_recording
 from trilane.diagnose.hang.merged import texts_by_host
 from trilane.diagnose.hang.stack import Dump
 from trilane.diagnose.hang.tracebacks import read_faults, read_traceback
+from trilane.workspace.rank_grid import MOST
 
 RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
 NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
@@ -19,8 +22,11 @@ NOT_TRAINING = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop
 
 LAUNCHER = re.compile(
     r"torch\.distributed\.(?:run|launch)|torchrun|deepspeed\.launcher|py-spy|\bsrun\b|resource_tracker"
+    r"|\bray::IDLE|raylet|gcs_server|ray/(?:dashboard|autoscaler)/|ray/_private/(?:log_)?monitor"
 )
 
+WORLD = re.compile(rb"\bworld[ _]size['\"]?(?: is| to)?[ :=.]{1,60}(\d{1,7})\b", re.I)
+HEAD = 1 << 20  # bytes of a file in which it is looked for
 LARGEST = 64 << 20  # bytes; larger files are not read
 
 
@@ -57,7 +63,7 @@ def read_file(path: Path) -> tuple[dict[str, list[Dump]], Recording | None, str]
             return {}, None, str(error)
     text = data.decode("utf-8", "replace")
     if head[:1] == b"[" and (b'"frames"' in data or b'"pid"' in data):
-        dump = stack.read_pyspy_json(text)
+        dump = pyspy.read_json(text)
         return ({"": [dump]}, None, "") if dump.threads else ({}, None, "py-spy's JSON is truncated before a frame")
     found = {host: dumps for host, own in texts_by_host(text).items() if (dumps := _dumps(own, path.suffix))}
     looks = path.suffix in (".txt", ".json", ".out", ".dump") or "rank" in path.name
@@ -70,8 +76,18 @@ def _dumps(text: str, suffix: str) -> list[Dump]:
     if "most recent call first" in text:
         return [read_faults(text)]
     if "Thread " in text or "Process " in text:
-        dumps = stack.read_pyspy_text(text)
+        dumps = pyspy.read_text(text)
         if dumps and (any(d.threads for d in dumps) or suffix != ".log"):
             return dumps
     trace = read_traceback(text)
     return [trace] if trace is not None else []
+
+
+def world_size(paths: Iterable[Path], recordings: Mapping[int, Recording]) -> int:
+    """The number of the job's ranks, by the members of recorded groups, what programs print, and py-spy's --locals; 0
+    where nothing gives it."""
+    sizes = [1 + max(ranks) for r in recordings.values() for ranks in r.members.values() if ranks]
+    for path in paths:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            sizes += [int(match[1]) for match in WORLD.finditer(file.read(HEAD))]
+    return max((size for size in sizes if size <= MOST), default=0)

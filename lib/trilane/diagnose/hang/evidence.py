@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trilane.diagnose.hang.dump_files import LARGEST, LOCAL, is_trainer, rank_of, read_file
+from trilane.diagnose.hang.dump_files import LARGEST, LOCAL, is_trainer, rank_of, read_file, world_size
 from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording
 from trilane.diagnose.hang.stack import Dump
 from trilane.utils.files import natural
@@ -35,6 +35,7 @@ class Evidence:
     recordings: dict[int, Recording] = field(default_factory=dict)
     unreadable: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    is_whole: bool = True  # whether the number of the job's ranks is known
 
 
 def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
@@ -62,8 +63,9 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         notes.append(f"{name}: holds ranks above {rank_grid.MOST - 1}; these are ignored")
     seen = {*series, *recordings, *unreadable}
     require(bool(seen), "folder", folder, "holds no dump (py-spy, faulthandler, Flight Recorder) that can be read")
+    is_whole = grid is not None or (world := world_size(paths, recordings)) > max(seen)
     if grid is None:
-        grid = rank_grid.unknown(seen, width or 8, names)
+        grid = rank_grid.unknown({*seen, *([world - 1] if is_whole else [])}, width or 8, names)
         notes.append("no topology file: tp, pp and dp are unknown (give --tp, --pp, --dp)")
     outside = sorted(seen - set(grid.ranks))
     if outside:
@@ -76,6 +78,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         recordings={rank: recording for rank, recording in with_members(recordings).items() if rank in grid},
         unreadable=tuple(sorted(unreadable - set(main) & set(grid.ranks))),
         notes=(*notes, *_oddities(main)),
+        is_whole=is_whole,
     )
 
 

@@ -1,13 +1,15 @@
 """Suspects of a hang: ranks that others wait for and that wait for none, or that wait in another collective."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, Wait, majority_step
 from trilane.diagnose.hang.evidence import Evidence
+from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
 
+MAY_WAIT = "; whether it computes at this line, or waits there for its GPU, cannot be determined from stacks"
 CANNOT = "; which of them is wrong cannot be determined from stacks"
 
 
@@ -21,6 +23,11 @@ class Suspects:
     edges: Edges = field(repr=False)
     axes: dict[int, str] = field(repr=False)
     complete: bool = False
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no reason leaves the question open."""
+        return not any("cannot be determined" in reason for reason in self.reasons.values())
 
 
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
@@ -38,13 +45,17 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     # A recording alone shows that a rank is outside any collective, not that it should be in one.
     idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or waited[r])]
     held = {r: len(reaching(edges, {r})) for r in idle if waited[r]}
+    # A rank that is known to work on the host is more suspect than those that may wait for their GPUs, as for it.
+    sure = reaching(edges, {r for r in held if found[r].on_host})
+    held = {r: n for r, n in held.items() if found[r].on_host or any(r in edges[w] and w not in sure for w in edges)}
+    idle = [r for r in idle if found[r].on_host]
     # Those that hold up at least half as many as the one that holds up most.
     busy = [r for r, count in held.items() if 2 * count >= max(held.values())] if held else idle
     reached = reaching(edges, {*hard, *silent})
     # A busy rank is suspect only for those that do not wait for a rank that is gone; a lock may be held for an instant.
     if any(found[r].kind != "locked" for r in hard):
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
-    reasons = {r: found[r].text for r in (*hard, *busy, *silent)}
+    reasons = {r: found[r].text + MAY_WAIT * (r in busy and not found[r].on_host) for r in (*hard, *busy, *silent)}
     reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
     left = set(edges) - reaching(edges, set(reasons))
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
@@ -75,6 +86,7 @@ def _strays(evidence: Evidence, found: Conditions, inside: Edges) -> dict[int, s
     keeps its own group waiting. Where it receives from a neighbour that has gone on, either may be wrong.
     """
     waits = {r: w for r in inside if (w := found[r].wait) is not None and r not in evidence.recordings}
+    waits = {r: w for r, w in waits.items() if not w.is_blind}
     ends = final_components(inside)
     if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in ends):
         return {}
@@ -115,6 +127,8 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
             other = "where the others of its group entered another"
             return {r: f"entered {kinds[r][0]} of {kinds[r][1]} {other}" for r in few}
     waits = {r: c.wait for r in cycle if (c := found[r]).wait is not None}
+    if any(wait.is_blind for wait in waits.values()):
+        return _left_behind(found, waits)
     if len(cycle) == 1:
         return {r: _only_waited_for(evidence, found, edges, r) for r in cycle}
     few = _rare(waits)
@@ -123,6 +137,26 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     text = "while others of its group wait in another collective"
     text += "" if few else CANNOT
     return {r: f"in {waits[r]}, {text}" for r in sorted(few or cycle) if r in waits}
+
+
+def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:
+    """Suspects, with reasons, where some ranks wait for what their stacks do not show: the few in a collective that all
+    of these have left, since they are at a later line of a function that called it; else none."""
+    blind = [r for r, wait in waits.items() if wait.is_blind]
+    few = [r for r in waits if r not in blind]
+    before = all(_is_before(found[r].frames, found[b].frames) for r in few for b in blind)
+    if not before or not 0 < 2 * len(few) < len(waits):
+        return {}
+    text = f"while most are at a later line, {waits[blind[0]].site}"
+    return {r: f"in {waits[r]}, {text}" for r in sorted(few)}
+
+
+def _is_before(frames: Sequence[Frame], others: Sequence[Frame]) -> bool:
+    """Whether a stack is in an earlier line of the function in which it and another one part."""
+    for one, other in zip(reversed(frames), reversed(others), strict=False):
+        if one.key != other.key:
+            return one.key[:2] == other.key[:2] and one.line < other.line
+    return False
 
 
 def _only_waited_for(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:

@@ -128,7 +128,8 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     suspects = find_suspects(evidence, found)
     nodes = tuple(dict.fromkeys(evidence.grid[rank].node for rank in suspects.ranks))
     named = all(evidence.grid[rank].named for rank in suspects.ranks)
-    exclude = f"--exclude={','.join(nodes)}" if named and 0 < len(nodes) < len(evidence.grid.nodes) else ""
+    helps = named and suspects.is_certain and 0 < len(nodes) < len(evidence.grid.nodes)
+    exclude = f"--exclude={','.join(nodes)}" if helps else ""
     return Verdict(
         folder=folder,
         grid=evidence.grid,

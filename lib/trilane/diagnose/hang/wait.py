@@ -9,6 +9,10 @@ from importlib import resources
 
 from trilane.diagnose.hang.stack import Frame, Key
 
+ON_HOST = (  # activities of data/hang_patterns.json that are no wait for the GPU, however many ranks are in one
+    *("in the data loader", "in checkpoint input/output", "compiling", "waiting for a lock"),
+    *("in input or output (a file, a pipe or a socket)", "idle in Ray, without a task"),
+)
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 
 
@@ -35,8 +39,8 @@ class Wait:
     """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, "" where they do not show it.
 
     `path` are the keys of the calling frames outwards, without wrappers and torch's own; `phase` is the part of an
-    iteration, "" where the stack does not show it. `op` "device" is a wait for the GPU, whose queue holds some
-    collective that the stack does not show.
+    iteration, "" where the stack does not show it. `op` "device" is a wait for the GPU, for an operation queued before
+    that the stack does not show; "line" is a line where most ranks are: they compute there, or wait for their GPUs.
     """
 
     op: str
@@ -59,6 +63,11 @@ class Wait:
         return tuple((function, file, 0 if rooted else line) for function, file, line in self.path)
 
     @property
+    def is_blind(self) -> bool:
+        """Whether the stack does not show which operation it waits for."""
+        return self.op in ("device", "line")
+
+    @property
     def p2p(self) -> bool:
         """Whether it waits for one neighbour."""
         return self.axis in ("next", "previous") or self.op in ("send", "recv", "isend", "irecv", "batch_isend_irecv")
@@ -73,7 +82,7 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
     at, device = frames[inner], patterns("files")["device"]
     if device.search(at.file) and is_function(at, "device_waits"):
         above = [f for f in frames[inner:] if not (is_function(f, "wrappers") or device.search(f.file))]
-        return _wait("device", above or [at], first_match("axes", above[:1]), frames)
+        return wait_at("device", above or [at], first_match("axes", above[:1]), frames)
     if not _communicates(at):
         return None
     last = inner
@@ -83,10 +92,10 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
     op = next((f for f in inside if is_function(f, "collectives")), at)
     axis = _direction(inside) or first_match("axes", callers[:CALLERS])
     axis = axis or ("world" if is_function(op, "all_ranks") else "")
-    return _wait(op.function, callers or [at], axis, frames)
+    return wait_at(op.function, callers or [at], axis, frames)
 
 
-def _wait(op: str, callers: Sequence[Frame], axis: str, frames: Sequence[Frame]) -> Wait:
+def wait_at(op: str, callers: Sequence[Frame], axis: str, frames: Sequence[Frame]) -> Wait:
     """The Wait in `op`, called by the first of the `callers`, in a stack of these `frames`."""
     own = patterns("files")["torch"]
     path = tuple(f.key for f in callers if not (is_function(f, "wrappers") or own.search(f.file)))
@@ -111,8 +120,8 @@ def soft_wait(frames: Sequence[Frame]) -> Wait | None:
 
     `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
     """
-    axis = first_match("axes", frames[:1])
-    return _wait("wait", frames, axis, frames) if axis else None
+    axis = "" if first_match("activities", frames[:1]) in ON_HOST else first_match("axes", frames[:1])
+    return wait_at("wait", frames, axis, frames) if axis else None
 
 
 def _communicates(frame: Frame) -> bool:

@@ -9,8 +9,12 @@ from trilane.diagnose.hang.suspects import Suspects
 from trilane.utils.tables import grouped
 from trilane.workspace.rank_grid import Grid, shared
 
-# Waits whose collective is not in the stack.
-WAITS = {"device": "for the GPU", "wait": "for an operation begun earlier"}
+# Waits whose collective is not in the stack, of ranks at a line.
+WAITS = {
+    "device": "wait for the GPU, called by {2}",
+    "line": "are at {2}, where they compute or wait for their GPUs",
+    "wait": "are at {2}, which communicates{1}",
+}
 SHOWN = 6  # frames of a stack in text
 TOP_LEVEL = ("runpy.py", "<frozen runpy>", "run_module", "threading.py", "<module>")
 
@@ -21,9 +25,10 @@ def sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude
     for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
         over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
         many = f"{len(ranks)} of {len(grid.ranks)} ranks ({span(ranks)})"
-        text.append(f"{many} wait {WAITS.get(op, f'in {op}')}{over}, called by {site}.")
+        text.append(f"{many} {WAITS.get(op, 'wait in {0}{1}, called by {2}').format(op, over, site)}.")
     if not suspects.ranks:
-        return [*text, _without_suspects(evidence, found, suspects)]
+        asides = [f"{_name(grid, [r])}: {c.aside}." for r, c in found.items() if c.aside][:4]
+        return [*text, _without_suspects(evidence, found, suspects), *asides]
     for reason, ranks in list(grouped(suspects.ranks, suspects.reasons.__getitem__).items())[:4]:
         c = found[ranks[0]]
         where = f"; {'it is' if len(ranks) == 1 else 'they are'} in {stack_line(c.frames)}" if c.frames else ""
@@ -38,35 +43,50 @@ def sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude
 
 
 def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects) -> str:
-    """What is known where all ranks wait at the same line: that they are in one and the same operation only by their
-    Flight Recorders, since one line reduces all buckets, and is passed in each layer and microbatch."""
-    waits = {r: c.wait.op for r, c in found.items() if c.wait is not None}
-    if suspects.complete and not set(waits.values()) - set(WAITS):
+    """Why no rank is named.
+
+    That all are in one and the same operation only Flight Recorders show, since one line reduces all buckets, and is
+    passed in each layer and microbatch.
+    """
+    waits = {r: c.wait for r, c in found.items() if c.wait is not None}
+    missing = [r for r, c in found.items() if c.kind in NO_EVIDENCE]
+    blind = [r for r, wait in waits.items() if wait.is_blind or wait.op == "wait"]
+    recorded = {r for r, recording in evidence.recordings.items() if recording.waiting is not None}
+    if not suspects.edges:
+        none = "No rank that was dumped is in a collective, or waits for its GPU" if missing else "No rank waits"
+        return f"{none} in these dumps: who waits for whom cannot be determined from them."
+    if missing:
         return (
-            "All ranks wait at the same line for work that they queued on their GPUs before, which stacks do not show: "
-            "which rank is late, or whether the network is at fault, cannot be determined from these dumps. Take "
-            "Flight Recorder dumps."
+            f"Who has not come may be among ranks {span(missing)}, of which there is no readable dump (their processes "
+            "have ended, or were not dumped), or all came, and the operation does not end: which, cannot be determined."
         )
-    if suspects.complete and waits.keys() <= {r for r, rec in evidence.recordings.items() if rec.waiting is not None}:
+    if blind:
+        one = "All ranks wait at the same line" if suspects.complete else f"Ranks {span(blind)} wait"
         return (
-            "All members of every group are in the same collective, so that the operation itself does not end; "
-            "suspect the network or NCCL, and compare a second dump."
+            f"{one} for work that was queued on their GPUs before, which stacks do not show: which rank is late, or "
+            "whether the network is at fault, cannot be determined from these dumps. Take Flight Recorder dumps."
+        )
+    every = "All members of every group" if evidence.is_whole else "All ranks of which there is a dump"
+    more = "" if evidence.is_whole else " (how many ranks the job has is not known: give --tp, --pp, --dp)"
+    if suspects.complete and waits.keys() <= recorded:
+        return (
+            f"{every} are in the same collective{more}, so that the operation itself does not end; suspect the network "
+            "or NCCL, and compare a second dump."
         )
     if suspects.complete:
         return (
-            "All members of every group are in the same collective by their stacks: suspect the network or NCCL, "
+            f"{every} are in the same collective by their stacks{more}: suspect the network or NCCL, "
             "unless one of them is in another bucket, layer or microbatch at this line, which cannot be determined "
             "from stacks (Flight Recorder dumps show it). Compare a second dump."
         )
-    if missing := [r for r in set().union(*suspects.edges.values()) if found[r].kind in NO_EVIDENCE]:
-        return f"The rank that they wait for is among ranks {span(missing)}, of which there is no readable dump."
-    return "No rank waits for another in these dumps: they show no hang."
+    return "Which of the ranks is at fault cannot be determined from these dumps."
 
 
 def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
     """The waiting ranks that are no suspects, by what they wait in; the largest first."""
     waits = {r: c.wait for r, c in sorted(found.items()) if c.wait is not None and r not in suspects.ranks}
-    same = grouped(waits, lambda r: (waits[r].op, str(waits[r].site), suspects.axes.get(r, "")))
+    # An axis that no name in the stack shows is a guess.
+    same = grouped(waits, lambda r: (waits[r].op, str(waits[r].site), waits[r].axis and suspects.axes.get(r, "")))
     return sorted(same.items(), key=lambda item: -len(item[1]))
 
 
@@ -103,10 +123,16 @@ def notes(found: Conditions) -> list[str]:
     kinds = ("silent", "unknown", "unreadable")
     silent, unknown, unreadable = ([r for r, c in found.items() if c.kind == kind] for kind in kinds)
     moved = [r for r, c in found.items() if c.moves]
+    nothing = "nothing is concluded from this"
     notes = (
         (silent, f"missing: ranks {span(silent)} have no stack though most do; this counts against them"),
-        (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump; nothing is concluded from this"),
-        (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; nothing is concluded from this"),
+        (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump ({span(unknown)}); {nothing}"),
+        (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; {nothing}"),
         (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck"),
     )
-    return [text for ranks, text in notes if ranks]
+    asides = grouped((r for r, c in found.items() if c.aside), lambda r: found[r].aside)
+    proof = "proves nothing alone: take a second dump"
+    return [
+        *(text for ranks, text in notes if ranks),
+        *(f"ranks {span(ranks)}: {aside}, which {proof}" for aside, ranks in asides.items()),
+    ]

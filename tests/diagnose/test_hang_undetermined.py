@@ -1,0 +1,182 @@
+"""What a verdict states is true: what dumps cannot show is stated as such, and no innocent rank is named.
+
+Frames of Ray are those of python/ray/_private/worker.py and python/ray/train/_internal/session.py
+(https://github.com/ray-project/ray), of torch those of torch/_tensor_str.py.
+"""
+
+from pathlib import Path
+
+import pytest
+from dumps import pyspy_json, pyspy_text, topology, write_all
+from job import DATA, DP_SUM, STEP, Stack, c10d
+
+from trilane.diagnose.hang.verdict import Verdict, diagnose_hang
+
+ITEM: Stack = (("log_loss", "train.py", 77), *STEP)
+SYNC: Stack = (("synchronize", "torch/cuda/__init__.py", 1040), *ITEM)
+PRINTED: Stack = (("__init__", "torch/_tensor_str.py", 140), ("__repr__", "torch/_tensor.py", 461), *ITEM)
+CUDA = ("cuStreamSynchronize (libcuda.so.1)", "cudaStreamSynchronize (libcudart.so.12)")
+
+
+def eight(folder: Path, others: dict[int, Stack], usual: Stack = DP_SUM.stack) -> Verdict:
+    """Of eight replicas."""
+    write_all(folder, dict.fromkeys(range(8), usual) | others)
+    topology(folder, 1, 1, 8, hosts=["a", "b"], gpus_per_node=4)
+    return diagnose_hang(folder)
+
+
+@pytest.mark.parametrize("dumped", [4, 3, 1])
+def test_where_half_of_the_dumps_are_missing_it_is_no_absence_of_a_hang(dumped: int, tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(range(dumped), DP_SUM.stack))
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "no hang" not in verdict.paragraph
+    assert f"among ranks {dumped}-7" in verdict.paragraph and "cannot be determined" in verdict.paragraph
+
+
+@pytest.mark.parametrize("line", ["using world size: 8, data-parallel-size: 8\n", "        world_size: 8\n", ""])
+def test_the_number_of_ranks_is_that_of_the_job_and_not_of_the_dumps(line: str, tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(range(4), DP_SUM.stack))
+    (tmp_path / "train.log").write_text(line)
+    verdict = diagnose_hang(tmp_path)
+    expected = "ranks 4-7, of which there is no readable dump" if line else "how many ranks the job has is not known"
+    assert verdict.suspects == () and expected in verdict.paragraph and "every group" not in verdict.paragraph
+
+
+@pytest.mark.parametrize("stack", [SYNC, PRINTED])
+@pytest.mark.parametrize("ranks", [(3,), (1, 2, 3, 4, 5, 6, 7)])
+def test_who_waits_for_its_gpu_is_not_named(stack: Stack, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """The kernel may be a collective that all have begun."""
+    verdict = eight(tmp_path, dict.fromkeys(ranks, stack))
+    assert verdict.suspects == () and "cannot be determined" in verdict.paragraph and "GPU" in verdict.paragraph
+
+
+def test_native_frames_show_that_a_line_waits_for_its_gpu(tmp_path: Path) -> None:
+    eight(tmp_path, {})
+    (tmp_path / "rank_3.json").unlink()
+    (tmp_path / "rank_3.txt").write_text(pyspy_text(ITEM, native=CUDA))
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "1 of 8 ranks (3) wait for the GPU, called by log_loss" in verdict.paragraph
+
+
+def test_a_line_that_may_wait_for_its_gpu_is_named_with_that_doubt_and_its_node_is_not_excluded(tmp_path: Path) -> None:
+    verdict = eight(tmp_path, {3: ITEM})
+    assert verdict.suspects == (3,) and "cannot be determined from stacks" in verdict.reasons[3]
+    assert verdict.exclude == ""
+
+
+def test_lines_that_may_wait_for_their_gpus_are_not_named_beside_a_rank_in_its_data(tmp_path: Path) -> None:
+    verdict = eight(tmp_path, {0: ITEM, 1: ITEM, 2: (("forward", "model.py", 9), *STEP), 7: DATA.stack})
+    assert verdict.suspects == (7,) and verdict.exclude == "--exclude=b"
+
+
+def test_where_no_rank_waits_none_is_to_blame(tmp_path: Path) -> None:
+    verdict = eight(tmp_path, {r: (("compute", "model.py", 100 + r), *STEP) for r in range(8)})
+    assert verdict.suspects == () and "cannot be determined" in verdict.paragraph
+
+
+def ray_text(rank: int, training: Stack) -> str:
+    """An actor of Ray Train: the main thread serves Ray, and the user's function runs in a thread of the session."""
+    main: Stack = (
+        ("get", "queue.py", 180),
+        ("get_next", "ray/train/_internal/session.py", 300),
+        ("actor_method_executor", "ray/_private/function_manager.py", 696),
+        ("main_loop", "ray/_private/worker.py", 876),
+        ("<module>", "ray/_private/workers/default_worker.py", 289),
+    )
+    runner: Stack = (
+        *training,
+        ("discard_return_wrapper", "ray/train/_internal/utils.py", 45),
+        ("run", "ray/air/_internal/util.py", 104),
+        ("_bootstrap_inner", "threading.py", 1016),
+        ("_bootstrap", "threading.py", 973),
+    )
+    text = pyspy_text(main, 100 + rank, command="ray::_RayTrainWorker__execute.get_next")
+    return text + f'Thread {rank} (active): "Thread-3"\n' + "".join(f"    {f} ({p}:{n})\n" for f, p, n in runner)
+
+
+def test_of_a_ray_actor_the_thread_that_trains_counts(tmp_path: Path) -> None:
+    for rank in range(8):
+        (tmp_path / f"rank_{rank}.txt").write_text(ray_text(rank, DATA.stack if rank == 5 else DP_SUM.stack))
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (5,) and "7 of 8 ranks (0-4, 6-7) wait in all_reduce" in verdict.paragraph
+
+
+@pytest.mark.parametrize(
+    ("state", "dumped", "words"),
+    [
+        ("t", True, "by a debugger or another tracer (state t)"),
+        ("T", True, "by a signal (state T)"),
+        ("Z", False, "has ended (state Z)"),
+        ("D", False, "uninterruptible sleep (state D)"),
+    ],
+)
+def test_the_state_of_a_process_is_stated(state: str, dumped: bool, words: str, tmp_path: Path) -> None:
+    write_all(tmp_path, {rank: DP_SUM.stack for rank in range(8) if rank != 6 or dumped})
+    topology(tmp_path, 1, 1, 8, ranks=[{"rank": 6, "state": state}])
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (6,) and words in verdict.reasons[6]
+
+
+def test_a_waiting_rank_in_state_d_is_an_observation(tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(range(8), DP_SUM.stack))
+    topology(tmp_path, 1, 1, 8, ranks=[{"rank": 6, "state": "D"}])
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "state D" in verdict.paragraph
+
+
+HOLDER: Stack = (("match", "re.py", 190), ("scan", "monitor.py", 12), ("_bootstrap", "threading.py", 973))
+
+
+@pytest.mark.parametrize("moments", [1, 2])
+def test_of_ranks_in_one_line_the_holder_of_the_lock_is_an_observation(moments: int, tmp_path: Path) -> None:
+    """Any thread that runs Python holds the lock then; the collective may hang by itself."""
+    for moment in range(moments):
+        folder = tmp_path / f"t{moment}"
+        write_all(folder, dict.fromkeys(range(8), DP_SUM.stack))
+        (folder / "rank_5.json").write_text(pyspy_json(DP_SUM.stack, 105, HOLDER))
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "holds Python's global lock in match (re.py:190)" in verdict.paragraph
+    assert ("in both dumps" in verdict.paragraph) is (moments == 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "torch.distributed.DistNetworkError: The client socket has failed to connect to any network address.",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "RuntimeError: Stop_waiting response is expected",
+    ],
+)
+def test_an_error_for_lack_of_another_rank_is_no_cause(error: str, tmp_path: Path) -> None:
+    write_all(tmp_path, {rank: DATA.stack if rank == 7 else DP_SUM.stack for rank in range(8) if rank != 2})
+    lines = "".join(f'  File "{file}", line {n}, in {f}\n    x()\n' for f, file, n in reversed(DP_SUM.stack))
+    (tmp_path / "rank_2.log").write_text(f"Traceback (most recent call last):\n{lines}{error}\n")
+    topology(tmp_path, 1, 1, 8)
+    assert diagnose_hang(tmp_path).suspects == (7,)
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        (("compute", "/mnt/data/model.py", 9), "outside communication"),
+        (("wait", "/usr/lib/python3.11/threading.py", 324), "waiting for a lock"),
+        (("read", "indexed_dataset.py", 9), "in the data loader"),
+    ],
+)
+def test_an_activity_is_of_the_innermost_frames_and_not_of_the_folder(
+    frame: tuple[str, str, int], text: str, tmp_path: Path
+) -> None:
+    started: Stack = (("main", "run.py", 9), ("run", "/usr/lib/python3.11/threading.py", 953))
+    verdict = eight(tmp_path, {3: (frame, *started)})
+    assert verdict.suspects == (3,) and verdict.reasons[3].partition(";")[0] == text
+
+
+def test_a_group_that_no_name_in_the_stack_shows_is_not_stated(tmp_path: Path) -> None:
+    custom: Stack = (*c10d("all_reduce"), ("custom", "own.py", 5), *STEP)
+    write_all(tmp_path, {r: DATA.stack if r == 2 else custom for r in range(4)})
+    topology(tmp_path, 2, 1, 2)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (2,) and " over " not in verdict.paragraph
