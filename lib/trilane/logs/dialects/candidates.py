@@ -24,7 +24,10 @@ NUMBER = re.compile(rb"\d[\d.,]*(?:[eE][-+]?\d+)?")
 # no part of a date, a time, a share or a decimal number, nor the total after the number of an iteration
 COUNT = re.compile(rb"(?<![\w.])(?<!\d[:/,-])\d{1,15}(?![:,.-]\d|[\w%]|/\d+/)")
 OF_TOTAL = re.compile(rb"\s?(?:/|of)\s{0,9}\d")
-STEP, LOSS = re.compile(rb"(?i)step|iter|update|batch|\bitr?\b(?!/s)"), re.compile(rb"(?i)loss|nll|\bce\b|xent|entropy|perplexity|ppl")
+STEP, LOSS = (
+    re.compile(rb"(?i)step|iter|update|batch|\bitr?\b(?!/s)"),
+    re.compile(rb"(?i)loss|nll|\bce\b|xent|entropy|perplexity|ppl"),
+)
 HELD_OUT = re.compile(rb"(?i)(?:eval|valid|\bval\b|\btest)[^\d=]{0,30}=?\s*$")  # before the number of an iteration
 NAMED = re.compile(r"([A-Za-z][\w/-]{0,30})['\"]?(?:\s{0,3}[:=]|(?=\s))\s{0,3}['\"]?(?=[-+]?\d)")
 NEAR, WORD = 24, r"[^\d\s]\D{2,}[^\d\s]"  # characters before the iteration's number that its pattern has; a word of it
