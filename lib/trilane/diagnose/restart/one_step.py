@@ -70,7 +70,12 @@ def first_step(step: Step) -> list[RestartFinding]:
     if abs(kept) < SAME and abs(added - (1 - beta1)) < STEP:
         return [_finding("moments", "the first moment holds the gradient of the step after the load alone", 1.0)]
     if abs(added / (1 - beta1) - 1) > STEP:
-        return [_scaled(added / (1 - beta1))]
+        factor = added / (1 - beta1)
+        what = (
+            f"the gradients of the step after the load are {factor:.4g} times those without the restart: another number"
+        )
+        what += " of accumulated microbatches or replicas in the mean, or another limit of clipping"
+        return [_finding("gradients", what, factor)]
     return _second_moment(step, beta2) or _length(step, beta1, beta2)
 
 
@@ -81,15 +86,6 @@ def _misfit(values: np.ndarray, fit: np.ndarray) -> float:
 
 def _finding(kind: str, what: str, size: float) -> RestartFinding:
     return RestartFinding(kind=kind, what=what, size=size)
-
-
-def _scaled(factor: float) -> RestartFinding:
-    what = (
-        f"the gradients of the step after the load are {factor:.4g} times those without the restart: another number of "
-    )
-    return _finding(
-        "gradients", what + "accumulated microbatches or replicas in the mean, or another limit of clipping", factor
-    )
 
 
 def _second_moment(step: Step, beta2: float) -> list[RestartFinding]:
@@ -118,10 +114,8 @@ def _length(step: Step, beta1: float, beta2: float) -> list[RestartFinding]:
         return _rounded(step)
     if abs(factor - 1) <= STEP:
         return []
-    what = (
-        f"with equal moments the weights move {factor:.4g} times as far as without the restart in the step after the "
-    )
-    what += f"load: the learning rate is {factor:.4g} times what it was"
+    what = f"with equal moments the weights move {factor:.4g} times as far as without the restart in the step after "
+    what += f"the load: the learning rate is {factor:.4g} times what it was"
     count = step.usual.scalars.get("step", 0.0)
     if count > 1 and abs(factor * _correction(count, beta1, beta2) / _correction(1, beta1, beta2) - 1) < STEP:
         what += ", or Adam counts its steps from zero (bias correction)"
