@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from support import small_plan
 
+import trilane
 from trilane.analysis.collect import measure_runs
 from trilane.analysis.compare import compare
 from trilane.analysis.fleet import read_folder
 from trilane.analysis.measure import measure
-from trilane.analysis.parallel import measure_path, read_many
+from trilane.analysis.parallel import read_many
 from trilane.analysis.recalibrate import case_of
 from trilane.config.batch_rampup import Ramp
 from trilane.experiments import benchmark
@@ -78,7 +79,7 @@ def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder):
     cells = shown.to_frame().iloc[0]
     assert (cells["GBS"], cells["Sec/it"], cells["Notes"]) == (4, m.sec_per_it, "completed")
 
-    assert compare([m], measure_path(folder)).change == 0
+    assert compare([m], trilane.measure_path(folder)).change == 0
     assert case_of(m).topology.gbs == 4
 
 
