@@ -39,6 +39,31 @@ SAMPLES = {
         ),
         {"iteration": 150, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 3e-4, "params_norm": 400.5},
     ),
+    "galvatron": (
+        "".join(
+            f"| Iteration: {i:6d} | Consumed samples: {64 * i:12d} | Elapsed time per iteration (ms): 1250.5 | Learning rate: 1.000000e-05 | Loss: {10.5 - i:.6e} | grad norm: 2.50 |\n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 3, "lm_loss": 7.5, "grad_norm": 2.5, "learning_rate": 1e-5, "sec_per_it": 1.2505}
+        | {"consumed_samples": 192},
+    ),
+    "xtuner": (
+        "".join(
+            f"[XTuner][RANK 0][2025-10-01 10:00:{3 * i:02d}][INFO] Epoch 1 Step {i}/1000 data_time: 0.0125 lr: 6.000000e-05 time: 2.9875 text_tokens: 32768.0 seqlen_tokens: 32768.0 "
+            f"approximate_total_consumed_tokens: {32768 * i} reduced_llm_loss: {10.5 - i:.8f}, local_loss: {10.75 - i:.8f}   grad_norm: 2.50000000 max_memory: 40.25 GB reserved_memory: 50.50 GB tgs: 10968.4 "
+            "seqlen_tgs: 10968.4 exp_tgs: 10900.5 eta: 0:41:52 \n"
+            for i in (1, 2, 3)
+        ),
+        {
+            "iteration": 3,
+            "train_iters": 1000,
+            "lm_loss": 7.5,
+            "grad_norm": 2.5,
+            "sec_per_it": 2.9875,
+            "learning_rate": 6e-5,
+        }
+        | {"max_allocated": 40.25 * GIB, "max_reserved": 50.5 * GIB},
+    ),
     "verl": (
         "step:0 - val-aux/openai/gsm8k/reward/mean@1:0.565\n"
         + "".join(
@@ -495,6 +520,23 @@ def test_a_loss_of_held_out_text_among_iterations_is_an_evaluation(tmp_path):
     iterations = "".join(f"iter {i}: loss 3.5, ppl 33.12, time 453.50ms, mfu 0.42%\n" for i in (10, 20))
     log = read(tmp_path, EVALUATION + iterations + EVALUATION)
     assert (log.dialect, list(log.iterations["sec_per_it"]), len(log.validation)) == ("nanogpt", [0.4535] * 2, 1)
+
+
+LEADS = {
+    "a pod": "[train-worker-0 pytorch] ",
+    "a stamp": "2024-05-01T10:00:{:02d}.{:03d}Z stdout F ",
+    "a pod and a stamp": "train-0 2024-05-01 10:00:{:02d},{:03d}: rank0[99][MainThread]: INFO: ",
+}
+
+
+@pytest.mark.parametrize("name", ["composer", "olmo core"])
+@pytest.mark.parametrize("lead", LEADS)
+def test_a_block_of_lines_is_read_behind_what_collectors_put_before_each(tmp_path, name, lead):
+    text, expected = SAMPLES[name]
+    lines = text.splitlines(keepends=True)
+    log = read(tmp_path, "".join(LEADS[lead].format(n // 9, n) + line for n, line in enumerate(lines)))
+    last = {column: log.iterations[column].iloc[-1] for column in expected if column in log.iterations}
+    assert last == pytest.approx({c: v for c, v in expected.items() if c in last}) and "lm_loss" in last
 
 
 LAST = {

@@ -62,6 +62,8 @@ PLAIN = {*b"info warning debug with and its the is train training step batch cur
 MAX_LINE = 1 << 13  # bytes: patterns may take time that grows with the square of a line's length
 EPOCHS = {"epochs_done": 0.0, "nth_epoch": 1.0}  # where iterations count in their epoch: the number of the first one
 RATE_DIGITS = 3  # of iterations per second, below which they are too rounded to give seconds
+DIGITS = re.compile(rb"\d+")
+MAX_LEAD = 300  # bytes before an indented line
 MAX_BLOCK = 200  # lines after the first one of a block
 
 
@@ -104,10 +106,17 @@ class Dialect:
         """Whether the line has the number of an iteration."""
         return bool(_first(self.iteration, line))
 
-    def continues(self, line: bytes) -> bool:
-        """Whether the line may stand in a block: it is indented."""
+    def continues(self, line: bytes, first: bytes) -> bool:
+        """Whether the line may stand in the block that `first` began: it is indented, behind what launchers and
+        collectors put before it, which stands before the first line too, with other digits."""
         prefix = PREFIX.match(line)
-        return line[prefix.end() if prefix else 0 :][:1].isspace()
+        if line[prefix.end() if prefix else 0 :][:1].isspace():
+            return True
+        found = _first(self.iteration, first)
+        lead = DIGITS.sub(b"0", first[: found[0].start() + found[1]] if found else b"")
+        form = DIGITS.sub(b"0", line[:MAX_LEAD])
+        shared = next((at for at, pair in enumerate(zip(lead, form, strict=False)) if pair[0] != pair[1]), len(lead))
+        return shared > 0 and form[shared : shared + 1].isspace()
 
     def validated(self, line: bytes) -> dict[str, float]:
         """The numbers of an evaluation; {} for any other line."""

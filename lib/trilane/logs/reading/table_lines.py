@@ -101,13 +101,13 @@ class TableLines:
     def continues(self, line: bytes) -> bool:
         """Whether the line holds further numbers of the iteration that the block began; else the block may end."""
         assert self.block
-        dialect, row, _, _ = self.block
+        dialect, row, first, _ = self.block
         if dialect.begins(line):
             return False
         self._length += 1
         if spans := dialect.rest(line, set(row)):
             row |= {span.column: span.value(line) for span in spans}
-        elif self._length > MAX_BLOCK or not (dialect.continues(line) or not line.strip()):
+        elif self._length > MAX_BLOCK or not (dialect.continues(line, first) or not line.strip()):
             self.end_block()
         return bool(spans)
 
