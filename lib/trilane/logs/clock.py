@@ -36,6 +36,7 @@ BACK_S = 60.0  # by which a stamp may lie before an earlier one: ranks on severa
 TOO_LONG = 1.5  # the seconds may exceed the clock's by rounding, and by the buffers of a printing program
 TOO_SHORT = 3.0  # the clock's may exceed the seconds in most lines by data, saves and evaluations, hardly three times
 RESOLVED_S = 10.0  # between two stamps, whose seconds are rounded, that are compared
+ROWS = 1 << 16  # that are summed at once
 LEAST = 4  # intervals between stamps: a pause is not in three quarters of them
 
 
@@ -123,9 +124,15 @@ def check(run: PartialRun, table: NumericTable) -> Iterator[Finding]:
 def _seconds(table: NumericTable, at: np.ndarray, stamps: np.ndarray) -> Iterator[Finding]:
     """Seconds against increasing `stamps` of the iterations `at`, both (lines,)."""
     number, seconds = table.column("iteration"), table.column("sec_per_it")
-    steps = np.diff(number, prepend=number[0] - 1 if len(number) < 2 else 2 * number[0] - number[1])
-    passed = np.concatenate([[0.0], np.cumsum(np.nan_to_num(seconds) * steps)])
-    printed = np.diff(passed[np.searchsorted(number, at, side="right")])
+    rows, passed, whole = np.searchsorted(number, at, side="right"), np.zeros(len(at)), 0.0
+    before = number[0] - 1 if len(number) < 2 else 2 * number[0] - number[1]
+    for start in range(0, len(number), ROWS):  # a long log has tens of millions
+        part = slice(start, start + ROWS)
+        steps, before = np.diff(number[part], prepend=before), number[part][-1]
+        sums = np.concatenate([[0.0], np.cumsum(np.nan_to_num(seconds[part]) * steps)]) + whole
+        inside = (rows > start) & (rows < start + len(sums))
+        passed[inside], whole = sums[rows[inside] - start], sums[-1]
+    printed = np.diff(passed)
     clock = np.diff(stamps)
     whole, all_printed = float(clock.sum()), float(printed.sum())
     if all_printed > TOO_LONG * whole + RESOLVED_S:

@@ -92,6 +92,8 @@ class Column:
 
     def numbers(self) -> np.ndarray:
         """All numbers; a view where they are in memory, so append nothing while it is used."""
+        if self._all is None:
+            return np.broadcast_to(self._same, self.rows)  # takes no memory
         return np.frombuffer(self._all) if isinstance(self._all, array) else self.read(0, self.rows)
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -101,8 +101,7 @@ class NumericTable:
         columns = {}
         for name in [name for name, column in self._columns.items() if not column.is_spilled]:
             numbers = self._columns.pop(name).numbers()
-            whole = name in integers and bool((abs(numbers) < 2**53).all())  # False for NaN
-            columns[name] = np.rint(numbers).astype(np.int64) if whole else numbers
+            columns[name] = _whole(numbers) if name in integers else numbers
         return pd.DataFrame(columns, copy=False)
 
     def latest(self, rows: int) -> "NumericTable":
@@ -136,6 +135,13 @@ class NumericTable:
         for column in columns:
             if column.rows < self.rows:
                 column.extend(np.full(self.rows - column.rows, NAN))
+
+
+def _whole(numbers: np.ndarray) -> np.ndarray:
+    """The numbers as int64, where all can be; of a constant column one is stored."""
+    stored = numbers if numbers.strides[0] else numbers[:1]
+    is_whole = bool((abs(stored) < 2**53).all())  # False for NaN
+    return np.broadcast_to(np.rint(stored).astype(np.int64), numbers.shape) if is_whole else numbers
 
 
 class Rows:

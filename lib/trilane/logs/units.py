@@ -103,10 +103,12 @@ def _unit_factor(table: NumericTable, seconds: np.ndarray) -> np.ndarray:
 
 
 def _by_jump(seconds: np.ndarray) -> np.ndarray:
-    factors, current, begin = np.ones(len(seconds)), 1.0, 0
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = seconds[1:] / seconds[:-1]
     jumps = np.flatnonzero((ratios > FACTOR / 3) | (ratios < 3 / FACTOR)) + 1
+    if not len(jumps):
+        return np.ones(1)
+    factors, current, begin = np.ones(len(seconds)), 1.0, 0
     for start in jumps.tolist():
         before, after = seconds[max(0, start - WINDOW) : start], seconds[start : start + WINDOW]
         if min(len(before), len(after)) < WINDOW or not (_agree(before) and _agree(after)):
