@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
+from trilane.logs import places
 from trilane.logs.words import Words
 from trilane.utils.tables import printable
 from trilane.workspace.status import Status
@@ -27,8 +28,6 @@ TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
 FRAME = re.compile(rb"^(?:" + RANK_PREFIX + rb"(?:\s\s|\s*$)|\s|$)")  # the body of a traceback is indented
 RAISED = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")  # after a traceback, any such name is an exception
 
-RANK = re.compile(rb"\[(?:default|rank|Rank )(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b|^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")
-ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
 REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
 MAX_EVIDENCE = 600  # characters of evidence
@@ -40,36 +39,13 @@ MAX_PLACES = 256  # nodes of one ending
 DIGITS_DECIDE = re.compile(
     rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging"
 )
-# of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
-FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
-FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
-NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 MAX_SEARCHED = 1 << 14  # bytes of a line that are searched for an ending
-MAX_PLACE = 2000  # bytes of a line that are searched for a node
-NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
 
 
 # What a program says that goes on: it tries again, or shows a text in which the words stand.
 RETRIED = re.compile(rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b")
 QUOTED = re.compile(rb'"[^"]*+"')
 REPORTS = re.compile(rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|message|cause|warn|critical|\{")
-
-NAMES = rb"[A-Za-z0-9][\w.-]{0,98}(?:\[[\d,-]{1,200}\])?"  # of nodes, as SLURM lists them
-# The node that a line is about, or that printed it; a prefix needs a digit, as any word may stand before a colon.
-HOST = re.compile(
-    rb"(?:[Nn]ode|Prolog) failure on (?:node )?(NAMES)|(?:failed|exited on| process.{0,60}) (?:on )?node (NAMES)"
-    rb"|srun: error: (?:Nodes? )?(NAMES)(?:: tasks? \d| (?:is|are) still not)|ON (NAMES) UNCORRECTABLE"
-    rb"|(?:^|[\s>:\]])((?!\d{4}-)(?=[\w.-]{0,98}[A-Za-z])NAMES):\d+:\d+ \[\d+\]|\bslurmstepd-(NAMES): "
-    rb"|^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\d{4}-\d\d-\d\dT\S{8,30}) (NAMES) \S{1,40}: |^\[([a-z]NAMES):\d+\] "
-    rb"|^((?!rank\d|gpu\d: |nvidia|python|ib\d|eth|cuda|step|line|pip\d)[a-z][a-z-]*\d[a-z\d.-]{0,60}): \S".replace(
-        b"NAMES", NAMES
-    )
-)
-ELSEWHERE = b"CANCELLED AT"  # slurmstepd names the node that prints this, which is not the one that failed
-GPU = re.compile(
-    rb"Xid \(((?:PCI:)?[\da-fA-F:.]{1,20})\)|GPU (?:at )?((?:PCI:)?[\da-fA-F]{4,8}(?::[\da-fA-F]{2}){2})(?:\.\d)?"
-    rb"|\bGPU[ =](\d{1,2})\b(?! GPU)|:\d+:\d+ \[(\d{1,2})\]"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,26 +139,19 @@ def raised(line: bytes, rows: int) -> Ending | None:
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
-    rank, requested, (hosts, gpus) = RANK.search(line), REQUESTED.search(line), _place(line)
+    requested, (hosts, gpus) = REQUESTED.search(line), places.of_line(line)
     if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
         level=level,
         status=status,
         evidence=text(line),
-        rank=int(next(filter(None, rank.groups()))) if rank else None,
+        rank=places.rank_of(line),
         asked_bytes=float(requested[1]) * UNITS[requested[2] or b""] if requested else float("nan"),
         rows=rows,
         hosts=hosts,
         gpus=gpus,
     )
-
-
-def _place(line: bytes) -> tuple[tuple[str, ...], ...]:
-    """The nodes and the GPU that the line names."""
-    host = None if ELSEWHERE in line else HOST.search(line[:MAX_PLACE])
-    gpu = GPU.search(line[:MAX_PLACE])
-    return tuple((m[m.lastindex or 0].decode(),) if m else () for m in (host, gpu))
 
 
 def caveat(status: Status, evidence: str) -> str:
@@ -215,7 +184,7 @@ def where(
     host, gpu = place or (exited_on(exits, end.rank) if end.blames_node else "", "")
     hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
     names = dict.fromkeys(name.partition(".")[0] for name in hosts)
-    return hosts, gpus, ",".join(filter(NODE.fullmatch, names)) if end.blames_node else ""
+    return hosts, gpus, ",".join(filter(places.NODE.fullmatch, names)) if end.blames_node else ""
 
 
 def exited_on(found: list[Ending], rank: int | None) -> str:
