@@ -135,39 +135,6 @@ HANGS = {
 }  # fmt: skip
 
 
-SIZES = "using world size: 16, data-parallel size: 2, context-parallel size: 1, tensor-model-parallel size: 4, pipeline-model-parallel size: 2\n"
-DP = "PG ID 9 PG GUID 61(DATA_PARALLEL_GROUP)"
-MEMBERS = {
-    "tensor ranks 4 to 7": (SIZES, TP, {4: 0, 5: 1, 7: 3}, f"rank 6 {NONE}"),
-    "all of them": (SIZES, TP, {4: 0, 5: 1, 6: 2, 7: 3}, "all members came: suspect the network"),
-    "replicas 1 and 5, or 1 and 9": (SIZES, DP, {1: 0}, "cannot be known"),
-    "replicas 1 and 5": (SIZES + "  use_tp_pp_dp_mapping ............ False\n", DP, {1: 0}, f"rank 5 {NONE}"),
-    "replicas 1 and 9": (SIZES + "  use_tp_pp_dp_mapping ............ True\n", DP, {1: 0}, f"rank 9 {NONE}"),
-    "numbers of another order": (SIZES, TP, {4: 1, 5: 2}, "cannot be known"),
-    "another group": (SIZES, "PG ID 9 PG GUID 61(EXPERT_MODEL_PARALLEL_GROUP)", {1: 0}, "cannot be known"),
-}
-
-
-@pytest.mark.parametrize(("sizes", "group", "ranks", "expected"), MEMBERS.values(), ids=MEMBERS.keys())
-def test_members_of_megatrons_groups_follow_from_the_sizes_where_they_are_certain(
-    tmp_path, sizes, group, ranks, expected
-):
-    text = "".join(new(r, 88, 90, group, member=member) for r, member in ranks.items())
-    (tmp_path / "a.log").write_text(sizes + START.partition("\n")[2] + text)
-    (sentence,) = read_log(tmp_path / "a.log").collectives
-    assert expected in sentence.rpartition("; ")[2]
-
-
-def test_experts_may_exchange_different_numbers_of_elements(tmp_path):
-    text = "".join(new(r, 7, 9, op="ALLTOALL_BASE").replace("=1048576", f"={r + 1}") for r in range(8))
-    assert sentences(tmp_path, text)[0].endswith("all ranks came: suspect the network")
-
-
-def test_of_different_works_one_after_the_other_none_is_called_wrong(tmp_path):
-    (found,) = sentences(tmp_path, "".join(new(r, 9 + (r == 3), 12) for r in range(8)))
-    assert "who is wrong cannot be known from this log" in found and "did not come" not in found
-
-
 @pytest.mark.parametrize(("text", "expected"), HANGS.values(), ids=HANGS.keys())
 def test_who_did_not_come_is_named_by_the_log_alone(tmp_path, text, expected):
     assert list(sentences(tmp_path, text)) == expected

@@ -28,6 +28,8 @@ TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
 FRAME = re.compile(rb"^(?:" + RANK_PREFIX + rb"(?:\s\s|\s*$)|\s|$)")  # the body of a traceback is indented
 RAISED = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")  # after a traceback, any such name is an exception
 
+RANK = re.compile(rb"\[(?:default|rank|Rank )(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b|^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")
+ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
 REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
 MAX_EVIDENCE = 600  # characters of evidence
@@ -39,8 +41,11 @@ MAX_PLACES = 256  # nodes of one ending
 DIGITS_DECIDE = re.compile(
     rb"oom|Xid|rrno|exit|status|return code|signal|ECC|error \d|enqueued|nranks|collective #|lagging"
 )
+# of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
+FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
+FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
+NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
 MAX_SEARCHED = 1 << 14  # bytes of a line that are searched for an ending
-
 
 # What a program says that goes on: it tries again, or shows a text in which the words stand.
 RETRIED = re.compile(rb"(?<!after )\b[Rr]etrying\b(?! failed| did)|\b[Ww]ill (?:be )?retr(?:y|ied)\b")
@@ -139,14 +144,14 @@ def raised(line: bytes, rows: int) -> Ending | None:
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
-    requested, (hosts, gpus) = REQUESTED.search(line), places.of_line(line)
+    rank, requested, (hosts, gpus) = RANK.search(line), REQUESTED.search(line), places.place(line)
     if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
         level=level,
         status=status,
         evidence=text(line),
-        rank=places.rank_of(line),
+        rank=int(next(filter(None, rank.groups()))) if rank else None,
         asked_bytes=float(requested[1]) * UNITS[requested[2] or b""] if requested else float("nan"),
         rows=rows,
         hosts=hosts,
@@ -172,26 +177,6 @@ def joined(first: Ending, later: Ending) -> Ending:
         return first
     pairs = [(dict.fromkeys((*a, *b))) for a, b in ((first.hosts, later.hosts), (first.gpus, later.gpus))]
     return replace(first, hosts=tuple(pairs[0]), gpus=tuple(pairs[1]))
-
-
-def where(
-    end: Ending | None, place: tuple[str, str] | None, exits: list[Ending]
-) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Nodes and GPUs of an ending, of which the rank ran at `place`; and those at fault, as --exclude takes them:
-    without names that no node can have, and without addresses."""
-    if end is None:
-        return (), (), ""
-    host, gpu = place or (exited_on(exits, end.rank) if end.blames_node else "", "")
-    hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
-    names = dict.fromkeys(name.partition(".")[0] for name in hosts)
-    return hosts, gpus, ",".join(filter(places.NODE.fullmatch, names)) if end.blames_node else ""
-
-
-def exited_on(found: list[Ending], rank: int | None) -> str:
-    """The node of the task that srun reports as failed: of that rank, or if the rank is unknown the only node that has
-    such a task; "" where several could be meant."""
-    nodes = {e.hosts[0] for e in found if rank is None or e.rank == rank}
-    return nodes.pop() if len(nodes) == 1 and "[" not in "".join(nodes) else ""
 
 
 def superseded(found: Ending, rows: int) -> bool:

@@ -1,13 +1,11 @@
-"""The rank, the node and the GPU that a line of a log names."""
+"""Places of endings: the nodes and GPUs that the lines about the end of a run name."""
 
 import re
+from typing import TYPE_CHECKING
 
-RANK = re.compile(rb"\[(?:default|rank|Rank )(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b|^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")
-ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
-# of ranks, as torchrun lists failures, and as NCCL prints each rank of a communicator
-FAILED_TIME = re.compile(rb"^\s*time\s{1,20}: (\d{4}-\d\d-\d\d_[\d:]{8})\s*$")
-FAILED_HOST = re.compile(rb"^\s*host\s{1,20}: (\S{1,99})\s*$")
-NCCL_RANK = re.compile(rb"(\S{1,99}):\d+:\d+ \[(\d+)\] NCCL INFO .{0,200}\brank (\d{1,7}) nranks (\d{1,7}) ")
+if TYPE_CHECKING:
+    from trilane.logs.endings import Ending
+
 MAX_PLACE = 2000  # bytes of a line that are searched for a node
 NODE = re.compile(r"(?!localhost$)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{0,62}(?:\[[\d,-]{1,200}\])?", re.ASCII)
 
@@ -27,16 +25,41 @@ GPU = re.compile(
     rb"Xid \(((?:PCI:)?[\da-fA-F:.]{1,20})\)|GPU (?:at )?((?:PCI:)?[\da-fA-F]{4,8}(?::[\da-fA-F]{2}){2})(?:\.\d)?"
     rb"|\bGPU[ =](\d{1,2})\b(?! GPU)|:\d+:\d+ \[(\d{1,2})\]"
 )
+# slurmstepd prints JOB lines from the batch step alone, on the job's first node, where its batch step runs
+# https://github.com/SchedMD/slurm/blob/master/src/slurmd/slurmstepd/req.c
+BATCH = re.compile(r"StepId=(\d{1,12})\.batch\b")
+BATCH_HOST = re.compile(r"\*\*\* JOB (\d{1,12}) ON (\S{1,99}) ")
 
 
-def rank_of(line: bytes) -> int | None:
-    """The rank that the line names, None where it names none."""
-    rank = RANK.search(line)
-    return int(next(filter(None, rank.groups()))) if rank else None
-
-
-def of_line(line: bytes) -> tuple[tuple[str, ...], ...]:
+def place(line: bytes) -> tuple[tuple[str, ...], ...]:
     """The nodes and the GPU that the line names."""
     host = None if ELSEWHERE in line else HOST.search(line[:MAX_PLACE])
     gpu = GPU.search(line[:MAX_PLACE])
     return tuple((m[m.lastindex or 0].decode(),) if m else () for m in (host, gpu))
+
+
+def where(
+    end: "Ending | None", named: tuple[str, str] | None, exits: "list[Ending]", others: "list[Ending]"
+) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Nodes and GPUs of an ending, of which the rank ran at `named`, and which `others` of the run may name; and those
+    at fault, as --exclude takes them: without names that no node can have, and without addresses."""
+    if end is None:
+        return (), (), ""
+    host, gpu = named or (exited_on(exits, end.rank) if end.blames_node else _batch_host(end, others), "")
+    hosts, gpus = end.hosts or (host,) * bool(host), end.gpus or (gpu,) * bool(gpu)
+    names = dict.fromkeys(name.partition(".")[0] for name in hosts)
+    return hosts, gpus, ",".join(filter(NODE.fullmatch, names)) if end.blames_node else ""
+
+
+def exited_on(found: "list[Ending]", rank: int | None) -> str:
+    """The node of the task that srun reports as failed: of that rank, or if the rank is unknown the only node that has
+    such a task; "" where several could be meant."""
+    nodes = {e.hosts[0] for e in found if rank is None or e.rank == rank}
+    return nodes.pop() if len(nodes) == 1 and "[" not in "".join(nodes) else ""
+
+
+def _batch_host(end: "Ending", others: "list[Ending]") -> str:
+    """The node of a batch step that the line of an ending names only by its job; "" if no line names it."""
+    step = BATCH.search(end.evidence)
+    named = [found for other in others if (found := BATCH_HOST.search(other.evidence))]
+    return next((found[2] for found in named if step and found[1] == step[1]), "")

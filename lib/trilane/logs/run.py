@@ -13,6 +13,7 @@ from trilane.logs.arguments import Value
 from trilane.logs.column import NAN, Column
 from trilane.logs.dialects.tables import dialects
 from trilane.logs.hardware import Device
+from trilane.logs.places import where
 from trilane.logs.problems import MOST_NUMBER, Problem
 from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
@@ -161,7 +162,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     for _, row in sorted(run.memory.items()):
         memory.add(row)
     rank = end.rank if end and end.rank is not None else run.root_rank if end else None
-    hosts, gpus, exclude = endings.where(end, run.places.get(-1 if rank is None else rank), run.exits)
+    hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), run.exits, run.endings)
     return RunLog(
         source=path,
         spilled=table.spilled(),
@@ -182,7 +183,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         hosts=hosts,
         gpus=gpus,
         exclude=exclude,
-        collectives=run.watchdogs.sentences(run.places, run.arguments) if status.has_failed else (),
+        collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
         notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged))),
         status_basis=basis,
         clock=tuple(pair for pair in run.clock if pair[1] > DAY_S),  # without times of day

@@ -1,10 +1,8 @@
 """Who did not come to a collective, by what the ranks' NCCL watchdogs print when it times out."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from trilane.utils.tables import one_line
 
@@ -29,40 +27,19 @@ BEHIND = re.compile(rb"\[([\d, ]{1,60000})\] finished collective #(\d{1,18}), bu
 WORDS = (b"WorkNCCL", b"NCCL work", b"by watchdog", b"nqueued", b"lagging", b"didn't join")
 DEFAULT = "default_pg"
 BETWEEN_TWO = ("SEND", "RECV", "COALESCED")  # of two ranks, not of the group; batch_isend_irecv is coalesced
-UNEVEN = ("ALLTOALL", "GATHER", "SCATTER")  # in which ranks may have different numbers of elements
 MAX_REPORTS = 200_000  # of ranks in process groups
-# The coordinates that vary among the members of Megatron's groups, by the names that it gives them.
-# https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py
-VARIES = {
-    "TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
-    "CONTEXT_PARALLEL_GROUP": ("cp",),
-    "PIPELINE_MODEL_PARALLEL_GROUP": ("pp",),
-    "DATA_PARALLEL_GROUP": ("dp",),
-    "DATA_PARALLEL_GROUP_WITH_CP": ("dp", "cp"),
-    "MODEL_PARALLEL_GROUP": ("tp", "pp"),
-    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": ("tp", "cp"),
-    "TENSOR_AND_DATA_PARALLEL_GROUP": ("tp", "dp"),
-    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": ("tp", "dp", "cp"),
-}
-SIZES = {  # of its axes: arguments, and what holds where a log has none
-    "tp": ("tensor_model_parallel_size", None),
-    "pp": ("pipeline_model_parallel_size", None),
-    "cp": ("context_parallel_size", 1),
-}
-ORDERS = {("tp", "cp", "dp", "pp"): False, ("tp", "cp", "pp", "dp"): True}  # of ranks, by use_tp_pp_dp_mapping
 SHOWN = 8  # process groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """A rank in a process group: the work that timed out there (-1: none), its collective and elements, and the last
-    work that the rank had enqueued and completed (None: not printed), its number in the group (-1: unknown)."""
+    work that the rank had enqueued and completed (None: not printed)."""
 
     stuck: int = -1
     name: str = ""
     enqueued: int | None = None
     completed: int | None = None
-    member: int = -1
 
 
 @dataclass
@@ -83,17 +60,15 @@ class Watchdogs:
         elif behind := BEHIND.search(line):
             self.behind |= dict.fromkeys(map(int, re.findall(rb"\d{1,7}", behind[1])), int(behind[2]))
         elif (member := MEMBER.search(line)) and b"periodically" not in line and len(self._names) < MAX_REPORTS:
-            known = GLOBAL.search(line)
-            self._report(line, _group(member), int(known[1] if known else member[4]), int(member[4]) if known else -1)
+            self._report(line, _group(member), int((GLOBAL.search(line) or {1: member[4]})[1]))
 
-    def _report(self, line: bytes, group: str, rank: int, member: int) -> None:
+    def _report(self, line: bytes, group: str, rank: int) -> None:
         """Read what the rank reports of the group; a watchdog's first line names the collective, not the group."""
-        found = self.groups.get(group, {}).get(rank, Report(member=member))
+        found = self.groups.get(group, {}).get(rank, Report())
         timed, detected, counts = TIMED_OUT.search(line), DETECTED.search(line), COUNTS.search(line)
         at = int(timed[1] or timed[4]) if timed else int(detected[1]) if detected else -1
         if timed and timed[1]:
-            has_size = timed[3] and not timed[2].startswith(tuple(map(str.encode, UNEVEN)))
-            self._names[rank, at] = timed[2].decode() + (f" of {int(timed[3]):,} elements" if has_size else "")
+            self._names[rank, at] = timed[2].decode() + (f" of {int(timed[3]):,} elements" if timed[3] else "")
         if at >= 0 and (timed or (rank, at) in self._names):  # else an error, not a timeout
             first = at if found.stuck < 0 else min(at, found.stuck)
             found = replace(found, stuck=first, name=self._names.get((rank, first), found.name))
@@ -101,14 +76,11 @@ class Watchdogs:
             found = replace(found, enqueued=int(counts[1]), completed=int(counts[2]))
         self.groups.setdefault(group, {})[rank] = found
 
-    def sentences(
-        self, places: Mapping[int, tuple[str, str]], arguments: Mapping[str, object] = MappingProxyType({})
-    ) -> tuple[str, ...]:
+    def sentences(self, places: Mapping[int, tuple[str, str]], world: object = None) -> tuple[str, ...]:
         """Who did not come: of torch's analysis, and of each process group in which a work timed out.
 
-        `arguments` are those of the log, with the number of ranks and the parallel sizes; `places` are nodes of ranks.
+        `world` is the number of ranks where the log's arguments have it, and `places` are nodes of ranks.
         """
-        world = arguments.get("world_size")
         given = world if isinstance(world, int) else 0
         self.world, self.is_whole = max(self.world, given), given >= self.world
         named = {rank for group, ranks in self.groups.items() if group for rank, r in ranks.items() if r.stuck >= 0}
@@ -121,14 +93,11 @@ class Watchdogs:
         for group, ranks in self.groups.items():
             left = ranks if group else {rank: r for rank, r in ranks.items() if rank not in named}
             if any(report.stuck >= 0 for report in left.values()):
-                members = set(range(self.world)) if group in ("", DEFAULT) else _members(group, ranks, arguments)
-                found.append(self._sentence(group, left, places, members if self.world <= MAX_REPORTS else set()))
+                found.append(self._sentence(group, left, places))
         return (*found[:SHOWN], *([f"and {len(found) - SHOWN} more process groups"] if len(found) > SHOWN else []))
 
-    def _sentence(
-        self, group: str, ranks: Mapping[int, Report], places: Mapping[int, tuple[str, str]], members: set[int]
-    ) -> str:
-        """Who waits in which work, who had not enqueued it, and of which of the `members` the log holds nothing."""
+    def _sentence(self, group: str, ranks: Mapping[int, Report], places: Mapping[int, tuple[str, str]]) -> str:
+        """Who waits in which work, who had not enqueued it, and of whom the log holds nothing."""
         waits = dict[tuple[int, str], list[int]]()
         for rank, report in ranks.items():
             if report.stuck >= 0:
@@ -141,58 +110,24 @@ class Watchdogs:
             parts.append("sends and receives of two ranks each: the log does not name the other one")
             return "; ".join(parts)
         if len(waits) > 1:
-            same = len({at for at, _ in waits}) == 1
-            which = "one made a call that the others did not" if same else "who is wrong cannot be known from this log"
-            parts.append(f"they wait in different works: {which}")
+            parts.append("they wait in different works: one made a call that the others did not")
         late = dict[int, list[int]]()
         for rank, report in ranks.items():
             if report.stuck < 0 and report.enqueued is not None and report.enqueued < first:
                 late.setdefault(report.enqueued, []).append(rank)
         parts += [f"{_ranks(late[at], places)} did not come: last enqueued {at}" for at in sorted(late)[:SHOWN]]
-        whole = ranks.keys() <= members
-        silent = members - set(ranks) if whole else set()
+        whole = group in ("", DEFAULT) and max(ranks) < self.world <= MAX_REPORTS
+        silent = set(range(self.world)) - set(ranks) if whole else set()
         if silent:
             parts.append(
                 f"{_ranks(silent, places)} did not come, or did not report: nothing of the kind is in this log"
             )
         elif whole and not late and len(waits) == 1:
-            every = "all members" if group not in ("", DEFAULT) else "all ranks"
-            known = every if self.is_whole else "all ranks of the largest communicator in this log"
+            known = "all ranks" if self.is_whole else "all ranks of the largest communicator in this log"
             parts.append(f"{known} came: suspect the network")
         elif not late and not whole:
             parts.append("who did not come cannot be known from this log: it does not give the members of the group")
         return "; ".join(parts)
-
-
-def _members(group: str, ranks: Mapping[int, Report], arguments: Mapping[str, object]) -> set[int]:
-    """The members of one of Megatron's groups, by the parallel sizes in the log's arguments; empty where these are not
-    there, or leave a choice, or do not give each rank the number in the group that it printed."""
-    sizes = {axis: arguments.get(name, default) for axis, (name, default) in SIZES.items()}
-    world, varies = arguments.get("world_size"), VARIES.get(group.partition(" ")[0], ())
-    known = {axis: size for axis, size in sizes.items() if isinstance(size, int) and size > 0}
-    if not varies or len(known) < len(sizes) or not isinstance(world, int) or not 0 < world <= MAX_REPORTS:
-        return set()
-    counts = known | {"dp": world // math.prod(known.values())}
-    if math.prod(counts.values()) != world or max(ranks) >= world:
-        return set()
-    mapping = arguments.get("use_tp_pp_dp_mapping")
-    orders = [order for order, name in ORDERS.items() if mapping in (None, name)]
-    found = set[frozenset[int]]()
-    for order in orders:
-        own = _fixed(min(ranks), order, counts, varies)
-        members = [rank for rank in range(world) if _fixed(rank, order, counts, varies) == own]
-        if all(rank in members and members.index(rank) == report.member for rank, report in ranks.items()):
-            found.add(frozenset(members))
-    return set(found.pop()) if len(found) == 1 else set()
-
-
-def _fixed(rank: int, order: Sequence[str], counts: Mapping[str, int], varies: Sequence[str]) -> list[int]:
-    """The coordinates of a rank along the axes that do not vary in a group; the first of `order` varies fastest."""
-    place = list[int]()
-    for axis in order:
-        rank, number = divmod(rank, counts[axis])
-        place += [] if axis in varies else [number]
-    return place
 
 
 def _group(member: re.Match[bytes]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from trilane.logs import arguments, endings, hardware, places
+from trilane.logs import arguments, endings, hardware
 from trilane.logs.dialects import megatron, trainers
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.watchdog import WORDS
@@ -129,17 +129,17 @@ class RunFacts:
         """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
         if b"Root Cause" in line:
             self._failed, self.traceback = "9", MAX_ENTRY  # an entry without a time comes after those with one
-        elif self._failed != OTHER and (time := places.FAILED_TIME.match(line)):
+        elif self._failed != OTHER and (time := endings.FAILED_TIME.match(line)):
             self._failed = endings.text(time[1])
-        elif host := places.FAILED_HOST.match(line):
+        elif host := endings.FAILED_HOST.match(line):
             self._host = endings.text(host[1])
-        elif root := places.ROOT.search(line):
+        elif root := endings.ROOT.search(line):
             if run.root_rank is None or self._failed < run.root_time:  # each node prints a table
                 run.root_rank, run.root_time = int(root[1]), self._failed
             if self._host:
                 run.places[int(root[1])] = (self._host, str(int(root[2])))
             self._host, self._failed = "", OTHER
-        elif named := places.NCCL_RANK.search(line):
+        elif named := endings.NCCL_RANK.search(line):
             size = int(named[4])
             if size > run.watchdogs.world:  # the largest communicator numbers the ranks of the run
                 run.watchdogs.world, run.places = size, {}
