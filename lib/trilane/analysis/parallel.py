@@ -88,7 +88,7 @@ def measure_path(
         return [measure(folder, warm_up)]
     if path.is_dir():
         path = next((path / name for name in OURS if (path / name).is_file()), path)
-        require(path.is_file(), "run", path, f"holds neither {' nor '.join(OURS)}")
+        require(path.is_file(), "run", path, f"holds neither {' nor '.join(OURS)}; `logs table` reads folders of logs")
     return [measure_log(log, None, warm_up, gpu=gpu) for log in read_runs(path, keep, spill)]
 
 

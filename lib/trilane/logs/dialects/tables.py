@@ -34,9 +34,10 @@ LARGEST = 1 << 20  # bytes of a table
 def read_dialect(path: Path) -> Dialect:
     """The dialect of a JSON file; raises ValueError("dialects=FILE: field=value: the rule")."""
     require_file("dialects", path)
+    require(path.stat().st_size < LARGEST, "dialects", path, f"must have less than {LARGEST} bytes")
+    table = read_json(path, "dialects")
     try:
-        require(path.stat().st_size < LARGEST, "size", path.stat().st_size, f"must be below {LARGEST} bytes")
-        return dialect_of(read_json(path, "dialect"))
+        return dialect_of(table)
     except ValueError as error:
         raise ValueError(f"dialects={path}: {error}") from None
 
