@@ -109,7 +109,7 @@ def test_the_command_compares_logs(tmp_path, capsys):
         (["none", "--with", "a"], "log=none: no such file"),
         (["a", "--with", "a", "--confidence", "2"], "confidence=2.0: must lie between 0.5 and 1"),
         (["a", "--with", "end"], "B=no run: of these has a time of an iteration"),
-        (["a", "--with", "."], "run=.: holds neither run.log nor steps.jsonl"),
+        (["a", "--with", "."], "run=.: holds neither run.log nor steps.jsonl; `logs table` reads folders of logs"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, arguments, message):
