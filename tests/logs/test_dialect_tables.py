@@ -641,6 +641,16 @@ def test_llama_factorys_two_reporters_count_an_iteration_once(tmp_path: Path) ->
     assert read["iteration"].tolist() == list(range(5, 50, 5)) and set(read["grad_norm"]) == {1.5}
 
 
+def test_a_prefix_before_nothing_does_not_part_a_trainers_dict_from_its_bar(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    parts = [
+        f"{{'loss': {3 - n / 99:.4f}, 'epoch': 0.01}}\n\n  1%|#| {n}/300 [00:{n:02d}<05:00,  1.00s/it]\n"
+        for n in (10, 20, 30)
+    ]
+    log.write_text("".join(f"[{i}] {line}\n" for i, line in enumerate("".join(parts).split("\n"), 1743)))
+    assert read_log(log).iterations["iteration"].tolist() == [10, 20, 30]
+
+
 def test_litgpts_last_lines_end_the_run(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     line = "Epoch 1 | iter {0} step {0} | loss train: 1.{0}, val: n/a | iter time: 300.50 ms (step)\n"

@@ -76,7 +76,7 @@ class Lines:
 
     def _read(self, line: bytes, kind: int, whole: bool) -> bool:
         """Read a line, or a part of one that a bar overwrote."""
-        if self.dicts.pending and line.strip() and b"{'" not in line:
+        if self.dicts.pending and b"{'" not in line and megatron.body(line).strip():
             self.dicts.release(line)
         if self._begun and self._continues(line):
             return True
