@@ -410,6 +410,7 @@ def test_nothing_is_found_in_a_clean_cycle(kind: str, pool: WorkerPool, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 def test_a_plan_is_rehearsed_in_processes_of_its_own(data: Path, tmp_path: Path) -> None:
     """As the command does it; a bug in it would be the planted ones' business."""
     made = asked(data, tmp_path, {})

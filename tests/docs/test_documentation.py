@@ -56,6 +56,7 @@ def shell(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     environment = shell(tmp_path)

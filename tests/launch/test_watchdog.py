@@ -29,6 +29,7 @@ from trilane.workspace.status import read_status
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
 @pytest.mark.parametrize(("kind", "single"), [("lock-held", "tp"), ("stopped", "dp"), ("exit", "pp")])
 def test_a_real_training_that_hangs_is_dumped_judged_and_ended(
     kind: str, single: str, data: Path, tmp_path: Path
