@@ -124,6 +124,7 @@ def test_a_loss_that_rises_and_stays_is_a_divergence():
     broken[250:] = math.nan
     (event,) = found(broken)
     assert (event.kind, event.iteration) == ("divergence", 251) and math.isnan(event.peak)
+    assert "nan (no number)" in event.sentence
 
 
 def restarted(factor, first=801, seed=3):

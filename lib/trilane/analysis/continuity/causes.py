@@ -1,5 +1,6 @@
 """Break: a quantity that a restart did not continue, with the lines on both sides and the likely cause."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,6 +97,8 @@ class Break:
 
 def change(value: float, expected: float) -> str:
     """A change in words: a factor where it is large, else per cent."""
+    if not math.isfinite(value):
+        return "no number"
     if not expected or not value:
         return f"{value - expected:+.6g}"
     ratio = value / expected
