@@ -63,6 +63,13 @@ ENDINGS = [
     ("crashed", FIVE + SRUN + CANCEL, "Exited with exit code 1", 6),
     ("crashed", FIVE + "[default2]:Fatal Python error: Segmentation fault\n", "Segmentation fault", 2),
     ("unfinished", FIVE, "iteration        5/", None),
+    ("crashed", FIVE + TRACE.rpartition("AssertionError")[0], "Traceback", None),
+    (
+        "unfinished",
+        FIVE + "Exception ignored in: <function f>\n" + TRACE.rpartition("Assert")[0],
+        "iteration        5/",
+        None,
+    ),
     ("unfinished", "ImportError: no apex, using torch's own\n" + FIVE, "iteration        5/", None),
     ("completed", FIVE + OOM + TEN[len(FIVE) :], "iteration       10/", None),
     ("OOM", FIVE + OOM + m2021(6), "Tried to allocate 2.50 GiB", 3),  # the rank that prints iterations lags

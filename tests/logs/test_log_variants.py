@@ -97,6 +97,31 @@ def test_a_bar_on_a_line_of_its_own_has_the_step_of_the_dict_next_to_it(tmp_path
     assert table["sec_per_it"].tolist()[1:3] == [0.2, 0.2] and set(table["grad_norm"]) == {1.25}
 
 
+def test_bars_behind_the_numbers_of_lines_have_the_steps_of_their_dicts(tmp_path):
+    lines = []
+    for i in (10, 20, 30):
+        bar = HF_BAR.format(i=i, n=200, s=i // 5)
+        lines += [bar, "   \n", HF_DICT.format(loss=4 - i / 100), " \n", bar]
+    (tmp_path / "a.log").write_text("".join(f"[{1700 + at}] {line}" for at, line in enumerate(lines)))
+    assert read_log(tmp_path / "a.log").iterations["iteration"].tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("steps", "numbers"),
+    [((35, 40, 45), [30, 35, 40, 45]), ((40, 50, 60), [30, 40, 50, 60]), ((36, 41, 46), None), ((35, 45, 50), None)],
+)
+def test_dicts_without_a_bar_are_numbered_by_the_others_where_these_are_equally_far_apart(tmp_path, steps, numbers):
+    text = HF_DICT.format(loss=4.0)
+    for at, i in enumerate(steps):
+        text += HF_BAR.format(i=i, n=625, s=i).rstrip() + HF_DICT.format(loss=3.5 - at / 10)
+    (tmp_path / "a.log").write_text(text)
+    table = read_log(tmp_path / "a.log").iterations
+    found = table["iteration"].tolist() if "iteration" in table else []
+    assert found == numbers if numbers else all(number != number for number in found), found
+    if numbers:
+        assert table["sec_per_it"].tolist()[-1] == 1
+
+
 def test_seconds_that_were_read_off_the_clock_are_reported_as_such(tmp_path):
     (tmp_path / "a.log").write_text(DS.format(m=0, i=10) + DS.format(m=5, i=20))
     assert "time stamps" in read_log(tmp_path / "a.log").notes[0]

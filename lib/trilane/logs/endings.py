@@ -140,7 +140,12 @@ def _continues(line: bytes, found: re.Match[bytes]) -> bool:
 
 def raised(line: bytes, rows: int) -> Ending | None:
     """The exception on the first line after a traceback; its name need not end in Error."""
-    return _ending(ERROR, Status.CRASHED, line, rows) if RAISED.match(line) else None
+    return crashed(line, rows) if RAISED.match(line) else None
+
+
+def crashed(line: bytes, rows: int) -> Ending:
+    """An error of the program, reported by `line`."""
+    return _ending(ERROR, Status.CRASHED, line, rows)
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:

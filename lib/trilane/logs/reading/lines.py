@@ -58,6 +58,7 @@ class Lines:
         """All runs that have any content."""
         self.finish()
         self._settle()
+        self.facts.close(self.run)
         for run in self.runs:
             settle_numbers(run)
         return [run for run in self.runs if run.has_content]

@@ -45,7 +45,7 @@ class PartialRun(LineClock):
         self._of_deepspeed: dict[str, float] = {}  # the last number of each way in which it counts
         self.counted = False  # whether its iterations are numbered 1, 2, 3 because the log does not number them
         self.in_epochs = False  # whether the log numbers them in their epoch: it may have more epochs
-        self.unfit = False  # whether a step that the log does have does not fit these
+        self.known = list[tuple[int, float]]()  # rows before the first steps that the log does have, and these
         self.notes: list[str] = []
         self.root_rank: int | None = None
         self.root_time = ""  # when it failed, as torchrun prints it

@@ -31,6 +31,7 @@ class RunFacts:
         self.inside, self._other = False, 0  # whether a dump is open; lines since its last argument
         self.traceback = 0  # lines that an open traceback may still have
         self._dumped = dict[bytes, tuple[str, arguments.Value]]()  # lines of dumps, which every rank and run may repeat
+        self._trace = b""  # the first line of a traceback without its exception
         self._ignored = False  # the exception of an open traceback
         self._host, self._failed = (
             "",
@@ -125,6 +126,11 @@ class RunFacts:
             return bool(endings.DIGITS_DECIDE.search(line))  # `0 oom_kill events` is none, 1 is one
         return True
 
+    def close(self, run: PartialRun) -> None:
+        """Read the end of the file: a traceback whose exception is missing has ended the run all the same."""
+        if self.traceback and self._trace and not self._ignored:
+            run.add_ending(endings.crashed(self._trace, run.rows))
+
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
         if b"Root Cause" in line:
@@ -149,10 +155,10 @@ class RunFacts:
     def _raised(self, line: bytes, run: PartialRun) -> endings.Ending | None:
         """The exception that ends a traceback: its first line that is not indented."""
         if endings.TRACEBACK.search(line):
-            self.traceback = MAX_TRACEBACK
+            self.traceback, self._trace = MAX_TRACEBACK, line
         elif self.traceback and endings.FRAME.match(line):
             self.traceback -= 1
         elif self.traceback:
-            self.traceback = 0
+            self.traceback, self._trace = 0, b""
             return endings.raised(line, run.rows)
         return None

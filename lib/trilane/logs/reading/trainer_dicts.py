@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # of a learning rate, which LLaMA-Factory's own reporter prints with five digits:
 # https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/train/callbacks.py
 RATE_ROUNDED = 1e-4
+MOST_KNOWN = 100  # steps that are compared
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 
 
@@ -75,9 +76,10 @@ def next_number(run: PartialRun, step: float | None) -> float:
     `logging_steps`, or as far again as from the one before; else it is counted, see settle_numbers."""
     last, rows, every = run.iteration, run.iterations.rows, run.arguments.get("logging_steps")
     if step is not None:
+        if rows and (run.counted or run.known) and len(run.known) < MOST_KNOWN:
+            run.known.append((rows, step))
         if run.counted and rows:
-            if run.unfit or step % (rows + 1):  # of a bar that is not drawn for each dict
-                run.unfit = True
+            if len(run.known) > 1 or step % (rows + 1):  # the first dicts, or some, lack their bar: see settle_numbers
                 return last + 1
             _renumber(run, int(step) // (rows + 1), int(step) // (rows + 1))
         run.counted = False
@@ -92,10 +94,39 @@ def next_number(run: PartialRun, step: float | None) -> float:
 
 
 def settle_numbers(run: PartialRun) -> None:
-    """Number iterations that were counted 1, 2, 3 by their epochs, where these show their steps."""
+    """Number iterations that were counted 1, 2, 3, or as far apart as the first step that is known is from 0, by the
+    steps that are known, else by their epochs, where these show their steps."""
+    by_steps = _equally_far(run.known)
     if run.counted and run.iterations.rows:
         epoch = run.iterations.column("epoch") if "epoch" in run.iterations else np.empty(0)
-        _renumber(run, *trainers.logging_steps(run.arguments, epoch))
+        _renumber(run, *(by_steps or trainers.logging_steps(run.arguments, epoch)))
+    elif len(run.known) > 1:
+        rows, step = run.known[0]
+        if not by_steps:
+            _renumber(run, 0, 0)
+        elif (every := by_steps[1]) != (guess := step / (rows + 1)):
+            run.iterations.replace(
+                "iteration", _first_rows(run, "iteration", rows, step - every * np.arange(rows, 0, -1))
+            )
+            if "sec_per_it" in run.iterations:
+                seconds = run.iterations.column("sec_per_it")[: rows + 1] * guess / every
+                run.iterations.replace("sec_per_it", _first_rows(run, "sec_per_it", rows + 1, seconds))
+
+
+def _first_rows(run: PartialRun, name: str, rows: int, values: np.ndarray) -> np.ndarray:
+    """A column with other values in its first rows."""
+    return np.concatenate([values, run.iterations.column(name)[rows:]])
+
+
+def _equally_far(steps: list[tuple[int, float]]) -> tuple[int, int] | None:
+    """The first iteration and those from one dict to the next, where the steps that are known, which are its multiples,
+    agree on them."""
+    if len(steps) < 2:
+        return None
+    (before, start), (rows, end) = steps[0], steps[-1]
+    every = (end - start) / (rows - before)
+    fits = every >= 1 and all(step == start + every * (row - before) and step % every == 0 for row, step in steps)
+    return (int(start - every * before), int(every)) if fits and start > every * before else None
 
 
 def _renumber(run: PartialRun, first: int, every: int) -> None:
