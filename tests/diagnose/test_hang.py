@@ -130,7 +130,7 @@ def test_of_two_moments_the_last_counts_and_who_moved_is_said(tmp_path: Path) ->
     (tmp_path / "t0" / f"rank_{culprit}.json").write_text(pyspy_json(stack))
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (culprit,)
-    assert f"between the two moments ranks {culprit} moved: slow rather than stuck" in verdict.notes
+    assert f"between the two moments ranks {culprit} moved: slow rather than stuck" in " ".join(verdict.notes)
 
 
 def test_dumps_taken_minutes_apart_are_said_to_be_of_two_moments(tmp_path: Path) -> None:

@@ -164,12 +164,22 @@ def test_an_error_for_lack_of_another_rank_is_no_cause(error: str, tmp_path: Pat
         (("compute", "/mnt/data/model.py", 9), "outside communication"),
         (("wait", "/usr/lib/python3.11/threading.py", 324), "waiting for a lock"),
         (("read", "indexed_dataset.py", 9), "in the data loader"),
+        (("linear", "torch/nn/functional.py", 9), "outside communication"),
+        (("readline", "codecs.py", 1), "in input or output (a file, a pipe or a socket)"),
+        (
+            ("acquire_read", "device_communicators/shm_broadcast.py", 9),
+            "idle, without a task of Ray's or a request to vLLM",
+        ),
     ],
 )
 def test_an_activity_is_of_the_innermost_frames_and_not_of_the_folder(
     frame: tuple[str, str, int], text: str, tmp_path: Path
 ) -> None:
-    started: Stack = (("main", "run.py", 9), ("run", "/usr/lib/python3.11/threading.py", 953))
+    started: Stack = (
+        ("checkpoint", "torch/utils/checkpoint.py", 500),
+        ("main", "run.py", 9),
+        ("run", "/usr/lib/python3.11/threading.py", 953),
+    )
     verdict = eight(tmp_path, {3: (frame, *started)})
     assert verdict.suspects == (3,) and verdict.reasons[3].partition(";")[0] == text
 
@@ -180,3 +190,77 @@ def test_a_group_that_no_name_in_the_stack_shows_is_not_stated(tmp_path: Path) -
     topology(tmp_path, 2, 1, 2)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (2,) and " over " not in verdict.paragraph
+
+
+PURPOSES = {
+    "in the data loader": (("select", "selectors.py", 416), ("_next_data", "torch/utils/data/dataloader.py", 1328)),
+    "in a debugger": (("readline", "codecs.py", 1), ("cmdloop", "cmd.py", 126), ("interaction", "pdb.py", 366)),
+    "in a network request": (("recv_into", "socket.py", 705), ("request", "requests/sessions.py", 589)),
+    "leaving the program": (("join", "threading.py", 1119), ("_exit_function", "multiprocessing/util.py", 360)),
+    "in checkpoint input/output": (("write", "zipfile.py", 9), ("save_checkpoint", "megatron/training/training.py", 9)),
+}
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_what_a_rank_does_is_stated_by_its_purpose(purpose: str, tmp_path: Path) -> None:
+    verdict = eight(tmp_path, {3: (*PURPOSES[purpose], *STEP)})
+    assert verdict.suspects == (3,) and verdict.reasons[3] == purpose and verdict.exclude == "--exclude=a"
+
+
+def test_a_collective_that_waits_for_the_gpu_in_c_is_a_collective(tmp_path: Path) -> None:
+    """A barrier of NCCL, with --native."""
+    topology(tmp_path, 1, 1, 8)
+    for rank in range(8):
+        stack = DATA.stack if rank == 5 else (*c10d("barrier"), *STEP)
+        (tmp_path / f"rank_{rank}.txt").write_text(pyspy_text(stack, native=CUDA if rank != 5 else ()))
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (5,) and "wait in barrier over all ranks" in verdict.paragraph
+
+
+def test_activation_checkpointing_is_no_collective_of_all_ranks(tmp_path: Path) -> None:
+    again = ("checkpoint", "torch/utils/checkpoint.py", 500)
+    stack: Stack = (*c10d("all_reduce"), ("mine", "model.py", 5), again, *STEP)
+    assert "over all ranks" not in eight(tmp_path, {5: DATA.stack}, stack).paragraph
+
+
+def test_ranks_that_moved_are_not_called_stuck(tmp_path: Path) -> None:
+    for moment, stack in enumerate((ITEM, DP_SUM.stack)):
+        write_all(tmp_path / f"t{moment}", dict.fromkeys(range(8), DP_SUM.stack) | {5: stack})
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "ranks 5 moved" in verdict.paragraph and "network" not in verdict.paragraph
+
+
+def test_only_ranks_at_one_line_are_said_to_be_at_one(tmp_path: Path) -> None:
+    paragraph = eight(tmp_path, {4: PRINTED}).paragraph
+    assert "same line" not in paragraph and "Ranks 4 wait" in paragraph
+
+
+def test_the_processes_that_write_a_checkpoint_are_no_ranks(tmp_path: Path) -> None:
+    """Megatron's asynchronous save forks a process, whose stack holds its parent's."""
+    parts = []
+    for local in range(8):
+        parts.append(pyspy_text(DATA.stack if local == 5 else DP_SUM.stack, 100 + 10 * local))
+        writer: Stack = (("fsync", "io.py", 3), ("write_preloaded_data", "strategies/filesystem_async.py", 300), *STEP)
+        parts.append(pyspy_text(writer, 105 + 10 * local))
+    (tmp_path / "trace-r1.out").write_text("\n".join(parts))
+    topology(tmp_path, 1, 1, 8)
+    assert diagnose_hang(tmp_path).suspects == (5,)
+
+
+def test_a_ray_actor_that_trains_in_its_main_thread_is_read_there(tmp_path: Path) -> None:
+    """An actor without a thread of its own, and with one of the user that only watches."""
+    serve: Stack = (
+        ("actor_method_executor", "ray/_private/function_manager.py", 696),
+        ("main_loop", "ray/_private/worker.py", 876),
+    )
+    frames = "".join(
+        f"    {f}\n" for f in (*["watch (mine.py:3)"] * 60, "run (threading.py:953)", "_bootstrap (threading.py:973)")
+    )
+    watch = f'Thread 7 (idle): "Thread-9"\n{frames}'
+    for rank in range(8):
+        stack = (*(DATA.stack if rank == 5 else DP_SUM.stack)[:-1], *serve)
+        (tmp_path / f"rank_{rank}.txt").write_text(pyspy_text(stack, 100 + rank) + watch)
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (5,) and "wait in all_reduce" in verdict.paragraph

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.wait import ON_HOST, Wait, first_match, soft_wait, wait_at, wait_of
+from trilane.diagnose.hang.wait import Wait, activity, soft_wait, wait_at, wait_of
 from trilane.utils.tables import grouped
 
 HARD = ("gone", "crashed", "stopped", "locked")
@@ -118,10 +118,10 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
         kind, text = ("waiting", f"in {wait.op}") if wait else ("soft", "at a line that communicates")
         aside = f"its process was {SLEEPS}" if sleeps else ""
         return Condition(kind=kind, text=text, frames=frames, wait=wait or soft, moves=moves, aside=aside)
-    activity = first_match("activities", frames[:8])
-    text = (activity or "outside communication") + (f", {SLEEPS}" if sleeps else "")
+    does, on_host = activity(frames)
+    text = (does or "outside communication") + (f", {SLEEPS}" if sleeps else "")
     # what waits for a GPU has released the GIL
-    on_host = moves or sleeps or activity in ON_HOST or bool(dump.main.owns_gil)
+    on_host = on_host or moves or sleeps or bool(dump.main.owns_gil)
     return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 
 

@@ -17,12 +17,16 @@ NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
 LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 LOCAL = re.compile(r"--local[-_]rank[= ](\d{1,6})\b")
 
-# Functions of processes that do not train: a launcher, a data loader's worker (forked: its stack holds its parent's).
-NOT_TRAINING = {"_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"}
+# Functions of processes that do not train: a launcher, a data loader's or a checkpoint's worker (forked: its stack
+# holds its parent's), an engine of inference.
+NOT_TRAINING = {
+    *("_worker_loop", "_invoke_run", "launch_agent", "_pin_memory_loop", "spawn_main", "run_commandline"),
+    *("async_loop", "write_preloaded_data", "_checkpointing_subprocess", "run_engine_core"),
+}
 
 LAUNCHER = re.compile(
     r"torch\.distributed\.(?:run|launch)|torchrun|deepspeed\.launcher|py-spy|\bsrun\b|resource_tracker"
-    r"|\bray::IDLE|raylet|gcs_server|ray/(?:dashboard|autoscaler)/|ray/_private/(?:log_)?monitor"
+    r"|\bray::IDLE|raylet|compile_worker|tensorboard|wandb-core|gcs_server|ray/(?:dashboard|autoscaler)/|ray/_private/(?:log_)?monitor"
 )
 
 WORLD = re.compile(rb"\bworld[ _]size['\"]?(?: is| to)?[ :=.]{1,60}(\d{1,7})\b", re.I)

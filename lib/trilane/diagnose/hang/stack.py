@@ -17,15 +17,12 @@ ENGINE_CALLERS = {"custom_backward"}
 # Names in the frames of a thread of autograd: functions with a backward, and hooks of parameters.
 BACKWARD = re.compile(r"backward|autograd|hook|grad", re.I)
 
-# Ray: what the main thread of an actor does while no task runs in it, or while the session's thread trains
-# (python/ray/_private/worker.py main_loop; python/ray/train/_internal/session.py get_next).
-IDLE_RAY = re.compile(r"^(?:main_loop|run_task_loop) .*worker\.py|^(?:get_next|finish) .*(?:session|worker_group)\.py")
-IDLE_DEPTH = 4
+# Ray's worker process (python/ray/_private/workers/default_worker.py), and what runs in it besides the user's function.
+RAY = re.compile(r"default_worker\.py$|_private/worker\.py$")
 LIBRARY = re.compile(
-    r"(?:^|/)(?:ray|concurrent|asyncio|tensorboard|wandb|tqdm|_utils|grpc|prometheus_client|opentelemetry)/"
-    r"|(?:^|/)(?:threading|queue|selectors|socket|pin_memory|_monitor|monitor)\.py$|^<"
+    r"(?:^|/)(?:ray|_private|_internal|worker_group|concurrent|futures|asyncio|tensorboard|wandb|tqdm|grpc|"
+    r"prometheus_client|opentelemetry)/|(?:^|/)(?:threading|queue|selectors|socket|pin_memory|_?monitor)\.py$|^<"
 )
-WAITING = re.compile(r"(?:^|/)(?:threading|queue|selectors|_base)\.py$")
 
 LONGEST = 400  # characters of a name that are kept
 
@@ -108,9 +105,9 @@ def training_thread(threads: tuple[Thread, ...], cut: bool) -> Thread:
     # faulthandler cuts a deep stack after a hundred frames, so that its root is missing.
     sure = named or rooted or [t for t in python if _calls_engine(t)] or [t for t in python if t.current]
     main = next(iter(sure or ([] if cut else python[-1:] or list(threads[-1:]))), Thread(frames=()))
-    if any(IDLE_RAY.search(f"{f.function} {f.file}") for f in main.frames[:IDLE_DEPTH]):
+    if any(RAY.search(f.file) for f in main.frames) and not _own_frames(main):
         # An actor's main thread serves Ray: Train's workers, and actors with max_concurrency, train in another one.
-        main = next(iter(sorted((t for t in threads if _trains(t)), key=_waits_for_threads)), main)
+        main = max((t for t in threads if _own_frames(t)), key=_own_frames, default=main)
     if _calls_engine(main):
         inside = [t for t in python if t is not main]
         inside = [t for t in inside if any(BACKWARD.search(f"{f.function} {f.file}") for f in t.frames)] or inside
@@ -120,15 +117,11 @@ def training_thread(threads: tuple[Thread, ...], cut: bool) -> Thread:
     return main
 
 
-def _trains(thread: Thread) -> bool:
-    """Whether a thread of a Ray actor runs the user's function: there is a frame of none of its libraries."""
-    own = [f for f in thread.frames if not LIBRARY.search(f.file) and not IDLE_RAY.search(f"{f.function} {f.file}")]
-    return bool(own)
-
-
-def _waits_for_threads(thread: Thread) -> bool:
-    """Whether the thread waits for another one."""
-    return bool(thread.frames) and WAITING.search(thread.frames[0].file) is not None
+def _own_frames(thread: Thread) -> int:
+    """The number of frames of the user's function that a thread of a Ray actor runs, the libraries that it calls
+    included; 0 for a thread of Ray, of Python or of a helper."""
+    first = next((n for n, f in enumerate(reversed(thread.frames)) if not LIBRARY.search(f.file)), None)
+    return 0 if first is None else len(thread.frames) - first
 
 
 def _calls_engine(thread: Thread) -> bool:

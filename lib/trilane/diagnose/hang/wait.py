@@ -9,18 +9,16 @@ from importlib import resources
 
 from trilane.diagnose.hang.stack import Frame, Key
 
-ON_HOST = (  # activities of data/hang_patterns.json that are no wait for the GPU, however many ranks are in one
-    *("in the data loader", "in checkpoint input/output", "compiling", "waiting for a lock"),
-    *("in input or output (a file, a pipe or a socket)", "idle in Ray, without a task"),
-)
+ACTIVITIES = ("purposes", "calls", "parts")  # tables of data/hang_patterns.json, in their order
+ACTIVITY_DEPTH = 8  # frames
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 
 
 @cache
 def patterns(table: str) -> dict[str, re.Pattern[str]]:
-    """A table of data/hang_patterns.json: "functions" by name, or "files", "axes" and "activities" by expressions."""
+    """A table of data/hang_patterns.json: "functions" by name, or others by expressions."""
     values = json.loads(resources.files("trilane").joinpath("data/hang_patterns.json").read_text(encoding="utf-8"))
-    return {key: re.compile("|".join(parts), re.I * (table == "activities")) for key, parts in values[table].items()}
+    return {key: re.compile("|".join(parts), re.I * (table in ACTIVITIES)) for key, parts in values[table].items()}
 
 
 def is_function(frame: Frame, kind: str) -> bool:
@@ -29,7 +27,7 @@ def is_function(frame: Frame, kind: str) -> bool:
 
 
 def first_match(table: str, frames: Iterable[Frame]) -> str:
-    """The first entry of "axes" or "activities" that matches, from the innermost frame outwards; "" where none does."""
+    """The first entry of a table by expressions that matches, from the innermost frame outwards; "" where none does."""
     names = (f"{frame.function} {frame.file}" for frame in frames)
     return next((key for name in names for key, pattern in patterns(table).items() if pattern.search(name)), "")
 
@@ -75,6 +73,8 @@ class Wait:
 
 def wait_of(frames: Sequence[Frame]) -> Wait | None:
     """What a stack (innermost frame first) waits for; None where its innermost frame does not communicate."""
+    if frames and frames[0].line == 0 and any(_communicates(f) for f in frames[1:3]):
+        frames = frames[1:]  # the GPU is waited for within the collective
     wrapped = [is_function(f, "wrappers") for f in frames]
     inner = next((i for i, f in enumerate(frames) if not wrapped[i] or _communicates(f)), len(frames))
     if inner == len(frames):
@@ -102,6 +102,14 @@ def wait_at(op: str, callers: Sequence[Frame], axis: str, frames: Sequence[Frame
     return Wait(op=op, site=callers[0], axis=axis, path=path or (callers[0].key,), phase=phase_of(frames))
 
 
+def activity(frames: Sequence[Frame]) -> tuple[str, bool]:
+    """What a stack outside communication does, "" where its names do not show it, and whether that is on the host."""
+    for table in ACTIVITIES:
+        if found := first_match(table, frames[:ACTIVITY_DEPTH]):
+            return found, table != "parts"
+    return "", False
+
+
 def phase_of(frames: Sequence[Frame]) -> str:
     """The part of an iteration that a stack is in: the first of "phases" that matches any frame; "" for none."""
     names = [f"{frame.function} {frame.file}" for frame in frames]
@@ -120,7 +128,7 @@ def soft_wait(frames: Sequence[Frame]) -> Wait | None:
 
     `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
     """
-    axis = "" if first_match("activities", frames[:1]) in ON_HOST else first_match("axes", frames[:1])
+    axis = "" if activity(frames)[1] else first_match("axes", frames[:1])
     return wait_at("wait", frames, axis, frames) if axis else None
 
 

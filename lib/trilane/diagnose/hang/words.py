@@ -53,18 +53,27 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     blind = [r for r, wait in waits.items() if wait.is_blind or wait.op == "wait"]
     recorded = {r for r, recording in evidence.recordings.items() if recording.waiting is not None}
     if not suspects.edges:
-        none = "No rank that was dumped is in a collective, or waits for its GPU" if missing else "No rank waits"
-        return f"{none} in these dumps: who waits for whom cannot be determined from them."
+        none = "No rank that was dumped" if missing else "No rank"
+        return f"{none} is seen in a wait for others: who waits for whom cannot be determined from these dumps."
     if missing:
         return (
             f"Who has not come may be among ranks {span(missing)}, of which there is no readable dump (their processes "
             "have ended, or were not dumped), or all came, and the operation does not end: which, cannot be determined."
         )
     if blind:
-        one = "All ranks wait at the same line" if suspects.complete else f"Ranks {span(blind)} wait"
+        at_one_line = suspects.complete and len(blind) == len(found) and len({waits[r].site for r in blind}) == 1
+        one = "All ranks, at the same line," if at_one_line else f"Ranks {span(blind)}"
+        verb = "compute, or wait" if any(waits[r].op == "line" for r in blind) else "wait"
         return (
-            f"{one} for work that was queued on their GPUs before, which stacks do not show: which rank is late, or "
-            "whether the network is at fault, cannot be determined from these dumps. Take Flight Recorder dumps."
+            f"{one} {verb} for work that was queued on their GPUs before, which stacks do not show: which rank is "
+            "late, or whether the network is at fault, cannot be determined from these dumps. "
+            "Take Flight Recorder dumps."
+        )
+    moved = [r for r, c in found.items() if c.moves]
+    if suspects.complete and moved:
+        return (
+            f"All wait in one collective by the last dump, but ranks {span(moved)} moved between the two moments: "
+            "whether the job is slow, or stuck only since, cannot be determined without a third dump."
         )
     every = "All members of every group" if evidence.is_whole else "All ranks of which there is a dump"
     more = "" if evidence.is_whole else " (how many ranks the job has is not known: give --tp, --pp, --dp)"
@@ -128,7 +137,7 @@ def notes(found: Conditions) -> list[str]:
         (silent, f"missing: ranks {span(silent)} have no stack though most do; this counts against them"),
         (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump ({span(unknown)}); {nothing}"),
         (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; {nothing}"),
-        (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck"),
+        (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck, or stuck only since"),
     )
     asides = grouped((r for r, c in found.items() if c.aside), lambda r: found[r].aside)
     proof = "proves nothing alone: take a second dump"
