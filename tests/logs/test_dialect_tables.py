@@ -641,6 +641,26 @@ def test_llama_factorys_two_reporters_count_an_iteration_once(tmp_path: Path) ->
     assert read["iteration"].tolist() == list(range(5, 50, 5)) and set(read["grad_norm"]) == {1.5}
 
 
+@pytest.mark.parametrize("between", ["", " ", "^M"])
+@pytest.mark.parametrize("sample", ["nanogpt", "torchtitan", "nanotron", "modded-nanogpt"])
+def test_iterations_on_one_line_where_a_lines_end_was_lost_are_all_read(
+    tmp_path: Path, sample: str, between: str
+) -> None:
+    lines = SAMPLES[sample][0].splitlines()
+    losses = read(tmp_path, "\n".join(lines) + "\n").column("lm_loss").tolist()
+    joined = [one + between + other for one, other in zip(lines[::2], [*lines[1::2], ""], strict=False)]
+    assert read(tmp_path, "\n".join(joined) + "\n").column("lm_loss").tolist() == losses
+
+
+def test_a_hole_that_a_file_system_left_is_passed_over(tmp_path: Path) -> None:
+    one, *more = SAMPLES["nanogpt"][0].splitlines(keepends=True)
+    (tmp_path / "a.log").write_bytes(one.encode() + bytes(4096) + "".join(more).encode())
+    assert (
+        read_log(tmp_path / "a.log").column("lm_loss").tolist()
+        == read(tmp_path, one + "".join(more)).column("lm_loss").tolist()
+    )
+
+
 def test_a_prefix_before_nothing_does_not_part_a_trainers_dict_from_its_bar(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     parts = [

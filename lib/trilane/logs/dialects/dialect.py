@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from trilane.logs.dialects.megatron import PREFIX, Span
 from trilane.utils.validation import require
@@ -102,6 +103,18 @@ class Dialect:
         spans += self.rest(line, {span.column for span in spans})
         return spans if self.needs <= {span.column for span in spans} else []
 
+    def parts(self, line: bytes) -> list[bytes]:
+        """The line, cut before each further iteration, which has a higher number: the end of a line was lost there."""
+        found = _first(self.iteration, line) if not (self.lines or self.fallback) else None
+        cuts, match, start = [0], *(found or (None, 0))
+        while (
+            match
+            and (after := match.re.search(line[start:], match.end("iteration")))
+            and _number(after) > _number(match)
+        ):
+            cuts, match = [*cuts, start + after.start()], after
+        return [line[low:high] for low, high in pairwise([*cuts, len(line)])]
+
     def begins(self, line: bytes) -> bool:
         """Whether the line has the number of an iteration."""
         return bool(_first(self.iteration, line))
@@ -148,6 +161,10 @@ class Dialect:
             seen = seen | {column}
             found.append(Span(column, *match.span(2), multiplier * SUFFIXES.get(match[3] or b"", 1.0), divisor))
         return found
+
+
+def _number(found: re.Match[bytes]) -> float:
+    return float(found["iteration"].replace(b",", b""))
 
 
 def _digits(number: bytes) -> int:

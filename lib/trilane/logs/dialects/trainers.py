@@ -34,7 +34,7 @@ HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_ra
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
 JOINED = b"} {'"  # between two dicts that a collector of logs put on one line
 # between two states of a bar on one line: a carriage return, as `cat -v` writes it too, or nothing where it was dropped
-REDRAWN = re.compile(rb"\r|\^M(?=.{0,200}%\|)|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
+REDRAWN = re.compile(rb"\r|\^M|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
 LONGEST_BAR = 1000  # bytes
 MOST_INTERVALS = 1000  # that are tried between two loss dicts
 GIB = 2**30  # what DeepSpeed prints as GB is GiB
@@ -101,7 +101,7 @@ def bar(line: bytes) -> dict[str, float]:
 
 def has_parts(line: bytes) -> bool:
     """Whether bar_parts() gives several parts."""
-    return b"\r" in line or JOINED in line or (line.count(b"%|") > 1 and bool(REDRAWN.search(line)))
+    return b"\r" in line or b"^M" in line or JOINED in line or (line.count(b"%|") > 1 and bool(REDRAWN.search(line)))
 
 
 def bar_parts(line: bytes) -> list[bytes]:

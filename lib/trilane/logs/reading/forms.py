@@ -105,12 +105,12 @@ class Forms:
 
 def parse_form(line: bytes, tables: TableLines) -> Form | None:
     """The form of a line that may be read in bulk; None if it must be read on its own."""
-    if any(c in line for c in (b"\x1b", b"\0", b"\r", trainers.JOINED)):
+    if any(c in line for c in (b"\x1b", b"\0", b"\r", b"^M", trainers.JOINED)):
         return None
     form = None
     if b"elapsed time per iteration" not in line and (best := tables.best(line)):
         spans, dialect = best
-        simple = dialect.lines in ("", "json") and not dialect.fallback
+        simple = dialect.lines in ("", "json") and not dialect.fallback and len(dialect.parts(line)) == 1
         if simple and spans[0].column == "iteration" and EPOCHS.keys().isdisjoint(span.column for span in spans):
             form = Form(
                 kind="iteration",

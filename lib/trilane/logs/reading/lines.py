@@ -72,7 +72,8 @@ class Lines:
             line = trainers.ESCAPE.sub(b"", line).replace(b"\0", b"")
         line = line.rstrip(b"\r\n")
         if trainers.has_parts(line):  # a progress bar that overwrites itself, or dicts of many lines
-            return any([self._read(part, kind, whole) for part in trainers.bar_parts(line)])
+            *parts, last = trainers.bar_parts(line)
+            return any([*(self._read(part, kind, True) for part in parts), self._read(last, kind, whole)])
         return self._read(line, kind, whole)
 
     def _read(self, line: bytes, kind: int, whole: bool) -> bool:

@@ -33,6 +33,7 @@ PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut o
 UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
 CUT_NOTE = "the gzip file ends early (it was cut, or is still written): what came after is not known"
 MAX_LINE = 1 << 24  # bytes: a longer line is cut, so that memory stays bounded without line ends
+HOLE = re.compile(rb"\0{64,}")
 CONTROL = bytes(set(range(32)) - set(b"\t\n\r\x0b\x0c\x1b\x08\x07\x00")) + b"\x7f"
 
 
@@ -110,9 +111,11 @@ def _as_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def is_binary(head: bytes) -> bool:
-    """Whether over 2 % of the bytes are control characters, or most are zero."""
-    odd = len(head) - len(head.translate(None, CONTROL))
-    return odd > len(head) // 50 or head.count(b"\0") > len(head) // 2
+    """Whether over 2 % of the bytes are control characters, or most are zero; but for holes, which file systems leave
+    in a log whose node died."""
+    text = HOLE.sub(b"", head)
+    odd = len(text) - len(text.translate(None, CONTROL))
+    return odd > len(text) // 50 or text.count(b"\0") > len(text) // 2 or (bool(head) and not text)
 
 
 class Reader:

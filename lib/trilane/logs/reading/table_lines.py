@@ -55,6 +55,8 @@ class TableLines:
     def _by(self, known: list[Dialect], line: bytes, whole: bool) -> bool:
         if best := _best(known, line):
             spans, dialect = best
+            if len(parts := dialect.parts(line)) > 1:
+                return any([self._by(known, part, whole or part is not parts[-1]) for part in parts])
             self._lines.finish()
             row = dict[str, float]()
             for span in spans:  # hours, minutes and seconds of one time add up
