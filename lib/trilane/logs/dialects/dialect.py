@@ -105,13 +105,11 @@ class Dialect:
 
     def parts(self, line: bytes) -> list[bytes]:
         """The line, cut before each further iteration, which has a higher number: the end of a line was lost there."""
-        found = _first(self.iteration, line) if not (self.lines or self.fallback) else None
-        cuts, match, start = [0], *(found or (None, 0))
-        while (
-            match
-            and (after := match.re.search(line[start:], match.end("iteration")))
-            and _number(after) > _number(match)
-        ):
+        found = None if self.lines or self.fallback else _first(self.iteration, line)
+        if not found:
+            return [line]
+        (match, start), cuts = found, [0]
+        while (after := match.re.search(line[start:], match.end("iteration"))) and _number(after) > _number(match):
             cuts, match = [*cuts, start + after.start()], after
         return [line[low:high] for low, high in pairwise([*cuts, len(line)])]
 
