@@ -64,6 +64,26 @@ SAMPLES = {
         }
         | {"max_allocated": 40.25 * GIB, "max_reserved": 50.5 * GIB},
     ),
+    "libai": (
+        "".join(
+            f"[09/10 10:4{i}:03 lb.utils.events]:  eta: 21:00:38  iteration: {20 * i - 1}/10000  consumed_samples: {80 * i}  total_loss: {10.5 - i}  time: 7.5187 s/iter  data_time: 0.0021 s/iter total_throughput: 0.53 samples/s lr: 1.50e-04  \n"
+            for i in (1, 2, 3)
+        ),
+        {"iteration": 59, "train_iters": 10000, "lm_loss": 7.5, "learning_rate": 1.5e-4, "consumed_samples": 240},
+    ),
+    "minimind": (
+        "".join(
+            f"Epoch:[{e}/2]({i}/39695), loss: {10.5 - e - i / 1e3:.4f}, logits_loss: 9.0000, aux_loss: 0.2500, lr: 0.00050000, epoch_time: 4767.0min\n"
+            for e, i in ((1, 39600), (1, 39695), (2, 100))
+        ),
+        {"iteration": 39795, "epoch": 2, "train_iters": 79390, "lm_loss": 8.4, "aux_loss": 0.25, "learning_rate": 5e-4},
+    ),
+    "minimind of 2024": (
+        "".join(
+            f"Epoch:[0/19]({i}/24681) loss:{10.5 - i / 200} lr:0.00020000 epoch_Time:98.0min:\n" for i in (0, 100, 200)
+        ),
+        {"iteration": 200, "epoch": 0, "train_iters": 24681, "lm_loss": 9.5, "learning_rate": 2e-4},
+    ),
     "verl": (
         "step:0 - val-aux/openai/gsm8k/reward/mean@1:0.565\n"
         + "".join(

@@ -86,6 +86,10 @@ HANGS = {
         "".join(new(r, 1234, 1236) for r in range(8)),
         [f"default_pg: {WORK.format(1234)} ranks 0-7; all ranks came: suspect the network"],
     ),
+    "one names no collective": (
+        "".join(pg(r, 9, 12) for r in range(7)) + pg(7, 9, 12).splitlines(keepends=True)[1],
+        [f"default_pg: {WORK.format(9)} ranks 0-7; all ranks came: suspect the network"],
+    ),
     "different calls": (
         "".join(new(r, 7, 9) for r in range(7)) + new(7, 7, 9, op="_ALLGATHER_BASE"),
         [

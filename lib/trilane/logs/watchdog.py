@@ -102,6 +102,9 @@ class Watchdogs:
         for rank, report in ranks.items():
             if report.stuck >= 0:
                 waits.setdefault((report.stuck, report.name), []).append(rank)
+        for at, _ in [work for work in waits if not work[1]]:  # a rank's line may lack the collective of that number
+            if len(same := [work for work in waits if work[0] == at and work[1]]) == 1:
+                waits[same[0]] += waits.pop((at, ""))
         first = min(waits)[0]
         shown = sorted(waits)[:SHOWN]
         works = [f"work {at}{f' ({name})' * bool(name)} on {_ranks(waits[at, name], places)}" for at, name in shown]

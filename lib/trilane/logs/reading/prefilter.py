@@ -21,7 +21,7 @@ PIECES = {
     "OMP_,cmd ,lera,half,bflo,int3,int8,int6,doub,ch s,aral,ld s,rgum,torc,unni,info,g jo,it/s,s/it,UUID",
     ARGUMENT: " ..., .. ,rgum,ld s,padd,  --,:pri,>>  ",
     END: "rror,xcep,CANC,LIMI,FAIL,NCCL,nccl,chdo,med ,meou,rmin,Segm,rrup,aile,of m,Out ,MEMO,lloc,ALLO,srun,exit,"
-    "xite,Kill,kill,nk  ,NaN , nan,igna,rain,allt,ry l,Bus ,andw,fail,topp,ceba,"
+    "xite,Kill,kill,nk  ,NaN , nan,igna,rain,allt,ry l,Bus ,andw,fail,topp,ceba,rged,"
     "REEM,reem,UNCO,Xid ,llen,s lo,dle ,ce l,quot,Stal,d-on,k do,k is,nplu,pani,o mo,t fo,lefi,FATA,reac,Errn,etry,"
     "SIGK,TERM,host,nowl,join,EXHA,DEAD,UNAV,ABOR,muni,meLi,mism",
 }
