@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from dumps import pyspy_json, pyspy_text, topology, write_all
-from job import DATA, DP_SUM, STEP, Stack, c10d
+from job import ATTENTION, DATA, DP_SUM, STEP, Stack, c10d
 
 from trilane.diagnose.hang.verdict import Verdict, diagnose_hang
 
@@ -264,3 +264,27 @@ def test_a_ray_actor_that_trains_in_its_main_thread_is_read_there(tmp_path: Path
     topology(tmp_path, 1, 1, 8)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (5,) and "wait in all_reduce" in verdict.paragraph
+
+
+def test_without_a_topology_ranks_in_two_collectives_may_be_of_two_groups(tmp_path: Path) -> None:
+    write_all(tmp_path, {r: ATTENTION.stack if r < 2 else DP_SUM.stack for r in range(8)})
+    verdict = diagnose_hang(tmp_path)
+    assert "of its group" not in verdict.paragraph and verdict.exclude == ""
+    assert all("cannot be determined" in verdict.reasons[r] for r in verdict.suspects)
+
+
+def test_three_of_eight_in_another_collective_are_no_clear_minority(tmp_path: Path) -> None:
+    verdict = eight(tmp_path, dict.fromkeys((1, 4, 6), (*c10d("barrier"), *STEP)))
+    assert len(verdict.suspects) in (0, 8) and "cannot be determined" in verdict.paragraph
+
+
+def test_where_most_processes_are_gone_none_is_called_the_first(tmp_path: Path) -> None:
+    write_all(tmp_path, {7: DP_SUM.stack})
+    topology(tmp_path, 1, 1, 8, ranks=[{"rank": r, "state": "gone"} for r in range(7)])
+    assert "which rank was the first to end cannot be determined" in diagnose_hang(tmp_path).paragraph
+
+
+def test_ranks_numbered_by_their_process_ids_are_said_to_be(tmp_path: Path) -> None:
+    parts = [pyspy_text(DATA.stack if n == 2 else DP_SUM.stack, 100 + n) for n in range(4)]
+    (tmp_path / "trace-r1.out").write_text("\n".join(parts))
+    assert "order of their process ids" in " ".join(diagnose_hang(tmp_path).notes)

@@ -58,6 +58,8 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     names = [] if all(host.isdigit() for host in hosts) else hosts  # srun --label: numbers, and no names
     grid = rank_grid.with_hosts(grid, names, width) if grid else None
     _assign_ranks(nodes, grid, hosts, series)
+    if any(not LOCAL.search(dump.command) for _, _, dumps in nodes for dump in dumps):
+        notes.append("ranks of a node are numbered in the order of their process ids, as no --local_rank is shown")
     beyond = [rank for rank in series if rank >= rank_grid.MOST]
     for name in sorted({path.name for rank in beyond for path, _ in series.pop(rank)}):
         notes.append(f"{name}: holds ranks above {rank_grid.MOST - 1}; these are ignored")

@@ -57,6 +57,11 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
     reasons = {r: found[r].text + MAY_WAIT * (r in busy and not found[r].on_host) for r in (*hard, *busy, *silent)}
     reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
+    gone = [r for r in hard if found[r].kind == "gone"]
+    if 2 * len(gone) > len(found):
+        reasons |= {
+            r: f"{found[r].text}; which rank was the first to end cannot be determined from dumps" for r in gone
+        }
     left = set(edges) - reaching(edges, set(reasons))
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
     strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("locked", "busy", "soft", "waiting"), 1)
@@ -134,8 +139,10 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     few = _rare(waits)
     # Sends and receives are rare by nature: a rank that waits for all is more suspect than one that waits for one.
     few = [r for r in few if not waits[r].p2p] or few
-    text = "while others of its group wait in another collective"
-    text += "" if few else CANNOT
+    few = few if 3 * len(few) <= len(cycle) else []
+    text = "while others of its group wait in another collective" + CANNOT * (not few)
+    if not evidence.grid.known:
+        text = f"while others wait in another collective{CANNOT} without tp, pp and dp"
     return {r: f"in {waits[r]}, {text}" for r in sorted(few or cycle) if r in waits}
 
 
