@@ -16,7 +16,7 @@ def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
     """The group axis of each waiting rank's collective: by names in its stack, else by which ranks are absent.
 
     Of all ways to group the ranks, the one is taken with the fewest, but at least one, members absent from that line;
-    among equals the one with the largest groups.
+    among equals one whose absent members do not wait themselves, then the one with the largest groups.
     """
     sites: defaultdict[object, list[int]] = defaultdict(list)
     axes: dict[int, str] = {}
@@ -29,13 +29,14 @@ def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
     known = {r for r, c in found.items() if c.kind != "unknown"}
     for ranks in sites.values():
         here, latest = set(ranks), max(grid[r].progress for r in ranks)
-        best: tuple[tuple[int, int], str] = ((2, 0), "world")
+        best: tuple[tuple[int, int, int], str] = ((2, 0, 0), "world")
         for axis in ("world", "model", "stage", "pp-dp", "dp", "pp", "tp"):
             absent = {m for r in ranks for m in grid.group(axis, r)} & known - here
             # A rank that is an iteration ahead has passed this collective already.
             late = {m for m in absent if grid[m].progress <= latest}
             if absent:
-                best = min(best, ((0 if late else 1, len(absent)), axis), key=lambda b: b[0])
+                waiting = sum(found[m].wait is not None for m in absent)
+                best = min(best, ((0 if late else 1, len(absent), waiting), axis), key=lambda b: b[0])
         axes |= dict.fromkeys(ranks, best[1])
     return axes
 
