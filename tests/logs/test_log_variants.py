@@ -122,6 +122,13 @@ def test_dicts_without_a_bar_are_numbered_by_the_others_where_these_are_equally_
         assert table["sec_per_it"].tolist()[-1] == 1
 
 
+def test_a_dict_with_a_loss_is_a_step_even_with_the_time_since_the_start(tmp_path):
+    text = "{{'loss': '{}', 'grad_norm': '2.5', 'learning_rate': '0.0002', 'train_runtime': '{}', 'epoch': '0.0{}'}}\n"
+    (tmp_path / "a.log").write_text("".join(text.format(9 - i, 30 * i, i) for i in (1, 2, 3)) + "more\n")
+    log = read_log(tmp_path / "a.log")
+    assert log.iterations["lm_loss"].tolist() == [8, 7, 6] and log.status != "completed"
+
+
 def test_seconds_that_were_read_off_the_clock_are_reported_as_such(tmp_path):
     (tmp_path / "a.log").write_text(DS.format(m=0, i=10) + DS.format(m=5, i=20))
     assert "time stamps" in read_log(tmp_path / "a.log").notes[0]

@@ -31,7 +31,7 @@ class TrainerDicts:
     def read(self, line: bytes) -> None:
         """Read the dicts of a line."""
         for values in trainers.hf_dicts(line):
-            if "train_runtime" in values:
+            if "train_runtime" in values and "loss" not in values:
                 self.release()
                 run = self._lines.run
                 run.dialects["hf-trainer"] += 0
