@@ -1,4 +1,4 @@
-"""Twenty-six hangs whose culprits are known, in the frames of Megatron-LM, megatron-core 0.16.1 and DeepSpeed 0.19.8.
+"""Hangs whose culprits are known, in the frames of Megatron-LM, megatron-core 0.16.1 and DeepSpeed 0.19.8.
 
 No verdict may name ranks that are not to blame: where stacks cannot show which rank is, the verdict must state it.
 Functions and files are those of the programs' own source (github.com/NVIDIA/Megatron-LM,
@@ -200,7 +200,7 @@ SCENES = {
         },
     ),
     "a rank's tensor neighbour waits for the batch that its data loader does not give": culprits(
-        (2, 1, 4),
+        (2, 2, 2),
         f"{SUM} < start_grad_sync {BUCKETS}:455 < {FINISH.format(519)}",
         {
             2: f"read indexed_dataset.py:312 < __getitem__ M/datasets/gpt_dataset.py:190 < "
