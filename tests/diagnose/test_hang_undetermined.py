@@ -39,7 +39,11 @@ def test_the_number_of_ranks_is_that_of_the_job_and_not_of_the_dumps(line: str, 
     write_all(tmp_path, dict.fromkeys(range(4), DP_SUM.stack))
     (tmp_path / "train.log").write_text(line)
     verdict = diagnose_hang(tmp_path)
-    expected = "ranks 4-7, of which there is no readable dump" if line else "how many ranks the job has is not known"
+    expected = (
+        "ranks 4-7, of which there is no readable dump"
+        if line
+        else "whether another one did not come cannot be determined"
+    )
     assert verdict.suspects == () and expected in verdict.paragraph and "every group" not in verdict.paragraph
 
 
@@ -288,3 +292,27 @@ def test_ranks_numbered_by_their_process_ids_are_said_to_be(tmp_path: Path) -> N
     parts = [pyspy_text(DATA.stack if n == 2 else DP_SUM.stack, 100 + n) for n in range(4)]
     (tmp_path / "trace-r1.out").write_text("\n".join(parts))
     assert "order of their process ids" in " ".join(diagnose_hang(tmp_path).notes)
+
+
+RECEIVES: Stack = (*c10d("recv"), ("recv_backward", "pipeline_parallel/p2p_communication.py", 450), *STEP)
+
+
+def test_a_stage_whose_ranks_are_all_in_their_collectives_is_not_late_for_the_one_before(tmp_path: Path) -> None:
+    """TP 2 x PP 2 x DP 2: the first stage waits for gradients, the second one's tensor groups are complete."""
+    write_all(tmp_path, {r: RECEIVES if r < 4 else ATTENTION.stack for r in range(8)})
+    topology(tmp_path, 2, 2, 2)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "Ranks 4-7, for which the others wait" in verdict.paragraph
+
+
+def test_a_line_of_a_function_that_sums_norms_may_compute_or_wait(tmp_path: Path) -> None:
+    verdict = eight(tmp_path, {2: (("get_grad_norm_fp32", "core/optimizer/clip_grads.py", 130), *STEP)})
+    assert verdict.suspects == (2,) and "in wait" not in verdict.paragraph and verdict.exclude == ""
+    assert "cannot be determined from stacks" in verdict.reasons[2]
+
+
+def test_ranks_without_a_dump_are_not_named_beside_one_in_its_data(tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(range(1, 5), DP_SUM.stack) | {0: DATA.stack})
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (0,) and any("ranks 5-7" in note for note in verdict.notes)

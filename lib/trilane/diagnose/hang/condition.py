@@ -70,10 +70,10 @@ def _not_locked(evidence: Evidence, found: Conditions) -> Conditions:
 
 
 STATES = {  # of a process, in proc(5), that ends what it does
-    **dict.fromkeys(("gone", "X"), ("gone", "its process is gone")),
-    "Z": ("gone", "its process has ended (state Z)"),
-    "T": ("stopped", "its process is stopped by a signal (state T)"),
-    "t": ("stopped", "its process is stopped by a debugger or another tracer (state t)"),
+    **dict.fromkeys(("gone", "X"), ("gone", "the process is gone")),
+    "Z": ("gone", "the process has ended (state Z)"),
+    "T": ("stopped", "the process is stopped by a signal (state T)"),
+    "t": ("stopped", "the process is stopped by a debugger or another tracer (state t)"),
 }
 SLEEPS = "in uninterruptible sleep (state D): a file system or a driver does not answer"
 
@@ -86,7 +86,7 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
         kind, text = STATES[place.state]
         return Condition(kind=kind, text=text, frames=frames)
     if not frames and place.state == "D":
-        return Condition(kind="silent", text=f"it has no stack, and its process is {SLEEPS}", on_host=True)
+        return Condition(kind="silent", text=f"no stack, and the process is {SLEEPS}", on_host=True)
     if dump is None:
         if rank in evidence.recordings:
             idle = evidence.recordings[rank].waiting is None
@@ -94,7 +94,7 @@ def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
             return Condition(kind="busy" if idle else "waiting", text=text, on_host=idle)
         if rank in evidence.unreadable:
             return Condition(kind="unreadable", text="its dump cannot be read")
-        return Condition(kind=without, text="it has no dump: its process has ended, or it was not dumped")
+        return Condition(kind=without, text="no dump: the process has ended, or was not dumped")
     if not frames and dump.cut:
         return Condition(kind="unreadable", text="its dump is truncated before its main thread")
     if not frames:

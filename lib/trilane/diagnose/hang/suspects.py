@@ -55,6 +55,9 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     # A busy rank is suspect only for those that do not wait for a rank that is gone; a lock may be held for an instant.
     if any(found[r].kind != "locked" for r in hard):
         busy = [r for r in busy if any(r in edges[w] and w not in reached for w in edges)]
+    proven = [r for r in (*hard, *busy) if found[r].on_host or found[r].kind in ("gone", "crashed", "stopped")]
+    if proven and set(edges) <= reaching(edges, proven):
+        silent = []
     reasons = {r: found[r].text + MAY_WAIT * (r in busy and not found[r].on_host) for r in (*hard, *busy, *silent)}
     reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
     gone = [r for r in hard if found[r].kind == "gone"]
@@ -67,7 +70,8 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("locked", "busy", "soft", "waiting"), 1)
     held = {r: len(reaching(edges, {r})) for r in busy}
     ranks = sorted(reasons, key=lambda r: (strength.get(found[r].kind, 2), -held.get(r, 0), r))
-    complete = not ranks and bool(edges) and not any(c.kind in NO_EVIDENCE for c in found.values())
+    complete = not ranks and bool(edges) and not any(edges.values())
+    complete = complete and not any(c.kind in NO_EVIDENCE for c in found.values())
     return Suspects(ranks=tuple(ranks), reasons=reasons, edges=edges, axes=axes, complete=complete)
 
 
@@ -135,6 +139,9 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     if any(wait.is_blind for wait in waits.values()):
         return _left_behind(found, waits)
     if len(cycle) == 1:
+        # By its stack such a rank is where its whole group is: their operation does not end, and none of them is late.
+        if waits and not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values()):
+            return {}
         return {r: _only_waited_for(evidence, found, edges, r) for r in cycle}
     few = _rare(waits)
     # Sends and receives are rare by nature: a rank that waits for all is more suspect than one that waits for one.
@@ -143,7 +150,12 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     text = "while others of its group wait in another collective" + CANNOT * (not few)
     if not evidence.grid.known:
         text = f"while others wait in another collective{CANNOT} without tp, pp and dp"
-    return {r: f"in {waits[r]}, {text}" for r in sorted(few or cycle) if r in waits}
+    # The innermost line of a "soft" wait communicates by its name alone.
+    return {
+        r: f"at {waits[r].site}{MAY_WAIT}" if found[r].kind == "soft" else f"in {waits[r]}, {text}"
+        for r in sorted(few or cycle)
+        if r in waits
+    }
 
 
 def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:

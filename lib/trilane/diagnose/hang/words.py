@@ -50,7 +50,7 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     """
     waits = {r: c.wait for r, c in found.items() if c.wait is not None}
     missing = [r for r, c in found.items() if c.kind in NO_EVIDENCE]
-    blind = [r for r, wait in waits.items() if wait.is_blind or wait.op == "wait"]
+    blind = [r for r, wait in waits.items() if wait.is_blind]
     recorded = {r for r, recording in evidence.recordings.items() if recording.waiting is not None}
     if not suspects.edges:
         none = "No rank that was dumped" if missing else "No rank"
@@ -75,18 +75,27 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
             f"All wait in one collective by the last dump, but ranks {span(moved)} moved between the two moments: "
             "whether the job is slow, or stuck only since, cannot be determined without a third dump."
         )
-    every = "All members of every group" if evidence.is_whole else "All ranks of which there is a dump"
-    more = "" if evidence.is_whole else " (how many ranks the job has is not known: give --tp, --pp, --dp)"
+    if not evidence.is_whole:
+        return (
+            "None of the ranks that were dumped is seen to be late; how many the job has is not known (give --tp, "
+            "--pp, --dp), so that whether another one did not come cannot be determined."
+        )
     if suspects.complete and waits.keys() <= recorded:
         return (
-            f"{every} are in the same collective{more}, so that the operation itself does not end; suspect the network "
-            "or NCCL, and compare a second dump."
+            "All members of every group are in the same collective, so that the operation itself does not end; suspect "
+            "the network or NCCL, and compare a second dump."
         )
     if suspects.complete:
         return (
-            f"{every} are in the same collective by their stacks{more}: suspect the network or NCCL, "
+            "All members of every group are in the same collective by their stacks: suspect the network or NCCL, "
             "unless one of them is in another bucket, layer or microbatch at this line, which cannot be determined "
             "from stacks (Flight Recorder dumps show it). Compare a second dump."
+        )
+    ends = [r for r, targets in suspects.edges.items() if not targets and found[r].wait is not None]
+    if ends:
+        return (
+            f"Ranks {span(ends)}, for which the others wait, are each in the same collective as all of their group by "
+            "their stacks: which is at fault, or whether the network is, cannot be determined from these dumps."
         )
     return "Which of the ranks is at fault cannot be determined from these dumps."
 
@@ -134,7 +143,7 @@ def notes(found: Conditions) -> list[str]:
     moved = [r for r, c in found.items() if c.moves]
     nothing = "nothing is concluded from this"
     notes = (
-        (silent, f"missing: ranks {span(silent)} have no stack though most do; this counts against them"),
+        (silent, f"missing: ranks {span(silent)} have no stack though most do: they may have ended"),
         (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump ({span(unknown)}); {nothing}"),
         (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; {nothing}"),
         (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck, or stuck only since"),
