@@ -191,6 +191,11 @@ def test_lines_that_look_like_iterations_and_were_not_read_are_named(tmp_path):
     assert (problem.rule, problem.line) == ("unread", 3) and "step no. 1," in problem.evidence
 
 
+def test_a_file_that_holds_a_run_twice_is_marked(tmp_path):
+    (problem,) = problems(tmp_path, 2 * stamped())
+    assert (problem.rule, problem.column) == ("clock", "time_s")
+
+
 def test_the_line_that_shows_a_problem_is_named_with_its_number(tmp_path):
     (problem,) = problems(tmp_path, SIZES + lines(90) + line(91, more="learning rate: 2.0E+00 | ") + lines(120)[-4000:])
     assert problem.line == SIZES.count("\n") + 91 and "2.0E+00" in problem.evidence

@@ -2,16 +2,19 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from trilane.logs import endings
+from trilane.logs.clock import SKEW_S
 from trilane.logs.dialects import candidates
 from trilane.logs.digest import LINES, Finding
+from trilane.logs.reading.line_clock import DAY_S
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import find_lines
-from trilane.logs.table import NumericTable
+from trilane.logs.table import NAN, NumericTable
 
 MOST_NUMBER = 1e15  # of an iteration; a larger one is damaged
 SEARCHED = 1 << 18  # bytes at the beginning of a file in which lines are searched that were not read
@@ -54,7 +57,8 @@ def problems(
 
 def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
     """The problems of each of a file's runs that only the whole file shows."""
-    return [(*one, *other) for one, other in zip(_fragments(runs), _unread(runs, path), strict=True)]
+    rules = (_fragments(runs), _unread(runs, path), _earlier(runs))
+    return [tuple(chain(*found)) for found in zip(*rules, strict=True)]
 
 
 def _fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
@@ -65,6 +69,17 @@ def _fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
     text = "the numbers of the file's lines jump back and forth: those of several programs or ranks are mixed"
     problem = Problem(rule="jumps-back", column="iteration", message=text)
     return [(problem,) if one and sum(odd) >= LINES else () for one in odd]
+
+
+def _earlier(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
+    """A problem for each run that begins, by its time stamps, before the end of the run before it in the file."""
+    ends = [[stamp for _, stamp in run.clock if stamp > DAY_S] or [NAN] for run in runs]
+    text = "begin before the end of the run before it in the file: the same run twice, or several files in one?"
+    found: list[tuple[Problem, ...]] = [() for _ in runs]
+    for at in (at for at in range(1, len(runs)) if ends[at][0] < ends[at - 1][-1] - SKEW_S):
+        message = f"the lines' time stamps {text}"
+        found[at] = (Problem(rule="clock", column="time_s", message=message, line=runs[at].first_number or None),)
+    return found
 
 
 def _unread(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
