@@ -107,19 +107,18 @@ class HangMonitor:
 
     def hang_status(self, why: str) -> RunStatus:
         """Dump the ranks' stacks and diagnose them; the status with `why` and the verdict as evidence."""
-        suspects: tuple[int, ...] = ()
-        where = ""
+        rank, where = None, ""
         try:
             stacks = capture(self._folder, self._plan, self._stall.hosts())
             if self._at_exit and not any(stacks.glob("rank_*")):  # the launcher has ended all ranks since one exited
                 stacks = self._at_exit
             where = f" (stacks in {stacks.relative_to(self._folder)})"
             verdict = diagnose_hang(stacks)
-            explanation, suspects = verdict.paragraph, verdict.suspects
+            explanation, rank = verdict.paragraph, verdict.first
         except (ValueError, OSError) as error:  # a full disk
             explanation = f"no verdict: {error}"
         evidence = f"{why}. {explanation}"[:MAX_EVIDENCE] + where
-        rank, seconds = next(iter(suspects), None), round(time.monotonic() - self._begin, 3)
+        seconds = round(time.monotonic() - self._begin, 3)
         return RunStatus(status=Status.HANG, evidence=evidence, rank=rank, exit_code=1, seconds=seconds)
 
     def corrected(self, outcome: RunStatus, failed: set[int]) -> RunStatus:

@@ -7,7 +7,7 @@ from typing import Any
 from trilane.diagnose.hang.condition import Conditions, conditions, stack_key
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.suspects import Suspects, find_suspects
+from trilane.diagnose.hang.suspects import CANNOT, Suspects, find_suspects
 from trilane.diagnose.hang.words import notes, sentences, span, stack_line
 from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped
 from trilane.workspace.rank_grid import Grid
@@ -54,6 +54,12 @@ class Verdict(Table):
         names = ["ranks", "how many", "state", "over", "stack, innermost first"]
         rows = [(span(g.ranks), len(g.ranks), g.kind, g.axis, stack_line(g.frames[:4])) for g in self.groups]
         return pd.DataFrame(rows, columns=names)
+
+    @property
+    def first(self) -> int | None:
+        """The first suspect; None where there is none, or several of which any may be wrong."""
+        rank = next(iter(self.suspects), None)
+        return None if rank is None or CANNOT in self.reasons[rank] else rank
 
     def suspect_table(self) -> Columns:
         """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""

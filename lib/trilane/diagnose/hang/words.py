@@ -24,7 +24,8 @@ def sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude
     grid, text = evidence.grid, []
     for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
         over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
-        many = f"{len(ranks)} of {len(grid.ranks)} ranks ({span(ranks)})"
+        known = "" if evidence.is_whole else "known "
+        many = f"{len(ranks)} of {len(grid.ranks)} {known}ranks ({span(ranks)})"
         text.append(f"{many} {WAITS.get(op, 'wait in {0}{1}, called by {2}').format(op, over, site)}.")
     if not suspects.ranks:
         asides = [f"{_name(grid, [r])}: {c.aside}." for r, c in found.items() if c.aside][:4]
