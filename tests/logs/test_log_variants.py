@@ -129,6 +129,13 @@ def test_a_dict_with_a_loss_is_a_step_even_with_the_time_since_the_start(tmp_pat
     assert log.iterations["lm_loss"].tolist() == [8, 7, 6] and log.status != "completed"
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_memory_of_the_set_up_alone_is_said_to_be_that(tmp_path, late):
+    held = "[INFO] [utils.py:801:see_memory_usage] MA 1.93 GB         Max_MA 1.93 GB         CA 1.94 GB         Max_CA 2 GB \n"
+    (tmp_path / "a.log").write_text(held + FIVE + held * late)
+    assert any("set-up" in note for note in read_log(tmp_path / "a.log").notes) is not late
+
+
 def test_seconds_that_were_read_off_the_clock_are_reported_as_such(tmp_path):
     (tmp_path / "a.log").write_text(DS.format(m=0, i=10) + DS.format(m=5, i=20))
     assert "time stamps" in read_log(tmp_path / "a.log").notes[0]

@@ -28,6 +28,7 @@ DIALECTS = (
     *("megatron-lm", "megatron-deepspeed-2022", "megatron-2021", "deepspeedai", "gpt-neox", "deepspeed", "hf-trainer"),
     *("trilane", "all_reduce_bench", "nccl-tests"),
 )
+MEMORY_NOTE = "memory was printed before the first iteration only: it is that of the set-up, not the peak of the run"
 STAMPS_NOTE = "seconds per iteration are the time between lines, by their time stamps or progress bars"
 SHOWN = 10  # iterations that a notebook shows of a log
 
@@ -159,6 +160,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         status = Status.RUNNING if is_running else status
     found = problems.problems([*plausibility.check(run, table), *coarse], table, run, path if with_lines else None)
     memory = NumericTable()
+    set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_rows else ""
     for _, row in sorted(run.memory.items()):
         memory.add(row)
     rank = end.rank if end and end.rank is not None else run.root_rank if end else None
@@ -184,7 +186,7 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
         gpus=gpus,
         exclude=exclude,
         collectives=run.watchdogs.sentences(run.places, run.arguments.get("world_size")) if status.has_failed else (),
-        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged))),
+        notes=tuple(filter(None, (*run.notes, note, STAMPS_NOTE if timed_by_stamps else "", averaged, set_up))),
         status_basis=basis,
         clock=tuple(pair for pair in run.clock if pair[1] > DAY_S),  # without times of day
     )

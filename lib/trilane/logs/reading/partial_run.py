@@ -34,6 +34,7 @@ class PartialRun(LineClock):
         self.timers, self.bandwidth = NumericTable(keep), NumericTable()
         self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
+        self.memory_rows = 0  # iterations before the last report of memory
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
         self.devices: dict[int, Device] = {}
@@ -109,6 +110,7 @@ class PartialRun(LineClock):
         self.last_line, self.last_number = late.last_line, late.last_number
         self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
         self.memory |= late.memory
+        self.memory_rows = max(self.memory_rows, late.memory_rows)
         self.places |= late.places
         self.arguments |= late.arguments
         self.summary |= late.summary
@@ -206,6 +208,7 @@ class PartialRun(LineClock):
     def add_memory(self, report: Mapping[str, float]) -> None:
         """Update the memory of a rank: the current bytes, and the most that it ever reported."""
         row = self.memory.setdefault(int(report["rank"]), {"rank": report["rank"], "iteration": self.iteration})
+        self.memory_rows = self.rows
         for name, value in report.items():
             row[name] = max(row.get(name, 0.0), value) if name.startswith("max_") else value
 
