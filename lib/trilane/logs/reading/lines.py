@@ -84,6 +84,8 @@ class Lines:
             return True
         if self.tables.block and self.tables.continues(line):
             return True
+        if not (kind or self.facts.inside or self.facts.traceback):
+            return False
         if kind & TABLE and b"elapsed time per iteration" not in line and self.tables.read(line, whole):
             return True
         if b"iteration" in line and WRAPPED.search(line):
