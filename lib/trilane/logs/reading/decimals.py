@@ -3,19 +3,21 @@
 import numpy as np
 
 FEW_LINES = 12  # which are parsed one by one
-MAX_DIGITS = 15  # a number of more digits is not exact as a float64
+MAX_DIGITS = 15  # a number of more digits is not exact as a float64, and numpy reads its text
 POWERS = np.array([float(f"1e{k}") for k in range(23)])  # exact, unlike numpy's 10.0 ** k
 NO_NUMBERS = (b"nan", b"inf", b"-inf")
 
 
 def is_exact(text: bytes) -> bool:
-    """Whether parse_numbers gives the same as float(): a decimal of at most 15 digits with a small exponent."""
+    """Whether parse_numbers gives the same as float(): a decimal with a small exponent; one of more than 15 digits
+    without commas."""
     if text.lower() in NO_NUMBERS:
         return True
     mantissa, _, exponent = text.replace(b"e", b"E").partition(b"E")
     plain = mantissa.lstrip(b"+-").replace(b".", b"", 1).replace(b",", b"")
     scale = abs(int(exponent or 0)) + len(mantissa.partition(b".")[2])
-    return plain.isdigit() and len(plain) <= MAX_DIGITS and scale <= 22 and len(exponent.lstrip(b"+-")) <= 2
+    fits = scale <= 22 if len(plain) <= MAX_DIGITS else b"," not in mantissa
+    return plain.isdigit() and fits and len(exponent.lstrip(b"+-")) <= 2
 
 
 def parse_column(field: np.ndarray) -> np.ndarray:  # (lines, characters)
@@ -36,6 +38,8 @@ def parse_numbers(field: np.ndarray) -> np.ndarray:  # (lines, characters)
         return np.full(len(field), float(pattern))
     pattern = pattern.replace(b"e", b"E")
     mantissa, mark, exponent = pattern.partition(b"E")
+    if sum(48 <= c <= 57 for c in mantissa) > MAX_DIGITS:
+        return np.ascontiguousarray(field).view(f"S{len(pattern)}").ravel().astype(np.float64)
     whole = _integer(field[:, : len(mantissa)], mantissa)
     power: np.ndarray = np.full(len(field), -len(mantissa.partition(b".")[2]) if b"." in mantissa else 0)
     if mark:

@@ -54,6 +54,11 @@ class Lines:
         """Whether the next line matters whatever it holds, as it may complete the line before it."""
         return bool(self._begun or self.dicts.pending or self.tables.block or self.facts.traceback)
 
+    @property
+    def in_block(self) -> bool:
+        """Whether an iteration of several lines is all that the next line may continue."""
+        return bool(self.tables.block) and not (self.dicts.pending or self.facts.inside or self.facts.traceback)
+
     def close(self) -> list[PartialRun]:
         """All runs that have any content."""
         self.finish()
@@ -82,9 +87,10 @@ class Lines:
             self.dicts.release(line)
         if self._begun and self._continues(line):
             return True
+        in_block = self.in_block
         if self.tables.block and self.tables.continues(line):
             return True
-        if not (kind or self.facts.inside or self.facts.traceback):
+        if in_block and not kind:
             return False
         if kind & TABLE and b"elapsed time per iteration" not in line and self.tables.read(line, whole):
             return True
@@ -203,7 +209,7 @@ class Lines:
         self.run.extend(names, np.array([values[name] for name in names]), form.dialect, source, seen[-1][1])
         before = self.run.iterations.rows - len(number)
         for place, line, at in seen:
-            self.run.saw(number[place], line, at, before + place + 1)
+            self.run.saw(float(number[place]), line, at, before + place + 1)
         return True
 
     def _numbers(self, line: bytes) -> bool:

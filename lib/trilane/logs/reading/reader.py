@@ -156,7 +156,7 @@ class Reader:
         """Read one line; returns the index of the next."""
         lines, text, whole = self._lines, found.texts[number], number < found.whole
         lines.number = self._before + number + 1
-        if whole and self._forms.holds_nothing(found.shapes[number]):
+        if whole and lines.in_block and self._forms.holds_nothing(found.shapes[number]):
             lines.read(text, 0, whole)
         elif whole and not lines.read(text, found.kind(number), whole):
             self._forms.add_nothing(found.shapes[number])
