@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from dumps import pyspy_json, pyspy_text, topology, write_all
-from job import ATTENTION, DATA, DP_SUM, STEP, Stack, c10d
+from job import ATTENTION, DATA, DP_SUM, ROOT, STEP, Stack, c10d
 
 from trilane.diagnose.hang.verdict import Verdict, diagnose_hang
 
@@ -53,6 +53,13 @@ def test_who_waits_for_its_gpu_is_not_named(stack: Stack, ranks: tuple[int, ...]
     """The kernel may be a collective that all have begun."""
     verdict = eight(tmp_path, dict.fromkeys(ranks, stack))
     assert verdict.suspects == () and "cannot be determined" in verdict.paragraph and "GPU" in verdict.paragraph
+
+
+def test_who_is_at_an_earlier_line_than_ranks_that_wait_for_their_gpus_is_not_named(tmp_path: Path) -> None:
+    """Its GPU's queue may be full of what theirs wait for."""
+    later: Stack = (("synchronize", "torch/cuda/__init__.py", 1040), ("train", "megatron/training.py", 915), *ROOT[1:])
+    verdict = eight(tmp_path, {3: (*c10d("all_reduce"), ("loss", "train.py", 9), *ROOT)}, later)
+    assert verdict.suspects == () and "cannot be determined" in verdict.paragraph
 
 
 def test_native_frames_show_that_a_line_waits_for_its_gpu(tmp_path: Path) -> None:

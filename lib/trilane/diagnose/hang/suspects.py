@@ -164,11 +164,9 @@ def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]
     blind = [r for r, wait in waits.items() if wait.is_blind]
     few = [r for r in waits if r not in blind]
     before = all(_is_before(found[r].frames, found[b].frames) for r in few for b in blind)
-    if not before or not 0 < 2 * len(few) < len(waits):
+    if not before or any(waits[b].op == "device" for b in blind) or not 0 < 2 * len(few) < len(waits):
         return {}
     text = f"while most are at a later line, {waits[blind[0]].site}"
-    if any(waits[b].op == "device" for b in blind):
-        text += ", and wait for their GPUs; whether it is late, or waits as they do, cannot be determined from stacks"
     return {r: f"in {waits[r]}, {text}" for r in sorted(few)}
 
 
