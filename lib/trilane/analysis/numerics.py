@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trilane.logs.reading.lines import MEGATRON
 from trilane.logs.run import RunLog
 
 
@@ -13,7 +14,7 @@ class Numerics:
     """Counts over the whole log; NaN for a number that the log does not print.
 
     skipped          iterations whose optimizer step was not taken (fp16 overflow)
-    nan_iterations   those that the framework counts as NaN, or whose loss is NaN though they were not skipped
+    nan_iterations   those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves it out then
     grad_norm        median over the log; `grad_norm_max` its largest
     loss_scale       the last; `loss_scale_min` the lowest, `loss_scale_drops` how often it fell
     """
@@ -32,9 +33,11 @@ def numerics(log: RunLog) -> Numerics:
     every line, as DeepSpeed's engines left it in 2021, count as not printed.
     """
     skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
-    if not len(skipped) and len(total := log.column("skipped_total")):
-        skipped = total[-1:]
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
+    broken = broken if MEGATRON & set(log.dialect.split(" + ")) else broken[:0]
+    if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
+        total = log.column("skipped_total")
+        skipped = total[np.isfinite(total)][-1:]
     norm, scale = log.column("grad_norm"), log.column("loss_scale")
     norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
     if not norm.any():

@@ -136,8 +136,9 @@ class PartialRun(LineClock):
         return self.iterations.last("iteration") == row["iteration"] and set(self.dialects) == {dialect}
 
     def add(self, row: dict[str, float], dialect: str, rank: float, line: bytes) -> None:
-        """Append an iteration."""
-        self.iterations.add(row)
+        """Append an iteration. A loss that is printed as NaN counts; one that is not printed is not known."""
+        loss = row.get("lm_loss", 0.0)
+        self.iterations.add(row if loss == loss else {"nan": 1.0, **row})
         self._count(dialect, 1, rank, line)
 
     def extend(self, names: Sequence[str], values: np.ndarray, dialect: str, rank: float, line: bytes) -> None:
