@@ -127,9 +127,9 @@ class RunFacts:
         return True
 
     def close(self, run: PartialRun) -> None:
-        """Read the end of the file: a traceback whose exception is missing has ended the run all the same."""
+        """Read the end of the file: a traceback whose exception is missing has ended the run, if nothing else has."""
         if self.traceback and self._trace and not self._ignored:
-            run.add_ending(endings.crashed(self._trace, run.rows))
+            run.add_ending(replace(endings.crashed(self._trace, run.rows), level=endings.LAUNCHER))
 
     def _place(self, line: bytes, run: PartialRun) -> None:
         """Read on which host and GPU a rank ran: from torchrun's table of failures, or from NCCL."""
