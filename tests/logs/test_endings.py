@@ -38,7 +38,7 @@ KERNEL = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
 NAN_LINE = m2021(6).replace("5.000000E+00", "nan")
 
 # torch 1.9 to 1.13: https://github.com/pytorch/pytorch/blob/v1.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp
-WATCHDOG = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE) ran for 1809147 ms\n"
+CAUGHT = "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE) ran for 1809147 ms\n"
 ABORTED = "[E ProcessGroupNCCL.cpp:325] Some NCCL operations have failed or timed out.\n"
 THROWN = "terminate called after throwing an instance of 'std::runtime_error'\n"
 ENDINGS = [
@@ -68,9 +68,9 @@ ENDINGS = [
     ("crashed", FIVE + "[default2]:Fatal Python error: Segmentation fault\n", "Segmentation fault", 2),
     ("unfinished", FIVE, "iteration        5/", None),
     ("crashed", FIVE + TRACE.rpartition("AssertionError")[0], "Traceback", None),
-    ("hang", FIVE + WATCHDOG.format(7) + TRACE.rpartition("AssertionError")[0], "Rank 7", 7),
+    ("hang", FIVE + CAUGHT.format(7) + TRACE.rpartition("AssertionError")[0], "Rank 7", 7),
     ("cancelled", FIVE + "Received 2 death signal\n" + TRACE.rpartition("AssertionError")[0], "death signal", None),
-    ("hang", FIVE + ABORTED + THROWN + "  what():  " + WATCHDOG.format(5), "Rank 5", 5),
+    ("hang", FIVE + ABORTED + THROWN + "  what():  " + CAUGHT.format(5), "Rank 5", 5),
     ("NCCL error", FIVE + ABORTED + THROWN + "  what():  NCCL error: remote process exited\n", "remote process", None),
     ("crashed", FIVE + THROWN, "terminate called", None),
     (
