@@ -56,7 +56,7 @@ NUMBER = rb"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?i:nan|
 FIELD = (
     rb"(?<![\w/.-])['\"]?(%s)['\"]?(?:\s{0,40}[:=]|(?=\s))\s{0,40}['\"]?(?:[A-Za-z][\w.]{0,19}\()?("
     + NUMBER
-    + rb")([KMGBTP](?![A-Za-z]))?(?![\d.]|:\d)"
+    + rb")([KMGBTP](?![A-Za-z]))?(?![\d.]|:\d|[eE][-+]?(?:\W|$))"
 )
 QUALIFIER = re.compile(rb"(?<![A-Za-z0-9.])([A-Za-z][A-Za-z_/-]{0,30}) $")  # a word that belongs to the name after it
 PLAIN = {*b"info warning debug with and its the is train training step batch current mean lm".split()}  # means no other

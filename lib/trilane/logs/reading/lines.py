@@ -202,11 +202,11 @@ class Lines:
         if form.first_iteration is not None:
             values["sec_per_it"] = self.run.timed_rows(values, times(steps, part), form.dialect)
             self.run.first_iteration = form.first_iteration
-            self.run.add_memories({n: values[n] for n in MEMORY if n in values}, megatron.rank(seen[-1][1]), number[0])
-        names = [
-            name for name in values if name[0] != "_" and not (name == "sec_per_it" and np.isnan(values[name]).all())
-        ]
+        # of lines of several forms in a block a column may be another form's
+        names = [name for name in values if name[0] != "_" and not np.isnan(values[name]).all()]
         self.run.extend(names, np.array([values[name] for name in names]), form.dialect, source, seen[-1][1])
+        if form.first_iteration is not None:
+            self.run.add_memories({n: values[n] for n in MEMORY if n in values}, megatron.rank(seen[-1][1]), number[0])
         before = self.run.iterations.rows - len(number)
         for place, line, at in seen:
             self.run.saw(float(number[place]), line, at, before + place + 1)
