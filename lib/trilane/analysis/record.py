@@ -30,7 +30,11 @@ def record_text(values: dict[str, Any], number: str = "") -> str:
         rates,
         "" if values["max_memory_gib"] is None else f"{values['max_memory_gib']:.2f} GiB",
         "" if values["last_loss"] is None else f"loss {values['last_loss']:.4f}",
-        *(f"validation loss {loss:.4f}" for row in values["validation"][-1:] if (loss := row.get("lm_loss")) is not None),
+        *(
+            f"validation loss {loss:.4f}"
+            for row in values["validation"][-1:]
+            if (loss := row.get("lm_loss")) is not None
+        ),
     )
     numbers = ", ".join(filter(None, parts))
     wrong = [_problem(problem, values["evidence"]) for problem in values["problems"][:PROBLEMS]]
