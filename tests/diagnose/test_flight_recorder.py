@@ -159,3 +159,13 @@ def test_of_eight_ranks_the_one_in_a_later_call_is_odd_and_not_the_seven_that_ar
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(calls, {"dp": DP}))
     topology(tmp_path, 1, 1, 8)
     assert diagnose_hang(tmp_path).suspects == (2,)
+
+
+@pytest.mark.parametrize("late", [[5], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_what_a_gpu_has_only_queued_is_not_called_a_fault_of_the_network(late: list[int], tmp_path: Path) -> None:
+    for rank in range(8):
+        waits = call("dp", 4, "all_reduce", "scheduled" if rank in late else "started")
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording([waits], {"dp": list(range(8))}))
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "suspect the network" not in verdict.paragraph
+    assert "cannot be determined" in verdict.paragraph

@@ -323,3 +323,17 @@ def test_ranks_without_a_dump_are_not_named_beside_one_in_its_data(tmp_path: Pat
     topology(tmp_path, 1, 1, 8)
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (0,) and any("ranks 5-7" in note for note in verdict.notes)
+
+
+def test_a_job_whose_every_rank_moved_goes_on(tmp_path: Path) -> None:
+    for moment, stack in enumerate((STEP, DP_SUM.stack)):
+        write_all(tmp_path / f"t{moment}", {r: DATA.stack if r == moment else stack for r in range(8)})
+    topology(tmp_path, 1, 1, 8)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "goes on" in verdict.paragraph
+
+
+def test_where_few_ranks_wait_the_job_may_be_between_two_steps(tmp_path: Path) -> None:
+    computing: dict[int, Stack] = {r: (("linear", "model.py", 30 + r), *STEP) for r in range(8)}
+    verdict = eight(tmp_path, computing | {2: DATA.stack, 3: DP_SUM.stack})
+    assert "cannot be determined from one dump" in verdict.paragraph and verdict.exclude == ""

@@ -113,12 +113,19 @@ class Watchdogs:
             parts.append("sends and receives of two ranks each: the log does not name the other one")
             return "; ".join(parts)
         if len(waits) > 1:
-            parts.append("they wait in different works: one made a call that the others did not")
+            one = len({at for at, _ in waits}) == 1
+            parts.append(
+                "the same number is another operation or size there" if one else "they wait in different works"
+            )
         late = dict[int, list[int]]()
         for rank, report in ranks.items():
             if report.stuck < 0 and report.enqueued is not None and report.enqueued < first:
                 late.setdefault(report.enqueued, []).append(rank)
         parts += [f"{_ranks(late[at], places)} did not come: last enqueued {at}" for at in sorted(late)[:SHOWN]]
+        counts = {rank: r.enqueued for rank, r in ranks.items() if r.stuck >= 0 and r.enqueued is not None}
+        if behind := [rank for rank, n in counts.items() if n < max(counts.values())]:
+            low, high = min(counts.values()), max(counts.values())
+            parts.append(f"{_ranks(behind, places)} had queued less than others: {low} works for {high}")
         whole = group in ("", DEFAULT) and max(ranks) < self.world <= MAX_REPORTS
         silent = set(range(self.world)) - set(ranks) if whole else set()
         if silent:
@@ -127,7 +134,7 @@ class Watchdogs:
             )
         elif whole and not late and len(waits) == 1:
             known = "all ranks" if self.is_whole else "all ranks of the largest communicator in this log"
-            parts.append(f"{known} came: suspect the network")
+            parts.append(f"{known} queued it: the network, or a GPU that is still in what was queued before it")
         elif not late and not whole:
             parts.append("who did not come cannot be known from this log: it does not give the members of the group")
         return "; ".join(parts)

@@ -121,7 +121,7 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     does, on_host = activity(frames)
     text = (does or "outside communication") + (f", {SLEEPS}" if sleeps else "")
     # what waits for a GPU has released the GIL
-    on_host = on_host or moves or sleeps or bool(dump.main.owns_gil)
+    on_host = on_host or sleeps or bool(dump.main.owns_gil)
     return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
 
 

@@ -9,20 +9,25 @@ from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
 
-MAY_WAIT = "; whether it computes at this line, or waits there for its GPU, cannot be determined from stacks"
+MAY_WAIT = (
+    "; whether it computes at this line, or waits there (for its GPU, a lock, a file), cannot be determined from stacks"
+)
+BETWEEN = "; most ranks do not wait: whether the job is only between two steps cannot be determined from one dump"
 CANNOT = "; which of them is wrong cannot be determined from stacks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suspects:
     """The suspect ranks, strongest evidence first, with the reason for each; `edges` is the wait graph, `axes` the
-    group axis of each waiting rank's collective where known; `complete`: every member of every group is in its call."""
+    group axis of each waiting rank's collective where known; `complete`: every member of every group is in its call;
+    `moves`: every rank has another stack than in an earlier dump."""
 
     ranks: tuple[int, ...]
     reasons: dict[int, str]
     edges: Edges = field(repr=False)
     axes: dict[int, str] = field(repr=False)
     complete: bool = False
+    moves: bool = False
 
     @property
     def is_certain(self) -> bool:
@@ -41,6 +46,8 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     edges = wait_edges(evidence, found, axes)
     waited = Counter(r for targets in edges.values() for r in targets)
     hard = [r for r, c in found.items() if c.kind in HARD]
+    if evidence.earlier and not hard and all(found[r].moves for r in evidence.dumps):
+        return Suspects(ranks=(), reasons={}, edges=edges, axes=axes, moves=True)
     silent = [r for r, c in found.items() if c.kind == "silent"]
     # A recording alone shows that a rank is outside any collective, not that it should be in one.
     idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or waited[r])]
@@ -67,6 +74,9 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         }
     left = set(edges) - reaching(edges, set(reasons))
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
+    stacks, waiting = ([r for r, c in found.items() if c.frames and (c.wait is not None) >= w] for w in (False, True))
+    if not (hard or silent or evidence.earlier) and 2 * len(waiting) < len(stacks):
+        reasons = {r: text + BETWEEN for r, text in reasons.items()}
     strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("locked", "busy", "soft", "waiting"), 1)
     held = {r: len(reaching(edges, {r})) for r in busy}
     ranks = sorted(reasons, key=lambda r: (strength.get(found[r].kind, 2), -held.get(r, 0), r))

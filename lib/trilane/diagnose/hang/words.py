@@ -12,7 +12,7 @@ from trilane.workspace.rank_grid import Grid, shared
 # Waits whose collective is not in the stack, of ranks at a line.
 WAITS = {
     "device": "wait for the GPU, called by {2}",
-    "line": "are at {2}, where they compute or wait for their GPUs",
+    "line": "are at {2}, where they compute, or wait for what stacks do not show",
     "wait": "are at {2}, which communicates{1}",
 }
 SHOWN = 6  # frames of a stack in text
@@ -53,6 +53,8 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     missing = [r for r, c in found.items() if c.kind in NO_EVIDENCE]
     blind = [r for r, wait in waits.items() if wait.is_blind]
     recorded = {r for r, recording in evidence.recordings.items() if recording.waiting is not None}
+    if suspects.moves:
+        return "Every rank moved between the two moments: the job goes on, however slowly, and none is stuck."
     if not suspects.edges:
         none = "No rank that was dumped" if missing else "No rank"
         return f"{none} is seen in a wait for others: who waits for whom cannot be determined from these dumps."
@@ -80,6 +82,20 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
         return (
             "None of the ranks that were dumped is seen to be late; how many the job has is not known (give --tp, "
             "--pp, --dp), so that whether another one did not come cannot be determined."
+        )
+    pending = {r: [c for c in evidence.recordings[r].calls if not c.done] for r in recorded}
+    started = {(c.group, c.sequence) for calls in pending.values() for c in calls if c.state == "started"}
+    queued = [
+        r
+        for r, calls in pending.items()
+        if evidence.recordings[r].waiting not in [c for c in calls if c.state == "started"]
+        or any(c.state != "started" and (c.group, c.sequence) in started for c in calls)
+    ]
+    if suspects.complete and queued:
+        return (
+            f"All members of every group have queued the same collective, but that the GPUs of ranks {span(queued)} "
+            "have reached it is not recorded: whether one of these is late, or waits for another group's collective, "
+            "or the network is at fault, cannot be determined."
         )
     if suspects.complete and waits.keys() <= recorded:
         return (
@@ -150,7 +166,7 @@ def notes(found: Conditions) -> list[str]:
         (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck, or stuck only since"),
     )
     asides = grouped((r for r, c in found.items() if c.aside), lambda r: found[r].aside)
-    proof = "proves nothing alone: take a second dump"
+    proof = "proves nothing alone"
     return [
         *(text for ranks, text in notes if ranks),
         *(f"ranks {span(ranks)}: {aside}, which {proof}" for aside, ranks in asides.items()),
