@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import REPOSITORY
 
@@ -520,7 +521,20 @@ def test_ranks_that_print_a_loss_each_are_one_run_and_deepspeed_counts_steps_bet
 
 def test_epochs_whose_length_is_not_printed_are_runs_of_their_own(tmp_path):
     (tmp_path / "a.log").write_text("".join(f"epoch: {e} step: {i} loss: 3.5\n" for e in (1, 2) for i in (10, 20)))
-    assert [list(log.iterations["epoch"]) for log in read_logs(tmp_path / "a.log")] == [[1, 1], [2, 2]]
+    logs = read_logs(tmp_path / "a.log")
+    assert [list(log.iterations["epoch"]) for log in logs] == [[1, 1], [2, 2]]
+    assert [[problem.rule for problem in log.problems] for log in logs] == [[], ["epochs"]]
+
+
+def test_a_line_cut_before_its_elapsed_time_gets_no_seconds_from_its_time_stamp(tmp_path: Path) -> None:
+    line = "2020-07-15 08:34:5{n} | INFO | train_inner | epoch 001: {n} / 99 loss=9.{n}, ups=0.5, num_updates={n}, wall={w}\n"
+    text = "".join(line.format(n=n, w=40 + 2 * n) for n in range(1, 6))
+    (tmp_path / "a.log").write_text(text + line.format(n=6, w=52).partition(", wall")[0])
+    (log,) = read_logs(tmp_path / "a.log")
+    assert (
+        log.status == "unfinished"
+        and max(log.column("sec_per_it")[1:5]) < 3 > np.nan_to_num(log.column("sec_per_it"))[-1]
+    )
 
 
 @pytest.mark.parametrize("value", ["nan", "-inf"])

@@ -87,6 +87,10 @@ RIGHT = {
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
+    "count of a run that was resumed": (
+        "iteration",
+        "--logging_steps 1 \\\n" + trainer([(n, 14.97) for n in range(1, 5)]),
+    ),
     "resolution": (
         "sec_per_it",
         "".join(f"Training:  1%|#| {n}/99 [00:0{n // 3}<01:00, 2.9it/s, loss={3 - n / 10}]\n" for n in range(1, 9)),

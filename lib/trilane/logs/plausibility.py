@@ -188,5 +188,12 @@ def _epochs(c: Columns, summary: Mapping[str, float]) -> Iterator[Finding]:
             yield Finding(
                 "count", "iteration", f"the epochs passed are {ratio:.3g} times the iterations between the lines"
             )
+    rounded = AGREE * (passed + ROUNDED_EPOCHS / 10)  # of both ends
+    is_share = passed >= 0 and epoch[0] > 1 and epoch[0] % 1 > 0  # whole epochs are their numbers
+    if is_share and at[0] > 0 and epoch[0] / at[0] * (at[-1] - at[0]) > rounded:
+        text = (
+            f"begins at {at[0]:.0f} in epoch {epoch[0]:.2f}: of a resumed run, whose first iterations are not counted?"
+        )
+        yield Finding("count", "iteration", text)
     if at[-1] > total:
         yield Finding("bounds", "train_iters", f"iteration {at[-1]:.0f} of {total:.0f}: beyond the last")

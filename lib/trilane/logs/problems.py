@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def problems(
 
 def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
     """The problems of each of a file's runs that only the whole file shows."""
-    rules = (_fragments(runs), _unread(runs, path), _earlier(runs))
+    rules = (_fragments(runs), _unread(runs, path), _earlier(runs), _epochs(runs))
     return [tuple(chain(*found)) for found in zip(*rules, strict=True)]
 
 
@@ -79,6 +79,19 @@ def _earlier(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
     for at in (at for at in range(1, len(runs)) if ends[at][0] < ends[at - 1][-1] - SKEW_S):
         message = f"the lines' time stamps {text}"
         found[at] = (Problem(rule="clock", column="time_s", message=message, line=runs[at].first_number or None),)
+    return found
+
+
+def _epochs(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
+    """A problem for each run that follows one of its dialect in the next epoch, and has no launch of its own."""
+    found: list[tuple[Problem, ...]] = [() for _ in runs]
+    for at, (old, new) in enumerate(pairwise(runs), 1):
+        known = old.rows and new.rows and "epoch" in old.iterations and "epoch" in new.iterations
+        same = set(old.dialects) == set(new.dialects) and not new.launched
+        if known and same and new.iterations.at("epoch", 0) == old.iterations.last("epoch") + 1:
+            text = "its numbers begin anew with an epoch: of one run, whose epochs' length the log does not give?"
+            line = new.first_number or None
+            found[at] = (Problem(rule="epochs", column="iteration", message=text, line=line),)
     return found
 
 

@@ -32,7 +32,8 @@ STAMPED = 4096  # bytes: a line without line ends, of thousands of iterations, i
 ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 HF = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate", "epoch": "epoch"}
 TRILANE = {"tflops": ("flops_per_s_per_gpu", 1e12)}  # other columns have the names of steps.jsonl
-JOINED = b"} {'"  # between two dicts that a collector of logs put on one line
+# between two dicts with a loss each that a collector of logs, or who pasted them, put on one line
+JOINED = re.compile(rb"(?<=\}),?\s{0,2}(?=\{['\"][^{}]{0,4000}\bloss['\"])")
 # between two states of a bar on one line: a carriage return, as `cat -v` writes it too, or nothing where it was dropped
 REDRAWN = re.compile(rb"\r|\^M|(?<=\])(?=[^\[\]\r]{0,80}\b\d{1,3}%\|)", re.DOTALL)
 LONGEST_BAR = 1000  # bytes
@@ -101,7 +102,8 @@ def bar(line: bytes) -> dict[str, float]:
 
 def has_parts(line: bytes) -> bool:
     """Whether bar_parts() gives several parts."""
-    return b"\r" in line or b"^M" in line or JOINED in line or (line.count(b"%|") > 1 and bool(REDRAWN.search(line)))
+    redrawn = b"\r" in line or b"^M" in line or (line.count(b"%|") > 1 and bool(REDRAWN.search(line)))
+    return redrawn or (line.count(b"loss") > 1 and line.count(b"{") > 1 and bool(JOINED.search(line)))
 
 
 def bar_parts(line: bytes) -> list[bytes]:
@@ -115,7 +117,7 @@ def bar_parts(line: bytes) -> list[bytes]:
         elif BAR.search(part):
             bar = part[-LONGEST_BAR:]
         parts.append(part)
-    return [dict_ for part in parts for dict_ in part.replace(JOINED, b"}\r{'").split(b"\r")]
+    return [dict_ for part in parts for dict_ in JOINED.split(part)]
 
 
 def hf_iteration(values: dict[str, float], number: float) -> dict[str, float]:

@@ -105,7 +105,7 @@ class Forms:
 
 def parse_form(line: bytes, tables: TableLines) -> Form | None:
     """The form of a line that may be read in bulk; None if it must be read on its own."""
-    if any(c in line for c in (b"\x1b", b"\0", b"\r", b"^M", trainers.JOINED)):
+    if b"\x1b" in line or b"\0" in line or trainers.has_parts(line):
         return None
     form = None
     if b"elapsed time per iteration" not in line and (best := tables.best(line)):

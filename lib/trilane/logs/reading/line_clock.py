@@ -10,6 +10,7 @@ from trilane.logs.table import NAN
 MAX_STAMPS = 200  # time stamps of lines that are noted
 TIME_OF_DAY = re.compile(rb"^\W{0,3}(\d\d):(\d\d):(\d\d(?:\.\d{1,6})?)(?![\d:])")
 DAY_S = 86400.0
+DATES_S = 1e8  # seconds since 1970 are more, those since the start of a run are fewer
 
 
 def line_time(line: bytes) -> float:
@@ -51,6 +52,10 @@ class LineClock:
         """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
         where the line has no time stamp."""
         last, before = self._last.get(dialect, (row["iteration"], NAN))
+        if (time_s > DATES_S) != (
+            before > DATES_S
+        ) and before == before:  # a date after times that passed since a start
+            time_s = NAN
         steps, seconds = row["iteration"] - last, time_s - before
         if (steps > 0 and seconds != 0) or dialect not in self._last:  # several steps may share a whole second
             self._last[dialect] = (row["iteration"], time_s)
