@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import REPOSITORY
 
+from trilane.analysis.numerics import numerics
 from trilane.logs.dialects import tables
 from trilane.logs.run import read_log, read_logs
 from trilane.utils.validation import DATA
@@ -693,6 +694,22 @@ def test_a_hole_that_a_file_system_left_is_passed_over(tmp_path: Path) -> None:
         read_log(tmp_path / "a.log").column("lm_loss").tolist()
         == read(tmp_path, one + "".join(more)).column("lm_loss").tolist()
     )
+
+
+def test_skipped_steps_that_deepspeed_counts_behind_a_bar_are_the_runs(tmp_path: Path) -> None:
+    bar = "  8%|#| {0}/2410 [00:{1:02d}<05:00,  1.00s/it][2023-05-01 10:00:{1:02d},000] [INFO] [Rank 0] step={0}, skipped={2}, lr=[0.001]\n"
+    text = "".join(
+        bar.format(n, n // 50, n - 5) + f"{{'loss': {6 - n / 999:.4f}, 'epoch': 0.1}}\n" for n in range(500, 2100, 500)
+    )
+    (tmp_path / "a.log").write_text(text)
+    assert numerics(read_logs(tmp_path / "a.log", ["skipped", "skipped_total"])[0]).skipped == 1995
+
+
+def test_a_bar_after_an_evaluation_of_another_epoch_numbers_no_dict_before_it(tmp_path: Path) -> None:
+    text = "{{'loss': {}, 'epoch': {}}}\n"
+    dicts = "".join(text.format(2 - e, e) for e in (0.03, 0.06)) + "{'eval_loss': 1.1, 'epoch': 0.07}\n"
+    log = read(tmp_path, dicts + "  2%|#| 50/2019 [24:43<15:52:05, 29.01s/it]\n")
+    assert [problem.rule for problem in log.problems] == ["unnumbered"] and len(log.iterations) == 2
 
 
 def test_a_prefix_before_nothing_does_not_part_a_trainers_dict_from_its_bar(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from trilane.utils.validation import require
 # an iteration line begins; it may end on a later line
 WRAPPED = re.compile(rb"iteration\s+\d+\s*/(?:[\s\d]*|infinity\s*)(?:\||$)")
 OTHER = re.compile(rb"^\s*(?:\[|time \(ms\)|\(min, max\)|-{4}|\+|validation |after \d+ iter|Effective |\{)")
+DEEPSPEED = re.compile(rb"Samples|step=|steps:")
 MAX_PIECES = 12  # of a wrapped iteration line
 MAX_LENGTH = 1 << 16  # bytes: longer lines are searched for iterations only
 MAX_RUNS = 10_000  # of a file
@@ -225,11 +226,10 @@ class Lines:
                     self.run.add_timers(list(timers), np.array([self.run.iteration]), values)
         elif (b"it/s" in line or b"s/it" in line) and (bar := trainers.bar(line)):
             self.dicts.bar = bar
-        elif b"Samples" in line or b"step=" in line or b"steps:" in line:
-            for spans in trainers.deepspeed_spans(line):
-                self.deepspeed({s.column: s.value(line) for s in spans if s.column not in MEMORY}, line)
         else:
-            matched = False
+            matched = bool(DEEPSPEED.search(line))
+        for spans in trainers.deepspeed_spans(line) if DEEPSPEED.search(line) else ():  # also behind a bar
+            self.deepspeed({s.column: s.value(line) for s in spans if s.column not in MEMORY}, line)
         return self.facts.numbers(line, rank, self.run) or matched
 
     def deepspeed(self, row: dict[str, float], line: bytes) -> None:

@@ -173,6 +173,7 @@ class PartialRun(LineClock):
         """
         self.dialects["deepspeed"] += 0
         if self.iterations.rows:
+            self.skipped_so_far(row.get("skipped_total", NAN))
             return
         self.last_line, table, seen = line, self.companion, self._of_deepspeed
         since = row.pop("since_start", None)
@@ -192,6 +193,11 @@ class PartialRun(LineClock):
             table.change(table.find("iteration", row["iteration"]) or table.rows - 1, row)
         else:
             table.add(row)
+
+    def skipped_so_far(self, total: float) -> None:
+        """Add how many steps DeepSpeed has skipped since the start, to a run whose own lines do not count them."""
+        if total == total and "skipped" not in self.iterations:
+            self.iterations.change_last({"skipped_total": total})
 
     def add_timers(self, names: Sequence[str], at: np.ndarray, values: np.ndarray) -> None:
         """Add timers in seconds, (names, rows), printed after the increasing iterations `at`. The last value counts."""

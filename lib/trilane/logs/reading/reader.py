@@ -219,6 +219,8 @@ class Reader:
         if any((rows.column(name, part) > 0).any() for name in ("iteration", "since_start")):
             lines.tables.settle("deepspeed")
             lines.run.dialects["deepspeed"] += 0
+        if lines.run.iterations.rows and "skipped_total" in rows.names:
+            lines.run.skipped_so_far(float(rows.column("skipped_total", part)[-1]))
         for place in range(part.start, part.stop) if not lines.run.iterations.rows else ():
             row, number = rows.row(place), rows.at[place]
             lines.number = self._before + number + 1

@@ -1,6 +1,7 @@
 """TrainerDicts: the dicts that Hugging Face's Trainer prints, and the numbers of its iterations, often not printed."""
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # https://github.com/hiyouga/LLaMA-Factory/blob/main/src/llamafactory/train/callbacks.py
 RATE_ROUNDED = 1e-4
 MOST_KNOWN = 100  # steps that are compared
+EVALUATED = re.compile(rb"\{'eval_\w{1,80}': .{0,4000}'epoch': (\d{1,9}(?:\.\d{1,20})?)\}")
 UNNUMBERED = "the log does not number its iterations (no progress bar, no logging_steps, no steps of an epoch)"
 
 
@@ -29,7 +31,9 @@ class TrainerDicts:
         self._line, self._number = b"", 0  # of the pending dict
 
     def read(self, line: bytes) -> None:
-        """Read the dicts of a line."""
+        """Read the dicts of a line. A bar after an evaluation of another epoch is not that of the dict before it."""
+        if self.pending and (held_out := EVALUATED.search(line)) and float(held_out[1]) != self.pending.get("epoch"):
+            self.release()
         for values in trainers.hf_dicts(line):
             if "train_runtime" in values and "loss" not in values:
                 self.release()
