@@ -99,9 +99,13 @@ def test_a_slow_and_a_broken_node_stay_out_and_without_spares_a_broken_one_sends
     wait_until(lambda: client.states([job])[job].state == "PENDING", PATIENCE_S, says(other))
     found = ledger.events(other, "ended")[0]
     assert found["status"] == "node failure" and "jz-a100-5: GPU 00000000:07:00.0" in found["evidence"]
-    shown = client.call(["scontrol", "show", "job", job])
-    assert "jz-a100-5" in client.hostnames(shown.split("ExcNodeList=")[1].split()[0])
+    wait_until(lambda: "jz-a100-5" in avoided(job), PATIENCE_S, f"the job avoids {avoided(job)}")
     client.cancel([job])
+
+
+def avoided(job: str) -> list[str]:
+    """The nodes that a job avoids, which is set once it is in the queue again."""
+    return client.hostnames(client.call(["scontrol", "show", "job", job]).split("ExcNodeList=")[1].split()[0])
 
 
 def is_guarded(folder: Path) -> bool:
