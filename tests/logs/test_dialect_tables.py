@@ -712,6 +712,17 @@ def test_a_bar_after_an_evaluation_of_another_epoch_numbers_no_dict_before_it(tm
     assert [problem.rule for problem in log.problems] == ["unnumbered"] and len(log.iterations) == 2
 
 
+@pytest.mark.parametrize(("other", "rules"), [(1.01, []), (1.5, ["copies"])])
+def test_two_reporters_of_one_iteration_may_round_its_loss_and_not_more(
+    tmp_path: Path, other: float, rules: list[str]
+) -> None:
+    nanogpt = "iter {n}: loss {loss:.4f}, time 137.21ms, mfu 34.10%\n"
+    torchtune = "Step {n} | loss:{more} lr:2e-05 tokens_per_second_per_gpu:57.8\n"
+    text = "".join((nanogpt + torchtune).format(n=n, loss=6 - n / 9, more=other * (6 - n / 9)) for n in range(1, 9))
+    log = read(tmp_path, text)
+    assert [problem.rule for problem in log.problems] == rules and len(log.iterations) == 8
+
+
 def test_a_prefix_before_nothing_does_not_part_a_trainers_dict_from_its_bar(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     parts = [

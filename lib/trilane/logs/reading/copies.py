@@ -8,6 +8,7 @@ from trilane.logs.table import NAN, NumericTable
 
 MAX_LOST = 100  # numbers that are kept of them
 TOLERANCE = 1e-6  # of a loss that several ranks print, relative
+REPORTERS = 0.05  # of a loss that two reporters print, such as a bar, which rounds it or averages it: relative
 LAGGING = 4  # iterations by which a rank may print later than another one
 KNOWN = ("lm_loss", "sec_per_it", "consumed_samples", "epoch")  # columns that are equal in two lines of one iteration
 
@@ -43,16 +44,16 @@ class Copies:
             return None
         return False
 
-    def compare(self, row: Mapping[str, float], table: NumericTable) -> None:
-        """Note a line that was left out as another rank's copy, where there is no line of its number, or its loss is
-        another one."""
+    def compare(self, row: Mapping[str, float], table: NumericTable, tolerance: float = TOLERANCE) -> None:
+        """Note a line that was left out as another rank's or reporter's copy, where there is no line of its number, or
+        its loss is another one."""
         numbers = table.column("iteration")
         place = int(np.searchsorted(numbers, row["iteration"]))
         if place == len(numbers) or numbers[place] != row["iteration"]:
             self.lost += [row["iteration"]] * (len(self.lost) < MAX_LOST)
         elif "lm_loss" in row and "lm_loss" in table and not self.differing:
             one, other = table.at("lm_loss", place), row["lm_loss"]
-            if abs(one - other) > TOLERANCE * abs(one):
+            if abs(one - other) > tolerance * abs(one):
                 self.differing = (row["iteration"], one, other)
 
 

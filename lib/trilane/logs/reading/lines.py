@@ -8,6 +8,7 @@ import numpy as np
 
 from trilane.logs.dialects import megatron, trainers
 from trilane.logs.reading import run_facts
+from trilane.logs.reading.copies import REPORTERS, TOLERANCE
 from trilane.logs.reading.forms import Form
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.prefilter import ARGUMENT, END, NUMBER, STEP, TABLE
@@ -153,8 +154,7 @@ class Lines:
             self.run.add(row, dialect, rank, line)
             self.run.saw(row["iteration"], line, number, self.run.rows)
             return
-        if dialect in others:
-            self.run.copies.compare(row, self.run.iterations)
+        self.run.copies.compare(row, self.run.iterations, TOLERANCE if dialect in others else REPORTERS)
         if dialect not in MEGATRON:
             self.run.dialects[dialect] += 0
             self.run.complete(row)
