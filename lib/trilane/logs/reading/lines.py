@@ -143,7 +143,8 @@ class Lines:
         others = {name for name in self.run.dialects if name != "deepspeed"}
         dialect = dialect or next(iter(others & MEGATRON), "megatron-2021" if "lm_loss" in row else "unknown")
         takes = self.run.accepts(row, rank)
-        if others and dialect not in others and not others | {dialect} <= MEGATRON:
+        counts = {name for name in others if self.run.dialects[name]}
+        if counts and dialect not in counts and not others | {dialect} <= MEGATRON:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
             takes = None if self.run.iterations.last("iteration") == row["iteration"] else False
         if takes is False:
@@ -154,7 +155,7 @@ class Lines:
             self.run.add(row, dialect, rank, line)
             self.run.saw(row["iteration"], line, number, self.run.rows)
             return
-        self.run.copies.compare(row, self.run.iterations, TOLERANCE if dialect in others else REPORTERS)
+        self.run.copies.compare(row, self.run.iterations, TOLERANCE if dialect in counts else REPORTERS)
         if dialect not in MEGATRON:
             self.run.dialects[dialect] += 0
             self.run.complete(row)
