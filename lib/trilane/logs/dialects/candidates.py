@@ -136,12 +136,12 @@ def _lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Number and text of the lines of the log's beginning; a bar's states are lines of one number."""
     number = size = 0
     for block in blocks(path):
-        for line in block.split(b"\n"):
+        for line in block[: most_bytes - size].split(b"\n"):
             number += 1
             text = ESCAPE.sub(b"", line) if b"\x1b" in line else line
             yield from ((number, part) for part in text.split(b"\r") if part.strip())
         number -= 1  # a block ends after a line end
-        if (size := size + len(block)) > most_bytes:
+        if (size := size + len(block)) >= most_bytes:
             return
 
 
