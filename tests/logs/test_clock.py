@@ -67,7 +67,8 @@ def test_a_log_runs_by_its_own_clock_before_the_files_date(tmp_path, name, packe
 def test_a_log_whose_name_has_an_old_date_is_a_copy(tmp_path):
     assert write(tmp_path / "train_20230501.log", FIVE, 0).status == "unfinished"
     assert write(tmp_path / "slurm-20230501.out", FIVE, 0).status == "unfinished"
-    assert write(tmp_path / stamp(0, "run-%Y-%m-%d.log"), FIVE, 0).status == "running"
+    for back in (0, HOUR, 14 * HOUR):  # at any time of the day, in any time zone
+        assert write(tmp_path / stamp(back, "run-%Y-%m-%d.log"), FIVE, 0).status == "running"
     assert write(tmp_path / "slurm-1832555.out", FIVE, 0).status == "running"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trilane.logs.dialects.trainers import timestamp
 from trilane.logs.digest import Finding, quantile
-from trilane.logs.reading.line_clock import past_midnight
+from trilane.logs.reading.line_clock import DAY_S, past_midnight
 from trilane.logs.reading.partial_run import PartialRun
 from trilane.logs.reading.reader import blocks
 from trilane.logs.table import NAN, NumericTable
@@ -30,7 +30,7 @@ LATEST_ZONE_S, LONGEST_RUN_S = (
 )  # of a run that prints no times; the longest limits of SLURM sites are of some weeks
 SLOWER = 1.5  # than the iterations: evaluations, saves and start of a run in all
 EDGE = 1 << 16  # bytes at the beginning and the end of a file in which its dates are searched for
-DATE = re.compile(rb"(?<!\d)(20\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])(?!\d)")
+DATE = re.compile(rb"(?<!\d)(20\d\d)[-_]?(0[1-9]|1[0-2])[-_]?(0[1-9]|[12]\d|3[01])(?!\d|[ T_]\d\d:)")  # without a time
 UNIX_DATE = re.compile(rb"\b([A-Z][a-z]{2}) {1,2}(\d{1,2}) (\d\d:\d\d:\d\d) (?:[AP]M )?(?:[A-Z]{2,5} )?(20\d\d)\b")
 BACK_S = 60.0  # by which a stamp may lie before an earlier one: ranks on several nodes print
 TOO_LONG = 1.5  # the seconds may exceed the clock's by rounding, and by the buffers of a printing program
@@ -78,7 +78,8 @@ def _whole(table: NumericTable) -> float:
 
 
 def _latest(path: Path, end: float) -> float:
-    """The latest date before `end` in the first and the last lines of a file and in its name; NaN without one."""
+    """The latest time before `end` in the first and the last lines of a file and in its name, of a date without a time
+    the end of its day; NaN without one."""
     head = next(blocks(path))
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - EDGE))
@@ -87,7 +88,8 @@ def _latest(path: Path, end: float) -> float:
         packed = file.read(2) == b"\x1f\x8b"
     dates = list[float]()
     for text in (head[:EDGE], b"" if packed else tail, path.name.encode()):
-        dates += [timestamp(b"-".join(found) + b" 00:00:00") for found in DATE.findall(text)]
+        days = [timestamp(b"-".join(found) + b" 00:00:00") for found in DATE.findall(text)]
+        dates += [min(day + DAY_S, end) for day in days if day <= end]
         dates += [timestamp(line) for line in text.split(b"\n")]
         dates += [_unix(found) for found in UNIX_DATE.findall(text)]
     return max((date for date in dates if date <= end), default=NAN)
