@@ -337,3 +337,11 @@ def test_where_few_ranks_wait_the_job_may_be_between_two_steps(tmp_path: Path) -
     computing: dict[int, Stack] = {r: (("linear", "model.py", 30 + r), *STEP) for r in range(8)}
     verdict = eight(tmp_path, computing | {2: DATA.stack, 3: DP_SUM.stack})
     assert "cannot be determined from one dump" in verdict.paragraph and verdict.exclude == ""
+
+
+def test_ranks_that_came_to_the_line_where_most_are_are_not_busy_there(tmp_path: Path) -> None:
+    backward: Stack = (("_engine_run_backward", "torch/autograd/graph.py", 823), *STEP)
+    for moment, stack in enumerate(((("linear", "model.py", 30), *STEP), backward)):
+        write_all(tmp_path / f"t{moment}", dict.fromkeys(range(8), stack) | {2: DATA.stack})
+    topology(tmp_path, 1, 1, 8)
+    assert diagnose_hang(tmp_path).suspects == (2,)
