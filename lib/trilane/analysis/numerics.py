@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trilane.logs.reading.lines import MEGATRON
+from trilane.logs.dialects import megatron
 from trilane.logs.run import RunLog
 
 
@@ -34,7 +34,7 @@ def numerics(log: RunLog) -> Numerics:
     """
     skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
     broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
-    broken = broken if MEGATRON & set(log.dialect.split(" + ")) else broken[:0]
+    broken = broken if megatron.FAMILY & set(log.dialect.split(" + ")) else broken[:0]
     if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
         total = log.column("skipped_total")
         skipped = total[np.isfinite(total)][-1:]

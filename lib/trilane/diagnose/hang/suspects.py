@@ -9,11 +9,10 @@ from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
 
-MAY_WAIT = (
-    "; whether it computes at this line, or waits there (for its GPU, a lock, a file), cannot be determined from stacks"
-)
-BETWEEN = "; most ranks do not wait: whether the job is only between two steps cannot be determined from one dump"
-CANNOT = "; which of them is wrong cannot be determined from stacks"
+OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
+MAY_WAIT = f"; whether it computes at this line, or waits there (for its GPU, a lock, a file), {OPEN} from stacks"
+BETWEEN = f"; most ranks do not wait: whether the job is only between two steps {OPEN} from one dump"
+CANNOT = f"; which of them is wrong {OPEN} from stacks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class Suspects:
     @property
     def is_certain(self) -> bool:
         """Whether no reason leaves the question open."""
-        return not any("cannot be determined" in reason for reason in self.reasons.values())
+        return not any(OPEN in reason for reason in self.reasons.values())
 
 
 def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
@@ -69,12 +68,11 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
     reasons |= {r: _only_waited_for(evidence, found, edges, r) for r in busy if not found[r].frames}
     gone = [r for r in hard if found[r].kind == "gone"]
     if 2 * len(gone) > len(found):
-        reasons |= {
-            r: f"{found[r].text}; which rank was the first to end cannot be determined from dumps" for r in gone
-        }
+        reasons |= {r: f"{found[r].text}; which rank was the first to end {OPEN} from dumps" for r in gone}
     left = set(edges) - reaching(edges, set(reasons))
     reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
-    stacks, waiting = ([r for r, c in found.items() if c.frames and (c.wait is not None) >= w] for w in (False, True))
+    stacks = [c for c in found.values() if c.frames]
+    waiting = [c for c in stacks if c.wait is not None]
     if not (hard or silent or evidence.earlier) and 2 * len(waiting) < len(stacks):
         reasons = {r: text + BETWEEN for r, text in reasons.items()}
     strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("locked", "busy", "soft", "waiting"), 1)

@@ -83,14 +83,7 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
             "None of the ranks that were dumped is seen to be late; how many the job has is not known (give --tp, "
             "--pp, --dp), so that whether another one did not come cannot be determined."
         )
-    pending = {r: [c for c in evidence.recordings[r].calls if not c.done] for r in recorded}
-    started = {(c.group, c.sequence) for calls in pending.values() for c in calls if c.state == "started"}
-    queued = [
-        r
-        for r, calls in pending.items()
-        if evidence.recordings[r].waiting not in [c for c in calls if c.state == "started"]
-        or any(c.state != "started" and (c.group, c.sequence) in started for c in calls)
-    ]
+    queued = _only_queued(evidence, recorded)
     if suspects.complete and queued:
         return (
             f"All members of every group have queued the same collective, but that the GPUs of ranks {span(queued)} "
@@ -115,6 +108,17 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
             "their stacks: which is at fault, or whether the network is, cannot be determined from these dumps."
         )
     return "Which of the ranks is at fault cannot be determined from these dumps."
+
+
+def _only_queued(evidence: Evidence, recorded: set[int]) -> list[int]:
+    """The ranks whose GPU is not recorded to have reached the call they wait in, or one that another rank's is in."""
+    pending = {r: [c for c in evidence.recordings[r].calls if not c.done] for r in sorted(recorded)}
+    started = {(c.group, c.sequence) for calls in pending.values() for c in calls if c.state == "started"}
+    return [
+        r
+        for r, (first, *later) in pending.items()
+        if first.state != "started" or any((c.group, c.sequence) in started for c in later if c.state != "started")
+    ]
 
 
 def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+# dialects of Megatron's family, which may stand in one run
+FAMILY = {"megatron-lm", "megatron-2021", "megatron-deepspeed-2022", "deepspeedai", "gpt-neox"}
 ITERATION = re.compile(rb"iteration\s+(\d{1,18})\s*/\s*(\d{1,18}|infinity)\s*\|")
 MEMORY = re.compile(rb"(?:\[Rank (\d{1,9})\] )?\(?after (\d{1,18}) iterations\)? memory \(MB\) \|")
 TIMERS = re.compile(rb"\btime \(ms\) \|")

@@ -25,13 +25,6 @@ DEEPSPEED = re.compile(rb"Samples|step=|steps:")
 MAX_PIECES = 12  # of a wrapped iteration line
 MAX_LENGTH = 1 << 16  # bytes: longer lines are searched for iterations only
 MAX_RUNS = 10_000  # of a file
-MEGATRON = {
-    "megatron-lm",
-    "megatron-2021",
-    "megatron-deepspeed-2022",
-    "deepspeedai",
-    "gpt-neox",
-}  # may stand in one run
 
 
 class Lines:
@@ -141,10 +134,10 @@ class Lines:
         """Add an iteration: the next of the run, another rank's copy, or the first of another run."""
         self.tables.settle(dialect)
         others = {name for name in self.run.dialects if name != "deepspeed"}
-        dialect = dialect or next(iter(others & MEGATRON), "megatron-2021" if "lm_loss" in row else "unknown")
+        dialect = dialect or next(iter(others & megatron.FAMILY), "megatron-2021" if "lm_loss" in row else "unknown")
         takes = self.run.accepts(row, rank)
         counts = {name for name in others if self.run.dialects[name]}
-        if counts and dialect not in counts and not others | {dialect} <= MEGATRON:
+        if counts and dialect not in counts and not others | {dialect} <= megatron.FAMILY:
             # another reporter of the same run, such as a bar, repeats the number of the iteration
             takes = None if self.run.iterations.last("iteration") == row["iteration"] else False
         if takes is False:
@@ -156,7 +149,7 @@ class Lines:
             self.run.saw(row["iteration"], line, number, self.run.rows)
             return
         self.run.copies.compare(row, self.run.iterations, TOLERANCE if dialect in counts else REPORTERS)
-        if dialect not in MEGATRON:
+        if dialect not in megatron.FAMILY:
             self.run.dialects[dialect] += 0
             self.run.complete(row)
 
