@@ -128,6 +128,11 @@ FAULTS = {
         "iteration",
         lines(114, total=9000) + line(7000, 5.0, 9000, used=28000) + line(7001, 4.9, 9000, used=28004),
     ),
+    "stray": (
+        "iteration",
+        "".join(f"step={i} loss={5 - i / 50:.4f} lr=1.0e-04 step_time=2.{i % 7}s\n" for i in range(10, 130, 10))
+        + "worse than the loss 3.2 of step 125\n",
+    ),
     "leap at the end": ("iteration", lines(5, total=9000) + line(2001, 5.0, 9000, used=8004)),
     "copies": (
         "lm_loss",
@@ -177,6 +182,47 @@ def test_fragments_of_mixed_lines_are_no_runs_in_silence(tmp_path):
     (tmp_path / "a.log").write_text(text)
     logs = read_logs(tmp_path / "a.log")
     assert len(logs) > 2 and all([p.rule for p in log.problems] == ["jumps-back"] for log in logs)
+
+
+@pytest.mark.parametrize(
+    ("stray", "at"),
+    [
+        ("loss spike detected: loss=9.31 at step=77", 0),
+        ("loss spike detected: loss=9.31 at step=77", 4),
+        ("run step 3: loss 2.4", 12),
+        ("the loss is back: loss=2.4 at step 55", 30),
+    ],
+)
+def test_a_line_of_another_kind_that_gives_a_step_and_a_loss_is_no_iteration_in_silence(tmp_path, stray, at):
+    rows = [f"step={i} loss={5 - i / 50:.4f} lr=1.0e-04 step_time={2 + i % 3 / 10}s" for i in range(1, 41)]
+    (tmp_path / "a.log").write_text("\n".join([*rows[:at], stray, *rows[at:]]) + "\n")
+    logs = read_logs(tmp_path / "a.log")
+    assert len(logs) == 2 and all({p.rule for p in log.problems} <= {"jumps-back", "stray"} for log in logs)
+    assert stray in {p.evidence for p in logs[0].problems}
+
+
+@pytest.mark.parametrize("resumed", [21, 30, 35])
+def test_a_run_that_goes_back_to_its_checkpoint_has_no_problem(tmp_path, resumed):
+    rows = [f"step={i} loss={5 - i / 50:.4f} lr=1.0e-04 step_time={2 + i % 3 / 10}s" for i in range(1, 61)]
+    (tmp_path / "a.log").write_text("\n".join([*rows[:40], *rows[resumed - 1 :]]) + "\n")
+    assert [log.problems for log in read_logs(tmp_path / "a.log")] == [(), ()]
+
+
+@pytest.mark.parametrize("name", ["Evaluating", "eval", "Loading checkpoint shards"])
+def test_the_bar_of_an_evaluation_numbers_no_iteration(tmp_path, name):
+    dicts = trainer([(n, n / 1000) for n in range(1, 7)]).splitlines(keepends=True)
+    (tmp_path / "a.log").write_text(
+        "".join([*dicts[:2], f"{name}:  40%|####  | 40/100 [00:04<00:06, 9.9it/s]\n", *dicts[2:]])
+    )
+    (log,) = read_logs(tmp_path / "a.log")
+    assert log.iterations["iteration"].isna().all() and [p.rule for p in log.problems] == ["unnumbered"]
+
+
+def test_a_last_line_that_is_cut_behind_its_loss_is_an_iteration(tmp_path):
+    rows = [f"step={i} loss={5 - i / 50:.4f} lr=1.0e-04 step_time=2.{i}s" for i in range(1, 10)]
+    (tmp_path / "a.log").write_text("\n".join(rows) + "\nstep=10 loss=4.8000 ")
+    (log,) = read_logs(tmp_path / "a.log")
+    assert log.problems == () and list(log.iterations["iteration"]) == [*range(1, 11)]
 
 
 def test_the_card_of_a_list_of_gpus_bounds_the_rate(tmp_path):

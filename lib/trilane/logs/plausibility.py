@@ -7,7 +7,7 @@ import numpy as np
 
 from trilane.logs import clock
 from trilane.logs.digest import LINES, Columns, Finding, median, median_ratio, steps
-from trilane.logs.reading.partial_run import PartialRun
+from trilane.logs.reading.partial_run import MOST_BARE, PartialRun
 from trilane.logs.reading.trainer_dicts import UNNUMBERED
 from trilane.logs.table import NAN, NumericTable
 
@@ -123,6 +123,9 @@ def _once(run: PartialRun) -> Iterator[Finding]:
     if lost := run.copies.lost:
         text = f"{len(lost)} lines or more, of iteration {lost[0]:.0f} first, lie behind others and were left out"
         yield Finding("lost", "iteration", f"{text}: two counts, or another run?")
+    if 0 < len(run.bare) < MOST_BARE and run.iterations.rows > 2 * len(run.bare):
+        row, number = run.bare[0]
+        yield Finding("stray", "iteration", f"{number:.0f} has none of the other lines' numbers: another line's?", row)
     if UNNUMBERED in run.notes:
         yield Finding("unnumbered", "iteration", UNNUMBERED)
 

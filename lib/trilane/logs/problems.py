@@ -57,7 +57,8 @@ def problems(
 
 def of_file(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
     """The problems of each of a file's runs that only the whole file shows."""
-    rules = (_fragments(runs), _unread(runs, path), _earlier(runs), _epochs(runs))
+    mixed = _fragments(runs)
+    rules = (mixed if any(mixed) else _strays(runs, path), _unread(runs, path), _earlier(runs), _epochs(runs))
     return [tuple(chain(*found)) for found in zip(*rules, strict=True)]
 
 
@@ -69,6 +70,29 @@ def _fragments(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
     text = "the numbers of the file's lines jump back and forth: those of several programs or ranks are mixed"
     problem = Problem(rule="jumps-back", column="iteration", message=text)
     return [(problem,) if one and sum(odd) >= LINES else () for one in odd]
+
+
+def _strays(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
+    """A problem for two runs that are one but for a number: the last of the first leaps ahead and the second goes on
+    from the number before it, the first of the second falls back and the number after it goes on, or the first run is
+    one line with other columns than the second."""
+    found: list[tuple[Problem, ...]] = [() for _ in runs]
+    for at, (old, new) in enumerate(pairwise(runs), 1):
+        if new.launched or old.endings or "iteration" not in old.iterations or "iteration" not in new.iterations:
+            continue
+        last, first = old.iterations.last("iteration"), new.iterations.at("iteration", 0)
+        leaps = old.rows > 1 and old.iterations.at("iteration", -2) < first < last
+        falls = new.rows > 1 and first < last < new.iterations.at("iteration", 1)
+        other = old.rows == 1 and first < last and old.iterations.names != new.iterations.names
+        if leaps or falls or other:
+            text = f"{first if falls else last:.0f} stands alone between the numbers of one run: another line's?"
+            line, shown = old.last_number, endings.text(old.last_line)
+            if falls:
+                line = new.first_number
+                shown = find_lines(path, {int(first)}, line, line).get(int(first), (line, ""))[1]
+            problem = Problem(rule="jumps-back", column="iteration", message=text, line=line or None, evidence=shown)
+            found[at - 1], found[at] = (*found[at - 1], problem), (*found[at], problem)
+    return found
 
 
 def _earlier(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:

@@ -27,6 +27,11 @@ class NumericTable:
         self.rows, self._keep, self._spill, self._columns = 0, keep, spill, dict[str, Column]()
         self._digests: dict[str, Digest] = {}
 
+    @property
+    def names(self) -> set[str]:
+        """Of the columns that are kept."""
+        return {*self._columns}
+
     def __contains__(self, name: str) -> bool:
         return name in self._columns
 

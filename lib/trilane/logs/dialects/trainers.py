@@ -19,6 +19,10 @@ OF_TOTAL = re.compile(rb"'global_step/max_steps': '(\d{1,15})/(\d{1,15})'")  # m
 BAR = re.compile(
     rb"(\d{1,15})/(\d{1,15}) \[(?:(\d{1,9}):)?(\d{1,9}):(\d{1,9})<"
 )  # tqdm's bar on the same line, with the time passed
+OTHER_BAR = re.compile(  # of an evaluation or the data, by its description
+    rb"(?i)\b(?:eval|val|valid|test|predict|generat|load|map|filter|tokeniz|download|fetch|sav)[\w ]{0,40}:"
+    rb"\s{0,9}\d{1,3}%\|"
+)
 COUNT = re.compile(
     rb">>\s+(Total optimization steps|Num Epochs|Total train batch size[^=]{0,100}|Num examples) = (\d[\d,]{0,20})"
 )
@@ -93,8 +97,8 @@ def hf_dicts(line: bytes) -> list[dict[str, float]]:
 
 
 def bar(line: bytes) -> dict[str, float]:
-    """Step, total and elapsed seconds of the progress bar in a line; {} if there is none."""
-    if not (found := BAR.search(line)):
+    """Step, total and elapsed seconds of the progress bar in a line; {} if there is none of the training."""
+    if not (found := BAR.search(line)) or OTHER_BAR.search(line[: found.start()]):
         return {}
     passed = 3600 * int(found[3] or 0) + 60 * int(found[4]) + int(found[5])
     return {"step": float(found[1]), "total": float(found[2]), "elapsed": float(passed)}

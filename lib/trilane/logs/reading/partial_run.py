@@ -20,6 +20,7 @@ from trilane.logs.watchdog import Watchdogs
 LATE_S = 60.0  # of iterations that may still follow the scheduler's message: SLURM's KillWait is 30 s
 ENDED = (SCHEDULER, OUTSIDE, WRAPPER, LAUNCHER)  # levels of endings after which a launch begins another run
 MAX_EXITS = 1000  # of tasks
+BARE, MOST_BARE = {"iteration", "lm_loss", "sec_per_it", "time_s"}, 3
 MAX_LATE = 1000  # iterations, where they have no times
 
 
@@ -34,6 +35,7 @@ class PartialRun(LineClock):
         self.timers, self.bandwidth = NumericTable(keep), NumericTable()
         self.validation = NumericTable()
         self.memory: dict[int, dict[str, float]] = {}
+        self.bare = list[tuple[int, float]]()  # row and number, see look_for_stray
         self.memory_rows = 0  # iterations before the last report of memory
         self.arguments: dict[str, Value] = {}
         self.summary: dict[str, float] = {}
@@ -128,7 +130,7 @@ class PartialRun(LineClock):
 
     def forget(self) -> None:
         """Drop the iterations read so far, which were not what they looked like."""
-        self.iterations = self._table()
+        self.iterations, self.bare = self._table(), []
         self.dialects.clear()
 
     def repeats(self, row: Mapping[str, float], dialect: str) -> bool:
@@ -140,6 +142,11 @@ class PartialRun(LineClock):
         loss = row.get("lm_loss", 0.0)
         self.iterations.add(row if loss == loss else {"nan": 1.0, **row})
         self._count(dialect, 1, rank, line)
+
+    def look_for_stray(self, row: Mapping[str, float]) -> None:
+        """Note the row, read last, if it has a loss and nothing else but times. The first of a run may lack rates."""
+        if self.iterations.rows > 1 and len(self.bare) < MOST_BARE and row.keys() <= BARE:
+            self.bare.append((self.iterations.rows - 1, row["iteration"]))
 
     def extend(self, names: Sequence[str], values: np.ndarray, dialect: str, rank: float, line: bytes) -> None:
         """Append iterations of one dialect, (names, rows); `line` is the last one."""

@@ -161,7 +161,9 @@ class Reader:
         elif whole and not lines.read(text, found.kind(number), whole):
             self._forms.add_nothing(found.shapes[number])
         elif text and not whole:  # what follows the last line end may be truncated
+            rows = lines.run.rows
             lines.read(text, ALL, whole)
+            lines.run.bare = [bare for bare in lines.run.bare if bare[0] < rows]  # it may have lost its other numbers
         return number + 1
 
     def _add(self, found: SortedLines, start: int, stop: int) -> None:

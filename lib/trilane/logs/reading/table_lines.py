@@ -127,6 +127,8 @@ class TableLines:
                 self._lines.run.copies.compare(row, self._lines.run.iterations)
             else:
                 self.step(row, time_s, dialect.name, dialect.first_iteration, line, number)
+                if dialect.fallback:
+                    self._lines.run.look_for_stray(row)
 
     def _draw_again(self, row: dict[str, float], rank: float) -> None:
         """Read a bar that is drawn again at the same iteration: with its loss after the loss of the one before, which
