@@ -83,7 +83,7 @@ RIGHT = {
     "restarts with a launch each": "".join(SIZES + lines(n) for n in (2, 1, 2, 30)),
     "another rank's copies": "".join(f"[default{r}]:" + line(i, 9 - i / 50) for i in range(1, 9) for r in (3, 7)),
     "a norm after an overflow": titan(norm=-1.0),
-    "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step: ", "step: 1"),
+    "an MFU that is not measured yet": titan(mfu=-100.0) + titan().replace("step:  ", "step: 1"),
     "a start that diverges": line(1, 12.4) + "".join(line(i, 33.1 - i / 9) for i in range(2, 20)),
 }
 FAULTS = {
@@ -239,6 +239,17 @@ def test_lines_that_look_like_iterations_and_were_not_read_are_named(tmp_path):
     home_made = "".join(f"optimizer step no. {n}, its loss was {3 - n / 100}\n" for n in range(1, 30))
     (problem,) = problems(tmp_path, lines(2) + home_made)
     assert (problem.rule, problem.line) == ("unread", 3) and "step no. 1," in problem.evidence
+
+
+@pytest.mark.parametrize(("first", "shift"), [(0, 0), (4, 0), (2, 500)])
+def test_another_trainer_in_the_same_file_is_not_left_out_in_silence(tmp_path, first, shift):
+    """Lines that any trainer may print are read where no known one prints; here one does, before, after or between."""
+    own = [f"step={i + shift} loss={5 - i / 50:.4f} lr=1.0e-04 step_time=2.{i}s\n" for i in range(1, 6)]
+    known = [line(i, 9 - i / 50) for i in range(1, 5)]
+    (tmp_path / "a.log").write_text("".join([*known[:first], *own, *known[first:]]))
+    (log,) = read_logs(tmp_path / "a.log")
+    assert len(log.iterations) == 4
+    assert [(p.rule, p.line, p.evidence) for p in log.problems] == [("unread", first + 1, own[0].strip())]
 
 
 def test_a_file_that_holds_a_run_twice_is_marked(tmp_path):

@@ -117,6 +117,7 @@ class Columns:
         self.table, self._arguments = table, arguments
         self._digests: dict[str, Digest] = {}
         self._absent = Digest(table.rows)
+        self._nothing = self._absent.sample()
 
     def digest(self, name: str) -> Digest:
         """The column's digest, made once; one of NaN for a column that is not there."""
@@ -124,13 +125,16 @@ class Columns:
             self._digests[name] = self.table.digest(name) or self._absent
         return self._digests[name]
 
+    def __contains__(self, name: str) -> bool:
+        return self.digest(name) is not self._absent
+
     def __getitem__(self, name: str) -> np.ndarray:
         """The numbers of evenly spaced rows, NaN where there are none, (sampled rows,)."""
-        return self.digest(name).sample()
+        return self.digest(name).sample() if name in self else self._nothing
 
     def or_argument(self, column: str, *names: str) -> np.ndarray | float:
         """The column, or else the first argument of these names; NaN where there is neither."""
-        return self[column] if np.isfinite(self[column]).any() else self.argument(*names)
+        return self[column] if column in self and np.isfinite(self[column]).any() else self.argument(*names)
 
     def argument(self, *names: str) -> float:
         """The first argument of these names that is a number above zero, else NaN."""

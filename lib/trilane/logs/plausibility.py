@@ -48,6 +48,8 @@ def _unknown(c: Columns) -> Iterator[Finding]:
     has = np.zeros(len(c["iteration"]), bool)
     for name in ("sec_per_it", "lm_loss", *rates):
         has |= ~np.isnan(c[name])  # an infinite loss is one that was printed
+        if 2 * has.sum() >= len(has):
+            return
     skipped = np.nan_to_num(c["skipped"]) > 0
     nan = "lm_loss" in c.table and np.isnan(c["lm_loss"])
     empty = ~(has | skipped | nan)
@@ -154,7 +156,7 @@ def _rates(c: Columns) -> Iterator[Finding]:
         ("tokens_per_second", tokens, "the batch's tokens"),
         ("tokens_per_gpu_per_second", tokens / gpus, "a GPU's share of the batch's tokens"),
     ):
-        ratio = median_ratio(c[name] * seconds, amount)
+        ratio = median_ratio(c[name] * seconds, amount) if name in c else 1.0
         if abs(math.log(ratio)) > math.log(AGREE):
             text = f"printed rate times seconds is {ratio:.3g} times {words}"
             yield Finding("rate", name, f"{text}: the rate, the seconds or the batch is wrong")
@@ -171,6 +173,8 @@ def _counts(c: Columns) -> Iterator[Finding]:
     if abs(math.log(ratio)) > math.log(COUNTS_AGREE):
         text = f"samples consumed between two lines are {ratio:.3g} times the iterations' batches"
         yield Finding("count", "iteration", f"{text}: the iterations are counted otherwise, or the batch is wrong")
+    if "consumed_tokens" not in c:
+        return
     ratio = median_ratio(
         steps(c["consumed_tokens"]), steps(used) * (length[1:] if isinstance(length, np.ndarray) else length)
     )

@@ -120,15 +120,25 @@ def _epochs(runs: Sequence[PartialRun]) -> list[tuple[Problem, ...]]:
 
 
 def _unread(runs: Sequence[PartialRun], path: Path) -> list[tuple[Problem, ...]]:
-    """A problem for the run in whose lines, at the beginning of the file, most of those that look like iterations, with
-    a loss and a number that rises, were not read."""
+    """A problem for the run in whose lines, at the beginning of the file, some look like iterations, with a loss and a
+    number that rises, and were not read: another trainer's, or most of the run's."""
     found: list[tuple[Problem, ...]] = [() for _ in runs]
-    rows = sum(run.rows for run in runs)
     for form in candidates.forms(path, SEARCHED):
-        rises = form.rises[form.place] if form.place is not None else 0
         at = max((i for i, run in enumerate(runs) if i == 0 or 0 < run.first_number <= form.number), default=0)
-        if form.is_sure and rises > LINES and rises > 2 * rows:
+        if form.is_sure and _is_apart(form, runs):
             text = f"{form.lines} lines or more look like iterations and were not read"
             line = endings.text(form.text)
             found[at] = (Problem(rule="unread", column="iteration", message=text, line=form.number, evidence=line),)
     return found
+
+
+def _is_apart(form: candidates.Form, runs: Sequence[PartialRun]) -> bool:
+    """Whether the lines are no report of the iterations that were read: they are more than twice as many, stand before
+    or behind all of these, or have other numbers."""
+    read = [run for run in runs if run.rows and run.first_number]
+    if not read or form.rises[form.place or 0] > 2 * sum(run.rows for run in runs):
+        return form.rises[form.place or 0] > LINES
+    outside = form.last < read[0].first_number or form.number > read[-1].last_number
+    tables = [run.iterations if run.iterations.rows else run.companion for run in read]
+    first, last = form.iterations
+    return outside or all(last < t.at("iteration", 0) or first > t.last("iteration") for t in tables)

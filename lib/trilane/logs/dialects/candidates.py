@@ -40,17 +40,19 @@ GUESSES = {
 
 @dataclass
 class Form:
-    """Lines that differ in their numbers only: how many, the first one, and how often each of its counts rose."""
+    """Lines that differ in their numbers only: how many, the first one with its `number`, that of the `last`, and how
+    often each of its counts rose."""
 
     number: int
     text: bytes
     counts: list[int]
     lines: int = 1
     rises: list[int] = field(default_factory=list)
+    last: int = 0
 
-    def add(self, counts: list[int]) -> None:
+    def add(self, counts: list[int], number: int) -> None:
         """Compare the counts of one more line with those of the last."""
-        self.lines += 1
+        self.lines, self.last = self.lines + 1, number
         self.rises = self.rises or [0] * len(self.counts)
         for place, (before, now) in enumerate(zip(self.counts, counts, strict=False)):
             self.rises[place] += now > before
@@ -64,6 +66,12 @@ class Form:
         named = [i for i in rising if STEP.search(self.text[max(0, found[i].start() - 16) : found[i].start()])]
         total = [i for i in rising if OF_TOTAL.match(self.text, found[i].end())]
         return next(iter([*named, *total, *rising]), None)
+
+    @property
+    def iterations(self) -> tuple[int, int]:
+        """The first and the last iteration's number, where `place` is known."""
+        assert self.place is not None
+        return int(COUNT.findall(self.text)[self.place]), self.counts[self.place]
 
     @property
     def is_sure(self) -> bool:
@@ -86,7 +94,7 @@ def forms(path: Path, most_bytes: int = MOST_BYTES) -> list[Form]:
         if len(line) < LONGEST and (counts := COUNT.findall(line)):
             key = b" ".join(NUMBER.sub(b"0", line).split())
             if form := found.get(key):
-                form.add([int(count) for count in counts])
+                form.add([int(count) for count in counts], number)
             elif len(found) < MOST_FORMS:
                 found[key] = Form(number, line, [int(count) for count in counts])
     likely = sorted(found.values(), key=lambda form: (-form.score, form.number))

@@ -48,6 +48,11 @@ class LineClock:
                 del self.stamps[1::2]
             self._next_stamp = row + max(1, row // MAX_STAMPS)
 
+    def forget_lines(self) -> None:
+        """Forget the lines noted so far."""
+        self.first_number = self.last_number = self._next_stamp = 0
+        self.stamps.clear()
+
     def timed(self, row: dict[str, float], time_s: float, dialect: str) -> dict[str, float]:
         """The row, with seconds per iteration since the last of that dialect, unless it has its own; `time_s` is NaN
         where the line has no time stamp."""

@@ -132,6 +132,7 @@ class PartialRun(LineClock):
         """Drop the iterations read so far, which were not what they looked like."""
         self.iterations, self.bare = self._table(), []
         self.dialects.clear()
+        self.forget_lines()
 
     def repeats(self, row: Mapping[str, float], dialect: str) -> bool:
         """Whether the dialect, alone in the run, printed this iteration last, as a bar that is drawn again."""

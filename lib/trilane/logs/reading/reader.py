@@ -28,7 +28,7 @@ from trilane.utils.validation import require, require_file
 FEW = 4  # iterations, which are added one by one
 BLOCK = 1 << 21  # bytes read at once: fits the cache of a core, and holds thousands of lines
 MOST_CANDIDATES = 1000  # lines that hold the number of an iteration and are read to see whether they are its line
-CLOCKED = 32  # lines of those read at once whose time stamps are noted
+CLOCKED = 16  # lines of those read at once whose time stamps are noted
 PACKED = 1 << 16  # of a gzip file, whose members, however small, are each cut off the rest of what was read
 UNPACKED, MAX_RATIO = 1 << 30, 200  # bytes that any gzip file may hold, and what a larger one may relative to its size
 CUT_NOTE = "the gzip file ends early (it was cut, or is still written): what came after is not known"
