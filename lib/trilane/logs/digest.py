@@ -17,6 +17,7 @@ CHECKED = (
     *("learning_rate", "grad_norm", "consumed_samples", "consumed_tokens", "seq_length", "flops_per_s_per_gpu", "mfu"),
     *("tokens_per_second", "tokens_per_gpu_per_second"),
 )
+NUMBERS = (int, float)  # faster than a union, which is made anew each time
 LINES = 3  # at least: a single odd line proves nothing
 
 
@@ -138,9 +139,11 @@ class Columns:
 
     def argument(self, *names: str) -> float:
         """The first argument of these names that is a number above zero, else NaN."""
-        values = (self._arguments.get(name) for name in names)
-        numbers = (float(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool))
-        return next((v for v in numbers if 0 < v < math.inf), math.nan)
+        for name in names:
+            value = self._arguments.get(name)
+            if isinstance(value, NUMBERS) and not isinstance(value, bool) and 0 < value < math.inf:
+                return float(value)
+        return math.nan
 
 
 def median_ratio(numbers: np.ndarray, others: np.ndarray | float) -> float:

@@ -138,7 +138,8 @@ def _is_apart(form: candidates.Form, runs: Sequence[PartialRun]) -> bool:
     read = [run for run in runs if run.rows and run.first_number]
     if not read or form.rises[form.place or 0] > 2 * sum(run.rows for run in runs):
         return form.rises[form.place or 0] > LINES
-    outside = form.last < read[0].first_number or form.number > read[-1].last_number
     tables = [run.iterations if run.iterations.rows else run.companion for run in read]
     first, last = form.iterations
-    return outside or all(last < t.at("iteration", 0) or first > t.last("iteration") for t in tables)
+    outside = form.last < read[0].first_number or form.number > read[-1].last_number
+    others = all(last < table.at("iteration", 0) or first > table.last("iteration") for table in tables)
+    return form.is_named and (outside or others)

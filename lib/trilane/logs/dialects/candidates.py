@@ -26,7 +26,7 @@ COUNT = re.compile(rb"(?<![\w.])(?<!\d[:/,-])\d{1,15}(?![:,.-]\d|[\w%]|/\d+/)")
 OF_TOTAL = re.compile(rb"\s?(?:/|of)\s{0,9}\d")
 STEP, LOSS = (
     re.compile(rb"(?i)step|iter|update|batch|\bitr?\b(?!/s)"),
-    re.compile(rb"(?i)loss|nll|\bce\b|xent|entropy|perplexity|ppl"),
+    re.compile(rb"(?i)loss(?![ _]?scal)|nll|\bce\b|xent|entropy|perplexity|ppl"),
 )
 HELD_OUT = re.compile(rb"(?i)(?:eval|valid|\bval\b|\btest)[^\d=]{0,30}=?\s*$")  # before the number of an iteration
 NAMED = re.compile(r"([A-Za-z][\w/-]{0,30})['\"]?(?:\s{0,3}[:=]|(?=\s))\s{0,3}['\"]?(?=[-+]?\d)")
@@ -63,9 +63,14 @@ class Form:
         """Which count is the iteration's: of those that rise, the first after a word for it, or before a total."""
         rising = [i for i, rises in enumerate(self.rises) if self.lines > 2 and rises >= RISES * (self.lines - 1)]
         found = list(COUNT.finditer(self.text))
-        named = [i for i in rising if STEP.search(self.text[max(0, found[i].start() - 16) : found[i].start()])]
+        named = [i for i in rising if _is_named(self.text, found[i])]
         total = [i for i in rising if OF_TOTAL.match(self.text, found[i].end())]
         return next(iter([*named, *total, *rising]), None)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the iteration's number stands behind a word for it."""
+        return self.place is not None and _is_named(self.text, list(COUNT.finditer(self.text))[self.place])
 
     @property
     def iterations(self) -> tuple[int, int]:
@@ -85,6 +90,10 @@ class Form:
         """How much the lines look like iterations."""
         words = 2.0 * bool(STEP.search(self.text)) + 2.0 * bool(LOSS.search(self.text))
         return words + 3.0 * (self.place is not None) + min(2.0, math.log10(self.lines))
+
+
+def _is_named(text: bytes, count: re.Match[bytes]) -> bool:
+    return bool(STEP.search(text[max(0, count.start() - 16) : count.start()]))
 
 
 def forms(path: Path, most_bytes: int = MOST_BYTES) -> list[Form]:
