@@ -53,6 +53,7 @@ def sentences(tmp_path, text):
     return read_log(tmp_path / "a.log").collectives
 
 
+UNKNOWN = "who did not come cannot be known from this log: it does not give the members of the group"
 NONE = "did not come, or did not report: nothing of the kind is in this log"
 WORK = "timed out work {} (ALLREDUCE of 1,048,576 elements) on"
 TP = "PG ID 5 PG GUID 37(TENSOR_MODEL_PARALLEL_GROUP)"
@@ -124,13 +125,49 @@ HANGS = {
         [
             "torch: ranks 3, 5 did not join collective 808",
             "torch: rank 6 never joined a collective",
-            f"a process group: timed out work 808 (ALLREDUCE) on rank 0; ranks 1-7 {NONE}",
+            f"a process group: timed out work 808 (ALLREDUCE) on rank 0 of it; {UNKNOWN}",
         ],
     ),
     "an error is no timeout": (
         "[rank3]:[E ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected "
         "by watchdog at work: 32, last enqueued NCCL work: 32, last completed NCCL work: 31.\n[rank3]: DistBackendError: NCCL error\n",
         [],
+    ),
+    "a tensor group of torch 1.13 to 2.1": (
+        "".join(old(r, 9) for r in (0, 1, 3)),
+        [f"a process group: timed out work 9 (ALLREDUCE) on ranks 0-1, 3 of it; {UNKNOWN}"],
+    ),
+    "all of torch 1.13, which prints no sizes": (
+        "".join(old(r, 9) for r in range(8)),
+        ["a process group: timed out work 9 (ALLREDUCE) on ranks 0-7; all ranks queued it: another size on one of them, the network, or a GPU that is still in what was queued before it"],
+    ),
+    "an exception repeats the line without the rank": (
+        new(4, 88, 90, TP, member=0) + new(5, 88, 90, TP, member=1) + f"  what():  [{TP} Rank 1] Process group watchdog thread "
+        f"terminated with exception: {CAUGHT.format(r=1, at=88, op='ALLREDUCE', size=SIZE)[31:]}\n",
+        [f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(88)} ranks 4-5; {UNKNOWN}"],
+    ),
+    "one ended with an error": (
+        "".join(new(r, 9, 12) for r in range(8) if r != 3)
+        + "[rank3]:[E ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank 3] Exception (either an error or timeout) detected "
+        "by watchdog at work: 9, last enqueued NCCL work: 12, last completed NCCL work: 8.\n"
+        "[rank3]:[E ProcessGroupNCCL.cpp:1595] [PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with "
+        "exception: CUDA error: an illegal memory access was encountered\n",
+        [f"default_pg: {WORK.format(9)} ranks 0-2, 4-7; rank 3 ended with another error"],
+    ),
+    "torch's own analysis of a tensor group": (
+        new(4, 808, 808, TP, member=0) + DESYNC.replace("[3, 5]", "[1]"),
+        [
+            "torch: rank 1 of TENSOR_MODEL_PARALLEL_GROUP 37 did not join collective 808",
+            f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(808)} rank 4; {UNKNOWN}",
+        ],
+    ),
+    "the log is cut": (
+        "".join(new(r, 9, 12) for r in range(5)) + f"[rank5]:{CAUGHT.format(r=5, at=9, op='', size='')}"[:92],
+        [f"default_pg: {WORK.format(9)} ranks 0-4; the report of rank 5 is cut, and others may be missing; ranks 6-7 {NONE}"],
+    ),
+    "an all-to-all, whose sizes differ": (
+        "".join(new(r, 9, 12, op="ALLTOALL_BASE").replace("NumelIn=1", f"NumelIn={r}") for r in range(8)),
+        ["default_pg: timed out work 9 (ALLTOALL_BASE) on ranks 0-7; all ranks queued it: the network, or a GPU that is still in what was queued before it"],
     ),
     "counts of before": (
         dump(7, 3).replace("Received", "NCCL Work update periodically: Received") + "".join(new(r, 1234, 1236) for r in range(7)),
