@@ -35,7 +35,7 @@ def test_of_a_pipeline_with_batched_sends_who_never_sent_is_named(tmp_path: Path
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"7": [0, 1, 2, 3]}))
     topology(tmp_path, 1, 4, 1)
     verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == (1,) and "number 2 of group 7, as others did" in verdict.reasons[1]
+    assert verdict.suspects == (1,) and verdict.reasons[1] == "is waited for in recv 2<-1 number 2 of group 7"
     assert {g.ranks: g.waits_for for g in verdict.groups} == {(0, 1): (), (2, 3): (1, 2, 3)}
 
 
@@ -169,3 +169,38 @@ def test_what_a_gpu_has_only_queued_is_not_called_a_fault_of_the_network(late: l
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == () and "suspect the network" not in verdict.paragraph
     assert "cannot be determined" in verdict.paragraph
+
+
+def test_two_ranks_of_a_group_in_different_calls_are_both_named(tmp_path: Path) -> None:
+    for rank in range(8):
+        op = "reduce_scatter" if rank == 5 else "all_gather"
+        made = [call("3", 9, op, "started")] if rank in (4, 5) else [call("3", 9, "all_gather")]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"3": [rank // 2 * 2, rank // 2 * 2 + 1]}))
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (4, 5) and verdict.first is None and verdict.exclude == ""
+    assert all("which of them is wrong cannot be determined" in reason for reason in verdict.reasons.values())
+
+
+def test_a_root_that_has_gone_on_is_not_named(tmp_path: Path) -> None:
+    """Its part of a broadcast is done once it has sent; the others have all begun to receive."""
+    for rank in DP:
+        made = [call("1", 9, "broadcast", "started" if rank else "completed"), call("1", 10, "all_reduce", "started")]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made if rank == 0 else made[:1], {"1": DP}))
+    assert diagnose_hang(tmp_path).suspects == ()
+
+
+def test_sends_do_not_count_as_collectives_that_a_rank_entered(tmp_path: Path) -> None:
+    """The status counts both, each by its own numbers: rank 1 has queued 60 sends and receives, and 4 collectives."""
+    for rank in range(4):
+        sent = [part for number in range(1, 61) for part in batch(number, "completed", "send 0->1")]
+        made = [call("7", 4, "all_reduce"), *sent] + [call("7", 5, "all_reduce", "started")] * (rank != 1)
+        values = json.loads(recording(made, {"7": [0, 1, 2, 3]}, as_json=True))
+        values["pg_status"]["0"]["last_enqueued_collective"] = 60 if rank == 1 else 5
+        (tmp_path / f"nccl_trace_rank_{rank}").write_text(json.dumps(values))
+    assert diagnose_hang(tmp_path).suspects == (1,)
+
+
+def test_json_that_torch_writes_has_the_status_as_text() -> None:
+    values = json.loads(recording([call("1", 7, "all_reduce")], {"1": DP}, as_json=True))
+    values["pg_status"] = {"0": {name: str(number) for name, number in values["pg_status"]["0"].items()}}
+    assert read_recording(json.dumps(values).encode()).entered == {"1": 7}

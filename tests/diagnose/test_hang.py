@@ -82,7 +82,7 @@ def test_missing_ranks_are_said_and_count_as_evidence(tmp_path: Path) -> None:
     verdict = diagnose_hang(tmp_path / "d")
     assert verdict.suspects == (culprit,)
     (note,) = verdict.notes
-    assert note.startswith(f"missing: ranks {culprit} ")
+    assert note.startswith(f"missing: rank {culprit}: ")
 
 
 @pytest.mark.parametrize("style", ["json", "text", "faults", "mixed"])
@@ -130,7 +130,7 @@ def test_of_two_moments_the_last_counts_and_who_moved_is_said(tmp_path: Path) ->
     (tmp_path / "t0" / f"rank_{culprit}.json").write_text(pyspy_json(stack))
     verdict = diagnose_hang(tmp_path)
     assert verdict.suspects == (culprit,)
-    assert f"between the two moments ranks {culprit} moved: slow rather than stuck" in " ".join(verdict.notes)
+    assert f"between the two moments rank {culprit} moved: slow rather than stuck" in " ".join(verdict.notes)
 
 
 def test_dumps_taken_minutes_apart_are_said_to_be_of_two_moments(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_ranks_that_moved_are_not_called_stuck(tmp_path: Path) -> None:
         write_all(tmp_path / f"t{moment}", dict.fromkeys(range(8), DP_SUM.stack) | {5: stack})
     topology(tmp_path, 1, 1, 8)
     verdict = diagnose_hang(tmp_path)
-    assert verdict.suspects == () and "ranks 5 moved" in verdict.paragraph and "network" not in verdict.paragraph
+    assert verdict.suspects == () and "rank 5 moved" in verdict.paragraph and "network" not in verdict.paragraph
 
 
 def test_only_ranks_at_one_line_are_said_to_be_at_one(tmp_path: Path) -> None:
@@ -345,3 +345,14 @@ def test_ranks_that_came_to_the_line_where_most_are_are_not_busy_there(tmp_path:
         write_all(tmp_path / f"t{moment}", dict.fromkeys(range(8), stack) | {2: DATA.stack})
     topology(tmp_path, 1, 1, 8)
     assert diagnose_hang(tmp_path).suspects == (2,)
+
+
+def test_one_dump_shows_one_moment(tmp_path: Path) -> None:
+    assert "a second one shows" in eight(tmp_path, {7: DATA.stack}).paragraph
+
+
+def test_the_node_of_a_rank_that_was_perhaps_not_dumped_is_not_excluded(tmp_path: Path) -> None:
+    eight(tmp_path, {})
+    (tmp_path / "rank_3.json").unlink()
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.exclude == "" and "or was not dumped" in verdict.paragraph

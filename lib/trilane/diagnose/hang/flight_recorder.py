@@ -77,18 +77,22 @@ def read_recording(data: bytes) -> Recording:
     """
     try:
         values = json.loads(data) if data.lstrip()[:1] == b"{" else load_plain(data)
-        entries = values["entries"][-MANY:]
+        entries = (values["entries"] if "pg_config" not in values else values.get("entries") or [])[-MANY:]
         members, problems = _members(values.get("pg_config") or {})
         calls = tuple(_call(entry, members) for entry in entries)
         # pg_status numbers the groups of this rank (pg_id); the rest has their names, which all ranks share
         names = {_word(entry["pg_id"]): _word(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
         status = {names[k]: v for k, v in (values.get("pg_status") or {}).items() if k in names}
-        entered = {name: _whole(v["last_enqueued_collective"]) for name, v in status.items()}
+        # its count is that of the last call, in a group with sends and receives maybe of these, which number their own
+        mixed = {_word(entry["process_group"][0]) for entry in entries if entry.get("is_p2p")}
+        counts = {name: v["last_enqueued_collective"] for name, v in status.items() if name not in mixed}
+        entered = {name: _whole(int(n) if isinstance(n, str) else n) for name, n in counts.items()}  # text in JSON
     except DAMAGED as error:
         raise ValueError(f"no Flight Recorder dump, or truncated ({short(str(error))})") from None
-    for call in calls:
-        if not call.p2p:
-            entered[call.group] = max(entered.get(call.group, 0), call.sequence)
+    for entry, call in zip(entries, calls, strict=True):
+        # a send or a receive has the number of the collective before it, too
+        number = call.sequence if not call.p2p else entry.get("collective_seq_id", 0)
+        entered[call.group] = max(entered.get(call.group, 0), number if type(number) is int else 0)
     return Recording(
         calls=_in_order(calls),
         entered=entered,

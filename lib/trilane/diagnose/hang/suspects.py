@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, Wait, majority_step
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, reaching, wait_edges
+from trilane.diagnose.hang.wait import patterns
+from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, peer_of, reaching, wait_edges
 
 OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
 MAY_WAIT = f"; whether it computes at this line, or waits there (for its GPU, a lock, a file), {OPEN} from stacks"
 BETWEEN = f"; most ranks do not wait: whether the job is only between two steps {OPEN} from one dump"
-CANNOT = f"; which of them is wrong {OPEN} from stacks"
+WHICH = f"; which of them is wrong {OPEN}"
+CANNOT = f"{WHICH} from stacks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,9 @@ def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
     calls = {r: rec.waiting for r in inside if (rec := evidence.recordings.get(r)) and rec.waiting is not None}
     if len(calls) < len(inside) or len({c.group for c in calls.values()}) != 1:
         return {}
+    # a root may have sent its part, or received all, and gone on
+    if any(patterns("functions")["rooted"].fullmatch(c.op.removesuffix("_oop").lstrip("_")) for c in calls.values()):
+        return {}
     (usual, most), *_ = Counter(c.sequence for c in calls.values()).most_common(1)
     later = {r: c for r, c in calls.items() if c.sequence > usual}
     if 2 * most <= len(calls) or len(later) + most < len(calls):
@@ -143,12 +148,19 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         if few:
             other = "where the others of its group entered another"
             return {r: f"entered {kinds[r][0]} of {kinds[r][1]} {other}" for r in few}
+        numbers = {(c.number, c.desc) if c else None for c in calls.values()}
+        if len(numbers) == 1 and len(set(kinds.values())) > 1 and (number := numbers.pop()):
+            where = f"as number {number[0][2]} of group {number[1] or number[0][0]}, and others another{WHICH}"
+            return {r: f"entered {kinds[r][0]} of {kinds[r][1]} {where}" for r in cycle}
     waits = {r: c.wait for r in cycle if (c := found[r]).wait is not None}
     if any(wait.is_blind for wait in waits.values()):
         return _left_behind(found, waits)
     if len(cycle) == 1:
         # By its stack such a rank is where its whole group is: their operation does not end, and none of them is late.
-        if waits and not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values()):
+        recording = evidence.recordings.get(min(cycle))
+        is_there = recording is not None and recording.waiting is not None and not edges.get(min(cycle))
+        known = waits and not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
+        if known or is_there:
             return {}
         return {r: _only_waited_for(evidence, found, edges, r) for r in cycle}
     few = _rare(waits)
@@ -192,7 +204,11 @@ def _only_waited_for(evidence: Evidence, found: Conditions, edges: Edges, rank: 
         recording = evidence.recordings.get(waiter)
         call = recording.waiting if recording and rank in targets else None
         if call is not None:
-            return f"never entered {call.op} number {call.sequence} of group {call.desc or call.group}, as others did"
+            name = f"number {call.sequence} of group {call.desc or call.group}"
+            batch = (
+                [c.op for c in recording.calls if c.number == call.number and peer_of(c) == rank] if recording else []
+            )
+            return f"is waited for in {batch[0]} {name}" if batch else f"never entered {call.op} {name}, as others did"
     wait = found[rank].wait
     where = f"in {wait}" if wait else found[rank].text
     return f"{where}, while others wait for it in another collective"

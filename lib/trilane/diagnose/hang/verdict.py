@@ -7,7 +7,7 @@ from typing import Any
 from trilane.diagnose.hang.condition import Conditions, conditions, stack_key
 from trilane.diagnose.hang.evidence import read_folder
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.suspects import CANNOT, Suspects, find_suspects
+from trilane.diagnose.hang.suspects import WHICH, Suspects, find_suspects
 from trilane.diagnose.hang.words import notes, sentences, span, stack_line
 from trilane.utils.tables import Columns, DataFrame, Table, Text, grouped
 from trilane.workspace.rank_grid import Grid
@@ -59,7 +59,7 @@ class Verdict(Table):
     def first(self) -> int | None:
         """The first suspect; None where there is none, or several of which any may be wrong."""
         rank = next(iter(self.suspects), None)
-        return None if rank is None or CANNOT in self.reasons[rank] else rank
+        return None if rank is None or WHICH in self.reasons[rank] else rank
 
     def suspect_table(self) -> Columns:
         """A row per suspect, strongest evidence first: rank, coordinates, node, reason."""
@@ -134,7 +134,8 @@ def diagnose_hang(folder: Path, grid: Grid | None = None) -> Verdict:
     suspects = find_suspects(evidence, found)
     nodes = tuple(dict.fromkeys(evidence.grid[rank].node for rank in suspects.ranks))
     named = all(evidence.grid[rank].named for rank in suspects.ranks)
-    helps = named and suspects.is_certain and 0 < len(nodes) < len(evidence.grid.nodes)
+    ended = all(found[rank].kind != "silent" for rank in suspects.ranks)  # else it may not have been dumped
+    helps = named and ended and suspects.is_certain and 0 < len(nodes) < len(evidence.grid.nodes)
     exclude = f"--exclude={','.join(nodes)}" if helps else ""
     return Verdict(
         folder=folder,

@@ -85,7 +85,7 @@ def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
         late = {m for m in group if _never_entered(evidence, found, call, m)}
         other = {m for m in group if m in there and (there[m].op, there[m].sizes) != (call.op, call.sizes)}
         batch = [c for c in evidence.recordings[rank].calls if not c.done and c.number == call.number]
-        peers = {peer for c in batch if (peer := _peer(c)) is not None}
+        peers = {peer for c in batch if (peer := peer_of(c)) is not None}
         if peers:
             edges[rank] = peers & found.keys()
         else:
@@ -95,7 +95,7 @@ def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
     return edges
 
 
-def _peer(call: Call) -> int | None:
+def peer_of(call: Call) -> int | None:
     """The other end of a send or a receive, which names group members by their index in the group."""
     match = re.search(r"recv \d+<-(\d+)|send \d+->(\d+)", call.op)
     if match is None:

@@ -38,6 +38,8 @@ def sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude
     if len(steps) == 1:
         phases = sorted({grid[r].phase for r in suspects.ranks} - {""})
         text.append(f"Last heartbeat in iteration {steps.pop()}{', phase ' + ' or '.join(phases) if phases else ''}.")
+    if not evidence.earlier and any(found[r].kind == "busy" and found[r].frames for r in suspects.ranks):
+        text.append("One dump shows one moment: whether it stays there, a second one shows.")
     if exclude:
         text.append(f"To continue without: {exclude} (a hang that recurs on other nodes is in the code).")
     return text
@@ -54,13 +56,16 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     blind = [r for r, wait in waits.items() if wait.is_blind]
     recorded = {r for r, recording in evidence.recordings.items() if recording.waiting is not None}
     if suspects.moves:
-        return "Every rank moved between the two moments: the job goes on, however slowly, and none is stuck."
+        return (
+            "Every rank moved between the two moments, so that none was stuck at the first: whether the job goes on, "
+            "however slowly, or polls in a loop, or is stuck only since, cannot be determined without a third dump."
+        )
     if not suspects.edges:
         none = "No rank that was dumped" if missing else "No rank"
         return f"{none} is seen in a wait for others: who waits for whom cannot be determined from these dumps."
     if missing:
         return (
-            f"Who has not come may be among ranks {span(missing)}, of which there is no readable dump (their processes "
+            f"Who has not come may be among {_ranks(missing)}, of which there is no readable dump (their processes "
             "have ended, or were not dumped), or all came, and the operation does not end: which, cannot be determined."
         )
     if blind:
@@ -75,7 +80,7 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     moved = [r for r, c in found.items() if c.moves]
     if suspects.complete and moved:
         return (
-            f"All wait in one collective by the last dump, but ranks {span(moved)} moved between the two moments: "
+            f"All wait in one collective by the last dump, but {_ranks(moved)} moved between the two moments: "
             "whether the job is slow, or stuck only since, cannot be determined without a third dump."
         )
     if not evidence.is_whole:
@@ -86,7 +91,7 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     queued = _only_queued(evidence, recorded)
     if suspects.complete and queued:
         return (
-            f"All members of every group have queued the same collective, but that the GPUs of ranks {span(queued)} "
+            f"All members of every group have queued the same collective, but that the GPUs of {_ranks(queued)} "
             "have reached it is not recorded: whether one of these is late, or waits for another group's collective, "
             "or the network is at fault, cannot be determined."
         )
@@ -142,6 +147,10 @@ def _name(grid: Grid, ranks: list[int]) -> str:
     return f"Ranks {span(ranks)} ({where}{', ...' if len(nodes) > 4 else ''})"
 
 
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {span(ranks)}"
+
+
 def span(ranks: list[int] | tuple[int, ...]) -> str:
     """Ranks as ranges, such as 0-3, 7, 9-11."""
     words = []
@@ -164,14 +173,14 @@ def notes(found: Conditions) -> list[str]:
     moved = [r for r, c in found.items() if c.moves]
     nothing = "nothing is concluded from this"
     notes = (
-        (silent, f"missing: ranks {span(silent)} have no stack though most do: they may have ended"),
+        (silent, f"missing: {_ranks(silent)}: no stack, though most have one: they may have ended"),
         (unknown, f"missing: {len(unknown)} of {len(found)} ranks have no dump ({span(unknown)}); {nothing}"),
-        (unreadable, f"missing: the dumps of ranks {span(unreadable)} cannot be read; {nothing}"),
-        (moved, f"between the two moments ranks {span(moved)} moved: slow rather than stuck, or stuck only since"),
+        (unreadable, f"missing: the dumps of {_ranks(unreadable)} cannot be read; {nothing}"),
+        (moved, f"between the two moments {_ranks(moved)} moved: slow rather than stuck, or stuck only since"),
     )
     asides = grouped((r for r, c in found.items() if c.aside), lambda r: found[r].aside)
     proof = "proves nothing alone"
     return [
         *(text for ranks, text in notes if ranks),
-        *(f"ranks {span(ranks)}: {aside}, which {proof}" for aside, ranks in asides.items()),
+        *(f"{_ranks(ranks)}: {aside}, which {proof}" for aside, ranks in asides.items()),
     ]
