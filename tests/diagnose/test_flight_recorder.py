@@ -109,18 +109,21 @@ def test_a_rank_right_behind_the_prefix_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "retired", "waits"),
+    ("state", "retired", "backend", "waits"),
     [
-        ("completed", False, False),
-        ("scheduled", True, False),  # gloo, which only retires the entry
-        ("scheduled", False, True),
-        ("started", False, True),
-        ("started", True, True),  # the watchdog retires what it gives up
+        ("completed", False, "nccl", False),
+        ("scheduled", True, "gloo", False),  # which only retires the entry
+        ("scheduled", True, "nccl", True),  # the watchdog retires what it gives up
+        ("scheduled", False, "nccl", True),
+        ("started", False, "nccl", True),
+        ("started", True, "nccl", True),
     ],
 )
-def test_a_call_that_has_started_and_not_completed_is_waited_for(state: str, retired: bool, waits: bool) -> None:
+def test_a_call_that_has_started_and_not_completed_is_waited_for(
+    state: str, retired: bool, backend: str, waits: bool
+) -> None:
     values = json.loads(recording([call("1", 1, "all_reduce", state)], {"1": DP}, as_json=True))
-    values["entries"][0]["retired"] = retired
+    values["entries"][0] |= {"retired": retired, "profiling_name": f"{backend}:all_reduce"}
     assert (read_recording(json.dumps(values).encode()).waiting is not None) is waits
 
 
@@ -204,3 +207,42 @@ def test_json_that_torch_writes_has_the_status_as_text() -> None:
     values = json.loads(recording([call("1", 7, "all_reduce")], {"1": DP}, as_json=True))
     values["pg_status"] = {"0": {name: str(number) for name, number in values["pg_status"]["0"].items()}}
     assert read_recording(json.dumps(values).encode()).entered == {"1": 7}
+
+
+def test_what_differs_between_the_ranks_of_a_call_is_named(tmp_path: Path) -> None:
+    for rank in DP:
+        values = json.loads(recording([call("1", 8, "_all_gather_base", "started")], {"1": DP}, as_json=True))
+        values["entries"][0] |= {"input_dtypes": ["Float" if rank == 2 else "BFloat16"], "output_sizes": [[32768]]}
+        (tmp_path / f"nccl_trace_rank_{rank}").write_text(json.dumps(values))
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (2,) and "_all_gather_base of [[4096]] (Float) where" in verdict.reasons[2]
+
+
+@pytest.mark.parametrize("op", ["all_to_all_v_single", "all_gather", "gather"])
+def test_sizes_that_each_rank_may_choose_accuse_nobody(op: str, tmp_path: Path) -> None:
+    for rank in DP:
+        made = [{**call("1", 8, op, "started"), "sizes": [[100 + rank]]}]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(made, {"1": DP}))
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "same collective" in verdict.paragraph
+
+
+def test_a_send_and_its_receive_are_no_mismatch(tmp_path: Path) -> None:
+    for rank, op in enumerate(("send 0->1", "recv 1<-0")):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(recording(batch(1, "started", op), {"7": [0, 1]}))
+    assert diagnose_hang(tmp_path).suspects == ()
+
+
+def test_a_rank_whose_ring_has_lost_the_group_is_not_said_to_have_stayed_away(tmp_path: Path) -> None:
+    """Of four ranks, rank 3 never came; the last calls of rank 2 are those of another group."""
+    for rank in range(4):
+        made = (
+            [call("2", n, "all_reduce") for n in range(50, 54)]
+            if rank == 2
+            else [call("1", 8 - (rank == 3), "all_reduce")]
+        )
+        made[-1]["state"] = "started" if rank < 2 else "completed"
+        values = json.loads(recording(made, {"1": [0, 1, 2, 3], "2": [2]}, as_json=True))
+        values["entries"] = [entry | {"record_id": number + 900} for number, entry in enumerate(values["entries"])]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_text(json.dumps(values))
+    assert diagnose_hang(tmp_path).suspects == (3,)

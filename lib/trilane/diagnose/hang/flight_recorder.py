@@ -1,40 +1,34 @@
 """Reader of PyTorch's Flight Recorder dumps: which collectives a rank entered and finished, per process group.
 
-A dump is a pickle or JSON. The pickle is read here, opcode by opcode (CPython, Lib/pickletools.py), never by Python's
-own reader: that reserves any amount of memory that a file asks for, takes a time exponential in the size of some, and
-calls what they name.
+A dump is a pickle (see plain_pickle) or JSON.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from struct import Struct
 from struct import error as StructError
 from typing import Any
 
+from trilane.diagnose.hang.plain_pickle import load_plain
+from trilane.diagnose.hang.wait import patterns
 from trilane.utils.tables import short
 from trilane.utils.validation import require
 from trilane.workspace.rank_grid import MOST
 
-GET, LONG_GET, PUT, LONG_PUT, MARK, STOP = b"hjqr(."
-MEMOIZE, INDEX = 0x94, Struct("<I")
-SKIP = {0x80: 1, 0x95: 8}  # protocol and frame: bytes of their argument
-CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
-NUMBERS = {ord(code): Struct(form) for code, form in (("K", "<B"), ("M", "<H"), ("J", "<i"), ("G", ">d"))}
-TEXTS = {ord("X"): Struct("<I"), 0x8C: Struct("<B"), 0x8D: Struct("<Q")}
-LONG = 0x8A
-EMPTY = {ord("]"): list, ord("}"): dict, ord(")"): tuple}
-TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 MANY = 100_000  # entries: torch keeps 2000 by default
 TENSORS, DIMENSIONS = 64, 16  # of a call, that are compared between ranks
 RANKS = re.compile(r"\s*(?:\[[\d,\s]*\]\s*)?")
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, StructError)
+# Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on lists of tensors:
+# https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
+ANY_SIZE = re.compile(r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One collective as a rank recorded it. `group` is the process group's name, `ranks` its members."""
+    """One collective as a rank recorded it. `group` is the process group's name, `ranks` its members; `sizes` and
+    `types` are of its inputs, `outputs` the sizes of its outputs."""
 
     group: str
     desc: str
@@ -43,8 +37,22 @@ class Call:
     p2p: bool
     op: str
     sizes: str
+    types: str
+    outputs: str
     state: str
     done: bool
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What must be equal on all ranks of the group."""
+        if ANY_SIZE.fullmatch(self.op):
+            return self.op, self.types
+        return self.op, self.types, self.sizes, "" if self.is_rooted else self.outputs
+
+    @property
+    def is_rooted(self) -> bool:
+        """Whether one rank sends to, or receives from, all others."""
+        return bool(patterns("functions")["rooted"].fullmatch(self.op.removesuffix("_oop").lstrip("_")))
 
     @property
     def number(self) -> tuple[str, bool, int]:
@@ -55,13 +63,19 @@ class Call:
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """The calls of one rank, oldest first; `entered` is the last sequence number that it entered in each group,
-    `members` are the ranks of each group; those of the groups in `lost` are damaged, as `problems` report."""
+    `members` are the ranks of each group; those of the groups in `lost` are damaged, as `problems` report. Where
+    `begins` is above 0, as many calls were pushed out of the ring before the oldest one."""
 
     calls: tuple[Call, ...]
     entered: dict[str, int]
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    begins: int = 0
+
+    def knows(self, group: str) -> bool:
+        """Whether the recording shows how far its rank is in the group."""
+        return group in self.entered or not self.begins
 
     @property
     def waiting(self) -> Call | None:
@@ -99,87 +113,8 @@ def read_recording(data: bytes) -> Recording:
         members=members,
         lost=tuple(problems),
         problems=tuple(problems.values()),
+        begins=max(0, first if entries and type(first := entries[0].get("record_id")) is int else 0),
     )
-
-
-def load_plain(data: bytes) -> Any:
-    """The value of a pickle of lists, tuples, dicts, text and numbers; one of DAMAGED for any other.
-
-    Nothing in it is called or imported, and memory stays in proportion to its size. A value may hold another many
-    times, so that it must not be walked through as a whole.
-    """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    at = 0
-    while True:
-        code, at = data[at], at + 1
-        if code == GET:
-            stack.append(memo[data[at]])
-            at += 1
-        elif code == MARK:
-            marks.append(len(stack))
-        elif code == LONG_GET:
-            stack.append(memo[INDEX.unpack_from(data, at)[0]])
-            at += 4
-        elif code == MEMOIZE:
-            memo[len(memo)] = stack[-1]
-        elif code == PUT:
-            memo[data[at]] = stack[-1]
-            at += 1
-        elif code == LONG_PUT:
-            memo[INDEX.unpack_from(data, at)[0]] = stack[-1]
-            at += 4
-        elif code == STOP:
-            return stack.pop()
-        elif code in SKIP:
-            at += SKIP[code]
-        elif not _collected(code, stack, marks):
-            value, at = _scalar(code, data, at)
-            stack.append(value)
-
-
-def _collected(code: int, stack: list[Any], marks: list[int]) -> bool:
-    """Whether the opcode makes or fills a list, tuple or dict; then that is done."""
-    if code in EMPTY:
-        stack.append(EMPTY[code]())
-        return True
-    if code in TUPLES:
-        first = len(stack) - TUPLES[code]
-    elif code in b"as":
-        first = len(stack) - 1 - (code == ord("s"))
-    elif code in b"teu":
-        first = marks.pop()
-    else:
-        return False
-    items = stack[first:]
-    del stack[first:]
-    if code in b"ae":
-        list.extend(stack[-1], items)  # TypeError for any other object
-    elif code in b"su":
-        keys = items[::2]
-        require(all(type(key) in (str, int) for key in keys), "pickle", "a key", "must be text or a number")
-        dict.update(stack[-1], zip(keys, items[1::2], strict=True))
-    else:
-        stack.append(tuple(items))
-    return True
-
-
-def _scalar(code: int, data: bytes, at: int) -> tuple[Any, int]:
-    """The constant, number or text of an opcode, and where it ends."""
-    if code in CONSTANTS:
-        return CONSTANTS[code], at
-    if code in NUMBERS:
-        return NUMBERS[code].unpack_from(data, at)[0], at + NUMBERS[code].size
-    if code == LONG:
-        end = at + 1 + data[at]
-        return int.from_bytes(data[at + 1 : end], "little", signed=True), end
-    if code in TEXTS:
-        first = at + TEXTS[code].size
-        end = first + TEXTS[code].unpack_from(data, at)[0]
-        require(end <= len(data), "pickle", "a text", "ends after the file")
-        return data[first:end].decode("utf-8", "replace"), end
-    raise ValueError(f"asks for an object or a call (opcode {bytes([code])!r}), which no Flight Recorder dump needs")
 
 
 def _in_order(calls: tuple[Call, ...]) -> tuple[Call, ...]:
@@ -224,9 +159,11 @@ def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call
         p2p=p2p,
         op=op.partition(":")[2] or op,
         sizes=_sizes(entry.get("input_sizes", ())),
+        types=", ".join(sorted({_word(name) for name in entry.get("input_dtypes", ())[:TENSORS]})),
+        outputs=_sizes(entry.get("output_sizes", ())),
         state=state,
-        # NCCL reports "completed"; gloo only retires the entry
-        done=state == "completed" or (bool(entry.get("retired")) and state != "started"),
+        # NCCL reports "completed", and retires what timed out; gloo only retires the entry
+        done=state == "completed" or (bool(entry.get("retired")) and state != "started" and not op.startswith("nccl:")),
     )
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions, Wait, majority_step
 from trilane.diagnose.hang.evidence import Evidence
+from trilane.diagnose.hang.flight_recorder import Call
 from trilane.diagnose.hang.stack import Frame
-from trilane.diagnose.hang.wait import patterns
 from trilane.diagnose.hang.wait_graph import Edges, axes_of, final_components, peer_of, reaching, wait_edges
 
 OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
 MAY_WAIT = f"; whether it computes at this line, or waits there (for its GPU, a lock, a file), {OPEN} from stacks"
 BETWEEN = f"; most ranks do not wait: whether the job is only between two steps {OPEN} from one dump"
+RING = f": whether it did, which its ring has lost, {OPEN}"
 WHICH = f"; which of them is wrong {OPEN}"
 CANNOT = f"{WHICH} from stacks"
 
@@ -79,7 +80,7 @@ def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
         reasons = {r: text + BETWEEN for r, text in reasons.items()}
     strength = dict.fromkeys(HARD, 0) | dict.fromkeys(("locked", "busy", "soft", "waiting"), 1)
     held = {r: len(reaching(edges, {r})) for r in busy}
-    ranks = sorted(reasons, key=lambda r: (strength.get(found[r].kind, 2), -held.get(r, 0), r))
+    ranks = sorted(reasons, key=lambda r: (strength.get(found[r].kind, 2), RING in reasons[r], -held.get(r, 0), r))
     complete = not ranks and bool(edges) and not any(edges.values())
     complete = complete and not any(c.kind in NO_EVIDENCE for c in found.values())
     return Suspects(ranks=tuple(ranks), reasons=reasons, edges=edges, axes=axes, complete=complete)
@@ -124,7 +125,7 @@ def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
     if len(calls) < len(inside) or len({c.group for c in calls.values()}) != 1:
         return {}
     # a root may have sent its part, or received all, and gone on
-    if any(patterns("functions")["rooted"].fullmatch(c.op.removesuffix("_oop").lstrip("_")) for c in calls.values()):
+    if any(c.is_rooted for c in calls.values()):
         return {}
     (usual, most), *_ = Counter(c.sequence for c in calls.values()).most_common(1)
     later = {r: c for r, c in calls.items() if c.sequence > usual}
@@ -143,15 +144,14 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         return {r: f"is in iteration {steps[r]} while most are in {usual}" for r in sorted(apart)}
     calls = {r: rec.waiting for r in cycle if (rec := evidence.recordings.get(r)) is not None}
     if len(calls) == len(cycle):
-        kinds = {r: (c.op, c.sizes) if c else ("", "") for r, c in calls.items()}
-        few = _fewest({r: kinds[r] for r in cycle})
-        if few:
-            other = "where the others of its group entered another"
-            return {r: f"entered {kinds[r][0]} of {kinds[r][1]} {other}" for r in few}
-        numbers = {(c.number, c.desc) if c else None for c in calls.values()}
-        if len(numbers) == 1 and len(set(kinds.values())) > 1 and (number := numbers.pop()):
+        kinds = {r: c.kind if c else () for r, c in calls.items()}
+        known = [c for c in calls.values() if c]
+        if few := _fewest({r: kinds[r] for r in cycle}):
+            return {r: f"entered {_told(calls[r], known)} where the others of its group entered another" for r in few}
+        numbers = {(c.number, c.desc, c.p2p) if c else None for c in calls.values()}
+        if len(numbers) == 1 and len(set(kinds.values())) > 1 and (number := numbers.pop()) and not number[2]:
             where = f"as number {number[0][2]} of group {number[1] or number[0][0]}, and others another{WHICH}"
-            return {r: f"entered {kinds[r][0]} of {kinds[r][1]} {where}" for r in cycle}
+            return {r: f"entered {_told(calls[r], known)} {where}" for r in cycle}
     waits = {r: c.wait for r in cycle if (c := found[r]).wait is not None}
     if any(wait.is_blind for wait in waits.values()):
         return _left_behind(found, waits)
@@ -159,8 +159,7 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         # By its stack such a rank is where its whole group is: their operation does not end, and none of them is late.
         recording = evidence.recordings.get(min(cycle))
         is_there = recording is not None and recording.waiting is not None and not edges.get(min(cycle))
-        known = waits and not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
-        if known or is_there:
+        if is_there or (waits and not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())):
             return {}
         return {r: _only_waited_for(evidence, found, edges, r) for r in cycle}
     few = _rare(waits)
@@ -176,6 +175,15 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         for r in sorted(few or cycle)
         if r in waits
     }
+
+
+def _told(call: Call | None, among: Sequence[Call]) -> str:
+    """A call in words, with what differs among several."""
+    if call is None:
+        return "no call"
+    types = f" ({call.types})" if len({c.types for c in among}) > 1 else ""
+    outputs = f" into {call.outputs}" if call.outputs and len({c.outputs for c in among}) > 1 else ""
+    return f"{call.op} of {call.sizes}{types}{outputs}"
 
 
 def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:
@@ -208,6 +216,9 @@ def _only_waited_for(evidence: Evidence, found: Conditions, edges: Edges, rank: 
             batch = (
                 [c.op for c in recording.calls if c.number == call.number and peer_of(c) == rank] if recording else []
             )
+            other = evidence.recordings.get(rank)
+            if other is not None and not other.knows(call.group):
+                return f"may not have entered {call.op} {name}{RING}"
             return f"is waited for in {batch[0]} {name}" if batch else f"never entered {call.op} {name}, as others did"
     wait = found[rank].wait
     where = f"in {wait}" if wait else found[rank].text

@@ -83,15 +83,14 @@ def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
         group = [m for m in (call.ranks or evidence.grid.ranks) if m in found and m != rank]
         there = entered[call.group, call.sequence]
         late = {m for m in group if _never_entered(evidence, found, call, m)}
-        other = {m for m in group if m in there and (there[m].op, there[m].sizes) != (call.op, call.sizes)}
+        other = {m for m in group if m in there and there[m].kind != call.kind}
         batch = [c for c in evidence.recordings[rank].calls if not c.done and c.number == call.number]
         peers = {peer for c in batch if (peer := peer_of(c)) is not None}
         if peers:
             edges[rank] = peers & found.keys()
         else:
-            late |= other if call.op not in ("gather", "scatter", "all_to_all") else set()
-            # Where all ranks with a recording are there, it is one of the others, or none.
-            edges[rank] = late or {m for m in group if m not in evidence.recordings and found[m].kind in NO_EVIDENCE}
+            # Where all ranks of which it is known are there, it is one of the others, or none.
+            edges[rank] = late | other or {m for m in group if _is_unknown(evidence, found, call, m)}
     return edges
 
 
@@ -109,7 +108,13 @@ def _never_entered(evidence: Evidence, found: Conditions, call: Call, member: in
     recording = evidence.recordings.get(member)
     if recording is None:
         return found[member].kind in (*HARD, "silent", "busy")
-    return not call.p2p and recording.entered.get(call.group, 0) < call.sequence
+    return not call.p2p and recording.knows(call.group) and recording.entered.get(call.group, 0) < call.sequence
+
+
+def _is_unknown(evidence: Evidence, found: Conditions, call: Call, member: int) -> bool:
+    """Whether nothing shows that the member entered the call, nor that it did not."""
+    recording = evidence.recordings.get(member)
+    return found[member].kind in NO_EVIDENCE if recording is None else not recording.knows(call.group)
 
 
 def reaching(edges: Edges, targets: Iterable[int]) -> set[int]:
