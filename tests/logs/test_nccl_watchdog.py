@@ -161,6 +161,18 @@ HANGS = {
             f"TENSOR_MODEL_PARALLEL_GROUP 37: {WORK.format(808)} rank 4; {UNKNOWN}",
         ],
     ),
+    "two groups of a rank at the same number": (
+        "".join(a for a in (new(0, 12, 12), new(0, 12, 12, TP, op="_ALLGATHER_BASE", member=0)) for a in a.splitlines(True)[:1])
+        + "".join(a for a in (new(0, 12, 12), new(0, 12, 12, TP, op="_ALLGATHER_BASE", member=0)) for a in a.splitlines(True)[1:]),
+        [
+            f"default_pg: timed out work 12 on rank 0; ranks 1-7 {NONE}",
+            f"TENSOR_MODEL_PARALLEL_GROUP 37: timed out work 12 on rank 0; {UNKNOWN}",
+        ],
+    ),
+    "one is through": (
+        "".join(new(r, 500, 502) for r in range(7)) + dump(7, 503),
+        [f"default_pg: {WORK.format(500)} ranks 0-6; rank 7 completed it; all ranks queued it: the network, or a GPU that is still in what was queued before it"],
+    ),
     "the log is cut": (
         "".join(new(r, 9, 12) for r in range(5)) + f"[rank5]:{CAUGHT.format(r=5, at=9, op='', size='')}"[:92],
         [f"default_pg: {WORK.format(9)} ranks 0-4; the report of rank 5 is cut, and others may be missing; ranks 6-7 {NONE}"],

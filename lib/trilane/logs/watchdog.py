@@ -36,13 +36,13 @@ SHOWN = 8  # process groups
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A rank in a process group, in which its number is `member`: the work that timed out there (-1: none), its
-    collective and elements, and the last work that the rank had enqueued and completed (None: not printed); whether it
-    ended with an error of its own."""
+    """A rank in a process group, in which its number is `member`: the work that timed out there (-1: none), its key
+    among the names, and the last work that the rank had enqueued and completed (None: not printed); whether it ended
+    with an error of its own."""
 
     member: int
     stuck: int = -1
-    name: str = ""
+    work: tuple[bool, int, int] = (True, -1, -1)
     enqueued: int | None = None
     completed: int | None = None
     failed: bool = False
@@ -62,7 +62,7 @@ class Watchdogs:
     cut: set[int] = field(default_factory=set)  # ranks whose line ends early
     world: int = 0  # ranks of the run, or of its largest communicator; 0: unknown
     is_whole: bool = False  # whether it is that of the run
-    _names: dict[tuple[bool, int, int], str] = field(default_factory=dict)  # of a rank and its work: the collective
+    _names: dict[tuple[bool, int, int], str] = field(default_factory=dict)  # of a rank and its work ("": of two groups)
 
     def read(self, line: bytes) -> None:
         """Read a line of a watchdog, the heartbeat monitor, or torch's analysis."""
@@ -83,10 +83,11 @@ class Watchdogs:
         at = int(timed[1] or timed[4]) if timed else int(detected[1]) if detected else -1
         if timed and timed[1]:
             size = f" of {int(timed[3]):,} elements" if timed[3] and not timed[2].startswith(ANY_SIZE.encode()) else ""
-            self._names[*rank, at] = timed[2].decode() + size
+            name = timed[2].decode() + size
+            self._names[*rank, at] = name if self._names.get((*rank, at), name) == name else ""
         if at >= 0 and (timed or (*rank, at) in self._names):  # else an error, not a timeout
             first = at if found.stuck < 0 else min(at, found.stuck)
-            found = replace(found, stuck=first, name=self._names.get((*rank, first), found.name))
+            found = replace(found, stuck=first, work=(*rank, first))
         elif ENDED in line and b"imeout" not in line:
             found = replace(found, failed=True)
         elif CAUGHT in line and b"timeout: WorkNCCL(" not in line:
@@ -144,7 +145,7 @@ class Watchdogs:
         waits = dict[tuple[int, str], list[int]]()
         for rank, report in ranks.items():
             if report.stuck >= 0:
-                waits.setdefault((report.stuck, report.name), []).append(rank)
+                waits.setdefault((report.stuck, self._names.get(report.work, "")), []).append(rank)
         for at, _ in [work for work in waits if not work[1]]:  # a rank's line may lack the collective of that number
             if len(same := [work for work in waits if work[0] == at and work[1]]) == 1:
                 waits[same[0]] += waits.pop((at, ""))
@@ -169,6 +170,10 @@ class Watchdogs:
         if behind := [rank for rank, n in counts.items() if n < max(counts.values())]:
             low, high = min(counts.values()), max(counts.values())
             parts.append(f"{_ranks(behind, places)}{of} had queued less than others: {low} works for {high}")
+        through = [
+            rank for rank, r in ranks.items() if r.stuck < 0 and r.completed is not None and r.completed >= first
+        ]
+        parts += [f"{_ranks(through, places)}{of} completed it"] if through else []
         failed = [rank for rank, report in ranks.items() if report.failed and report.stuck < 0]
         cut = self.cut.difference(*waits.values()) if is_run else set[int]()
         parts += [f"{_ranks(failed, places)}{of} ended with another error"] if failed else []

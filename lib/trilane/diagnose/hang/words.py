@@ -57,8 +57,8 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     recorded = {r for r, recording in evidence.recordings.items() if recording.waiting is not None}
     if suspects.moves:
         return (
-            "Every rank moved between the two moments, so that none was stuck at the first: whether the job goes on, "
-            "however slowly, or polls in a loop, or is stuck only since, cannot be determined without a third dump."
+            "Every rank moved between the two moments: whether the job goes on, however slowly, or polls in a loop, or "
+            "is stuck only since, cannot be determined without a third dump."
         )
     if not suspects.edges:
         none = "No rank that was dumped" if missing else "No rank"
@@ -88,7 +88,13 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
             "None of the ranks that were dumped is seen to be late; how many the job has is not known (give --tp, "
             "--pp, --dp), so that whether another one did not come cannot be determined."
         )
-    queued = _only_queued(evidence, recorded)
+    queued, elsewhere = _only_queued(evidence, recorded)
+    if suspects.complete and elsewhere:
+        return (
+            f"All members of every group have queued the same collectives, but {_ranks(elsewhere)} "
+            f"wait{'s' * (len(elsewhere) == 1)} in another one than others, queued before theirs: whether a rank is late, or has another order, or the network is at "
+            "fault, cannot be determined."
+        )
     if suspects.complete and queued:
         return (
             f"All members of every group have queued the same collective, but that the GPUs of {_ranks(queued)} "
@@ -115,15 +121,14 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     return "Which of the ranks is at fault cannot be determined from these dumps."
 
 
-def _only_queued(evidence: Evidence, recorded: set[int]) -> list[int]:
-    """The ranks whose GPU is not recorded to have reached the call they wait in, or one that another rank's is in."""
+def _only_queued(evidence: Evidence, recorded: set[int]) -> tuple[list[int], list[int]]:
+    """The ranks whose GPU is not recorded to have reached the call they wait in, and those that have queued one behind
+    it that another rank's is in."""
     pending = {r: [c for c in evidence.recordings[r].calls if not c.done] for r in sorted(recorded)}
     started = {(c.group, c.sequence) for calls in pending.values() for c in calls if c.state == "started"}
-    return [
-        r
-        for r, (first, *later) in pending.items()
-        if first.state != "started" or any((c.group, c.sequence) in started for c in later if c.state != "started")
-    ]
+    queued = [r for r, calls in pending.items() if calls[0].state != "started"]
+    behind = {r: {(c.group, c.sequence) for c in calls[1:] if c.state != "started"} for r, calls in pending.items()}
+    return queued, [r for r in pending if r not in queued and started & behind[r]]
 
 
 def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str, str], list[int]]]:
