@@ -92,8 +92,8 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
     if suspects.complete and elsewhere:
         return (
             f"All members of every group have queued the same collectives, but {_ranks(elsewhere)} "
-            f"wait{'s' * (len(elsewhere) == 1)} in another one than others, queued before theirs: whether a rank is late, or has another order, or the network is at "
-            "fault, cannot be determined."
+            f"wait{'s' * (len(elsewhere) == 1)} in another one than others, queued before theirs: whether a rank is "
+            "late, or has another order, or the network is at fault, cannot be determined."
         )
     if suspects.complete and queued:
         return (
