@@ -35,7 +35,14 @@ BACKWARD: Stack = (
 
 def c10d(op: str) -> Stack:
     """The frames of torch for a collective."""
-    lines = {"all_reduce": 1322, "broadcast": 1191, "recv": 1081, "barrier": 2776, "send": 1038}
+    lines = {
+        "all_reduce": 1322,
+        "broadcast": 1191,
+        "recv": 1081,
+        "barrier": 2776,
+        "send": 1038,
+        "all_to_all_single": 5140,
+    }
     return (
         (op, "torch/distributed/distributed_c10d.py", lines[op]),
         ("wrapper", "torch/distributed/c10d_logger.py", 75),

@@ -356,3 +356,34 @@ def test_the_node_of_a_rank_that_was_perhaps_not_dumped_is_not_excluded(tmp_path
     (tmp_path / "rank_3.json").unlink()
     verdict = diagnose_hang(tmp_path)
     assert verdict.exclude == "" and "or was not dumped" in verdict.paragraph
+
+
+def test_experts_that_exchange_tokens_are_of_a_group_that_is_not_known(tmp_path: Path) -> None:
+    """Ranks 4 to 7 are all in one all-to-all, of a group of experts perhaps, while the others sum their gradients."""
+    moe: Stack = (*c10d("all_to_all_single"), ("forward", "core/tensor_parallel/mappings.py", 430), *STEP)
+    verdict = eight(tmp_path, dict.fromkeys(range(4, 8), moe), DP_SUM.stack)
+    assert verdict.suspects == () and "over all ranks" not in verdict.paragraph
+    assert "whether all of it have come, or the network is at fault, cannot be determined" in verdict.paragraph
+
+
+def test_the_group_of_a_name_that_cannot_be_right_is_not_printed(tmp_path: Path) -> None:
+    stack: Stack = (*c10d("all_reduce"), ("forward", "core/tensor_parallel/mappings.py", 430), *STEP)
+    paragraph = eight(tmp_path, {5: DATA.stack}, stack).paragraph  # tp 1
+    assert "in all_reduce, called by forward" in paragraph
+
+
+@pytest.mark.parametrize("option", ["--node_rank=", "--node-rank "])
+def test_nodes_have_the_numbers_of_their_launchers(option: str, tmp_path: Path) -> None:
+    text = []
+    for host, number in (("a", 1), ("b", 0)):
+        launcher: Stack = (("_invoke_run", "torch/distributed/elastic/agent/server/api.py", 1),)
+        dumps = [pyspy_text(launcher, 90, command=f"torchrun --nnodes 2 {option}{number} train.py")]
+        for local in range(4):
+            stack = DATA.stack if (host, local) == ("a", 2) else DP_SUM.stack
+            dumps.append(pyspy_text(stack, 100 + local, command=f"python train.py --local_rank={local}"))
+        text += [f"{host}: {line}" for line in "\n".join(dumps).splitlines()]
+    (tmp_path / "all.txt").write_text("\n".join(text) + "\n")
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == (6,) and not any("--node_rank" in note for note in verdict.notes)
+    (tmp_path / "all.txt").write_text("\n".join(line for line in text if "--nnodes" not in line) + "\n")
+    assert any("order of their names, as no --node_rank" in note for note in diagnose_hang(tmp_path).notes)

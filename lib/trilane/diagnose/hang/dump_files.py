@@ -15,6 +15,7 @@ from trilane.workspace.rank_grid import MOST
 RANK = re.compile(r"(?:^|[^a-zA-Z])rank[_\-. ]?(\d+)", re.I)
 NUMBER = re.compile(r"^(\d+)$|[_\-.](\d+)$")
 LAST = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
+NODE = re.compile(r"--(?:node|machine)[-_]rank[= ](\d{1,6})\b")
 LOCAL = re.compile(r"--local[-_]rank[= ](\d{1,6})\b")
 
 # Functions of processes that do not train: a launcher, a data loader's or a checkpoint's worker (forked: its stack
@@ -43,6 +44,12 @@ def rank_of(path: Path, *, alone: bool = False) -> int | None:
     match = None if path.name.startswith("trace-") else match
     match = match or (LAST.search(path.name) if alone else None)
     return int(next(filter(None, match.groups()))) if match else None
+
+
+def node_number(dump: Dump) -> int | None:
+    """The number of the node by a launcher's command."""
+    match = NODE.search(dump.command)
+    return int(match[1]) if match else None
 
 
 def is_trainer(dump: Dump) -> bool:

@@ -3,11 +3,11 @@
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trilane.diagnose.hang.dump_files import LARGEST, LOCAL, is_trainer, rank_of, read_file, world_size
+from trilane.diagnose.hang.dump_files import LARGEST, LOCAL, is_trainer, node_number, rank_of, read_file, world_size
 from trilane.diagnose.hang.flight_recorder import DAMAGED, Recording
 from trilane.diagnose.hang.stack import Dump
 from trilane.utils.files import natural
@@ -22,7 +22,16 @@ NO_DUMP = re.compile(r"(?:plan|topology|status|env|ds_config|verdict|failures)\.
 
 
 Series = defaultdict[int, list[tuple[Path, Dump]]]  # the dumps of each rank, oldest first
-Nodes = list[tuple[Path, str, list[Dump]]]  # the dumps of each node, with its name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The dumps of a node's training processes, with its name, and its `number` by its launcher (None: not shown)."""
+
+    path: Path
+    host: str
+    dumps: list[Dump]
+    number: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +52,8 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
 
     Rank and moment come from the names: `rank_12.json`, `12.txt`, `nccl_trace_rank_12`; a file of one node
     (`trace-node7.out`), or its lines in a file of many (pdsh, srun --label, dshbak), holds its ranks in the order of
-    --local_rank, else of pid; nodes are taken in the order of their names. Subfolders are moments, in the order
-    of their names; the last counts. `grid` takes precedence over topology.json and plan.json.
+    --local_rank, else of pid; nodes are taken in the order of --node_rank, else of their names. Subfolders are moments,
+    in the order of their names; the last counts. `grid` takes precedence over topology.json and plan.json.
     """
     require_folder("folder", folder)
     roots = [folder / "stacks", folder / "ranks"] if (folder / "stacks").is_dir() else [folder]
@@ -53,12 +62,17 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     grid = grid or _grid(folder, paths, notes)
     files = (path for path in paths if not NO_DUMP.match(path.name))
     series, recordings, unreadable, nodes = _sorted_by_rank(files, notes)
-    width = max((len(dumps) for _, _, dumps in nodes), default=0)
-    hosts = list(dict.fromkeys(host for _, host, _ in nodes))
+    width = max((len(node.dumps) for node in nodes), default=0)
+    numbers = {node.host: node.number for node in nodes if node.number is not None}
+    hosts = list(dict.fromkeys(node.host for node in nodes))
+    if len({*numbers.values()}) == len(hosts):
+        hosts.sort(key=numbers.__getitem__)
+    elif len(hosts) > 1 and not (grid and any(place.named for place in grid.places)):
+        notes.append("nodes are numbered in the order of their names, as no --node_rank is shown")
     names = [] if all(host.isdigit() for host in hosts) else hosts  # srun --label: numbers, and no names
     grid = rank_grid.with_hosts(grid, names, width) if grid else None
     _assign_ranks(nodes, grid, hosts, series)
-    if any(not LOCAL.search(dump.command) for _, _, dumps in nodes for dump in dumps):
+    if any(not LOCAL.search(dump.command) for node in nodes for dump in node.dumps):
         notes.append("ranks of a node are numbered in the order of their process ids, as no --local_rank is shown")
     beyond = [rank for rank in series if rank >= rank_grid.MOST]
     for name in sorted({path.name for rank in beyond for path, _ in series.pop(rank)}):
@@ -84,10 +98,12 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
     )
 
 
-def _sorted_by_rank(paths: Iterable[Path], notes: list[str]) -> tuple[Series, dict[int, Recording], set[int], Nodes]:
+def _sorted_by_rank(
+    paths: Iterable[Path], notes: list[str]
+) -> tuple[Series, dict[int, Recording], set[int], list[Node]]:
     """Dumps, recordings and unreadable files by rank, and the dumps of whole nodes; what is odd goes to `notes`."""
     series: Series = defaultdict(list)
-    recordings, unreadable, nodes = dict[int, Recording](), set[int](), Nodes()
+    recordings, unreadable, nodes = dict[int, Recording](), set[int](), list[Node]()
     for path, found, recording, complaint in [(path, *read_file(path)) for path in paths]:
         dumps = next(iter(found.values()), [])
         rank = rank_of(path, alone=recording is not None or not (dumps or path.suffix))
@@ -113,7 +129,9 @@ def _sorted_by_rank(paths: Iterable[Path], notes: list[str]) -> tuple[Series, di
                 for host, (dump,) in own.items():
                     series[int(host)].append((path, dump))
             else:
-                nodes += [(path, host, dumps) for host, dumps in own.items()]
+                launched = {host or _host(path): map(node_number, found[host]) for host in found}
+                numbers = {host: next((n for n in launched[host] if n is not None), None) for host in own}
+                nodes += [Node(path=path, host=h, dumps=dumps, number=numbers[h]) for h, dumps in own.items()]
     return series, recordings, unreadable, nodes
 
 
@@ -155,17 +173,17 @@ def _grid(folder: Path, paths: Iterable[Path], notes: list[str]) -> Grid | None:
     return None
 
 
-def _assign_ranks(nodes: Nodes, grid: Grid | None, hosts: list[str], series: Series) -> None:
+def _assign_ranks(nodes: Sequence[Node], grid: Grid | None, hosts: list[str], series: Series) -> None:
     """Add the processes of nodes to `series` under their ranks."""
-    wide = len(next(iter(grid.nodes.values()))) if grid else max((len(dumps) for _, _, dumps in nodes), default=0)
+    wide = len(next(iter(grid.nodes.values()))) if grid else max((len(n.dumps) for n in nodes), default=0)
     named = {p.node for p in grid.places if p.named} if grid else set()
-    for path, host, dumps in nodes:
-        first = hosts.index(host) * wide
-        ranks = sorted(grid.nodes[host]) if grid and host in named else None
-        for index, dump in enumerate(sorted(dumps, key=lambda d: d.pid)):
+    for node in nodes:
+        first = hosts.index(node.host) * wide
+        ranks = sorted(grid.nodes[node.host]) if grid and node.host in named else None
+        for index, dump in enumerate(sorted(node.dumps, key=lambda d: d.pid)):
             place = int(match[1]) if (match := LOCAL.search(dump.command)) else index
             if ranks is None or place < len(ranks):
-                series[ranks[place] if ranks else first + place].append((path, dump))
+                series[ranks[place] if ranks else first + place].append((node.path, dump))
 
 
 def _host(path: Path) -> str:

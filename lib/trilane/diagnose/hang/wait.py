@@ -11,6 +11,7 @@ from trilane.diagnose.hang.stack import Frame, Key
 
 ACTIVITIES = ("purposes", "calls", "parts")  # tables of data/hang_patterns.json, in their order
 ACTIVITY_DEPTH = 8  # frames
+OTHER = "other"  # axis of a group that tp, pp and dp do not give: of experts, or of a sequence's parts
 CALLERS = 4  # frames that show what a collective is for; further out is the training loop
 
 
@@ -34,7 +35,7 @@ def first_match(table: str, frames: Iterable[Frame]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, "" where they do not show it.
+    """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, or OTHER; "" if none shows it.
 
     `path` are the keys of the calling frames outwards, without wrappers and torch's own; `phase` is the part of an
     iteration, "" where the stack does not show it. `op` "device" is a wait for the GPU, for an operation queued before
@@ -90,7 +91,8 @@ def wait_of(frames: Sequence[Frame]) -> Wait | None:
         last += 1
     inside, callers = frames[inner : last + 1], frames[last + 1 :]
     op = next((f for f in inside if is_function(f, "collectives")), at)
-    axis = _direction(inside) or first_match("axes", callers[:CALLERS])
+    axis = OTHER if op.function.startswith("all_to_all") else _direction(inside)
+    axis = axis or first_match("axes", callers[:CALLERS])
     axis = axis or ("world" if is_function(op, "all_ranks") else "")
     return wait_at(op.function, callers or [at], axis, frames)
 

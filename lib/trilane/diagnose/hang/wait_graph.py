@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from trilane.diagnose.hang.condition import HARD, NO_EVIDENCE, Conditions
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.flight_recorder import Call
+from trilane.diagnose.hang.wait import OTHER
 from trilane.workspace.rank_grid import Grid
 
 Edges = dict[int, set[int]]
@@ -22,6 +23,9 @@ def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
     axes: dict[int, str] = {}
     for rank, c in found.items():
         if c.wait is not None:
+            if c.wait.axis == OTHER:
+                axes[rank] = OTHER
+                continue
             # A group of one does not wait: then the names mislead, or the topology is another.
             axes[rank] = c.wait.axis if c.wait.axis and len(grid.group(c.wait.axis, rank)) > 1 else ""
             if not axes[rank]:
@@ -46,6 +50,9 @@ def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> E
     edges = _recorded_edges(evidence, found)
     for rank, c in found.items():
         if rank not in edges and c.wait is not None and c.kind in ("waiting", "soft"):
+            if axes[rank] == OTHER:  # any rank that waits for none may be a member that has not come
+                edges[rank] = {m for m, other in found.items() if other.wait is None and other.kind != "unknown"}
+                continue
             group = evidence.grid.group(axes[rank], rank)
             members = {m for m in group if m != rank and found[m].kind != "unknown"}
             edges[rank] = members - _together(evidence, found, rank, group)

@@ -6,6 +6,7 @@ from trilane.diagnose.hang.condition import NO_EVIDENCE, Conditions
 from trilane.diagnose.hang.evidence import Evidence
 from trilane.diagnose.hang.stack import Frame
 from trilane.diagnose.hang.suspects import Suspects
+from trilane.diagnose.hang.wait import OTHER
 from trilane.utils.tables import grouped
 from trilane.workspace.rank_grid import Grid, shared
 
@@ -15,6 +16,7 @@ WAITS = {
     "line": "are at {2}, where they compute, or wait for what stacks do not show",
     "wait": "are at {2}, which communicates{1}",
 }
+UNKNOWN_GROUP = " of a group that tp, pp and dp do not give"
 SHOWN = 6  # frames of a stack in text
 TOP_LEVEL = ("runpy.py", "<frozen runpy>", "run_module", "threading.py", "<module>")
 
@@ -23,7 +25,7 @@ def sentences(evidence: Evidence, found: Conditions, suspects: Suspects, exclude
     """The paragraph: which ranks wait where, which never came and where they are, what to do."""
     grid, text = evidence.grid, []
     for (op, site, axis), ranks in _waiting(found, suspects)[:3]:
-        over = {"": "", "world": " over all ranks"}.get(axis, f" over {axis}")
+        over = {"": "", "world": " over all ranks", OTHER: UNKNOWN_GROUP}.get(axis, f" over {axis}")
         known = "" if evidence.is_whole else "known "
         many = f"{len(ranks)} of {len(grid.ranks)} {known}ranks ({span(ranks)})"
         text.append(f"{many} {WAITS.get(op, 'wait in {0}{1}, called by {2}').format(op, over, site)}.")
@@ -113,6 +115,12 @@ def _without_suspects(evidence: Evidence, found: Conditions, suspects: Suspects)
             "from stacks (Flight Recorder dumps show it). Compare a second dump."
         )
     ends = [r for r, targets in suspects.edges.items() if not targets and found[r].wait is not None]
+    if any(suspects.axes.get(r) == OTHER for r in ends):
+        return (
+            f"{_ranks(ends).capitalize()}, for which the others wait, {'is' if len(ends) == 1 else 'are'} in a "
+            f"collective{UNKNOWN_GROUP}: whether all of it have come, or the network is at fault, cannot be determined "
+            "from these dumps."
+        )
     if ends:
         return (
             f"Ranks {span(ends)}, for which the others wait, are each in the same collective as all of their group by "
@@ -135,7 +143,8 @@ def _waiting(found: Conditions, suspects: Suspects) -> list[tuple[tuple[str, str
     """The waiting ranks that are no suspects, by what they wait in; the largest first."""
     waits = {r: c.wait for r, c in sorted(found.items()) if c.wait is not None and r not in suspects.ranks}
     # An axis that no name in the stack shows is a guess.
-    same = grouped(waits, lambda r: (waits[r].op, str(waits[r].site), waits[r].axis and suspects.axes.get(r, "")))
+    named = {r: wait.axis if suspects.axes.get(r) == wait.axis else "" for r, wait in waits.items()}
+    same = grouped(waits, lambda r: (waits[r].op, str(waits[r].site), named[r]))
     return sorted(same.items(), key=lambda item: -len(item[1]))
 
 
