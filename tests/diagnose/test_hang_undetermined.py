@@ -387,3 +387,15 @@ def test_nodes_have_the_numbers_of_their_launchers(option: str, tmp_path: Path) 
     assert verdict.suspects == (6,) and not any("--node_rank" in note for note in verdict.notes)
     (tmp_path / "all.txt").write_text("\n".join(line for line in text if "--nnodes" not in line) + "\n")
     assert any("order of their names, as no --node_rank" in note for note in diagnose_hang(tmp_path).notes)
+
+
+def test_heartbeats_that_go_on_show_that_the_job_does(tmp_path: Path) -> None:
+    """Two moments of a job that runs may show one stack by chance."""
+    for moment, step in enumerate((205, 222)):
+        write_all(tmp_path / f"t{moment}", dict.fromkeys(range(8), DP_SUM.stack) | {5: DATA.stack})
+        ranks = [{"rank": r, "tp": 0, "pp": 0, "dp": r, "host": "a", "step": step} for r in range(8)]
+        topology(tmp_path / f"t{moment}", 1, 1, 8, ranks=ranks)
+    verdict = diagnose_hang(tmp_path)
+    assert verdict.suspects == () and "Every rank moved" in verdict.paragraph
+    topology(tmp_path / "t0", 1, 1, 8, ranks=ranks)
+    assert diagnose_hang(tmp_path).suspects == (5,)

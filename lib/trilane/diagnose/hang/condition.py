@@ -113,6 +113,7 @@ def _by_stack(rank: int, evidence: Evidence) -> Condition:
     dump, before = evidence.dumps[rank], evidence.earlier.get(rank)
     frames = dump.main.frames
     moves = before is not None and bool(before.main.frames) and stack_key(before.main.frames) != stack_key(frames)
+    moves = moves or rank in evidence.advanced
     wait, soft, sleeps = wait_of(frames), soft_wait(frames), evidence.grid[rank].state == "D"
     if wait is not None or soft is not None:
         kind, text = ("waiting", f"in {wait.op}") if wait else ("soft", "at a line that communicates")

@@ -36,11 +36,13 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and notes."""
+    """Dumps and Flight Recorder recordings by rank, earlier dumps of the same ranks, the grid, and notes; `advanced`
+    are ranks whose heartbeats have gone on since the earlier dumps."""
 
     grid: Grid
     dumps: dict[int, Dump]
     earlier: dict[int, Dump] = field(default_factory=dict)
+    advanced: frozenset[int] = frozenset()
     recordings: dict[int, Recording] = field(default_factory=dict)
     unreadable: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ def read_folder(folder: Path, grid: Grid | None = None) -> Evidence:
         grid=grid,
         dumps={rank: dump for rank, (_, dump) in main.items()},
         earlier={rank: dumps[-2][1] for rank, dumps in series.items() if rank in grid and len(dumps) > 1},
+        advanced=_advanced(series, grid),
         recordings={rank: recording for rank, recording in with_members(recordings).items() if rank in grid},
         unreadable=tuple(sorted(unreadable - set(main) & set(grid.ranks))),
         notes=(*notes, *_oddities(main)),
@@ -161,16 +164,26 @@ def _grid(folder: Path, paths: Iterable[Path], notes: list[str]) -> Grid | None:
     listed = [p for p in paths if p.name == "topology.json"]
     folders = [folder, *list(folder.resolve().parents)[:2]]
     for path in [*reversed(listed), *(f / name for f in folders for name in ("topology.json", "plan.json"))]:
-        if path.is_file():
-            try:
-                require(path.stat().st_size <= LARGEST, "file", path, "is larger than any topology")
-                grid = rank_grid.from_json(json.loads(path.read_text(encoding="utf-8")))
-            except (*DAMAGED, OSError) as error:
-                notes.append(f"{path.name}: is damaged, and ignored ({short(str(error))})")
-                continue
-            if grid is not None:
-                return grid
+        if path.is_file() and (grid := _read_grid(path, notes)) is not None:
+            return grid
     return None
+
+
+def _read_grid(path: Path, notes: list[str]) -> Grid | None:
+    try:
+        require(path.stat().st_size <= LARGEST, "file", path, "is larger than any topology")
+        return rank_grid.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (*DAMAGED, OSError) as error:
+        notes.append(f"{path.name}: is damaged, and ignored ({short(str(error))})")
+        return None
+
+
+def _advanced(series: Series, grid: Grid) -> frozenset[int]:
+    """The ranks whose heartbeat is in a later iteration than at the moment before the last."""
+    before = {rank: dumps[-2][0].parent / "topology.json" for rank, dumps in series.items() if len(dumps) > 1}
+    grids = {path: _read_grid(path, []) for path in {*before.values()} if path.is_file()}
+    earlier = {rank: old for rank, path in before.items() if (old := grids.get(path)) and rank in old and rank in grid}
+    return frozenset(r for r, old in earlier.items() if 0 <= old[r].progress < grid[r].progress)
 
 
 def _assign_ranks(nodes: Sequence[Node], grid: Grid | None, hosts: list[str], series: Series) -> None:
