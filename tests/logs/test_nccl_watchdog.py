@@ -5,6 +5,7 @@ TraceUtils.h of the same folder, with numbers of our own.
 """
 
 import random
+import re
 
 import pytest
 from test_log_dialects import m2021
@@ -48,8 +49,8 @@ def dump(r, enqueued, group="PG ID 0 PG GUID 0(default_pg)"):
     )
 
 
-def sentences(tmp_path, text):
-    (tmp_path / "a.log").write_text(START + text)
+def sentences(tmp_path, text, world=8):
+    (tmp_path / "a.log").write_text(START.replace("world size: 8", f"world size: {world}") + text)
     return read_log(tmp_path / "a.log").collectives
 
 
@@ -191,6 +192,40 @@ HANGS = {
 @pytest.mark.parametrize(("text", "expected"), HANGS.values(), ids=HANGS.keys())
 def test_who_did_not_come_is_named_by_the_log_alone(tmp_path, text, expected):
     assert list(sentences(tmp_path, text)) == expected
+
+
+def ranks_in(text):
+    """`0-2, 5` as a set."""
+    ends = [part.split("-") for part in text.replace(" ", "").split(",")]
+    return {rank for part in ends for rank in range(int(part[0]), int(part[-1]) + 1)}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_of_a_group_at_random_no_rank_is_named_that_the_log_does_not_show(tmp_path, seed):
+    rng = random.Random(seed)
+    world = rng.choice([4, 8, 12, 16])
+    size = rng.choice([n for n in range(2, world + 1) if world % n == 0])
+    step = rng.choice([1, world // size])
+    first = rng.randrange(world // size) * (size if step == 1 else 1)
+    group = [*range(first, first + step * size, step)]
+    reporters = rng.sample(group, rng.randint(1, size))
+    pg = {"old": "", "2.3": "PG 0" if size == world else "PG 5"}
+    torch, text = rng.choice(["old", "2.3", "new"]), ""
+    name = pg.get(torch, "PG ID 0 PG GUID 0(default_pg)" if size == world else TP)
+    for rank in reporters:
+        member = group.index(rank)
+        text += old(member, 9) if torch == "old" else new(rank, 9, 11, name, member=member)
+        if torch != "old" and rng.random() < 0.3:
+            caught = CAUGHT.format(r=member, at=9, op="ALLREDUCE", size=SIZE)[31:]
+            text += (
+                f"  what():  [{name} Rank {member}] Process group watchdog thread terminated with exception: {caught}\n"
+            )
+    (sentence,) = sentences(tmp_path, text, world)
+    shown = re.search(r"\) on ranks? ([\d, -]*\d)( of it)?", sentence)
+    assert ranks_in(shown[1]) == ({group.index(rank) for rank in reporters} if shown[2] else {*reporters})
+    if silent := re.search(r"; ranks? ([\d, -]*\d) did not come, or", sentence):
+        assert size == world and ranks_in(silent[1]) == {*group} - {*reporters}
+    assert ("all ranks queued" in sentence) <= (size == world == len(reporters))
 
 
 def test_a_communicator_of_some_ranks_does_not_make_all_ranks(tmp_path):

@@ -144,14 +144,15 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
         return {r: f"is in iteration {steps[r]} while most are in {usual}" for r in sorted(apart)}
     calls = {r: rec.waiting for r in cycle if (rec := evidence.recordings.get(r)) is not None}
     if len(calls) == len(cycle):
-        kinds = {r: c.kind if c else () for r, c in calls.items()}
-        known = [c for c in calls.values() if c]
-        if few := _fewest({r: kinds[r] for r in cycle}):
-            return {r: f"entered {_told(calls[r], known)} where the others of its group entered another" for r in few}
-        numbers = {(c.number, c.desc, c.p2p) if c else None for c in calls.values()}
-        if len(numbers) == 1 and len(set(kinds.values())) > 1 and (number := numbers.pop()) and not number[2]:
-            where = f"as number {number[0][2]} of group {number[1] or number[0][0]}, and others another{WHICH}"
-            return {r: f"entered {_told(calls[r], known)} {where}" for r in cycle}
+        made = {r: c for r, c in calls.items() if c is not None and not c.p2p}
+        if len(made) == len(cycle) and len({(c.number, c.desc) for c in made.values()}) == 1:
+            few = _fewest({r: c.kind for r, c in made.items()})
+            other = "where the others of its group entered another"
+            if not few and len({c.kind for c in made.values()}) > 1:
+                few, (call, *_) = [*made], made.values()
+                other = f"as number {call.sequence} of group {call.desc or call.group}, and others another{WHICH}"
+            if few:
+                return {r: f"entered {_told(made[r], [*made.values()])} {other}" for r in few}
     waits = {r: c.wait for r in cycle if (c := found[r]).wait is not None}
     if any(wait.is_blind for wait in waits.values()):
         return _left_behind(found, waits)
@@ -177,12 +178,10 @@ def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[in
     }
 
 
-def _told(call: Call | None, among: Sequence[Call]) -> str:
+def _told(call: Call, among: Sequence[Call]) -> str:
     """A call in words, with what differs among several."""
-    if call is None:
-        return "no call"
     types = f" ({call.types})" if len({c.types for c in among}) > 1 else ""
-    outputs = f" into {call.outputs}" if call.outputs and len({c.outputs for c in among}) > 1 else ""
+    outputs = f" into {call.outputs}" if len({c.outputs for c in among}) > 1 == len({c.sizes for c in among}) else ""
     return f"{call.op} of {call.sizes}{types}{outputs}"
 
 
