@@ -272,7 +272,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("hang", "diagnose/hang/flight_recorder.py", "diagnose/test_flight_recorder.py"): [
         (' and state != "started"', ""),
-        ("max(entered.get(call.group, 0), call.sequence)", "call.sequence"),
+        ("max(entered.get(call.group, 0), number if type(number) is int else 0)", "number"),
     ],
     ("hang", "diagnose/hang/wait_graph.py", "diagnose/test_flight_recorder.py"): [
         ("(call.group, 0) < call.sequence", "(call.group, 0) <= call.sequence"),

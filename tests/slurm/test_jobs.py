@@ -64,6 +64,15 @@ def accounted(commands: Commands, **states: str) -> None:
     commands.say("sacct", "\n".join(f"echo '{job[1:]}|{state}|1:00|2:00|n1'" for job, state in states.items()))
 
 
+def test_a_query_that_dies_without_a_word_is_made_again(commands: Commands, folder: Path) -> None:
+    once = f"[ -e {folder}/died ] || {{ touch {folder}/died; kill -SEGV $$; }}"
+    commands.say("squeue", f"{once}\necho '77|RUNNING|None|1:00|2:00|n1'")
+    assert client.states(["77"])["77"].state == "RUNNING" and len(commands.calls("squeue")) == 2
+    commands.say("squeue", "exit 3")
+    with pytest.raises(client.SlurmError, match="squeue: no error text"):
+        client.states(["77"])
+
+
 @pytest.mark.parametrize("state", ["PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"])
 def test_a_job_that_will_not_run_any_more_has_ended(state: str, commands: Commands, folder: Path) -> None:
     accounted(commands, j77=state)

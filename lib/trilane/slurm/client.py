@@ -16,6 +16,7 @@ DOWN = re.compile(
     r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
 )
 
+QUERIES = ("squeue", "sacct", "sinfo")  # one that dies without a word changed nothing, and is tried again
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between two tries: a restarted controller is back within their sum
 TIMEOUT_S = 60.0
 ANSWER_S = 3.0  # of a ping, which a busy controller answers at once, unlike other requests
@@ -84,7 +85,8 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
         else:
             if done.returncode == 0:
                 return done
-        if DOWN.search(error) is None:
+        died = not error and command[0] in QUERIES and delay is not None and again
+        if DOWN.search(error) is None and not died:
             raise SlurmError(f"slurm={command[0]}: {_message(error)}")
         if delay is None or not again:
             break

@@ -91,12 +91,16 @@ def read_recording(data: bytes) -> Recording:
     """
     try:
         values = json.loads(data) if data.lstrip()[:1] == b"{" else load_plain(data)
-        entries = (values["entries"] if "pg_config" not in values else values.get("entries") or [])[-MANY:]
+        entries = (values.get("entries", []) if "pg_config" in values else values["entries"])[-MANY:]
         members, problems = _members(values.get("pg_config") or {})
         calls = tuple(_call(entry, members) for entry in entries)
         # pg_status numbers the groups of this rank (pg_id); the rest has their names, which all ranks share
         names = {_word(entry["pg_id"]): _word(entry["process_group"][0]) for entry in entries if "pg_id" in entry}
-        status = {names[k]: v for k, v in (values.get("pg_status") or {}).items() if k in names}
+        given = values.get("pg_status") or {}
+        numbers, groups = [k for k in given if k not in names], [name for name in members if name not in names.values()]
+        if len(numbers) == len(groups) == 1:  # the only group of which no entry is left
+            names[numbers[0]] = groups[0]
+        status = {names[k]: v for k, v in given.items() if k in names}
         # its count is that of the last call, in a group with sends and receives maybe of these, which number their own
         mixed = {_word(entry["process_group"][0]) for entry in entries if entry.get("is_p2p")}
         counts = {name: v["last_enqueued_collective"] for name, v in status.items() if name not in mixed}
