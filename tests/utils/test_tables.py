@@ -1,8 +1,10 @@
 """Values of files become Markdown and HTML that show them, and nothing else."""
 
 import ast
+import dataclasses
 import json
 import math
+from pathlib import Path
 
 import mistune
 import numpy as np
@@ -12,7 +14,7 @@ from markup import HOSTILE, Page, words
 from support import REPOSITORY
 
 from trilane.utils.numbers import amount, with_bounds
-from trilane.utils.tables import Columns, Html, Text, printable, show
+from trilane.utils.tables import Columns, Html, Record, Text, as_json, frame_of, printable, show
 
 
 @pytest.mark.parametrize("value", HOSTILE)
@@ -112,3 +114,24 @@ def test_markup_is_made_of_templates_and_not_of_formatted_text() -> None:
             is_markup = isinstance(named, ast.Name) and named.id in ("Text", "Html") and path.name != "tables.py"
             is_formatted = isinstance(call.args[0], ast.JoinedStr | ast.BinOp)
             assert not (is_markup and is_formatted), f"{path}:{call.lineno}"
+
+
+def test_a_dataclass_shows_itself_as_json():
+    @dataclasses.dataclass(frozen=True)
+    class Run(Record):
+        name: str
+        seconds: float
+        memory: tuple[float, ...] = ()
+        DERIVED = ("days",)
+
+        @property
+        def days(self) -> np.float64:
+            return np.float64(self.seconds / 86400)
+
+    run = Run("a", 43200.0, (math.inf, 2.0))
+    assert run.to_json() == {"name": "a", "seconds": 43200.0, "memory": [None, 2.0], "days": 0.5}
+    assert as_json({1: [np.int64(3), np.arange(2), Path("a/b"), Run("b", math.nan)]})["1"][3]["seconds"] is None
+    assert frame_of([run], {"run": "name", "h": lambda r: r.seconds / 3600}).to_dict("list") == {
+        "run": ["a"],
+        "h": [12],
+    }

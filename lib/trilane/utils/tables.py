@@ -6,8 +6,12 @@ import re
 import string
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import date
+from enum import Enum
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from trilane.utils.numbers import amount
 
@@ -29,6 +33,47 @@ CONTROL = re.compile(
 # What Markdown reads anywhere, at the start of a line, and in an address that would become a link.
 MARKDOWN = re.compile(r"[\\`*_{}\[\]()!|~$@]|^[-+=:#]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 MOST = 1000  # characters of a cell that are shown
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON has it; a dataclass is an object of its fields, then of the properties named in its DERIVED.
+
+    A number that is not finite is null, a path, date or enumeration text, an array or any other sequence a list.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [*(f.name for f in fields(value)), *getattr(value, "DERIVED", ())]
+        return {name: as_json(getattr(value, name)) for name in names}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): as_json(one) for name, one in value.items()}
+    if isinstance(value, Enum | Path | date):
+        return str(value.value if isinstance(value, Enum) else value)
+    if isinstance(value, str | int | None):
+        return value
+    return as_json(value.item()) if hasattr(value, "item") and not value.shape else [as_json(one) for one in value]
+
+
+def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]]) -> DataFrame:
+    """A DataFrame with a row for each value; `columns` maps a heading to an attribute's name or to a function.
+
+    frame_of(runs, {"run": "name", "tp": lambda run: run.plan.topology.tp})
+    """
+    import pandas as pd
+
+    rows = list(values)
+    readers = {head: attrgetter(read) if isinstance(read, str) else read for head, read in columns.items()}
+    return pd.DataFrame({head: [read(row) for row in rows] for head, read in readers.items()})
+
+
+class Record:
+    """A dataclass that shows itself as JSON: its fields, then the properties named in DERIVED."""
+
+    DERIVED: ClassVar[tuple[str, ...]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of as_json()."""
+        return as_json(self)
 
 
 class Table:
