@@ -1,0 +1,158 @@
+"""What users see stays as it was recorded in tests/answers/: the JSON of commands, without sentences.
+
+A number that changes is recorded again in the commit that says why: TRILANE_RECORD=1 pytest tests/test_answers.py.
+Logs of other people are not ours to keep: TRILANE_PUBLIC_LOGS names a folder of them, of which numbers are recorded.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import REPOSITORY
+
+from trilane.cli.app import main
+
+ANSWERS = REPOSITORY / "tests/answers"
+PUBLIC = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))
+BLOOM = "--shape 70,14336,112,2048,250880 --cluster jz-a100-80g --gpus 384 --gbs 2048"
+PLAN = "docs/plan-176b.json"
+JEAN_ZAY = "--site jean-zay-a100 --account xyz@a100"
+CALENDAR = f"plan calendar {PLAN} --tokens 341e9 --start 2027-01-04"
+SITES = sorted(path.stem for path in (REPOSITORY / "lib/trilane/data/sites").iterdir())
+SETS = ("all", "scored", "measured", "dlperf_v100", "dgxc_nemotron_h100", "lucie_jz_a100_2024")
+
+# A file in tests/answers, and the commands whose answers it holds.
+CASES = {
+    "search": [
+        f"plan search {BLOOM} --recompute full",
+        f"plan search {BLOOM} --top 3",
+        f"plan search {BLOOM} --engine deepspeed-3d --objective headroom --top 3",
+        "plan search --shape 24,2048,16,2048,50304 --cluster jz-v100-32g --gpus 32 --gbs 512",
+        "plan search --shape 36,7680,60,2048,50304 --cluster dgx-a100-80g --gpus 128 --gbs 1024 --top 3",
+        "plan search --shape 32,4096,32,4096,32000 --cluster dgx-h100 --gpus 64 --gbs-max 64 --top 3 --precision fp8",
+        "plan search --shape 24,2048,16,2048,50304 --cluster jz-v100-16g --gpus 8 --gbs 64 --engine hf-zero3 --top 3",
+    ],
+    "show": [
+        f"plan show {PLAN} --tokens 341e9",
+        f"plan show {PLAN} --seconds 104.7",
+        f"plan show {BLOOM} --engine megatron --tp 8 --pp 12 --mbs 2 --recompute selective"
+        " --sequence-parallel yes --partition type:transformer|embedding",
+        "plan show --shape 32,4096,32,4096,32000 --cluster perlmutter-a100-80g --gbs 256 --dp 64 --mbs 1 --cp 1",
+        "plan show --shape 24,2048,16,2048,50304 --cluster jz-v100-32g --gbs 512 --dp 8 --mbs 4 --engine deepspeed-zero"
+        " --zero 2 --offload optimizer --calibration fsdp",
+    ],
+    "size": [
+        "plan size --params 200e9 --vocab 250880 --gpus 384 --cluster jz-a100-80g --top 5",
+        "plan size --params 1.3B --vocab 50257 --gpus 8 --gbs 64 --cluster jz-v100-32g --like llama --tokens 26e9",
+        "plan size --days 59 --tokens 520e9 --vocab 50257 --gbs 1024 --cluster dgx-a100-80g --gpus 128 --top 2",
+    ],
+    "calendar": [
+        f"{CALENDAR} --ramp 192,16,9765625 --deadline 2027-05-31",
+        f"{CALENDAR} --adapt gpu_hours --reshape --ramp 192,16,9765625 --spare-nodes 0 --price 2.5 --watts 700",
+        f"{CALENDAR} --allocation 1500000 --failures-per-node-year 5 --job-hours 10 --runs 2000",
+    ],
+    "backtest": [f"plan backtest {name}" for name in SETS],
+    "backtest-without": [
+        "plan backtest scored --cv table",
+        "plan backtest scored --cv file",
+        "plan backtest measured --cv hidden",
+        "plan backtest all --cv file-ten",
+        "plan backtest measured --cv date",
+    ],
+    "convert": [f"convert deepspeed {PLAN}", f"convert megatron {PLAN}"],
+    "check": [f"slurm check {PLAN} {JEAN_ZAY}", f"slurm check {PLAN} --site jean-zay-v100-32g --account xyz@v100"],
+    "scripts": [
+        *(f"slurm script {PLAN} --site {site} --account xyz" for site in SITES if site != "local"),
+        *(f"slurm script {PLAN} {JEAN_ZAY} --template {name}" for name in ("sweep", "bench", "monitor", "prepare")),
+    ],
+    "logs": [
+        "logs parse docs/examples/logs/a.log docs/examples/logs/b.log",
+        "logs parse docs/examples/restart/part1.log docs/examples/restart/part2.log",
+        "logs table docs/examples/logs",
+        "logs compare docs/examples/logs/a.log --with docs/examples/logs/b.log",
+        "logs spikes docs/examples/logs/a.log docs/examples/logs/b.log",
+        "logs spikes docs/examples/restart/part1.log docs/examples/restart/part2.log",
+    ],
+    "hangs": ["debug hang docs/examples/dumps --tp 2 --pp 2 --dp 2"],
+}
+LOGS = sorted(PUBLIC.glob("*.out"))
+GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources")  # of a plan, not an answer
+MOST = 4  # of a list that are recorded
+
+
+def plain(value: Any) -> Any:
+    """What is compared: floats to nine digits, no sentences (four words and more), no paths."""
+    if isinstance(value, dict):
+        return {str(plain(k)): plain(v) for k, v in value.items() if k not in GIVEN}
+    if isinstance(value, list):
+        return [plain(one) for one in value[:MOST]] + [f"{len(value)} in all"] * (len(value) > MOST)
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, str) and (len(value.split()) > 3 or "/" in value):
+        return "..."
+    return value
+
+
+def answers(commands: list[str], capsys: pytest.CaptureFixture) -> Iterator[tuple[str, Any]]:
+    """Each command with its exit code and the JSON that it prints."""
+    for command in commands:
+        code = main([*command.split(), "--json"])
+        out, err = capsys.readouterr()
+        assert out, f"{command}: {err}"
+        values = json.loads(out)
+        if "script" in values:
+            text = values["script"].replace(str(REPOSITORY), "REPOSITORY").replace(sys.prefix, "REPOSITORY/.venv")
+            yield command, {"code": code, "script": text.splitlines()}
+        else:
+            yield command, {"code": code, "answer": plain(values)}
+
+
+def numbers(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the runs in somebody else's log, what is no text of theirs."""
+    return [{k: v for k, v in run.items() if k in ("status", "dialect") or is_number(v)} for run in runs]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, list) and all(map(is_number, value)))
+
+
+def compare(name: str, found: dict[str, Any]) -> None:
+    path = ANSWERS / f"{name}.json"
+    if os.environ.get("TRILANE_RECORD"):
+        path.write_text(json.dumps(found, indent=0) + "\n")
+    recorded = json.loads(path.read_text())
+    for command, answer in found.items():
+        assert list(differences(recorded[command], json.loads(json.dumps(answer)))) == [], command
+
+
+def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """What differs, each by its place in the JSON."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from differences(before.get(key, "(missing)"), now.get(key, "(missing)"), f"{where}.{key}")
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for number, pair in enumerate(zip(before, now, strict=True)):
+            yield from differences(*pair, f"{where}[{number}]")
+    elif before != now and "..." not in (before, now):
+        yield f"{where}: {before!r:.80} -> {now!r:.80}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("outputs")
+@pytest.mark.parametrize("name", CASES)
+def test_the_answers_are_those_that_were_recorded(name, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    compare(name, dict(answers(CASES[name], capsys)))
+
+
+@pytest.mark.skipif(not LOGS, reason="TRILANE_PUBLIC_LOGS names no folder of logs")
+@pytest.mark.usefixtures("outputs")
+def test_the_numbers_of_public_logs_are_those_that_were_recorded(capsys: pytest.CaptureFixture) -> None:
+    found = {
+        path.name: numbers(one["answer"]["runs"]) for path in LOGS for _, one in answers([f"logs parse {path}"], capsys)
+    }
+    compare("public-logs", found)
