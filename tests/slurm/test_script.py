@@ -245,8 +245,8 @@ def choice(gpus: int) -> list[str]:
 
 
 def loads(name: str) -> list[list[str]]:
-    modules = NODES[name][-1]
-    return [["module", "purge"], ["module", "load", modules]] if modules else []
+    modules, plug_in = NODES[name][-1], [["module", "load", "nccl"]] * name.startswith("perlmutter")
+    return plug_in + ([["module", "purge"], ["module", "load", modules]] if modules else [])
 
 
 @pytest.mark.parametrize("template", ["train", "sweep"])
@@ -270,6 +270,8 @@ def test_a_job_starts_one_launcher_a_node_with_a_process_for_each_gpu(name: str,
     assert {key: env.get(key) for key in given} == given
     assert ("HF_HUB_OFFLINE" in env, "CUDA_LAUNCH_BLOCKING" in env) == (name not in ONLINE, False)
     assert env["TORCHELASTIC_ERROR_FILE"] == "ranks/error-77-0.json"
+    # on Slingshot NCCL needs a plug-in, or it falls back to TCP without a word
+    assert env.get("NCCL_NET") == ("AWS Libfabric" if name.startswith("perlmutter") else None)
 
 
 def test_a_part_of_a_node_gets_that_part_of_its_cores_and_no_more_threads(play: Play) -> None:
