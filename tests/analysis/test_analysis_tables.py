@@ -5,6 +5,7 @@ import io
 import json
 import os
 
+import pandas as pd
 import pytest
 from support import REPOSITORY, small_plan
 from test_collect import DUMP, MEMORY
@@ -15,6 +16,7 @@ from trilane.analysis.fleet import COLUMNS, read_folder, size
 from trilane.analysis.tables import markdown, to_html
 from trilane.cli.app import main
 from trilane.documents.lint.lint import lint
+from trilane.workspace.study import Study
 
 RAW = REPOSITORY.parent / "shared/rawlogs"
 MORE = "".join(
@@ -165,6 +167,24 @@ def test_logs_of_one_name_are_told_apart_by_their_folders(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "run.log").write_text(m2021(1) + m2021(2))
     assert [row["name"] for row in read_folder(tmp_path)[0]] == ["a/run.log", "b/run.log"]
+
+
+def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys, outputs):
+    """A spreadsheet runs what begins with = + - @, a tab or CR (https://owasp.org/www-community/attacks/CSV_Injection)."""
+    names = ["=1+1.log", "+1-2.log", "-1-x.log", "@SUM(1).log", "\ta.log", "\ra.log", "a.log"]
+    for name in names:
+        (tmp_path / name).write_text(m2021(1, loss=-3.25) + m2021(2, loss=-3.25))
+    monkeypatch.chdir(tmp_path)
+    main(["logs", "table", ".", "--csv"])
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["Source"][0] for row in rows] == [*("'" * 6), "a"] and {row["Loss"] for row in rows} == {"-3.25"}
+    main(["logs", "parse", "--csv", "all.csv", "--", *names])
+    with open("all.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["file"] for row in rows} == {"a.log", *("'" + name.replace("\r", " ") for name in names[:-1])}
+    assert {row["lm_loss"] for row in rows} == {"-3.25"}
+    table = pd.DataFrame({"run": ["=A1", "a"], "delta": [-1.5, 2.0]})
+    assert Study.create("s").save_table("measured.csv", table).read_text() == "run,delta\n'=A1,-1.5\na,2.0\n"
 
 
 def test_the_date_is_that_of_the_last_line_where_lines_have_one(tmp_path):

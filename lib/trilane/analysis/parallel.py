@@ -21,6 +21,7 @@ from trilane.config.plan import read_plan
 from trilane.documents.runs import read_runs
 from trilane.logs.dialects import candidates
 from trilane.logs.run import INTEGERS, NoIterations, RunLog
+from trilane.utils.tables import csv_text
 from trilane.utils.validation import require
 from trilane.workspace.installation import SUMS
 from trilane.workspace.run_folder import STEPS
@@ -156,7 +157,8 @@ def write_iterations(path: Path, log: RunLog, number: int) -> None:
         table = pd.concat([rows, pd.DataFrame(more, index=rows.index)], axis=1)
         table.insert(0, "file", str(log.source))
         table.insert(1, "run", number)
-        table.to_csv(path, mode="a", header=start == 0, index=False)
+        with path.open("a", encoding="utf-8", newline="") as file:
+            file.write(csv_text(table, header=start == 0))
 
 
 def _is_whole(read: Callable[[int, int], Any], rows: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from trilane.analysis.fleet import COLUMNS, FASTEST, SPEED, Row, cells, size
 from trilane.analysis.measure import Measurement
 from trilane.utils.numbers import percent
-from trilane.utils.tables import DataFrame, Html, middle, one_line, short
+from trilane.utils.tables import DataFrame, Html, csv_text, middle, one_line, short
 from trilane.workspace.status import Status
 
 WIDTH = 100  # characters of a row in text
@@ -105,7 +105,7 @@ def to_csv(rows: Sequence[Row], heads: Sequence[str] = ()) -> str:
     import pandas as pd
 
     chosen = tuple(heads) or tuple(COLUMNS)
-    return pd.DataFrame([cells(row, chosen) for row in rows], columns=list(chosen)).to_csv(index=False)
+    return csv_text(pd.DataFrame([cells(row, chosen) for row in rows], columns=list(chosen)))
 
 
 def to_html(rows: Sequence[Row], heads: Sequence[str] = ()) -> Html:

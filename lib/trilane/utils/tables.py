@@ -66,6 +66,26 @@ def frame_of(values: Iterable[Any], columns: Mapping[str, str | Callable[[Any], 
     return pd.DataFrame({head: [read(row) for row in rows] for head, read in readers.items()})
 
 
+def csv_text(table: DataFrame, header: bool = True) -> str:
+    """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in front of it."""
+    import pandas as pd
+
+    columns = {name: table[name] for name in table}
+    safe = {n: c if pd.api.types.is_numeric_dtype(c) else c.map(_inert) for n, c in columns.items()}
+    return pd.DataFrame(safe, index=table.index, columns=table.columns).to_csv(index=False, header=header)
+
+
+def _inert(cell: Any) -> Any:
+    # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a formula's
+    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+        return printable(cell) if isinstance(cell, str) else cell  # a bare CR would begin another row
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{printable(cell)}"
+    return cell
+
+
 class Record:
     """A dataclass that shows itself as JSON: its fields, then the properties named in DERIVED."""
 

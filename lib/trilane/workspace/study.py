@@ -18,7 +18,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import GivenShape, read_shape
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.tables import Text
+from trilane.utils.tables import Text, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.installation import outputs_root, stamp
 from trilane.workspace.run_folder import is_completed, is_started, write_text
@@ -148,7 +148,7 @@ class Study:
     def save_table(self, name: str, table: Any) -> Path:
         """Write a pandas DataFrame as CSV; a different earlier version is kept."""
         with self._one_writer():
-            return write_text(self.folder / name, table.to_csv(index=False))
+            return write_text(self.folder / name, csv_text(table))
 
     def save_figure(self, name: str, figure: Any) -> Path:
         """Write a matplotlib figure as `figures/NAME.png`; nothing for a text, where there is no figure."""
