@@ -194,6 +194,44 @@ def test_the_first_cause_counts_and_names_the_node_at_fault(tmp_path, text, expe
     assert (log.status, log.hosts, log.gpus, log.exclude, log.rank) == expected
 
 
+GPUS = "".join(
+    f"{host}:{80 + r}:99 [{r % 8}] NCCL INFO comm 0x55d rank {r} nranks 16 cudaDev {r % 8} busId 1b000 - Init COMPLETE\n"
+    for r, host in ((4, "gpu01"), (12, "gpu02"))
+)
+ONE_CARD = "{}RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
+CLOSING = "torch.distributed.elastic.multiprocessing.api: [WARNING] Sending process 9 closing signal SIGTERM\n"
+TASKS = "srun: error: gpu02: task 1: Exited with exit code 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GPUS + ONE_CARD.format("[default4]:[rank12]: "), ("GPU error", "gpu02", 12)),
+        (GPUS + ONE_CARD.format("[default4]:"), ("GPU error", "", None)),
+        ("using world size: 16, data-parallel-size: 16\n" + OOM.replace("[rank3]", "[default3]"), ("OOM", "", None)),
+        ("using world size: 4, data-parallel-size: 4\n" + OOM.replace("[rank3]", "[default3]"), ("OOM", "", 3)),
+        (ONE_CARD.format("[rank1]: ") + CLOSING + TASKS, ("GPU error", "gpu02", 1)),
+        (ONE_CARD.format("[rank1]: ") + CLOSING + TASKS + TASKS.replace("gpu02: task 1", "gpu01: task 0"), ("GPU error", "", 1)),
+        (ONE_CARD.format("[rank1]: ") + TASKS + TASKS.replace("gpu02: task 1", "gpu01: task 0"), ("GPU error", "gpu02", 1)),
+        (CLOSING + TASKS, ("crashed", "", None)),
+        (TASKS, ("crashed", "", 1)),
+    ],
+)  # fmt: skip
+def test_a_number_on_a_node_is_no_rank_of_a_run_of_several_nodes(tmp_path, text, expected):
+    """torchrun numbers the ranks of each node from 0, and is srun's one task there; no healthy node is excluded."""
+    (tmp_path / "a.log").write_text(FIVE + text)
+    os.utime(tmp_path / "a.log", (0, 0))
+    log = read_log(tmp_path / "a.log")
+    assert (log.status, log.exclude, log.rank) == expected
+
+
+def test_memory_of_two_nodes_is_that_of_the_ranks_of_the_run(tmp_path):
+    lines = "".join(f"[default0]:[rank{r}]:" + TITAN.format(i=i, loss=5) for i in (1, 2) for r in (0, 8))
+    (tmp_path / "a.log").write_text(lines)
+    (log,) = read_logs(tmp_path / "a.log")
+    assert list(log.memory["rank"]) == [0, 8] and list(log.iterations["iteration"]) == [1, 2]
+
+
 def test_what_the_evidence_leaves_open_is_said(tmp_path):
     caveats = []
     for line in (

@@ -28,7 +28,15 @@ TRACEBACK = re.compile(rb"Traceback \(most recent call last\):\s*$")
 FRAME = re.compile(rb"^(?:" + RANK_PREFIX + rb"(?:\s\s|\s*$)|\s|$)")  # the body of a traceback is indented
 RAISED = re.compile(LEAD + rb"(?=[A-Z]\w*?[a-z])\w++(?::|\s*$)")  # after a traceback, any such name is an exception
 
-RANK = re.compile(rb"\[(?:default|rank|Rank )(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b|^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")
+# A rank of the run goes before a number on a node, which torchrun puts before each line, wherever they stand.
+RANK = re.compile(rb"\[rank(\d{1,9})\]|\b[Rr]ank ?(\d{1,9})\b")
+TASK = re.compile(rb"^\s*(\d{1,6}): |\btasks? (\d{1,9})\b")  # of srun, and before a line by its --label
+LOCAL = re.compile(rb"\[default(\d{1,9})\]:")
+# what starts the ranks of a node, of which srun sees one task: torchrun, and accelerate, which uses it
+LAUNCHER_OF_NODE = re.compile(
+    rb"^\[default\d|torchrun\b|torch[./]distributed[./](?:elastic|launch|run)|ChildFailedError|\(local_rank: \d"
+)
+MOST_GPUS = 8  # of a node: a run of more ranks has several, and a number on a node is that of several ranks
 ROOT = re.compile(rb"rank\s+: (\d{1,9}) \(local_rank: (\d{1,9})\)")
 REQUESTED = re.compile(rb"(?:[Tt]ried to|Unable to|trying to) allocate (\d+(?:\.\d*)?) (?:([KMGTP])i?B|bytes)")
 UNITS = {b"": 1, b"K": 2**10, b"M": 2**20, b"G": 2**30, b"T": 2**40, b"P": 2**50}
@@ -55,14 +63,16 @@ REPORTS = re.compile(rb"(?i)error|fail|exce|fatal|abort|died|crash|reason|messag
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """A line about the end of a run: `rank` that printed it (None if unnamed), `asked_bytes` of a failed allocation
-    (else NaN), `rows` read before it (iterations), the nodes and the GPU that it names."""
+    """A line about the end of a run: `rank` that printed it (None if unnamed), a number `among` the ranks of the run,
+    srun's tasks or the ranks of a node; `asked_bytes` of a failed allocation (else NaN), `rows` read before it
+    (iterations), the nodes and the GPU that it names."""
 
     level: int
     status: Status
     evidence: str
     rows: int
     rank: int | None = None
+    among: str = "run"
     asked_bytes: float = float("nan")
     hosts: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -149,19 +159,29 @@ def crashed(line: bytes, rows: int) -> Ending:
 
 
 def _ending(level: int, status: Status, line: bytes, rows: int) -> Ending:
-    rank, requested, (hosts, gpus) = RANK.search(line), REQUESTED.search(line), places.place(line)
+    requested, (hosts, gpus) = REQUESTED.search(line), places.place(line)
+    rank, among = _rank(line)
     if status is Status.RENDEZVOUS and level == OUTSIDE and rows:
         status = Status.NETWORK  # after iterations it is the store that a node no longer reaches
     return Ending(
         level=level,
         status=status,
         evidence=text(line),
-        rank=int(next(filter(None, rank.groups()))) if rank else None,
+        rank=rank,
+        among=among,
         asked_bytes=float(requested[1]) * UNITS[requested[2] or b""] if requested else float("nan"),
         rows=rows,
         hosts=hosts,
         gpus=gpus,
     )
+
+
+def _rank(line: bytes) -> tuple[int | None, str]:
+    """The rank that the line names, and among what that number counts."""
+    for among, pattern in (("run", RANK), ("task", TASK), ("node", LOCAL)):
+        if found := pattern.search(line):
+            return int(next(filter(None, found.groups()))), among
+    return None, "run"
 
 
 def caveat(status: Status, evidence: str) -> str:

@@ -52,9 +52,9 @@ def where(
 
 
 def exited_on(found: "list[Ending]", rank: int | None) -> str:
-    """The node of the task that srun reports as failed: of that rank, or if the rank is unknown the only node that has
-    such a task; "" where several could be meant."""
-    nodes = {e.hosts[0] for e in found if rank is None or e.rank == rank}
+    """The node of the task that srun reports as failed: of that rank, or if the rank of either is unknown the only node
+    that has such a task; "" where several could be meant."""
+    nodes = {e.hosts[0] for e in found if None in (rank, e.rank) or e.rank == rank}
     return nodes.pop() if len(nodes) == 1 and "[" not in "".join(nodes) else ""
 
 

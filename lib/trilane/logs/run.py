@@ -163,8 +163,10 @@ def finish(run: PartialRun, path: Path, age: float, with_lines: bool = True) -> 
     set_up = MEMORY_NOTE if run.memory and run.rows and not run.memory_rows else ""
     for _, row in sorted(run.memory.items()):
         memory.add(row)
-    rank = end.rank if end and end.rank is not None else run.root_rank if end else None
-    hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), run.exits, run.endings)
+    run.has_launchers |= run.last_line.startswith(b"[default")
+    rank = run.rank_of(end)
+    exits = [replace(exit, rank=None) for exit in run.exits] if run.has_launchers else run.exits
+    hosts, gpus, exclude = where(end, run.places.get(-1 if rank is None else rank), exits, run.endings)
     return RunLog(
         source=path,
         spilled=table.spilled(),

@@ -22,7 +22,8 @@ FIELD = re.compile(
 )
 # what launchers put before a line: a rank (the first four groups), or a process or host, which sources of copies have
 PREFIX = re.compile(
-    rb"^\s*(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): |\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
+    rb"^\s*(?:\[default\d{1,9}\]: ?(?=\[rank))?"  # torchrun's number on the node
+    rb"(?:\[default(\d{1,9})\]:|\[?[Rr]ank ?(\d{1,9})\]?:|(\d{1,6}): |\[\d{1,6},(\d{1,9})\]<std\w{3}>:"
     rb"|\[(\d{1,9})\]:?|[A-Za-z][\w-]{0,80}?(\d{1,9})(?:\.[\w.-]{1,200})?: )"
 )
 RANKS = 4

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trilane.logs.arguments import Value
-from trilane.logs.endings import LAUNCHER, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
+from trilane.logs.endings import LAUNCHER, MOST_GPUS, OUTSIDE, SCHEDULER, WRAPPER, Ending, joined, superseded
 from trilane.logs.hardware import Device
 from trilane.logs.reading.copies import Copies
 from trilane.logs.reading.line_clock import LineClock, line_time
@@ -50,6 +50,7 @@ class PartialRun(LineClock):
         self.in_epochs = False  # whether the log numbers them in their epoch: it may have more epochs
         self.known = list[tuple[int, float]]()  # rows before the first steps that the log does have, and these
         self.notes: list[str] = []
+        self.has_launchers = False  # a process on each node that starts its ranks: a task of srun is none of these
         self.root_rank: int | None = None
         self.root_time = ""  # when it failed, as torchrun prints it
         self.first_iteration = 1  # what the program calls its first iteration
@@ -86,6 +87,19 @@ class PartialRun(LineClock):
             setattr(found, name, getattr(self, name).latest(rows))
         return found
 
+    def rank_of(self, end: Ending | None) -> int | None:
+        """The rank that an ending is about, None where it is unknown: the task of srun only where a task is a rank, the
+        number on a node only where the run has one node."""
+        if end is None or end.rank is None:
+            return self.root_rank if end else None
+        if end.among == "task" and self.has_launchers:
+            return self.root_rank
+        world = self.arguments.get("world_size")
+        ranks = max(self.watchdogs.world, world if isinstance(world, int) else 0)
+        if end.among == "node" and (ranks > MOST_GPUS or len({host for host, _ in self.places.values()}) > 1):
+            return self.root_rank
+        return end.rank
+
     @property
     def ends_at_launch(self) -> bool:
         """Whether a launch seen now begins another run."""
@@ -110,6 +124,7 @@ class PartialRun(LineClock):
         self.validation.append(late.validation)
         self.dialects += late.dialects
         self.last_line, self.last_number = late.last_line, late.last_number
+        self.has_launchers |= late.has_launchers
         self.root_rank = self.root_rank if self.root_rank is not None else late.root_rank
         self.memory |= late.memory
         self.memory_rows = max(self.memory_rows, late.memory_rows)

@@ -109,6 +109,7 @@ class RunFacts:
         """Read endings and tracebacks; returns whether the line may be part of one, digits aside."""
         if any(word in line for word in WORDS):
             run.watchdogs.read(line)
+        run.has_launchers |= bool(endings.LAUNCHER_OF_NODE.search(line))
         was_open = self.traceback > 0
         raised = self._raised(line, run)
         ignored = self._ignored and (was_open or self.traceback > 0)  # raised by a destructor, which no caller sees
