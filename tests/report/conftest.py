@@ -28,10 +28,10 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a demo study, run once with its defaults, as `make run` runs it."""
-    outputs = tmp_path_factory.mktemp("outputs")
+    """The folder of a demo study, run once with its defaults, as `make run` runs it, where TMPDIR has a long path."""
+    outputs, temporary = tmp_path_factory.mktemp("outputs"), tmp_path_factory.mktemp("x" * 100)
     command = [sys.executable, "-m", "trilane", "run", "all", "--study", "demo"]
-    env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs)}
+    env = {**uncounted(), "TRILANE_OUTPUTS": str(outputs), "TMPDIR": str(temporary)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == str(outputs / "demo/index.html")

@@ -117,6 +117,14 @@ def test_a_run_leaves_the_executed_copy_its_html_and_the_index(story, outputs):
     assert 'href="07_story.html"' in index and "Does it add up?" in index and "completed" in index
 
 
+def test_a_notebook_runs_where_the_folder_for_temporary_files_has_a_long_path(story, outputs, tmp_path, monkeypatch):
+    """A path of a socket has at most 107 bytes, man 7 unix."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert notebook.run(story, Study.create("s")).exists()
+
+
 @pytest.mark.parametrize(
     ("tp", "is_input", "reason"), [("0", True, "tp=0: must be a whole number of at least 1"), ("13", False, "unlucky")]
 )

@@ -48,6 +48,11 @@ def kernel_manager(stderr: IO[bytes], sockets: str) -> type[AsyncKernelManager]:
     return SocketFileKernelManager
 
 
+def socket_folder() -> str:
+    """The folder for temporary files, or /tmp where its path is too long for a socket: 107 bytes, man 7 unix."""
+    return folder if len(os.fsencode(folder := tempfile.gettempdir())) < 70 else "/tmp"
+
+
 class NotebookError(Exception):
     """A cell of a notebook failed; `is_input` where it raised a ValueError, which means bad input."""
 
@@ -119,7 +124,7 @@ def _run(name: str, study: Study, values: Mapping[str, Any]) -> Path:
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
     inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())}  # the kernel runs in another folder
     kernel_stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed below
-    sockets = tempfile.TemporaryDirectory(prefix="trilane-")  # removed below
+    sockets = tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder())  # removed below
     options = {"stdout_file": sys.stderr, "request_save_on_cell_execute": True, "cwd": str(source.parent)}
     try:
         with environment_set(inherited):
