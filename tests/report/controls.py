@@ -24,6 +24,26 @@ def use_every_control(page: Any, shown: str) -> int:
     return used
 
 
+MARKS = """() => [...document.querySelectorAll("figure.chart svg.marks .role-mark > *")].map(mark => {
+  const {x, y, width, height} = mark.getBoundingClientRect();
+  return [x + scrollX + width / 2, y + scrollY + height / 2, width + height];
+}).filter(([x, y, size]) => size > 0).map(([x, y]) => [x, y])"""
+TOOLTIP = "document.querySelector('#vg-tooltip-element.visible')?.innerText ?? ''"
+
+
+def tooltips(page: Any, most: int = 300) -> set[str]:
+    """The texts under the mouse over the middles of the drawn marks, of at most about `most` on a page."""
+    before, found = page.viewport_size, set()
+    page.set_viewport_size({"width": before["width"], "height": page.evaluate("document.body.scrollHeight")})
+    page.evaluate("scrollTo(0, 0)")
+    places = page.evaluate(MARKS)
+    for x, y in places[:: max(1, len(places) // most)]:
+        page.mouse.move(x, y)
+        found.add(page.evaluate(TOOLTIP))
+    page.set_viewport_size(before)
+    return found - {""}
+
+
 def spots(figure: Any) -> list[dict[str, float]]:
     """Places all over a figure."""
     box = figure.bounding_box()

@@ -1,18 +1,20 @@
 """Every report of a study can be read: by who sees little contrast, by a screen reader, on a telephone, on paper."""
 
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from controls import use_every_control
+from controls import TOOLTIP, tooltips, use_every_control
 from support import IN_BROWSER
 
 pytestmark = [*IN_BROWSER, pytest.mark.xdist_group("demo")]
 
 AA, AA_LARGE = 4.5, 3.0  # WCAG 2.1, success criterion 1.4.3; large: 24 px, or 18.66 px bold
 NARROW, PAPER = 390, 688  # px: a telephone; A4 (210 mm) without margins of 14 mm at 96 px an inch
+NO_VALUE = re.compile(r"undefined|NaN|null")  # what Vega writes for a field that the mark under the mouse lacks
 LANDSCAPE = 1046  # px: A4 (297 mm) without margins of 10 mm, which the page of a wide table is printed on
 
 # Texts whose contrast with what is behind them is too small. Relative luminance and contrast: WCAG 2.1, section 3.
@@ -124,6 +126,8 @@ def looked_at(page: Any, path: Path) -> dict[str, list[Any]]:
         page.goto(path.as_uri())
         page.wait_for_function(DRAWN)
         use_every_control(page, "figure.chart")
+        if scheme == "light":
+            found["tooltips"] = [text for text in tooltips(page) if NO_VALUE.search(text)]
         found[f"contrast, {scheme}"] = page.evaluate(CONTRAST, [AA, AA_LARGE])
     found["no text"], found["covered"] = page.evaluate(SILENT), page.evaluate(COVERED)
     page.set_viewport_size({"width": NARROW, "height": 800})
@@ -143,3 +147,18 @@ def test_every_page_of_a_study_can_be_read(pages: list[Path], page: Any) -> None
     assert len(pages) >= 6
     assert not {which: wrong for which, wrong in found.items() if wrong}
     assert not page.wrong
+
+
+def test_the_words_of_a_plan_are_under_the_mouse_and_a_click_picks_it(pages: list[Path], page: Any) -> None:
+    page.emulate_media(media="screen", color_scheme="light")
+    page.set_viewport_size({"width": 1280, "height": 2000})
+    page.goto(next(path for path in pages if path.stem == "02_topology").as_uri())
+    page.wait_for_function(DRAWN)
+    figure = page.locator("figure.chart").first
+    figure.scroll_into_view_if_needed()
+    boxes = [dot.bounding_box() for dot in figure.locator(".mark-symbol.role-mark path").all()]
+    for box in boxes:
+        page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        words = page.evaluate(TOOLTIP)
+        assert figure.locator("select").input_value() in words and "GiB" in words and not NO_VALUE.search(words)
+    assert boxes

@@ -57,7 +57,9 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     rows, limit = plan_rows(shown, ranks_by_id(found)), shown[0].plan.cluster.gpu.memory_bytes / GIB
     names = [f"{row['s']} s, {row['label']}" for row in rows]
     box = alt.binding_select(options=[row["id"] for row in rows], labels=names, name="Plan ")
-    click: Any = {"fields": ["id"], "bind": box, "on": "click", "nearest": True, "clear": False, "empty": False}
+    # without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick
+    on = "click[event.item && event.item.datum.id]"
+    click: Any = {"fields": ["id"], "bind": box, "on": on, "clear": False, "empty": False}
     pick = alt.selection_point(name="plan", value=[{"id": rows[0]["id"]}], **click)
     cell = alt.selection_point(name="cell", fields=["tp", "pp"])
     panels = [
@@ -109,7 +111,7 @@ def _speed(rows: list[Row], pick: Any, cell: Any, limit: float) -> Any:
         y=alt.Y("s:Q", **up),
         color=color,
         tooltip=_tooltips(TOOLTIPS),
-        size=alt.condition(pick, alt.value(230), alt.value(70)),
+        size=alt.condition(pick, alt.value(230), alt.value(90)),
         stroke=alt.condition(pick, alt.value(INK), alt.value("transparent")),
     )
     if len({r["gpus"] for r in rows}) > 1:
