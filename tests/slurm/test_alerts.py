@@ -264,8 +264,8 @@ def test_a_job_sends_its_alerts_without_waiting_and_none_where_its_nodes_have_no
     assert started == []
     delivery.send_apart(folder)
     (command,) = started
-    assert command[1:] == ["-m", "trilane", "slurm", "alert", str(folder)], "and no URL in the process list"
-    assert main(command[3:]) == 0 and server.bodies[0]["kind"] == "requeued"
+    assert command[-5:] == ["-m", "trilane", "slurm", "alert", str(folder)], "and no URL in the process list"
+    assert main(command[-3:]) == 0 and server.bodies[0]["kind"] == "requeued"
 
 
 def test_what_happened_long_ago_is_no_news(folder: Path, server: Receiver, state: dict[str, str]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import REQUEST, SITE, Cluster, ended, losses, one, plan, run_folder, says
-from support import wait_until
+from support import plant_modules, wait_until
 from test_script import PRESETS, recorded
 
 from trilane.cli.app import main
@@ -156,6 +156,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(clu
     names = ["-rf $(touch x) `touch x` {a,b}*", 'it\'s a "quote";touch x', "é数 && touch x & touch x | touch x"]
     for name in names:
         sweep.create(tmp_path / name, [plan("one", tmp_path.parent / "data", nodes=1).to_json()], SITE, REQUEST)
+    traces = [plant_modules(tmp_path / name / "runs/one") for name in names]
     for where, end in (("runs/one/job.sbatch", ""), ("sweep-1x2.sbatch", "_1")):  # one job at a time in a folder
         wanted = {}
         for name in names:
@@ -169,6 +170,7 @@ def test_a_run_folder_with_a_hostile_name_runs_and_nothing_in_it_is_executed(clu
         for name, (job, folder) in zip(names, wanted.items(), strict=True):
             text = (folder / f"slurm-{job}.out").read_text()
             assert text == f"go: from the beginning\n{tmp_path / name / 'runs/one'}\n"
+    assert not any(trace.exists() for trace in traces)
     assert not list(tmp_path.rglob("x")) and {p.name for p in tmp_path.iterdir()} == set(names)
 
 

@@ -1,13 +1,20 @@
 """A port that a child was promised reaches that child; a launcher may open enough files."""
 
 import errno
+import json
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import nbformat
 import pytest
+from support import REPOSITORY, plant_modules, small_plan
 
-from trilane.utils.process import held_port
+from trilane.utils.process import held_port, python
+
+TRILANE = str(Path(sys.executable).with_name("trilane"))
 
 
 def test_a_held_port_goes_to_nobody_but_the_store_that_it_was_held_for() -> None:
@@ -27,3 +34,38 @@ def test_the_limit_of_open_files_is_raised_as_far_as_the_host_allows(soft: int, 
     code += f"r.setrlimit(r.RLIMIT_NOFILE, ({soft}, {hard})); allow(1000); print(r.getrlimit(r.RLIMIT_NOFILE))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == f"({after}, {hard})\n"
+
+
+def test_a_json_py_of_a_colleague_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
+    """Neither by the launcher's children nor by theirs, torchrun's workers."""
+    (tmp_path / "plan.json").write_text(json.dumps(small_plan(train_iters=2).to_json()))
+    trace = plant_modules(tmp_path)
+    done = subprocess.run([TRILANE, "train", "plan.json"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, trace.exists()) == (0, False), done.stderr
+
+
+def test_a_torch_py_beside_a_notebook_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "lib/trilane").mkdir(parents=True)
+    (tmp_path / "notebooks").mkdir()
+    cells = [nbformat.v4.new_code_cell(text) for text in ("study: str = ''  # its name", "import numpy, torch")]
+    cells[0].metadata.tags = ["parameters"]
+    notebook = nbformat.v4.new_notebook(
+        cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}
+    )
+    nbformat.write(notebook, tmp_path / "notebooks/01_sizing.ipynb")
+    trace = plant_modules(tmp_path / "notebooks")
+    env = {**os.environ, "TRILANE_HOME": str(tmp_path), "TRILANE_OUTPUTS": str(tmp_path / "outputs")}
+    done = subprocess.run(
+        [TRILANE, "run", "01_sizing", "--study", "s"], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, trace.exists()) == (0, False), done.stderr
+
+
+def test_every_child_starts_by_the_one_function() -> None:
+    """sys.executable stands there, and where its neighbour py-spy is looked for."""
+    lines = [line for path in (REPOSITORY / "lib").rglob("*.py") for line in path.read_text().splitlines()]
+    assert [line.strip() for line in lines if "sys.executable" in line and "with_name" not in line] == [
+        "def python(*arguments: str, program: str = sys.executable) -> list[str]:"
+    ]
+    code = "import sys; print(sys.flags.safe_path)"
+    assert subprocess.run(python("-c", code), capture_output=True, text=True, check=True).stdout == "True\n"

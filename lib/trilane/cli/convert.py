@@ -12,6 +12,7 @@ from trilane.cli.options import FILE, JSON, Choice, Group, command, emit, option
 from trilane.config import cluster as hardware
 from trilane.config.plan import plan_from_json, read_plan
 from trilane.interop.megatron_args import ENGINE_OF, LM
+from trilane.utils.process import python
 from trilane.utils.tables import one_line
 from trilane.utils.validation import read_json, read_text, require, to_mapping
 
@@ -104,4 +105,4 @@ def huggingface(source: Path, out: Path, back: bool, seq: int | None, vocab_size
     """
     require(back or seq is None, "seq", seq, "goes with --back")
     given = ["import" if back else "export", str(source), str(out), str(seq or 0), str(vocab_size or 0)]
-    os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.checkpoint.hf_export", *given])
+    os.execvp("env", python("-m", "trilane.engine.checkpoint.hf_export", *given))

@@ -14,6 +14,7 @@ import click
 
 from trilane.cli.options import JSON, PLAN, Command, Group, command, emit, option, together, whole
 from trilane.config.engines import ENGINES
+from trilane.utils.process import python
 from trilane.utils.tables import printable
 from trilane.utils.validation import require, require_known
 
@@ -113,7 +114,7 @@ def _lab(notebook: str, study: "Study", given: dict[str, str]) -> int:
     copies = [copy_into(study, name, values[name]) for name in values]
     for path, is_new in copies:
         print(f"{path}: {'new' if is_new else 'kept as it is, whatever -p gives' if given else 'kept as it is'}")
-    command = [sys.executable, "-m", "jupyterlab", f"--notebook-dir={copies[0][0].parent}"]
+    command = python("-m", "jupyterlab", f"--notebook-dir={copies[0][0].parent}")
     command += [f"--LabApp.default_url=/lab/tree/{copies[0][0].name}"]
     return subprocess.call(command, env={**os.environ, "TRILANE_OUTPUTS": str(study.folder.parent.absolute())})
 
@@ -151,7 +152,7 @@ measure = Group("measure", help="Measure this machine or cluster, the speed of a
 def machine(out: str, name: str) -> None:
     """Measure this machine, or under torchrun or srun this cluster, into OUT.json, which describes it as a cluster."""
     # In place of this process: torchrun and srun count on the rank that they started. Only the engine imports torch.
-    os.execv(sys.executable, [sys.executable, "-m", "trilane.engine.bench", out, name])
+    os.execvp("env", python("-m", "trilane.engine.bench", out, name))
 
 
 @command(measure, PLAN, ITERATIONS, LEAVE_OUT, PROFILE, JSON)

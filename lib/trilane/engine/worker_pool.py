@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from trilane.utils.process import PARENT, die_with_parent
+from trilane.utils.process import PARENT, die_with_parent, python
 
 
 def worker_environment(rank: int, size: int, port: str, folder: str) -> dict[str, str]:
@@ -91,7 +91,7 @@ def machine() -> dict[str, object]:
     if not gpu_count():
         return {"cards": 0, "bf16": True}
     code = "import torch; print(torch.cuda.get_device_capability() >= (8, 0))"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(python("-c", code), capture_output=True, text=True, check=True).stdout
     return {"cards": gpu_count(), "bf16": printed.strip() == "True"}
 
 
@@ -122,7 +122,7 @@ def serve_fresh() -> None:
     """Start the workers of each line in turn as new processes."""
     for line in sys.stdin:
         size, port, folder = line.rstrip("\n").split(" ", 2)
-        command = [sys.executable, "-m", "trilane.engine.worker_pool", size, folder]
+        command = python("-m", "trilane.engine.worker_pool", size, folder)
         envs = [{**os.environ, **worker_environment(r, int(size), port, folder)} for r in range(max(1, int(size)))]
         workers = [subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) for env in envs]
         print(*[worker.wait() for worker in workers], flush=True)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
 from trilane.launch.local import environment
-from trilane.utils.process import held_port
+from trilane.utils.process import held_port, python
 from trilane.utils.validation import shipped_json
 from trilane.workspace.run_folder import STEPS, VALIDATION
 
@@ -148,7 +147,7 @@ class WorkerPool:
 @contextlib.contextmanager
 def worker_pool() -> Iterator[WorkerPool]:
     """A worker pool inside the block; its workers end with it."""
-    command, pipe = [sys.executable, "-m", "trilane.engine.worker_pool"], subprocess.PIPE
+    command, pipe = python("-m", "trilane.engine.worker_pool"), subprocess.PIPE
     with subprocess.Popen(command, env=environment(8), text=True, stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         yield WorkerPool(process=process, machine=machine(**json.loads(process.stdout.readline())))

@@ -18,7 +18,7 @@ from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, re
 from trilane.launch.follow import follow
 from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.launch.outcome import with_cause
-from trilane.utils.process import held_port
+from trilane.utils.process import held_port, python
 from trilane.utils.validation import read_json, require
 from trilane.workspace import node_folder
 from trilane.workspace.checkpoints import found_in, iteration_of
@@ -153,7 +153,7 @@ def prepare_data(plan: Path) -> list[str]:
 
     ValueError with the child's last line where it fails.
     """
-    command = [sys.executable, "-m", "trilane.engine.data.corpus", str(plan)]
+    command = python("-m", "trilane.engine.data.corpus", str(plan))
     done = subprocess.run(command, env=environment(1), capture_output=True, text=True, check=False)
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode != 0:
@@ -170,7 +170,7 @@ def torchrun(folder: Path, plan: Plan, port: int, start: str) -> Iterator[subpro
     ranks = folder / "ranks"
     ranks.mkdir(exist_ok=True)
     processes = plan.topology.gpus
-    command = [sys.executable, "-m", "trilane.engine.torchrun", str(ranks / "failures.json")]
+    command = python("-m", "trilane.engine.torchrun", str(ranks / "failures.json"))
     command += ["--nnodes=1", f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
     command += ["--module", "trilane.engine", str(folder / "plan.json")]
     env = {**environment(processes), "TRILANE_RANK_LOGS": str(ranks), node_folder.START: start}

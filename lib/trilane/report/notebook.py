@@ -20,7 +20,7 @@ from trilane.report.html import read_notebook, with_predecessor, write_notebook_
 from trilane.report.index import write_index
 from trilane.report.parameters import described_parameters, edited_parameters, path_of
 from trilane.utils.folder_lock import FolderLock
-from trilane.utils.process import environment_set
+from trilane.utils.process import SAFE_PATH, environment_set
 from trilane.utils.progress import BATCH
 from trilane.utils.validation import require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
@@ -122,7 +122,8 @@ def _run(name: str, study: Study, values: Mapping[str, Any]) -> Path:
     source, executed = path_of(name), study.folder / f"{name}.ipynb"
     keep_earlier(executed)
     executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
-    inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute())}  # the kernel runs in another folder
+    # the kernel runs in another folder
+    inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute()), **SAFE_PATH}
     kernel_stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed below
     sockets = tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder())  # removed below
     options = {"stdout_file": sys.stderr, "request_save_on_cell_execute": True, "cwd": str(source.parent)}

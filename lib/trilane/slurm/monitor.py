@@ -17,6 +17,7 @@ from trilane.slurm.alerting.alerts import Alert, SaveCheck
 from trilane.slurm.alerting.delivery import Sender
 from trilane.slurm.jobs import JobStatus
 from trilane.slurm.nodes import node_failure
+from trilane.utils.process import python
 from trilane.utils.validation import require, require_known
 from trilane.workspace.heartbeat import read_beats
 
@@ -180,7 +181,7 @@ ANY_PROGRAM = (
 
 def here_command(folder: Path, stacks: Path) -> list[str]:
     """The command with which each node dumps its own ranks."""
-    return [sys.executable, "-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks)]
+    return python("-m", "trilane", "debug", "capture", str(folder), "--here", str(stacks))
 
 
 def capture_commands(folder: Path, plan: Plan, job: str) -> str:

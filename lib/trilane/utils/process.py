@@ -1,4 +1,4 @@
-"""Child processes: they end with their parent, even when it is killed, and keep the port that they are promised."""
+"""Child processes: how they start, end with their parent even when it is killed, and keep a promised port."""
 
 import contextlib
 import ctypes
@@ -9,9 +9,19 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 PARENT = "TRILANE_PARENT_PID"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 OPEN_FILES = 65_536
+
+
+def python(*arguments: str, program: str = sys.executable) -> list[str]:
+    """The command `python ARGUMENTS`, by which every child of ours starts: subprocess.run(python("-m", "trilane")).
+
+    Python would put the current folder first in sys.path, and run a colleague's `json.py` there in place of its own.
+    The variable, unlike the option -P, is inherited: torchrun's workers are safe, too.
+    """
+    return ["env", *(f"{name}={value}" for name, value in SAFE_PATH.items()), program, *arguments]
 
 
 def die_with_parent() -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import secrets
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import DERIVED, Plan, plan_from_json
 from trilane.config.shapes import GivenShape, read_shape
 from trilane.utils.folder_lock import FolderLock
+from trilane.utils.process import python
 from trilane.utils.tables import Text, csv_text
 from trilane.utils.validation import from_mapping, parse_integers, read_object, require
 from trilane.workspace.installation import outputs_root, stamp
@@ -205,7 +205,7 @@ def load_cluster(name: str) -> Cluster:
     path = outputs_root() / "local.json"
     if name == "local" and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "trilane.engine.bench", str(path)]
+        command = python("-m", "trilane.engine.bench", str(path))
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         require(done.returncode == 0, "cluster", "local", f"this machine could not be measured: {last}")

@@ -11,6 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from trilane.config.cluster import Cluster
+from trilane.utils.process import python
 from trilane.utils.validation import print_refusal, require, to_mapping
 
 LOCAL = "local"
@@ -57,7 +58,7 @@ def _single_process(out: str, name: str) -> None:
         return _all_ranks(out, name)
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cards}"]
     this = ["-m", "trilane.engine.bench.__main__", str(path), name or LOCAL]
-    os.execv(sys.executable, [sys.executable, *ranks, *this])
+    os.execvp("env", python(*ranks, *this))
 
 
 def _all_ranks(out: str, name: str) -> None:

@@ -17,7 +17,7 @@ from trilane.engine.bench import device_rates
 from trilane.engine.bench.collectives import LARGE_CALLS, SMALL_CALLS, large_bytes, median_s
 from trilane.engine.distributed.world import cores
 from trilane.engine.monitor.report import resident_bytes
-from trilane.utils.process import held_port
+from trilane.utils.process import held_port, python
 
 PROCESSES = 8  # allowed at once here; they share the cores
 REDUCE_BYTES = large_bytes(device_rates.CPU)
@@ -89,7 +89,7 @@ def _reduce() -> tuple[float, float]:
 
 
 def _start(what: str, env: dict[str, str]) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "trilane.engine.bench.single_process", what]
+    command = python("-m", "trilane.engine.bench.single_process", what)
     # Children of a torchrun worker would look for torchrun's own rendezvous.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return subprocess.Popen(command, env={**inherited, **env}, stdout=subprocess.PIPE, text=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.engine.monitor import phases
+from trilane.utils.process import python
 from trilane.workspace import flight_recorder, node_folder
 from trilane.workspace.heartbeat import END, RECORD, SLOT, STACKS, encode, keep_rings, place
 
@@ -161,7 +162,7 @@ def begin(plan: Plan, folder: Path) -> None:
     for name, value in flight_recorder.environment(ranks, rank).items():
         os.environ.setdefault(name, value)
     if is_first and LAUNCHED not in os.environ:
-        command = [sys.executable, "-m", "trilane.launch.watchdog", str(folder), str(os.getpid()), rank]
+        command = python("-m", "trilane.launch.watchdog", str(folder), str(os.getpid()), rank)
         subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
 

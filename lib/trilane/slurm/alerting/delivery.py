@@ -5,7 +5,6 @@ import os
 import queue
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from trilane.slurm.alerting.alerts import Alert, recorded
 from trilane.slurm.alerting.webhook import ADDRESS, VARIABLE, Webhook, mail_command, post_mail, webhook
 from trilane.slurm.script import SCRIPT, directives
 from trilane.utils.files import read_text
+from trilane.utils.process import python
 
 PAUSE_S = 2.0  # between the two tries of one delivery
 AGAIN_S = (60.0, 300.0, 1800.0)  # from a delivery that failed to the next; after the last it is given up
@@ -173,7 +173,7 @@ def send_apart(folder: Path, env: Mapping[str, str] = os.environ, *, wait: bool 
     nothing is started: `watch` sends the alerts.
     """
     if env.get(VARIABLE) and env.get("HF_HUB_OFFLINE") != "1" and recorded(folder):
-        command = [sys.executable, "-m", "trilane", "slurm", "alert", str(folder)]
+        command = python("-m", "trilane", "slurm", "alert", str(folder))
         nowhere = subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             sending = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)

@@ -9,7 +9,6 @@ import itertools
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 
 from trilane.slurm import client, ledger
 from trilane.slurm.nodes.exclusion import exclude
+from trilane.utils.process import python
 from trilane.workspace.run_folder import iteration
 from trilane.workspace.status import RunStatus, Status, write_status
 
@@ -138,7 +138,7 @@ def guard(folder: Path, job: str, nodelist: str, every_s: float) -> None:
     """Keep `guard_first_node` running on another node of the job, until this process is ended; on the first node."""
     _, *others = client.hostnames(nodelist)
     options = step_options(client.call(["srun", "--version"]))
-    this = [sys.executable, "-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here"]
+    this = python("-m", "trilane", "slurm", "job", "guard", str(folder), "--every", f"{every_s:g}", "--here")
     for node in itertools.cycle(reversed(others)):
         if node not in lost_nodes(folder, job):
             one = ["srun", *options, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={node}"]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trilane.slurm import client
 from trilane.slurm.nodes.node_failure import step_options
+from trilane.utils.process import python
 
 # What is slow, as a share of the median, by a word in the rate's name. GPUs of one kind in one cluster differ by 8 % on
 # average and up to 22 %, and outliers are 1.5 times slower: Sinha et al. 2022, arXiv:2208.11035. A network is shared
@@ -165,7 +166,10 @@ class Steps:
         # rank 0, which the others look for, is on the first node in the order of the job
         meeting = {"MASTER_ADDR": min(group, key=self._order.index) + self._env.get("HOST_SUFFIX", "")}
         meeting["MASTER_PORT"] = str(10_000 + (self._first_port + self._count) % 20_000)
-        test = [*IGNORING_USR1, "python", "-m", "trilane.engine.bench.node_test", mode, str(self._gpus)]
+        test = [
+            *IGNORING_USR1,
+            *python("-m", "trilane.engine.bench.node_test", mode, str(self._gpus), program="python"),
+        ]
         output, errors = place / f"{self._count}.out", place / f"{self._count}.err"
         with output.open("wb") as out, errors.open("wb") as err:
             command = ["srun", *self._options, *sizes, *kept, where, *self._srun, *test]
