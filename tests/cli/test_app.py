@@ -14,8 +14,9 @@ from trilane.cli.app import GROUPS, main
         (["pln"], "command=pln: did you mean plan?"),
         (
             ["logs", "parse", "a.log", "--jsn"],
-            "option=--jsn: did you mean --json? known: --csv, --dialect, --every, --help, --json, --watch",
+            "option=--jsn: did you mean --json? known: --csv, --dialect, --help, --json",
         ),
+        (["logs", "parse", "a.log", "--watch"], "option=--watch: is now `trilane slurm watch`"),
         (["slurm", "chain", "--json", "status", "s"], "option=--json: "),
         (["train", "a", "b"], "argument=b: is one too many"),
         (["run", "all", "-p", "gsb", "8"], "parameter=gsb: did you mean gbs?"),

@@ -1,6 +1,5 @@
 """`trilane logs`: training logs in any dialect and hand-written tables: parse, tabulate, lint, compare, spikes."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,8 +25,7 @@ def report_unreadable(lines: Sequence[str], read: Sequence[object]) -> int:
 
 LOGS = click.argument("logs", nargs=-1, required=True, metavar="LOG...", type=FILE)
 CSV_FILE = option("--csv", type=FILE, metavar="FILE", help="write all iterations of all runs to FILE")
-WATCH = option("--watch", is_flag=True, help="follow logs that grow: a line for whatever happens, until each has ended")
-EVERY = option("--every", type=number(), default=10.0, help="seconds between two looks of --watch")
+WATCH = option("--watch", is_flag=True, hidden=True)  # gone: it names its successor until 0.1.0 is released
 
 
 DIALECT = option(
@@ -39,22 +37,18 @@ DIALECT = option(
 )
 
 
-@command(logs, LOGS, CSV_FILE, DIALECT, WATCH, EVERY, JSON)
-def parse(
-    logs: Sequence[Path], csv: Path | None, dialect: Sequence[Path], watch: bool, every: float, as_json: bool
-) -> int:
+@command(logs, LOGS, CSV_FILE, DIALECT, WATCH, JSON)
+def parse(logs: Sequence[Path], csv: Path | None, dialect: Sequence[Path], watch: bool, as_json: bool) -> int:
     """Print speed, memory, loss and the ending of each run in the logs, plain or gzip.
 
-    Where logs cannot be read: exit code 2 if none of them, 1 if some. With --watch and --json an object on each line.
+    Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
     from trilane.analysis.parallel import read_many
     from trilane.analysis.record import records_text
     from trilane.logs.dialects.tables import use
 
+    require(not watch, "option", "--watch", "is now `trilane slurm watch`, or `logs parse` once more")
     use(dialect)
-    if watch:
-        require(not csv, "csv", csv, "cannot be written with --watch")
-        return follow(logs, every, as_json)
     if csv:
         require(csv.parent.is_dir(), "csv", csv, "its folder does not exist")
         require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")
@@ -66,22 +60,6 @@ def parse(
     if code < 2:
         emit(as_json, {"runs": records}, records_text(records))
     return code
-
-
-def follow(logs: Sequence[Path], every: float, as_json: bool) -> int:
-    """Print the events of growing logs until each has ended; the exit code of `parse`."""
-    from trilane.analysis.watch import watch
-
-    bad = 0
-    for event in watch(logs, every):
-        bad += event.kind == "error"
-        if as_json:
-            print(json.dumps(event.to_json(), allow_nan=False), flush=True)
-        elif event.kind == "error":
-            print("trilane:", one_line(event.text), file=sys.stderr)
-        else:
-            print(printable(str(event)), flush=True)
-    return 0 if not bad else 1 if bad < len(logs) else 2
 
 
 MARKDOWN = option("--markdown", is_flag=True, help="print Markdown in 100 columns (the default)")
