@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support import small_plan
 
+from trilane.cli.app import main
 from trilane.workspace import run_folder
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import RunStatus, Status, write_status
@@ -77,3 +78,22 @@ def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda _: Study.create("s", fresh=True).name, range(4)))
     assert sorted(made) == ["s", "s-2", "s-3", "s-4"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan size --params 1e6 --vocab 384 --gpus 2 --gbs 8 --top 1",
+        "plan search --shape 6,64,4,32,384 --gpus 2 --gbs 8",
+        "plan show --shape 6,64,4,32,384 --gbs 8",
+        "plan backtest measured",
+        "convert megatron --read ARGUMENTS",
+    ],
+)
+def test_the_cluster_local_is_this_machine_for_every_command(outputs, tmp_path, capsys, command):
+    """It was one for notebooks alone. Measured before, here, since that takes seconds."""
+    sizes = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
+    (tmp_path / "arguments").write_text(f"{sizes} --global-batch-size 8 --train-iters 10 --max-position-embeddings 32")
+    words = command.replace("ARGUMENTS", f"{tmp_path}/arguments --vocab-size 384 --gpus 2").split()
+    assert main([*words, "--cluster", "local", "--json"]) in (0, 1)
+    assert "cluster=local" not in capsys.readouterr().err

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from trilane.cli.options import FILE, JSON, Choice, Group, command, emit, option, whole
-from trilane.config import cluster as hardware
 from trilane.config.plan import plan_from_json, read_plan
 from trilane.interop.megatron_args import ENGINE_OF, LM
 from trilane.utils.process import python
@@ -72,6 +71,7 @@ def megatron(
     from trilane.interop.megatron_parse import parse_plan
     from trilane.interop.shell_args import MOST_BYTES, read_arguments
     from trilane.launch.local import prepare_data
+    from trilane.workspace.study import load_cluster
 
     require((plan is None) != (read is None), "plan", plan or "missing", "give either a plan, or --read FILE")
     if plan:
@@ -82,7 +82,7 @@ def megatron(
     require(bool(cluster), "cluster", "missing", "--read needs the cluster that the plan is for")
     arguments = read_arguments(read_text(read, "read", MOST_BYTES, "replace"))
     known = {name: value or 0 for name, value in sizes.items()}
-    parsed = parse_plan(arguments, cluster=hardware.cluster(cluster), label=read.stem, **known)
+    parsed = parse_plan(arguments, cluster=load_cluster(cluster), label=read.stem, **known)
     found = parsed.plan.to_json()
     left = {"ignored": parsed.ignored, "unknown": parsed.unknown, "differs": parsed.differs}
     emit(True, {"plan": found, **left} if as_json else found, "")

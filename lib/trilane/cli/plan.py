@@ -21,15 +21,15 @@ from trilane.cli.plan_options import (
     shape_of,
     sizing_fields,
 )
-from trilane.config import cluster as hardware
 from trilane.config.parallelism import ATTENTIONS, PARTITIONS, RECOMPUTE
 from trilane.config.plan import read_plan
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
+from trilane.workspace.study import load_cluster
 
 MOST_GBS = 1 << 14  # every size up to it is evaluated: 9 s on two cores
 SHAPE = "layers,hidden,heads,seq,vocab, or a JSON file: a shape, or Hugging Face's config.json"
-CLUSTER = "a cluster's name or JSON file"
+CLUSTER = "a cluster's name or JSON file; local: this machine, measured"
 plan = Group("plan", help="Plan a training: its size, its topology, its dates.")
 
 
@@ -97,7 +97,7 @@ def search(shape: str, gpus: int, gbs: int | None, gbs_max: int | None, as_json:
     from trilane.planning.search import search as search_plans
 
     require((gbs is None) != (gbs_max is None), "gbs", gbs or "missing", "give either --gbs or --gbs-max")
-    cluster, what = hardware.cluster(options["cluster"]), shape_of(shape, options)
+    cluster, what = load_cluster(options["cluster"]), shape_of(shape, options)
     require(gpus <= cluster.max_gpus, "gpus", gpus, f"{cluster.name} has {cluster.max_gpus}")
     given = {"calibration": calibration_for(cluster, options["calibration"]), **choices_of(options)}
     given |= {name: options[name] for name in ("engine", "objective", "top")}

@@ -4,7 +4,6 @@ import sys
 from typing import Any
 
 from trilane.cli.options import Choice, option, together, whole
-from trilane.config import cluster as hardware
 from trilane.config.cluster import PRECISIONS
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape
@@ -13,6 +12,7 @@ from trilane.config.plan import Plan
 from trilane.config.shapes import read_shape
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
+from trilane.workspace.study import load_cluster
 
 CHOICES = (
     *("tp", "cp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
@@ -60,7 +60,7 @@ def sizing_fields(options: dict[str, Any]) -> dict[str, Any]:
     from trilane.costmodel.shipped import calibration_for
 
     names = ("attention", "precision", "recompute", "partition", "fp32_gradients")
-    cluster = hardware.cluster(options["cluster"])
+    cluster = load_cluster(options["cluster"])
     fields = {name: options[name] for name in ("gpus", "tokens", "gbs", "tolerance", "engine", "like")}
     fields |= {"vocabulary": options["vocab"], "seq_length": options["seq"], "cluster": cluster}
     fields |= {"calibration": calibration_for(cluster, options["calibration"])}
@@ -88,7 +88,7 @@ def plan_of(options: dict[str, Any]) -> Plan:
     for name in ("cluster", "gbs"):
         require(options[name] is not None, name, "missing", "needed where no plan is named")
     shape = shape_of(options["shape"], options)
-    cluster, engine = hardware.cluster(options["cluster"]), options["engine"]
+    cluster, engine = load_cluster(options["cluster"]), options["engine"]
     given, gpus = choices_of(options), options["gpus"]
     if gpus is not None:
         replica = given.get("tp", 1) * given.get("cp", 1) * given.get("pp", 1)

@@ -13,6 +13,7 @@ from trilane.config.engines import ENGINES
 from trilane.costmodel.calibration import Configuration
 from trilane.costmodel.row_cells import STACKS, cluster_of, flag, integer, number, shape_of, stack_of, topology_of
 from trilane.utils.validation import DATA, read_json, require, require_file
+from trilane.workspace.study import load_cluster
 
 NEEDED = ("row_id", "layers", "hidden", "heads", "seq", "tp", "pp", "dp", "mbs", "gbs")
 
@@ -52,7 +53,7 @@ def read_rows(path: Path | str, cluster: str | None = None) -> tuple[list[Measur
     columns, cells = _read(path)
     missing = [name for name in NEEDED if name not in columns]
     require(not missing, "rows", path, f"has no column {', '.join(missing)}; needed: {', '.join(NEEDED)}")
-    known = hardware.cluster(cluster) if cluster else {name: hardware.cluster(name) for name in hardware.catalogue()}
+    known = load_cluster(cluster) if cluster else {name: hardware.cluster(name) for name in hardware.catalogue()}
     rows: list[MeasuredRow] = []
     skipped: list[Skipped] = []
     for line, row in enumerate(cells, 2):
