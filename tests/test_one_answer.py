@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trilane.config.cluster import Cluster, cluster
 from trilane.config.engines import default_topology, label_of
 from trilane.config.model import ModelShape, parse_shape
 from trilane.config.plan import Plan
+from trilane.costmodel.calibration import to_json
 from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import default
 from trilane.planning.search import search
@@ -80,6 +82,14 @@ def options(plan: Plan, tmp_path: Path) -> list[str]:
     return words + [word for name, v in pinned(plan).items() for word in (f"--{name.replace('_', '-')}", v)]
 
 
+def sizes(plan: Plan, tmp_path: Path) -> dict[str, Any]:
+    """The parameters of 02 for the plan's model and machine, with every choice of the plan that 02 can pin."""
+    _, shape, _, machine, *_ = options(plan, tmp_path)
+    choices = {n: v for n, v in pinned(plan).items() if n not in ("tp", "pp", "dp", "offload")}
+    given = {"shape": shape, "cluster": machine, "gpus": str(plan.topology.gpus), "gbs": plan.topology.gbs}
+    return {**given, "engine": plan.engine, **choices}
+
+
 @pytest.fixture(params=PLANS, ids=lambda name: name.replace(" ", "-"))
 def case(request: pytest.FixtureRequest, tmp_path: Path, outputs: Path) -> tuple[str, Plan, Prediction, Path]:
     plan = PLANS[request.param]
@@ -124,12 +134,8 @@ def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -
         seconds, *_ = with_interval(expected.sec_per_it, expected.sec_lo, expected.sec_hi)
         assert f"<b>{seconds} s</b>" in text
         assert f"<b>{expected.memory_bytes / 2**30:.3g} GiB</b>" in text
-    given = options(plan, tmp_path)
-    shape, machine = given[1], given[3]
-    sizes = {"shape": shape, "cluster": machine, "gpus": str(plan.topology.gpus), "gbs": plan.topology.gbs}
-    choices = {n: v for n, v in pinned(plan).items() if n not in ("tp", "pp", "dp", "offload")}
     study = {"study": "one"}
-    execute("02_topology", **study, **sizes, engine=plan.engine, beside="", keep=500, **choices)
+    execute("02_topology", **study, **sizes(plan, tmp_path), beside="", keep=500)
     handed = {p["id"]: p for p in Study("one").load("plans.json", "02_topology")["plans"]}
     if name == "out of memory":
         assert handed and plan.id not in handed
@@ -185,6 +191,46 @@ def test_search_and_size_find_the_same_best_plan():
     ]:
         found = search(proposal.shape, A100, gpus=8, gbs=64, top=1).candidates[0]
         assert (found.plan.id, figures(found.prediction)) == (proposal.plan.id, figures(proposal.prediction))
+
+
+def test_a_plan_keeps_the_constants_that_predicted_it(tmp_path: Path, outputs: Path, capsys, monkeypatch) -> None:
+    """Calibrated as 04 does, searched by 02 and on the command line: one number in show, calendar, chain, 07 and 08."""
+    monkeypatch.chdir(tmp_path)
+    plan, study = PLANS["this machine"], Study.create("uni")
+    measured = dataclasses.replace(default(plan.cluster), matmul=0.45, rows=9, half_width=0.05)
+    path = study.save("calibration.json", to_json(measured), "04_analyze")
+    expected, shipped = predict(plan, measured).sec_per_it, predict(plan).sec_per_it
+    assert expected > 1.2 * shipped
+    for source in ("uni", str(path)):
+        found = printed(capsys, "plan", "search", *options(plan, tmp_path), "--calibration", source)
+        (tmp_path / "found.json").write_text(json.dumps(found))
+        assert found["plans"][0]["id"] == plan.id and found["plans"][0]["calibration"]["name"] == source
+        assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), source
+    execute("02_topology", study="uni", **sizes(plan, tmp_path), learnt="uni", beside="")
+    execute("07_calendar", study="uni", tokens=1e9, runs=100, plan=plan.id)
+    calendar = Study("uni").load("calendar.json", "07_calendar")
+    decided = execute("08_decision", study="uni")["decision"]
+    assert calendar["prediction"]["sec_per_it"] == expected and not decided.inconsistencies
+    execute("07_calendar", study="uni", tokens=1e9, runs=100, plan="found.json", calibration="uni")
+    assert Study("uni").load("calendar.json", "07_calendar")["prediction"]["sec_per_it"] == expected
+
+    capsys.readouterr()
+    main(["plan", "show", "found.json", "--calibration", "megatron-core", "--json"])
+    out, err = capsys.readouterr()
+    assert err.startswith("trilane: calibration=megatron-core: ") and json.loads(out)["id"] == plan.id
+    assert json.loads(out)["calibration"]["name"] == "megatron-core"
+    path.write_text(json.dumps(to_json(default(plan.cluster))))
+    assert of_every_command(capsys) == pytest.approx([expected] * 4, rel=1e-12), "whatever became of the study"
+
+
+def of_every_command(capsys: pytest.CaptureFixture) -> list[float]:
+    """Seconds of an iteration of the plan in found.json: as it holds them, in show, in calendar, and in a chain."""
+    kept = json.loads(Path("found.json").read_text())["plans"][0]["prediction"]["sec_per_it"]
+    shown = printed(capsys, "plan", "show", "found.json")["prediction"]["sec_per_it"]
+    dated = printed(capsys, "plan", "calendar", "found.json", "--tokens", "1e9", "--runs", "100")
+    shutil.rmtree("chain", ignore_errors=True)
+    (link,) = printed(capsys, "slurm", "chain", "create", "found.json", "chain", "--site", "generic")["links"]
+    return [kept, shown, dated["prediction"]["sec_per_it"], 3600 * link["hours"] / (link["last"] - link["first"] + 1)]
 
 
 def execute(name: str, **given: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from support import REPOSITORY
 from trilane.config.batch_rampup import parse_ramp
 from trilane.config.cluster import cluster
 from trilane.config.plan import read_plan
-from trilane.costmodel.calibration import to_json
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
 from trilane.forecasting.alternatives import other_schedules, other_topologies, recommend
@@ -141,8 +140,8 @@ def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outpu
     """02 to 07: the seconds of the forecast's constant phase are those of plans.json to the last digit."""
     known, study = dataclasses.replace(default(PLAN.cluster), matmul=0.5), Study.create("handed")
     other = dataclasses.replace(PLAN, label="second", topology=dataclasses.replace(PLAN.topology, mbs=1))
-    entries = [p.to_json() | {"id": p.id, "prediction": predict(p, known).to_json()} for p in (PLAN, other)]
-    study.save("plans.json", {"plans": entries, "calibration": to_json(known)}, "02_topology")
+    entries = [p.to_json() | {"id": p.id} | predict(p, known).beside() for p in (PLAN, other)]
+    study.save("plans.json", {"plans": entries}, "02_topology")
     for name, plan in (("", PLAN), (PLAN.id, PLAN), (other.id, other), ("second", other)):
         chosen, source = study_plan(study, name)
         assert chosen == plan and source.calibration == known and source.made_by["notebook"] == "02_topology"
@@ -150,7 +149,7 @@ def test_a_study_hands_on_a_whole_plan_by_id_or_label_with_its_calibration(outpu
         assert made["sec_per_it"] == source.prediction["sec_per_it"] and made["plan_id"] == plan.id
         study.save("calendar.json", made, "07_calendar")
         assert not decide(study).inconsistencies
-    study.save("plans.json", {"plans": entries[:1], "calibration": to_json(known)}, "02_topology")
+    study.save("plans.json", {"plans": entries[:1]}, "02_topology")
     assert "no longer holds plan" in decide(study).inconsistencies[0]
     with pytest.raises(ValueError, match=r"^plan=third: no plan of study handed has this id or label"):
         study_plan(study, "third")

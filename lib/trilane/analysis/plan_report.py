@@ -39,7 +39,7 @@ class PlanReport:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plan.json has it, with its id, its prediction and the rest; read_plan() reads it back."""
-        head = {"id": self.plan.id, **self.plan.to_json(), "prediction": self.prediction.to_json()}
+        head = {"id": self.plan.id, **self.plan.to_json(), **self.prediction.beside()}
         head |= {"parameters": self.plan.shape.parameters, "tflops": self.tflops, "mfu": self.mfu, "hfu": self.hfu}
         return {**head, "days": self.days, "measured": self.measured, "why": self.why.to_json()}
 

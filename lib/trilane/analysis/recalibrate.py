@@ -77,7 +77,7 @@ class Recalibration(Table):
 
     def constants(self) -> Table | Text:
         """The planner's constants before and after."""
-        names = [f.name for f in fields(Calibration) if f.name not in ("regimes", "stack", "own")]
+        names = [f.name for f in fields(Calibration) if f.name not in ("regimes", "stack", "own", "name")]
         pairs = (("before", self.prior), ("after", self.fitted))
         values = {when: [f"{getattr(c, name):.3g}" for name in names] for when, c in pairs}
         return Columns({"constant": names, **values}) if self else NOTHING

@@ -45,7 +45,7 @@ class StudyParts:
         if best := next(iter(self.plans), None):
             found["best plan"] = _flat(best["topology"])
             found["cluster"] = _flat(best["cluster"])
-            found["planner's constants"] = _flat(self.files["plans.json"].get("calibration", {}))
+            found["planner's constants"] = _flat(best.get("calibration", {}).get("constants", {}))
         found["training"] = self._training()
         found |= {f"parameters of {name}": _flat(given) for name, given in self.parameters.items()}
         return {part: values for part, values in found.items() if values}

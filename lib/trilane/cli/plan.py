@@ -17,6 +17,7 @@ from trilane.cli.plan_options import (
     SCORES,
     SPACE,
     choices_of,
+    constants_of,
     plan_of,
     shape_of,
     sizing_fields,
@@ -132,7 +133,9 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
         name = next((name for name, value in pinned.items() if value is not None), "")
         require(not name, name, pinned.get(name), f"contradicts the plan {plan}")
     read = read_plan(plan) if plan else plan_of(options)
-    report = plan_report(read, calibration_for(read.cluster, options["calibration"]), tokens, seconds)
+    source = options["calibration"]
+    known = constants_of(plan, read.cluster, source) if plan else calibration_for(read.cluster, source)
+    report = plan_report(read, known, tokens, seconds)
     emit(as_json, report.to_json(), report.as_text())
 
 
@@ -167,7 +170,9 @@ def calendar(plan: Path, as_json: bool, **options: Any) -> None:
     from trilane.forecasting.forecast import forecast
     from trilane.forecasting.request import forecast_request
 
-    found = forecast(forecast_request(read_plan(plan), **options))
+    read = read_plan(plan)
+    options["calibration"] = constants_of(plan, read.cluster, options["calibration"])
+    found = forecast(forecast_request(read, **options))
     emit(as_json, found.to_json(), found.as_text())
 
 

@@ -1,18 +1,24 @@
 """What the commands of `trilane plan` have in common: their options, and what these describe."""
 
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trilane.cli.options import Choice, option, together, whole
-from trilane.config.cluster import PRECISIONS
+from trilane.config.cluster import PRECISIONS, Cluster
 from trilane.config.engines import ENGINES, default_topology, label_of
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import ATTENTIONS, OFFLOADS, PARTITIONS, RECOMPUTE
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan_values
 from trilane.config.shapes import read_shape
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require
 from trilane.workspace.study import load_cluster
+
+if TYPE_CHECKING:
+    from trilane.costmodel.calibration import Calibration
+else:
+    Calibration = Any
 
 CHOICES = (
     *("tp", "cp", "pp", "dp", "mbs", "zero", "interleaving", "recompute", "partition", "sequence_parallel", "offload"),
@@ -25,8 +31,8 @@ CALIBRATION = option(
     "--calibration",
     metavar="SOURCE",
     default="",
-    help="constants: a JSON file or study of your own runs, or a software stack such as megatron-core; default: of the "
-    "cluster's rows",
+    help="constants: a JSON file or study of your own runs, or a software stack such as megatron-core; default: "
+    "those that a plan's file keeps, else of the cluster's rows",
 )
 ENGINE = option("--engine", type=Choice(ENGINES), default=ENGINES[0], help="what trains it")
 PRECISION = option("--precision", type=Choice(PRECISIONS), help="default: bf16 where the card has it")
@@ -73,6 +79,17 @@ def shape_of(text: str, options: dict[str, Any]) -> ModelShape:
     for note in given.notes:
         print("trilane:", one_line(note), file=sys.stderr)
     return given.shape
+
+
+def constants_of(plan: Path, cluster: Cluster, source: str) -> Calibration:
+    """The constants that a plan's file keeps, or those of --calibration, which are then named on stderr."""
+    from trilane.costmodel.shipped import calibration_of, replaced
+
+    entry = read_plan_values(plan)
+    found = calibration_of(entry, cluster, source)
+    if line := replaced(entry, found, cluster):
+        print("trilane:", one_line(line), file=sys.stderr)
+    return found
 
 
 def choices_of(options: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trilane.cli.slurm_job import job
 from trilane.cli.slurm_options import ALLOW, RUNS, SITE, as_dicts, checked, folders_of, print_status, request_options
 from trilane.cli.slurm_site import site_command
 from trilane.cli.slurm_sweep import chain, sweep
-from trilane.config.plan import locate_plan, read_plan
+from trilane.config.plan import locate_plan, read_plan, read_plan_values
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import one_line
 from trilane.utils.validation import require_file
@@ -29,6 +29,7 @@ def check_command(plan: Path, site: Site, allow: Collection[str], as_json: bool,
 
     Exit code 1 where something is refused.
     """
+    from trilane.costmodel.shipped import calibration_of
     from trilane.slurm.preflight import check
 
     file, _ = locate_plan(plan)
@@ -38,7 +39,8 @@ def check_command(plan: Path, site: Site, allow: Collection[str], as_json: bool,
         require_file("plan", file)
         found = [check.of_error(error)]
     else:
-        found = check.check_job(read, site, request, file.parent, allow)
+        known = calibration_of(read_plan_values(plan), read.cluster)
+        found = check.check_job(read, site, request, file.parent, allow, calibration=known)
     text = "\n".join(map(check.line, found)) or "nothing found"
     return emit(as_json, {"findings": [f.to_json() for f in found]}, text, failed=check.refused(found))
 

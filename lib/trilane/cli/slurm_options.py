@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from trilane.cli.options import Checked, Choice, emit, option, whole
-from trilane.config.plan import locate_plan, read_plan
+from trilane.config.plan import locate_plan, read_plan, read_plan_values
 from trilane.slurm import sites
 from trilane.slurm.sites import CHOICES, JobRequest, Site
 from trilane.utils.tables import one_line
@@ -56,6 +56,7 @@ def checked(
     paths: Sequence[Path], site: Site, request: JobRequest, allow: Collection[str], scripts: Sequence[Path] = ()
 ) -> tuple[dict[str, Any], bool]:
     """The findings about run folders, each with its script if given; and whether one is refused."""
+    from trilane.costmodel.shipped import calibration_of
     from trilane.slurm import client
     from trilane.slurm.preflight import check
 
@@ -63,7 +64,9 @@ def checked(
         client.require_answer("; nothing was submitted: submit again when it answers")
     found = dict[str, Any]()
     for path, script in zip_longest(paths, scripts):
-        found[str(path)] = check.check_job(read_plan(path / "plan.json"), site, request, path, allow, script)
+        plan = read_plan(path / "plan.json")
+        known = calibration_of(read_plan_values(path), plan.cluster)
+        found[str(path)] = check.check_job(plan, site, request, path, allow, script, known)
     return found, any(map(check.refused, found.values()))
 
 

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Group, command, emit, option, whole
+from trilane.cli.plan_options import CALIBRATION, constants_of
 from trilane.cli.slurm_options import ALLOW, SITE, as_dicts, checked, findings_text, print_status, request_options
 from trilane.config.plan import read_plan
 from trilane.slurm.sites import JobRequest, Site
@@ -97,9 +98,16 @@ START = option(
 )
 
 
-@command(chain, PLAN, FOLDER, STAGES, START, SITE, JSON, request_options, name="create")
+@command(chain, PLAN, FOLDER, STAGES, START, CALIBRATION, SITE, JSON, request_options, name="create")
 def create_chain(
-    plan: Path, folder: Path, stages: str, start: str, site: Site, as_json: bool, request: JobRequest
+    plan: Path,
+    folder: Path,
+    stages: str,
+    start: str,
+    calibration: str,
+    site: Site,
+    as_json: bool,
+    request: JobRequest,
 ) -> None:
     """Write the run folders of a chain that trains PLAN, and print each link's batch sizes, hours and dates.
 
@@ -109,8 +117,10 @@ def create_chain(
     from trilane.slurm import chain
 
     begin = chain.parse_date(start)
-    made = chain.create(folder, read_plan(plan), chain.parse_stages(stages) if stages else [], site, request)
-    rows = chain.link_records(made, chain.read(folder), begin)
+    read, asked = read_plan(plan), chain.parse_stages(stages) if stages else []
+    known = constants_of(plan, read.cluster, calibration)
+    made = chain.create(folder, read, asked, site, request, {"calibration": known.kept()})
+    rows = chain.link_records(made, chain.read(folder), begin, known)
     emit(as_json, {"links": rows}, "\n".join(map(chain.link_line, rows)))
 
 

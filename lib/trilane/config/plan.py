@@ -19,7 +19,7 @@ from trilane.utils.validation import from_mapping, read_json, require, require_k
 
 MOST_SAMPLES = 1 << 34  # their order is kept as some bytes for each; the largest published runs have read 2^31 at most
 # What results write next to the fields of a plan: derived from it, so never read back.
-DERIVED = ("id", "prediction", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
+DERIVED = ("id", "prediction", "calibration", "parameters", "tflops", "mfu", "hfu", "days", "measured", "why")
 
 
 @dataclass(frozen=True, kw_only=True)

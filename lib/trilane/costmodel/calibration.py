@@ -1,7 +1,9 @@
 """Calibration: the constants of one cluster and engine, what they were fitted to, and how far predictions scatter."""
 
+import hashlib
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,7 @@ class Calibration(Constants):
     """The constants of constants.py, fitted; `half_width` is the 90 % interval's, of ln(seconds); `rows` fitted to.
 
     `stack` is the software whose shipped rows they are; "" for rows of one's own, whose sizes are in `own`, or none.
+    `name` is where they were taken from: a cluster, a software stack, a study or a file.
     Raises ValueError for a constant outside its physical bound.
     """
 
@@ -96,6 +99,7 @@ class Calibration(Constants):
     regimes: tuple[Regime, ...] = ()
     stack: str = ""
     own: tuple[RunSizes, ...] = ()
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name, bound in BOUNDS.items():
@@ -106,6 +110,7 @@ class Calibration(Constants):
         require(self.half_width <= WIDEST, "calibration.half_width", self.half_width, f"must be at most {WIDEST:g}")
         require_integer("calibration.rows", self.rows, 0)
         require_line("calibration.stack", self.stack)
+        require_line("calibration.name", self.name)
         for name in GIVEN:
             require(0 <= getattr(self, name) <= 1, f"calibration.{name}", getattr(self, name), "must lie in 0 to 1")
 
@@ -130,9 +135,15 @@ class Calibration(Constants):
         slower = min(self.launch_s + BLOCKED_LAUNCH_S, BOUNDS["launch_s"].high)
         return replace(self, launch_s=slower) if blocking else self
 
-    def record(self) -> dict[str, Any]:
-        """{"calibration": ...}: the constants that made predictions, for a result file."""
-        return {"calibration": to_json(self)}
+    @property
+    def hash(self) -> str:
+        """Ten hexadecimal digits of the constants, whatever their name."""
+        read_back = from_json(to_json(self))  # whole numbers become floats, as in a file
+        return hashlib.sha256(json.dumps(to_json(read_back), sort_keys=True).encode()).hexdigest()[:10]
+
+    def kept(self) -> dict[str, Any]:
+        """The `calibration` beside a plan's prediction in a file: name, hash and the constants themselves."""
+        return {"name": self.name, "hash": self.hash, "constants": to_json(self)}
 
     def interval(self, seconds: Any) -> tuple[Any, Any]:
         """The 90 % interval around a predicted time, or around an array of them."""
@@ -141,9 +152,9 @@ class Calibration(Constants):
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as a JSON object; `regimes`, `stack` and `own` only where it has some."""
+    """The constants as a JSON object, without their name; `regimes`, `stack` and `own` only where they have some."""
     values = to_mapping(calibration)
-    return {k: v for k, v in values.items() if v or k not in ("regimes", "stack", "own")}
+    return {k: v for k, v in values.items() if k != "name" and (v or k not in ("regimes", "stack", "own"))}
 
 
 def from_json(values: object) -> Calibration:
@@ -153,4 +164,7 @@ def from_json(values: object) -> Calibration:
 
 def load(path: Path | str) -> Calibration:
     """The calibration in a JSON file; ValueError where it is missing, malformed or outside the bounds."""
-    return from_json(read_json(path, "calibration"))
+    values = read_json(path, "calibration")
+    if isinstance(values, dict):
+        values.pop("made_by", None)  # the stamp of a study's result file
+    return from_json(values)

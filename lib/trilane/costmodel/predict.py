@@ -21,7 +21,7 @@ from trilane.costmodel.iteration import IterationTime, iteration_columns, iterat
 from trilane.costmodel.measured_rows import MeasuredRow, every_row
 from trilane.costmodel.memory import DEFAULT, MemoryConstants, StageMemory, host_bytes, memory_per_stage
 from trilane.costmodel.memory import oom_probability as probability_of
-from trilane.costmodel.shipped import default
+from trilane.costmodel.shipped import calibration_for
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
 from trilane.utils.validation import to_mapping
 
@@ -193,6 +193,7 @@ class Prediction:
     time                the seconds by part; stages: the memory of each pipeline stage by part, first to last
     stage_seconds       seconds of one microbatch, forward and backward, on each pipeline stage
     support             the measured runs nearest to the plan; the interval widens with their distance
+    calibration         the constants that made it
     """
 
     sec_per_it: float
@@ -205,6 +206,7 @@ class Prediction:
     stages: tuple[StageMemory, ...]
     stage_seconds: tuple[float, ...] = ()
     support: Support = field(default_factory=Support)
+    calibration: Calibration = field(default_factory=Calibration, repr=False)
 
     @property
     def is_risky(self) -> bool:
@@ -212,8 +214,13 @@ class Prediction:
         return self.oom_probability > RISKY
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as a JSON object, with what it rests on in words."""
-        return {**to_mapping(self), "support": {**to_mapping(self.support), "words": self.support.words}}
+        """The prediction as a JSON object, with what it rests on in words, without the constants."""
+        values = {name: value for name, value in to_mapping(self).items() if name != "calibration"}
+        return {**values, "support": {**to_mapping(self.support), "words": self.support.words}}
+
+    def beside(self) -> dict[str, Any]:
+        """What stands beside a plan's own fields in a file: its prediction, and the constants that made it."""
+        return {"prediction": self.to_json(), "calibration": self.calibration.kept()}
 
 
 def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryConstants = DEFAULT) -> Prediction:
@@ -223,7 +230,7 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
     comes from here, so that one plan (Plan.id) has one number.
     """
     shape, t, cluster, engine = plan.shape, plan.topology, plan.cluster, plan.engine
-    known = calibration or default(cluster)
+    known = calibration or calibration_for(cluster)
     time = iteration_time(shape, t, cluster, known, engine)
     columns = columns_of(shape, t, engine)
     stages = memory_per_stage(shape, t, cluster, memory, engine)
@@ -241,9 +248,11 @@ def predict(plan: Case, calibration: Calibration | None = None, memory: MemoryCo
         stages=tuple(stages),
         stage_seconds=tuple(seconds_per_stage(shape, t, cluster, known, engine)),
         support=own_support(case, known) if known.own else support(case, stack=known.stack),
+        calibration=known,
     )
 
 
-def predict_on(plan: Case, cluster: Cluster) -> Prediction:
-    """The prediction of a plan on other nodes than its own: those that a SLURM site gives it."""
-    return predict(Configuration(shape=plan.shape, topology=plan.topology, cluster=cluster, engine=plan.engine))
+def predict_on(plan: Case, cluster: Cluster, calibration: Calibration | None = None) -> Prediction:
+    """The prediction of a plan on the nodes that a SLURM site gives it; `calibration` counts on the plan's own."""
+    case = Configuration(shape=plan.shape, topology=plan.topology, cluster=cluster, engine=plan.engine)
+    return predict(case, calibration if cluster.name == plan.cluster.name else None)

@@ -1,7 +1,7 @@
 """The constants that ship: what is assumed of a cluster and a software stack before any row of one's own."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +113,38 @@ def calibration_for(cluster: Cluster, source: str = "") -> Calibration:
     """The constants to predict by: those that ship for the cluster (""), or for a software stack on it (of stacks()),
     those in a JSON file, or those that 04_analyze fitted in a study.
     """
+    return replace(_found(cluster, source), name=source or cluster.name)
+
+
+def _found(cluster: Cluster, source: str) -> Calibration:
     if not source or source in stacks():
         return default(cluster, source)
     if source.endswith(".json") or Path(source).is_file():
         return load(source)
-    found = Study(source)
+    study = Study(source)
     rule = f"is neither a study, nor a JSON file, nor one of the stacks {', '.join(stacks())}"
-    require(found.folder.is_dir(), "calibration", source, rule)
-    return from_json(found.values("calibration.json", "04_analyze"))
+    require(study.folder.is_dir(), "calibration", source, rule)
+    return from_json(study.values("calibration.json", "04_analyze"))
+
+
+def calibration_of(entry: Mapping[str, Any], cluster: Cluster, source: str = "") -> Calibration:
+    """The constants for a plan that a file holds as `entry`: those of `source`, where given, as calibration_for() takes
+    it; else those that predicted it (Calibration.kept); else the cluster's.
+    """
+    kept = entry.get("calibration")
+    if source or kept is None:
+        return calibration_for(cluster, source)
+    is_whole = isinstance(kept, dict) and isinstance(kept.get("name"), str) and "constants" in kept
+    require(is_whole, "calibration", str(kept)[:40], "must be an object with a name and its constants")
+    return replace(from_json(kept["constants"]), name=kept["name"])
+
+
+def replaced(entry: Mapping[str, Any], used: Calibration, cluster: Cluster) -> str:
+    """A line about the constants that predicted a file's plan, where others are used; else ""."""
+    kept = calibration_of(entry, cluster)
+    if "calibration" not in entry or kept.hash == used.hash:
+        return ""
+    return f"calibration={used.name}: instead of {kept.name} ({kept.hash}), which made the prediction in the file"
 
 
 def stacks() -> list[str]:

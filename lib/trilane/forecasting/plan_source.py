@@ -6,12 +6,13 @@ from typing import Any
 
 from trilane.config.model import ModelShape
 from trilane.config.parallelism import Topology
-from trilane.config.plan import Plan, plan_from_json
-from trilane.costmodel.calibration import Calibration, from_json
+from trilane.config.plan import Plan, plan_from_json, read_plan_values
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
+from trilane.costmodel.shipped import calibration_of
 from trilane.forecasting.forecast import Forecast
 from trilane.forecasting.record import Record
-from trilane.utils.validation import read_json, require
+from trilane.utils.validation import require
 from trilane.workspace.study import Study
 
 NOT_RECORDED = ("adam", "buckets")  # choices that measured rows leave open
@@ -19,7 +20,7 @@ NOT_RECORDED = ("adam", "buckets")  # choices that measured rows leave open
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSource:
-    """The file that a plan comes from, what made it (empty: not recorded), and its prediction and calibration."""
+    """The file that a plan comes from, what made it (empty: not recorded), its prediction, and the constants to use."""
 
     file: str
     made_by: Record = field(default_factory=dict)
@@ -27,21 +28,26 @@ class PlanSource:
     calibration: Calibration | None = None
 
 
-def study_plan(study: Study, name: str = "") -> tuple[Plan, PlanSource]:
-    """A plan and its source: a file, or one of the study's plans.json by id or label ("": the best)."""
+def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Plan, PlanSource]:
+    """A plan and its source: a file, or one of the study's plans.json by id or label ("": the best).
+
+    Its constants are those that predicted it, or those that `calibration` names (see calibration_for).
+    """
     if name.endswith(".json"):
-        values = read_json(name, "plan")
-        plan = plan_from_json(values)
-        return plan, PlanSource(file=name, prediction=values.get("prediction") or {})
+        entry = read_plan_values(name)
+        plan = plan_from_json(entry)
+        known = calibration_of(entry, plan.cluster, calibration)
+        return plan, PlanSource(file=name, prediction=entry.get("prediction") or {}, calibration=known)
     found = study.load("plans.json", "02_topology")
     listed = found["plans"] + (found.get("risky", []) if name else [])  # the best plan is a safe one
-    entry = next((p for p in listed if name in ("", p["id"], p["label"])), None)
     rule = f"no plan of study {study.name} has this id or label; nor is it a .json file"
-    require(entry is not None, "plan", name, rule)
-    assert entry is not None
-    known = from_json(found["calibration"]) if "calibration" in found else None
+    found_by = [p for p in listed if name in ("", p["id"], p["label"])]
+    require(bool(found_by), "plan", name, rule)
+    entry = found_by[0]
+    plan = plan_from_json(entry)
+    known = calibration_of(entry, plan.cluster, calibration)
     source = PlanSource(file="plans.json", made_by=found["made_by"], prediction=entry["prediction"], calibration=known)
-    return plan_from_json(entry), source
+    return plan, source
 
 
 def calendar_record(found: Forecast, source: PlanSource) -> Record:

@@ -8,9 +8,9 @@ from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp, parse_ramp
 from trilane.config.plan import Plan
-from trilane.costmodel.calibration import Calibration, load
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
-from trilane.costmodel.shipped import default
+from trilane.costmodel.shipped import calibration_for
 from trilane.forecasting.capacity import Capacity, CapacityWindow, capacity_of, constant, parse_day
 from trilane.forecasting.failures import EVALUATION, JOB_ENDS, SAVING, FailureModel, evaluation_s
 from trilane.forecasting.schedule import SOONEST, phases_of, require_divisible
@@ -196,7 +196,7 @@ def forecast_request(
     capacity      a JSON file of GPUs from day to day; default: the plan's GPUs, not shared
     start         the first day, default today (UTC); `deadline` the last one
     adapt         "days" or "gpu_hours" lets DP, microbatch and nodes follow the batch size; `day_worth` in between
-    calibration   constants, or their JSON file; default: those that ship for the plan's GPU
+    calibration   constants, or where to take them from (calibration_for); default: those that ship for the cluster
     risks         a JSON file with fields of FailureModel; the arguments after it replace single ones. Without either,
                   evaluations are those of the plan, where it has any
     price, watts  money of a GPU-hour, power of a GPU
@@ -210,10 +210,11 @@ def forecast_request(
     if plan.run.eval_interval and not risks and evaluation_iters is None:
         given |= {"evaluation_every": plan.run.eval_interval, "evaluation_iters": plan.run.eval_iters}
     model = _failure_model(risks, checkpoint_minutes, failures_per_node_year, given)
-    constants = load(calibration) if isinstance(calibration, str) and calibration else calibration
     return ForecastRequest(
         plan=plan,
-        calibration=constants if isinstance(constants, Calibration) else default(plan.cluster),
+        calibration=calibration
+        if isinstance(calibration, Calibration)
+        else calibration_for(plan.cluster, calibration or ""),
         tokens=TOKENS_PER_PARAMETER * plan.shape.parameters if tokens is None else tokens,
         ramp=parse_ramp(ramp) if ramp else plan.run.ramp,
         start=first,

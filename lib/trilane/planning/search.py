@@ -18,7 +18,7 @@ from trilane.costmodel.columns import columns_of
 from trilane.costmodel.iteration import Microbatches
 from trilane.costmodel.memory import memory_bytes, oom_probability
 from trilane.costmodel.predict import IMPOSSIBLE, RISKY, predict
-from trilane.costmodel.shipped import default
+from trilane.costmodel.shipped import calibration_for
 from trilane.planning.blocks import BestBlocks, Block, front_of, merged_front
 from trilane.planning.search_result import Candidate, SearchResult
 from trilane.planning.space import ParallelSizes, SearchPoint, Space, block_columns, space_for, topology_of
@@ -169,7 +169,7 @@ def search_space(
 ) -> SearchResult:
     """Predict every topology of a space; the best `top` by the objective, and the front of speed against memory."""
     cluster.gpu.flops_per_s(space.precision)
-    return _Search(shape, cluster, space, calibration or default(cluster), objective).run(top)
+    return _Search(shape, cluster, space, calibration or calibration_for(cluster), objective).run(top)
 
 
 def search(

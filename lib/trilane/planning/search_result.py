@@ -35,8 +35,8 @@ class Candidate:
         return self.plan.label
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plan.json has it, with its id and its prediction."""
-        return {"id": self.plan.id, **self.plan.to_json(), "prediction": self.prediction.to_json()}
+        """The plan as plan.json has it, with its id, its prediction and the constants that made it."""
+        return {"id": self.plan.id, **self.plan.to_json(), **self.prediction.beside()}
 
     def as_text(self) -> str:
         """Seconds with their interval, memory, P(OOM), batch, id and label in one line."""

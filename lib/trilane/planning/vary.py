@@ -1,7 +1,6 @@
 """One plan changed by hand: its prediction or the rule that forbids it, several side by side, one chosen to go on."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from trilane.config.plan import Plan, plan_from_json
 from trilane.config.training import Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import IMPOSSIBLE, predict
+from trilane.costmodel.shipped import calibration_of
 from trilane.planning.search_result import Candidate
 from trilane.planning.space import divisors
 from trilane.utils.tables import Html
@@ -132,7 +132,8 @@ def use_plan(study: Study, chosen: Candidate, calibration: Calibration) -> Path:
         for other in map(plan_from_json, found["plans"][:1]):
             same = (other.shape, other.cluster) == (chosen.plan.shape, chosen.plan.cluster)
             require(same, "plans.json", study.name, "is of another model or machine; run the last cell of 02_topology")
-        same = found.get("calibration") == json.loads(json.dumps(calibration.record()["calibration"]))
+        used = [calibration_of(each, chosen.plan.cluster).hash for each in found["plans"][:1]]
+        same = used in ([], [calibration.hash])
         require(same, "plans.json", study.name, "is by another calibration; run the last cell of 02_topology")
         entry = chosen.to_json()
         lists = {name: [e for e in found.get(name, []) if e["id"] != entry["id"]] for name in ("plans", "risky")}

@@ -13,6 +13,7 @@ from typing import Any
 
 from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan, read_plan
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.slurm import jobs, submission
 from trilane.slurm.script import SCRIPT
@@ -143,16 +144,24 @@ def _starts(plan: Plan, stages: Sequence[Stage]) -> list[int]:
     return starts
 
 
-def create(folder: Path, plan: Plan, stages: Sequence[Stage], site: Site, request: JobRequest) -> list[Path]:
+def create(
+    folder: Path,
+    plan: Plan,
+    stages: Sequence[Stage],
+    site: Site,
+    request: JobRequest,
+    beside: Mapping[str, Any] | None = None,
+) -> list[Path]:
     """Write a new chain; its stages' run folders, in order. Raises ValueError where one exists.
 
+    `beside` goes into each plan.json, such as the constants that predicted the plan.
     Without stages the chain is one run folder, in which each job resumes the run.
     """
     plans = links(plan, stages, folder) if stages else [plan]
     for link in plans:
         require(not (folder / link.label).exists(), "run folder", folder / link.label, "exists; take a new one")
     for link in plans:
-        for name, text in jobs.files(link, site, request).items():
+        for name, text in jobs.files(link, site, request, beside).items():
             write_text(folder / link.label / name, text)
     index = ChainIndex(site=site.name, links=tuple(link.label for link in plans))
     write_text(folder / INDEX, json.dumps(to_mapping(index), indent=1) + "\n")
@@ -190,16 +199,15 @@ def gpu_hours(plan: Plan, seconds: float) -> float:
     return (run.goal - run.start_iteration) * seconds * plan.topology.gpus / 3600
 
 
-def predicted_s(plan: Plan) -> float:
+def predicted_s(plan: Plan, calibration: Calibration | None = None) -> float:
     """Predicted seconds of the iterations from the plan's start to its goal, each batch size of the ramp by its own.
 
     Left out: starts, saves, evaluations, and waiting in the queue.
     """
 
     def of(gbs: int) -> float:
-        return predict(
-            replace(plan, run=replace(plan.run, ramp=Ramp()), topology=replace(plan.topology, gbs=gbs))
-        ).sec_per_it
+        full = replace(plan, run=replace(plan.run, ramp=Ramp()), topology=replace(plan.topology, gbs=gbs))
+        return predict(full, calibration).sec_per_it
 
     return sum(phase.iterations * of(phase.gbs) for phase in phases(plan))
 
@@ -209,14 +217,16 @@ def phases(plan: Plan) -> list[Phase]:
     return plan.run.ramp.between(plan.topology.gbs, plan.run.start_iteration, plan.run.goal)
 
 
-def link_records(folders: Sequence[Path], plans: Sequence[Plan], start: datetime) -> list[dict[str, Any]]:
+def link_records(
+    folders: Sequence[Path], plans: Sequence[Plan], start: datetime, calibration: Calibration | None = None
+) -> list[dict[str, Any]]:
     """The links of a chain as JSON: each one's folder, nodes, batch sizes, iterations, predicted hours and dates.
 
     The dates are those of a chain that begins at `start` and never waits.
     """
     rows, now = list[dict[str, Any]](), start
     for folder, plan in zip(folders, plans, strict=True):
-        gpus, hours = plan.topology.gpus, predicted_s(plan) / 3600
+        gpus, hours = plan.topology.gpus, predicted_s(plan, calibration) / 3600
         sizes = [phase.gbs for phase in phases(plan)]
         job = {"gpus": gpus, "nodes": gpus // plan.cluster.gpus_per_node, "mbs": plan.topology.mbs, "batches": sizes}
         span = {"first": plan.run.start_iteration + 1, "last": plan.run.goal}

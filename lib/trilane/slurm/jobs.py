@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,15 @@ class JobTable(list[JobStatus], Table):
         return Columns.of_rows(names, rows).to_frame()
 
 
-def files(plan: Plan, site: Site, request: JobRequest, prediction: dict[str, Any] | None = None) -> dict[str, str]:
-    """A run folder's files by name: plan.json, job.sbatch, and ds_config.json or megatron_args.txt where it has one."""
-    values = plan.to_json() | ({"prediction": prediction} if prediction else {})
-    texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
+def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """A run folder's files by name: plan.json, job.sbatch, and ds_config.json or megatron_args.txt where it has one.
+
+    `beside` is what plan.json has beside the plan's own fields: its prediction, and the constants that made it.
+    """
+    texts = {
+        "plan.json": json.dumps({**plan.to_json(), **(beside or {})}, indent=1),
+        SCRIPT: render("train", plan, site, request),
+    }
     if plan.engine.startswith("deepspeed"):
         texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
     for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:

@@ -11,11 +11,12 @@ from trilane.config.engines import label_of, unsupported_reason
 from trilane.config.parallelism import Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Optimizer, Run
-from trilane.costmodel.calibration import from_json
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
+from trilane.costmodel.shipped import calibration_of
 from trilane.slurm import chain, job_status, jobs, monitor, script, sites, submission
 from trilane.slurm.preflight.check import check_job
-from trilane.slurm.preflight.finding import REFUSAL, JobFinding
+from trilane.slurm.preflight.finding import REFUSAL, Findings, JobFinding
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.progress import progress
 from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, grouped, short
@@ -30,6 +31,7 @@ class StudyRun:
 
     plan: Plan
     prediction: Mapping[str, Any]
+    calibration: Calibration | None = None  # the constants that made it
     reason: str
     folder: Path
     is_completed: bool
@@ -80,7 +82,10 @@ class StudyRuns(Table):
     def findings(self) -> list[tuple[str, JobFinding]]:
         """The findings of the pre-flight check with the run's name, of runs that are not completed."""
         new = [run for run in self.rows if not run.is_completed]
-        return [(r.folder.name, f) for r in new for f in check_job(r.plan, self.site, self.request, r.folder)]
+        return [(r.folder.name, f) for r in new for f in self._found(r)]
+
+    def _found(self, run: StudyRun) -> Findings:
+        return check_job(run.plan, self.site, self.request, run.folder, calibration=run.calibration)
 
     def check(self) -> Columns:
         """The findings as a table: a row for each, with the plans that it is about."""
@@ -173,18 +178,21 @@ def prepare_runs(
     """
     where, plans = sites.site(site), study.plans()
     found = study.load("plans.json", "02_topology")
-    entries, known = found["plans"], from_json(found["calibration"]) if "calibration" in found else None
+    entries = found["plans"]
     both = (i for i, p in enumerate(plans[count:], count) if p.topology.tp > 1 and p.topology.pp > 1)
     chosen = [*range(len(plans[:count])), *(list(both)[:1] if control else [])]
     rows = []
     data = Data(source=corpus, tokenizer=tokenizer, folder=str(outputs_root() / "data"))
     for i in chosen:
         plan = _trained(plans[i], engine or plans[i].engine, data, lr, Run(**run))
+        known = calibration_of(entries[i], plan.cluster)
         prediction = entries[i]["prediction"] if plan.id == plans[i].id else predict(plan, known).to_json()
-        texts = jobs.files(plan, script_site(where), request, prediction)
+        kept = {"prediction": prediction, "calibration": known.kept()}
+        texts = jobs.files(plan, script_site(where), request, kept)
         folder, is_completed = study.run_folder(plan, texts, submission.active_jobs)
         reason = "fastest predicted" if i < count else "control: TP and PP at work"
-        rows.append(StudyRun(plan=plan, prediction=prediction, reason=reason, folder=folder, is_completed=is_completed))
+        by: dict[str, Any] = {"prediction": prediction, "calibration": known, "reason": reason}
+        rows.append(StudyRun(plan=plan, folder=folder, is_completed=is_completed, **by))
     return StudyRuns(study=study, site=where, request=request, rows=tuple(rows))
 
 

@@ -37,18 +37,19 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
 
     Raises ValueError where the folder holds a sweep already, or two plans have the same label.
     """
-    members = [(plan_from_json(dict(values)), values.get("prediction")) for values in plans]
+    kept = ("prediction", "calibration")
+    members = [(plan_from_json(dict(v)), {name: v[name] for name in kept if v.get(name)}) for v in plans]
     require(not (folder / INDEX).exists(), "sweep", folder, "holds a sweep already; take a new folder")
     labels = [plan.label for plan, _ in members]
     made = [folder / "runs" / label for label in labels]
     for label, path in zip(labels, made, strict=True):
         require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
         require(not path.exists(), "run folder", path, "exists; take a new folder for the sweep")
-    needs = [_memory_bytes(prediction, plan, site) for plan, prediction in members]
+    needs = [_memory_bytes(beside.get("prediction"), plan, site) for plan, beside in members]
     runs = [Member(folder=str(path.resolve()), memory_bytes=n) for path, n in zip(made, needs, strict=True)]
     index = SweepIndex(site=site.name, members=tuple(runs))
-    for path, (plan, prediction) in zip(made, members, strict=True):
-        for name, text in jobs.files(plan, site, request, prediction).items():
+    for path, (plan, beside) in zip(made, members, strict=True):
+        for name, text in jobs.files(plan, site, request, beside).items():
             write_text(path / name, text)
     for name, lines in _by_script([plan for plan, _ in members], site).items():
         first = replace(members[lines[0] - 1][0], label="sweep")

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
+from trilane.costmodel.calibration import Calibration
 from trilane.slurm import client
 from trilane.slurm.preflight import purpose, resources, timing
 from trilane.slurm.preflight import script as script_checks
@@ -17,11 +18,18 @@ MOST_BYTES = 1 << 20  # of a script
 
 
 def check_job(
-    plan: Plan, site: Site, request: JobRequest, folder: Path, allow: Collection[str] = (), script: Path | None = None
+    plan: Plan,
+    site: Site,
+    request: JobRequest,
+    folder: Path,
+    allow: Collection[str] = (),
+    script: Path | None = None,
+    calibration: Calibration | None = None,
 ) -> Findings:
     """Every finding about the run in `folder`, refusals first; the rules in `allow` only warn.
 
-    It reads `script`, else the folder's job.sbatch, else the script that would be written.
+    `calibration` has the constants that predicted the plan, where other than the cluster's. It
+    reads `script`, else the folder's job.sbatch, else the script that would be written.
     """
     for rule in allow:
         require_known("allow", rule, {*RULES, *REMEDIES, *(f.name for f in fields(JobRequest))})
@@ -31,7 +39,7 @@ def check_job(
         text = read_text(path, "script", MOST_BYTES) if is_written else render("train", plan, site, request)
     except ValueError as error:
         return Findings([of_error(error)])
-    case = JobCheck(plan, site, request, folder, text, path.name)
+    case = JobCheck(plan, site, request, folder, text, path.name, calibration)
     found: list[JobFinding] = []
     for find in (*resources.RULES, *timing.RULES, *purpose.RULES, *script_checks.RULES):
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trilane.config.cluster import Cluster
 from trilane.config.plan import Plan
+from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import Prediction, predict_on
 from trilane.slurm import client
 from trilane.slurm.script import SCRIPT, directives, nodes_of
@@ -95,6 +96,7 @@ class JobCheck:
     folder: Path
     script: str
     name: str = SCRIPT  # the script's file
+    calibration: Calibration | None = None  # the constants that predicted the plan
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -104,7 +106,7 @@ class JobCheck:
     @cached_property
     def prediction(self) -> Prediction:
         """Predicted time and memory on these nodes."""
-        return predict_on(self.plan, self.cluster)
+        return predict_on(self.plan, self.cluster, self.calibration)
 
     @cached_property
     def directives(self) -> dict[str, str]:
