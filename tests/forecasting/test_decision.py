@@ -18,7 +18,7 @@ from trilane.forecasting.decision import Decision, decide
 from trilane.forecasting.failures import FailureModel
 from trilane.forecasting.forecast import forecast
 from trilane.forecasting.plan_source import PlanSource, calendar_record, measured_like, study_plan
-from trilane.forecasting.request import ForecastRequest, forecast_request
+from trilane.forecasting.request import ForecastRequest, Price, forecast_request
 from trilane.planning.size_request import SizeRequest
 from trilane.planning.sizing import propose
 from trilane.report import notebook
@@ -288,10 +288,21 @@ def by(days):
     return (START + timedelta(days=days)).isoformat()
 
 
+def other(name, days, hours, *, risk=0.0, **failed):
+    """An alternative; its simulated runs are as far from these days and GPU-hours as the plan's from its own."""
+    more = {"p05": 5, "p75": 12, "p95": 15}
+    finish = {name: (START + timedelta(days=days + n)).isoformat() for name, n in more.items()}
+    figures = {"ideal": {"days": days, "gpu_hours": hours}, "finish": finish, "gpu_hours": hours + 90e3}
+    figures |= {"gpu_hours_interval": [hours + 45e3, hours + 135e3]}
+    figures |= {"p_miss_deadline": 0.0, "p_overrun_allocation": 0.0}
+    facts = {"name": name, "days": days, "gpu_hours": hours, "memory_bytes": 6e10, "oom_probability": risk}
+    return {**facts, "forecast": {**figures, **failed}}
+
+
 CHANGED, REFUSED = "Start, with one change", "Do not start it as planned"
-FASTER = {"name": "tp8-pp2", "days": 90.0, "gpu_hours": 810e3}
-NEAR = {"name": "tp2-pp8", "days": 99.0, "gpu_hours": 890e3}
-SLOW = {"name": "cheapest at each batch size", "days": 180.0, "gpu_hours": 700e3}
+FASTER, LATE = other("tp8-pp2", 90.0, 810e3), other("tp8-pp2", 90.0, 810e3, p_miss_deadline=1.0)
+NEAR, FULL = other("tp2-pp8", 99.0, 890e3), other("tp8-pp2", 90.0, 810e3, risk=0.011)
+SLOW = other("cheapest at each batch size", 180.0, 700e3)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +315,13 @@ SLOW = {"name": "cheapest at each batch size", "days": 180.0, "gpu_hours": 700e3
         ({"deadline": by(120), "p_miss_deadline": 0.01}, "Start", "", "probability of 99%"),
         ({"deadline": by(104), "p_miss_deadline": 0.97, "rivals": [FASTER]}, CHANGED, "tp8-pp2", "misses"),
         ({"deadline": by(104), "p_miss_deadline": 0.97}, REFUSED, "", "misses the deadline with a"),
-        ({"deadline": by(90), "p_miss_deadline": 1.0, "rivals": [FASTER]}, REFUSED, "", "not enough"),
+        ({"deadline": by(90), "p_miss_deadline": 1.0, "rivals": [LATE]}, REFUSED, "", "not enough"),
         ({"allocation": 9e5, "p_overrun_allocation": 1.0, "schedules": [NEAR, SLOW]}, CHANGED,
          "cheapest at each batch size", "needs more than the allocation"),
         ({"oom_probability": 0.3}, REFUSED, "", "out of memory with a probability of 30%"),
+        ({"oom_probability": 0.02}, REFUSED, "", "out of memory with a probability of 2%"),
+        ({"rivals": [FULL]}, "Start", "", "no deadline"),
+        ({"deadline": by(104), "p_miss_deadline": 0.97, "rivals": [FULL]}, REFUSED, "", "misses the deadline with a"),
         ({"oom_probability": 0.3, "rivals": [NEAR]}, CHANGED, "tp2-pp8", "out of memory"),
     ],
 )  # fmt: skip
@@ -315,6 +329,22 @@ def test_the_page_ends_in_a_recommendation_with_its_reason(calendar, figures, ve
     found = decided(calendar, **figures)
     assert (found.verdict, found.change) == (verdict, change)
     assert any(reason in line for line in found.reasons), found.reasons
+
+
+def test_the_figures_of_a_recommendation_are_those_of_the_plan_that_it_names(found):
+    """Of a slow plan another topology is recommended: its date, cost and memory are those of its own forecast."""
+    slow = dataclasses.replace(PLAN, topology=dataclasses.replace(PLAN.topology, tp=8, pp=12, dp=4, mbs=1))
+    asked = dataclasses.replace(found.request, plan=slow, price=Price(per_gpu_hour=2.0), deadline=None, allocation=None)
+    page = decision(json.loads(json.dumps(calendar_record(forecast(asked), PlanSource(file="plan.json")))))
+    advised = page.recommendation
+    assert advised.verdict == CHANGED and advised.figures["oom_probability"] <= 0.01
+    (rival,) = (a for a in other_topologies(asked) if a.name == advised.change)
+    made, plan = forecast(rival.request), rival.request.plan
+    for name in ("finish", "days", "gpu_hours", "cost"):
+        assert advised.figures[name] == made.to_json()[name] != page.record[name], name
+    assert advised.figures["memory_bytes"] == pytest.approx(predict(plan).memory_bytes)
+    assert advised.figures["oom_probability"] == pytest.approx(predict(plan).oom_probability)
+    assert f"finished by **{made.finish(0.5):%Y-%m-%d}**" in page.advice()
 
 
 def test_what_would_turn_a_recommendation_is_how_far_a_benchmark_may_be_off(calendar):

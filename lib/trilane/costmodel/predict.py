@@ -25,7 +25,8 @@ from trilane.costmodel.shipped import calibration_for
 from trilane.costmodel.uncertainty import FOREIGN, T_QUANTILE
 from trilane.utils.validation import to_mapping
 
-RISKY = 0.1  # probability of running out of memory from which a plan is listed apart and never ranked first
+SAFE = 0.01  # probability of running out of memory up to which a plan may be recommended
+RISKY = 0.1  # above it a plan is listed apart and never ranked first
 IMPOSSIBLE = 0.5  # from here on a search refuses it
 # How far two runs are apart: for each size, the factor that counts as 1 (a quite different run), and what else counts.
 SPANS = {"hidden": 4, "layers": 8, "seq": 4, "tokens": 8, "gpus": 16, "tp": 8, "pp": 16, "microbatches": 16}

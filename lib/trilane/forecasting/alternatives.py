@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trilane.config.training import Run
-from trilane.costmodel.predict import RISKY
+from trilane.costmodel.predict import SAFE
 from trilane.forecasting.record import Record, unlike
 from trilane.forecasting.request import ForecastRequest
 from trilane.forecasting.schedule import SOONEST
@@ -25,21 +25,29 @@ if TYPE_CHECKING:
 MOST_RISK = 0.2  # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
 WORTH = 0.03  # of the GPU-hours: what a change must save; predictions nearer than that are often in the wrong order
 SEARCHED = 60  # topologies that the search keeps, to find a few that differ in tp, pp or dp
+# What a decision compares of the plan and of each alternative, by the names that a forecast's JSON has.
+FIGURES = (
+    *("ideal", "finish", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "cost", "energy_kwh"),
+    *("p_miss_deadline", "p_overrun_allocation"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """The same tokens on the same capacity, without interruptions; `reason` says why not, or what must change.
 
-    `gpu_hours` is the cost; `days` 0 where it cannot run.
+    `gpu_hours` is the cost; `days` 0 where it cannot run. `memory_bytes` and `oom_probability` are those of the
+    fullest GPU at any batch size; `request` is what a forecast of it takes.
     """
 
     name: str
     days: float
     gpu_hours: float
     memory_bytes: float = 0.0
+    oom_probability: float = 0.0
     restarts: int = 0
     reason: str = ""
+    request: ForecastRequest | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +122,7 @@ def _on_topology(request: ForecastRequest, candidate: Candidate) -> Alternative 
     except ValueError:
         return None
     reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""
-    return dataclasses.replace(found, reason=reason, memory_bytes=candidate.prediction.memory_bytes)
+    return dataclasses.replace(found, reason=reason)
 
 
 def _undisturbed(name: str, request: ForecastRequest) -> Alternative:
@@ -122,17 +130,24 @@ def _undisturbed(name: str, request: ForecastRequest) -> Alternative:
     run = undisturbed(request, schedules)
     days, gpu_hours = float(run.wall_s[0]) / 86400, float(run.gpu_s[0]) / 3600
     restarts = len(jobs_of(request, schedules, run.reached_s[0])) - 1
-    return Alternative(name=name, days=days, gpu_hours=gpu_hours, restarts=restarts)
+    made: dict[str, Any] = {"restarts": restarts, "request": request}
+    steps = [step.choice for _, schedule in schedules for step in schedule or ()]
+    made |= {name: max(getattr(step, name) for step in steps) for name in ("memory_bytes", "oom_probability")}
+    return Alternative(name=name, days=days, gpu_hours=gpu_hours, **made)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """Whether to start a forecast's plan: the verdict, why, the change that it names, and what would turn it."""
+    """Whether to start a forecast's plan: the verdict, why, the change that it names, and what would turn it.
+
+    `figures` are those of the plan with that change: date, days, cost, memory and risks; empty where none is to start.
+    """
 
     verdict: str
     reasons: tuple[str, ...]
     change: str = ""
     turns: tuple[str, ...] = ()
+    figures: Record = field(default_factory=dict)
 
     def to_json(self) -> Record:
         return dataclasses.asdict(self)
@@ -142,34 +157,53 @@ def recommend(record: Record) -> Recommendation:
     """The recommendation on the forecast whose JSON this is (calendar.json).
 
     A limit (deadline, allocation) counts as kept where at most MOST_RISK of the simulated runs fail it. An alternative
-    is taken where it keeps what the plan does not, or saves WORTH of the GPU-hours without more days; its chances are
-    those of the plan, moved by the difference of their runs without interruptions.
+    is taken where it keeps what the plan does not, or saves WORTH of the GPU-hours without more days, each by its own
+    simulated runs. Nothing is recommended that runs out of memory with a probability above SAFE.
     """
-    plan = record["ideal"]
-    own, changes = _failures(record, 0.0, 0.0), []
-    for other in [*record["rivals"], *record["schedules"][1:]]:
-        if other["days"]:
-            days, hours = other["days"] - plan["days"], other["gpu_hours"] - plan["gpu_hours"]
-            changes.append((len(_failures(record, days, hours)), hours, days, other["name"]))
-    if record["oom_probability"] > RISKY:
-        own.append(f"the plan runs out of memory with a probability of {record['oom_probability']:.0%}")
+    plan, own = _plan_of(record), _failures(record, record)
+    ideal, risk = plan["ideal"], plan["oom_probability"]
+    if risk > SAFE:
+        own.append(f"the plan runs out of memory with a probability of {risk:.0%}")
+    changes = []
+    for other in _alternatives_of(record):
+        days, hours = (other["ideal"][name] - ideal[name] for name in ("days", "gpu_hours"))
+        changes.append((len(_failures(record, other)), hours, days, other["name"], other))
     useful = [
-        c for c in changes if c[0] < len(own) or (c[1] < -WORTH * plan["gpu_hours"] and c[2] <= 0 and c[0] <= len(own))
+        c for c in changes if c[0] < len(own) or (c[1] < -WORTH * ideal["gpu_hours"] and c[2] <= 0 and c[0] <= len(own))
     ]
-    best = min(useful, default=None)
+    best = min(useful, default=None, key=lambda c: c[:4])
     if own and (best is None or best[0]):
-        verdict, change = "Do not start it as planned", ""
+        verdict, chosen = "Do not start it as planned", {}
     elif best:
-        verdict, change = "Start, with one change", best[3]
+        verdict, chosen = "Start, with one change", best[4]
     else:
-        verdict, change = "Start", ""
-    reasons = [*own, *_kept(record)]
-    turns = tuple(_turns(record, best[2], best[1]) if best and change else _turns(record, 0.0, 0.0))
+        verdict, chosen = "Start", plan
+    reasons, change = [*own, *_kept(record)], chosen.get("name", "")
+    turns = tuple(_turns(record, chosen or plan))
     if change:
         turns = (f"a benchmark of {change}, which comes first: its advantage is predicted", *turns)
     if best:
         reasons.append(_saved(best[3], best[2], best[1], bool(change)))
-    return Recommendation(verdict=verdict, reasons=tuple(reasons), change=change, turns=turns)
+    return Recommendation(verdict=verdict, reasons=tuple(reasons), change=change, turns=turns, figures=chosen)
+
+
+def _plan_of(record: Record) -> Record:
+    """The figures of the plan as it is; of its memory the most that it takes at any batch size."""
+    figures = {"name": "", **{name: record[name] for name in FIGURES}}
+    for name in ("memory_bytes", "oom_probability"):
+        figures[name] = max([record[name], *(s.get(name, 0.0) for s in record["schedules"][:1])])
+    return figures
+
+
+def _alternatives_of(record: Record) -> list[Record]:
+    """The figures of each alternative that can run, was simulated, and is safe to start."""
+    known = [*record["rivals"], *record["schedules"][1:]]
+    names = ("name", "memory_bytes", "oom_probability")
+    return [
+        {**{name: other[name] for name in names}, **other["forecast"]}
+        for other in known
+        if other.get("forecast") and other["oom_probability"] <= SAFE
+    ]
 
 
 def _kept(record: Record) -> list[str]:
@@ -189,46 +223,37 @@ def _saved(name: str, days: float, hours: float, is_taken: bool) -> str:
     return f"{name} is predicted to need {' and '.join(fewer)}{'' if is_taken else ', which is not enough'}"
 
 
-def _failures(record: Record, days: float, hours: float) -> list[str]:
-    """The limits that the forecast fails, if its runs took so many days and GPU-hours more; a line each."""
+def _failures(record: Record, figures: Record) -> list[str]:
+    """The limits that runs of these figures fail, a line each."""
     found = []
-    for limit, failed, moved, what in (
-        ("deadline", "p_miss_deadline", days, "misses the deadline"),
-        ("allocation", "p_overrun_allocation", hours, "needs more than the allocation"),
+    for limit, failed, what in (
+        ("deadline", "p_miss_deadline", "misses the deadline"),
+        ("allocation", "p_overrun_allocation", "needs more than the allocation"),
     ):
-        if record[limit] is None:
-            continue
-        chance = record[failed] if not moved else _chance(record, limit, moved)
-        if chance > MOST_RISK:
-            found.append(f"the plan {what} with a probability of {chance:.0%}")
+        if record[limit] is not None and figures[failed] > MOST_RISK:
+            found.append(f"the plan {what} with a probability of {figures[failed]:.0%}")
     return found
 
 
-def _chance(record: Record, limit: str, moved: float) -> float:
-    """The probability of failing a limit once the quantiles of the simulated runs are moved by days or GPU-hours."""
-    levels, values, allowed = _quantiles(record, limit)
-    return 1.0 - float(np.interp(allowed, np.array(values) + moved, levels, left=0.0, right=1.0))
-
-
-def _quantiles(record: Record, limit: str) -> tuple[list[float], list[float], float]:
+def _quantiles(record: Record, limit: str, figures: Record) -> tuple[list[float], list[float], float]:
     """Levels and values of the simulated days or GPU-hours, and how many are allowed."""
     if limit == "allocation":
-        low, high = record["gpu_hours_interval"]
-        return [0.05, 0.5, 0.95], [low, record["gpu_hours"], high], record["allocation"]
+        low, high = figures["gpu_hours_interval"]
+        return [0.05, 0.5, 0.95], [low, figures["gpu_hours"], high], record["allocation"]
     begin = datetime.fromisoformat(record["start"])
-    found = {int(name[1:]) / 100: datetime.fromisoformat(at) - begin for name, at in record["finish"].items()}
+    found = {int(name[1:]) / 100: datetime.fromisoformat(at) - begin for name, at in figures["finish"].items()}
     end = datetime.fromisoformat(record["deadline"]) - begin + timedelta(days=1)  # the whole last day
     return list(found), [at / timedelta(days=1) for at in found.values()], end / timedelta(days=1)
 
 
-def _turns(record: Record, days: float, hours: float) -> Iterator[str]:
-    """What would turn the recommendation on a run that takes so many days and GPU-hours more, a line each."""
-    for limit, ideal, moved in (("deadline", "days", days), ("allocation", "gpu_hours", hours)):
+def _turns(record: Record, figures: Record) -> Iterator[str]:
+    """What would turn the recommendation of a plan with these figures, a line each."""
+    for limit, ideal in (("deadline", "days"), ("allocation", "gpu_hours")):
         if record[limit] is None:
             continue
-        levels, values, allowed = _quantiles(record, limit)
-        reached = float(np.interp(1 - MOST_RISK, levels, values)) + moved
-        slower = (allowed - reached) / (record["ideal"][ideal] + moved)
+        levels, values, allowed = _quantiles(record, limit, figures)
+        reached = float(np.interp(1 - MOST_RISK, levels, values))
+        slower = (allowed - reached) / figures["ideal"][ideal]
         if slower <= -1:
             yield f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
             continue

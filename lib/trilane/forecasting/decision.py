@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from trilane.forecasting.alternatives import Recommendation, recommend
 from trilane.forecasting.record import Described, Record, energy_text, support_of, unlike
-from trilane.utils.numbers import amount, with_bounds
+from trilane.utils.numbers import amount, with_bounds, with_interval
 from trilane.utils.tables import Columns, Html, Table, Text, show
 from trilane.utils.validation import shipped_json
 from trilane.workspace.study import Study
@@ -209,8 +209,23 @@ class Decision(Described):
         found = self.recommendation
         change = Text.of(": **{}**", found.change) if found.change else Text()
         turns = Text.joined("\n- ", ["", *found.turns]) if found.turns else Text("\n- nothing that was counted here")
-        lines = (found.verdict, change, Text.joined("\n- ", ["", *found.reasons]), turns)
-        return Text.of("**{}**{}, because\n{}\n\nWhat would turn it:\n{}", *lines)
+        lines = (found.verdict, change, Text.joined("\n- ", ["", *found.reasons]), self._recommended(), turns)
+        return Text.of("**{}**{}, because\n{}{}\n\nWhat would change this recommendation:\n{}", *lines)
+
+    def _recommended(self) -> Text:
+        """Date, cost and memory of the plan that is recommended; nothing where none is."""
+        f, card = self.recommendation.figures, self.record["card_bytes"]
+        if not f:
+            return Text()
+        finish = {name: day[:10] for name, day in f["finish"].items()}
+        return Text.of(
+            "\n\nThat plan is finished by **{}** ({} to {} in nine of ten runs), after {} days and {} GPU-hours{}; it "
+            "takes {:.3g} of {:.3g} GiB and runs out of memory with a probability of **{:.1%}**.",
+            *(finish["p50"], finish["p05"], finish["p95"]),
+            *(with_interval(f[name], *f[f"{name}_interval"])[0] for name in ("days", "gpu_hours")),
+            f" ({f['cost']:,.0f} of money)" if f["cost"] else "",
+            *(f["memory_bytes"] / 2**30, card / 2**30, f["oom_probability"]),
+        )
 
     def to_json(self) -> Record:
         """What decision.json holds."""

@@ -1,5 +1,6 @@
 """The plan that a forecast is about and the file it comes from; what calendar.json records of both."""
 
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan, plan_from_json, read_plan_values
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.measured_rows import MeasuredRow, read_rows, shipped_rows
+from trilane.costmodel.predict import SAFE
 from trilane.costmodel.shipped import calibration_of
-from trilane.forecasting.forecast import Forecast
+from trilane.forecasting.alternatives import FIGURES, Alternative
+from trilane.forecasting.forecast import Forecast, forecast
 from trilane.forecasting.record import Record
 from trilane.utils.validation import require
 from trilane.workspace.study import Study
@@ -67,9 +70,19 @@ def calendar_record(found: Forecast, source: PlanSource) -> Record:
         "fitted_rows": r.calibration.rows,
         "half_width": r.calibration.half_width,
         "measured": [{"row": row.row_id, "seconds": row.seconds} for row in measured_like(r.plan)],
-        "schedules": [vars(other) for other in found.alternatives.schedules],
-        "rivals": [vars(other) for other in found.alternatives.topologies],
+        "schedules": [alternative_record(other) for other in found.alternatives.schedules],
+        "rivals": [alternative_record(other) for other in found.alternatives.topologies],
     }
+
+
+def alternative_record(other: Alternative) -> Record:
+    """An alternative with its own forecast, where it can run and is safe to start; None where not."""
+    values, simulated = {name: v for name, v in vars(other).items() if name != "request"}, None
+    if other.request and other.oom_probability <= SAFE:
+        with contextlib.suppress(ValueError):  # interruptions may leave it no progress
+            made = forecast(other.request).to_json()
+            simulated = {name: made[name] for name in FIGURES}
+    return {**values, "forecast": simulated}
 
 
 def measured_like(plan: Plan) -> list[MeasuredRow]:

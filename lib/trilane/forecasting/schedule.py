@@ -30,7 +30,10 @@ OTHER_SIZES = 4  # of the best tp x pp that are tried at the smallest and at the
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledTopology:
-    """A topology for one batch size: `seconds` per iteration on `gpus` GPUs, in whole `nodes`."""
+    """A topology for one batch size: `seconds` per iteration on `gpus` GPUs, in whole `nodes`.
+
+    Of the fullest GPU the bytes, and the probability that they pass the card's.
+    """
 
     tp: int
     pp: int
@@ -39,6 +42,8 @@ class ScheduledTopology:
     nodes: int
     seconds: float
     recompute: str = ""
+    memory_bytes: float = 0.0
+    oom_probability: float = 0.0
 
     @property
     def gpus(self) -> int:
@@ -174,33 +179,33 @@ def choices(
 ) -> list[list[ScheduledTopology]]:
     """For each batch size every topology that fits the GPU, and the plan's own, with its predicted seconds."""
     found = [topologies(plan, gbs, gpus, adapt, others) for gbs in batches]
-    predicted = iter(seconds_and_oom(plan, [t for group in found for t in group], calibration))
-    rows = [[(t, *next(predicted)) for t in group] for group in found]
-    return [[choice_of(t, plan, s) for t, s, p in group if p <= IMPOSSIBLE or t == _own(plan, t.gbs)] for group in rows]
+    predicted = iter(scheduled(plan, [t for group in found for t in group], calibration))
+    rows = [[(t, next(predicted)) for t in group] for group in found]
+    return [
+        [choice for t, choice in group if choice.oom_probability <= IMPOSSIBLE or t == _own(plan, t.gbs)]
+        for group in rows
+    ]
 
 
-def seconds_and_oom(plan: Plan, options: Sequence[Topology], calibration: Calibration) -> list[tuple[float, float]]:
-    """Predicted seconds per iteration and P(out of memory) of the plan on each topology, computed together."""
+def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration) -> list[ScheduledTopology]:
+    """The plan on each topology, predicted together, in whole nodes of its cluster."""
     if not options:
         return []
-    columns = stacked([columns_of(plan.shape, t, plan.engine) for t in options])
-    seconds = iteration_columns(columns, plan.cluster, calibration).total
-    p_oom = oom_probability(memory_bytes(columns, plan.cluster), plan.cluster)
-    both = (np.broadcast_to(v, len(options)).tolist() for v in (seconds, p_oom))
-    return list(zip(*both, strict=True))
+    columns, per_node = stacked([columns_of(plan.shape, t, plan.engine) for t in options]), plan.cluster.gpus_per_node
+    seconds, memory = iteration_columns(columns, plan.cluster, calibration).total, memory_bytes(columns, plan.cluster)
+    columnwise = seconds, memory, oom_probability(memory, plan.cluster)
+    found = []
+    for t, s, m, p in zip(options, *(np.broadcast_to(v, len(options)).tolist() for v in columnwise), strict=True):
+        sizes: dict[str, Any] = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "recompute")}
+        nodes = -(-t.gpus // per_node)
+        found.append(ScheduledTopology(nodes=nodes, seconds=s, memory_bytes=m, oom_probability=p, **sizes))
+    return found
 
 
 def _own(plan: Plan, gbs: int) -> Topology | None:
     """The plan's topology at that batch size; None where it does not divide."""
     t = plan.topology
     return dataclasses.replace(t, gbs=gbs) if gbs % (t.mbs * t.dp) == 0 else None
-
-
-def choice_of(topology: Topology, plan: Plan, seconds: float) -> ScheduledTopology:
-    """A topology with its predicted seconds, in whole nodes of the plan's cluster."""
-    t = topology
-    nodes = -(-t.gpus // plan.cluster.gpus_per_node)
-    return ScheduledTopology(tp=t.tp, pp=t.pp, dp=t.dp, mbs=t.mbs, nodes=nodes, seconds=seconds, recompute=t.recompute)
 
 
 def schedule_on(
