@@ -80,7 +80,7 @@ CASES = {
     "hangs": ["debug hang docs/examples/dumps --tp 2 --pp 2 --dp 2"],
 }
 LOGS = sorted(PUBLIC.glob("*.out"))
-GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration")  # no answers
+GIVEN = ("cluster", "shape", "data", "optimizer", "dropout", "run", "sources", "calibration", "date")  # no answers
 MOST = 4  # of a list that are recorded
 
 

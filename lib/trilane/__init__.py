@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "analysis.collect": ("measure_runs",),
     "analysis.compare": ("compare",),
-    "analysis.continuity.breaks": ("find_breaks", "study_breaks"),
+    "analysis.continuity": ("find_breaks", "study_breaks"),
     "analysis.measure": ("measure",),
     "analysis.next_run": ("next_runs",),
     "analysis.parallel": ("measure_path",),

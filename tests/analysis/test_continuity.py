@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from restart_logs import (
     DIALECTS,
@@ -18,8 +19,10 @@ from restart_logs import (
     wsd,
 )
 from support import small_plan
+from test_measure import log
+from test_spikes import noisy, wandering
 
-from trilane.analysis.continuity.breaks import find_breaks, study_breaks
+from trilane.analysis.continuity import find_breaks, study_breaks
 from trilane.analysis.loss_curve import trainings
 from trilane.cli.app import main
 from trilane.documents.runs import read_runs
@@ -28,14 +31,12 @@ from trilane.workspace.study import Study
 PLAIN = Training()
 AT = 401  # the first iteration after the restart; the checkpoint is that of iteration 400
 RAMP = Training(batch=lambda i: 16.0 + 8 * min(6, i // 60))
-CALM = Training(scale=lambda i: 65536.0 / 2 ** min(4, i // 60))
 
 
 def found(folder, *parts):
     """The breaks of all trainings in those logs, and what was not judged."""
     logs = [log for name in written(folder, parts) for log in read_runs(name)]
-    groups = trainings(logs)
-    every = [find_breaks(g, [e[-1] for e in groups[:n]]) for n, g in enumerate(groups)]
+    every = [find_breaks(group) for group in trainings(logs)]
     return [b for one in every for b in one.breaks], [what for one in every for what in one.unjudged]
 
 
@@ -50,12 +51,18 @@ def changed(**fields):
     return replace(PLAIN, **fields)
 
 
+def fading(size, lines):
+    """One that grows by `size` at the restart and is gone after so many lines."""
+    return lambda i: 1 + size * math.exp((AT - i) / lines)
+
+
+# A cause that the logs do not show (moments, an older checkpoint, another form of the schedule) is none: a "-level".
 FAULTS = {
     "rate from zero": (changed(rate=lambda i: cosine(1000)(i - AT + 1)), "learning_rate", "scheduler-restarted"),
     "rate at its peak": (changed(rate=constant(3e-4)), "learning_rate", "scheduler-restarted"),
     "train_iters changed": (changed(rate=cosine(1500), total=1500), "learning_rate", "another-schedule"),
-    "decay changed": (changed(rate=cosine(700)), "learning_rate", "another-schedule"),
-    "rate halved": (changed(rate=lambda i: cosine(1000)(i) / 2), "learning_rate", "scaled-rate"),
+    "decay changed": (changed(rate=cosine(700)), "learning_rate", "rate-level"),
+    "rate halved": (changed(rate=lambda i: cosine(1000)(i) / 2), "learning_rate", "rate-level"),
     "data from the start": (changed(samples=-64.0 * 400), "consumed_samples", "data-from-start"),
     "data replayed": (changed(samples=-64.0 * 100), "consumed_samples", "data-replayed"),
     "data skipped": (changed(samples=64.0 * 37), "consumed_samples", "data-skipped"),
@@ -65,18 +72,10 @@ FAULTS = {
     "another precision": (changed(scale=lambda i: 1.0), "loss_scale", "precision-changed"),
     "half the speed": (changed(seconds=4.0), "sec_per_it", "slower"),
     "four times the gradient": (changed(norm=lambda i: 4 * PLAIN.norm(i)), "grad_norm", "gradient-scale"),
-    "gradient up for a while": (
-        changed(norm=lambda i: PLAIN.norm(i) * (1 + 4 * math.exp((AT - i) / 5))),
-        "grad_norm",
-        "optimizer-state",
-    ),
+    "gradient up": (changed(norm=lambda i: PLAIN.norm(i) * fading(4, 5)(i)), "grad_norm", "gradient-level"),
     "untrained weights": (changed(loss=lambda i: loss_of(i - AT)), "lm_loss", "weights-not-loaded"),
-    "weights of iteration 200": (changed(loss=lambda i: loss_of(i - 200)), "lm_loss", "older-checkpoint"),
-    "moments lost": (
-        changed(loss=lambda i: loss_of(i) * (1 + 0.06 * math.exp((AT - i) / 20))),
-        "lm_loss",
-        "moments-lost",
-    ),
+    "weights of iteration 200": (changed(loss=lambda i: loss_of(i - 200)), "lm_loss", "loss-level"),
+    "moments lost": (changed(loss=lambda i: loss_of(i) * fading(0.06, 20)(i)), "lm_loss", "loss-level"),
     "a norm reset": (changed(loss=lambda i: loss_of(i) * 1.3), "lm_loss", "loss-level"),
 }
 
@@ -84,25 +83,16 @@ FAULTS = {
 @pytest.mark.parametrize(("end", "step"), [(400, 1), (440, 1), (400, 5)], ids=["at its end", "going back", "sparse"])
 @pytest.mark.parametrize(("after", "quantity", "cause"), FAULTS.values(), ids=FAULTS.keys())
 def test_what_a_restart_did_not_continue_is_named_alone_with_its_cause(tmp_path, after, quantity, cause, end, step):
-    if step > 1 and quantity in ("grad_norm", "lm_loss") and cause in ("optimizer-state", "moments-lost"):
+    if step > 1 and after in (FAULTS["gradient up"][0], FAULTS["moments lost"][0]):
         pytest.skip("over before two lines were printed")
-    breaks, _ = restarted(tmp_path, after, end=end, step=step, lines=60)
+    breaks, _ = restarted(tmp_path, after, end=end, step=step)
     assert [(b.quantity, b.cause) for b in breaks] == [(quantity, cause)]
     assert (breaks[0].before.log, breaks[0].after.log) == ("1.log", "2.log")
-    assert breaks[0].before.iteration < AT <= breaks[0].after.iteration and breaks[0].before.number
+    assert breaks[0].before.iteration < AT <= breaks[0].after.iteration
+    assert breaks[0].before.number and breaks[0].after.number
 
 
 OTHER_DIALECTS = {
-    "tokens of half the length": (
-        "megatron-deepspeed",
-        changed(seq_length=lambda i: 2048.0 if i < AT else 1024.0),
-        ("seq_length", "sequence-length"),
-    ),
-    "half the batch by its rate": (
-        "neox",
-        FAULTS["accumulation halved"][0],
-        ("samples_per_second", "batch-changed"),
-    ),
     "gpt-neox": ("neox", FAULTS["rate from zero"][0], ("learning_rate", "scheduler-restarted")),
     "the Trainer": ("trainer", FAULTS["untrained weights"][0], ("lm_loss", "weights-not-loaded")),
     "the Trainer's rate": ("trainer", FAULTS["train_iters changed"][0], ("learning_rate", "another-schedule")),
@@ -114,26 +104,35 @@ OTHER_DIALECTS = {
 def test_other_dialects_are_judged_by_what_they_print(tmp_path, dialect, after, expected):
     breaks, unjudged = restarted(tmp_path, after, dialect=dialect)
     assert [(b.quantity, b.cause) for b in breaks] == [expected]
-    assert ("loss scale" in unjudged[0]) == (dialect != "neox")
+    assert ("loss scale" in unjudged[0]) == (dialect != "neox") and "batch size" in unjudged[0]
 
 
-def test_a_ramp_up_that_begins_again_is_named(tmp_path):
+def test_a_ramp_up_or_a_sequence_length_that_begins_again_is_named(tmp_path):
     again = replace(RAMP, batch=lambda i: RAMP.batch(i if i < AT else i - AT))
-    breaks, _ = restarted(tmp_path, again, before=RAMP)
+    breaks, unjudged = restarted(tmp_path, again, before=RAMP)
     assert [(b.quantity, b.cause) for b in breaks] == [("global_batch_size", "ramp-up-restarted")]
+    assert any(line.startswith("learning rate, gradient norm, speed (another batch") for line in unjudged)
+    small = changed(batch=lambda i: 64.0 if i < AT else 8.0, norm=lambda i: PLAIN.norm(i) * (1 if i < AT else 2.8))
+    assert [b.cause for b in restarted(tmp_path, small)[0]] == ["batch-changed"], "of which the norm is the root"
+    planned = changed(batch=lambda i: 64.0 if i < AT else 96.0)
+    assert [b.cause for b in restarted(tmp_path, planned)[0]] == ["batch-changed"]
+    assert not restarted(tmp_path, planned, rampup_batch_size="['64', '32', '9765625']")[0]
+    one, two = log(100, seq_length=2048.0), log(40, first=101, seq_length=1024.0, name="b.log")
+    assert [b.cause for b in find_breaks([one, two]).breaks] == ["sequence-length"]
 
 
-def test_iteration_numbers_that_jump_or_begin_again_are_named(tmp_path):
+def test_iteration_numbers_that_jump_while_samples_go_on_are_named(tmp_path):
     later = [r | {"iteration": r["iteration"] + 200} for r in PLAIN.rows(AT, 460, run=1)]
     later = [r | {"learning_rate": PLAIN.rate(r["iteration"])} for r in later]
     breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(later))
     assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "iterations-jump")]
-    again = [r | {"iteration": r["iteration"] - 400} for r in PLAIN.rows(AT, 460, run=1)]
-    breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(again))
-    assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "iterations-restarted")]
-    fresh = changed(loss=lambda i: loss_of(i + 400)).rows(1, 60, run=1)
-    breaks, _ = found(tmp_path, text(PLAIN.rows(1, 400)), text(fresh))
-    assert [(b.quantity, b.cause) for b in breaks] == [("iteration", "weights-only")]
+
+
+def test_only_losses_equal_to_the_last_digit_show_which_checkpoint_was_loaded():
+    loss = noisy(400)
+    before, after = log(300, lm_loss=loss[:300]), log(60, first=301, lm_loss=loss[100:160], name="b.log")
+    (found,) = find_breaks([before, after]).breaks
+    assert (found.cause, found.detail) == ("older-checkpoint", "from iteration 101 on")
 
 
 SCHEDULES = {
@@ -145,6 +144,60 @@ SCHEDULES = {
     "warm-up that ends": cosine(1000, warmup=400),
     "decay that begins": wsd(1000, 600),
 }
+COURSES = {
+    "ramp-up": RAMP,
+    "batch that doubles": Training(batch=lambda i: 16.0 * 2 ** min(4, (i - 1) // 100)),
+    "scale halved": Training(scale=lambda i: 65536.0 if i < AT else 32768.0),
+    "curriculum": Training(seq_length=lambda i: min(2048.0, 64.0 * (1 + i // 20))),
+    "noisy": Training(noise=0.05),
+    **{name: Training(rate=rate) for name, rate in SCHEDULES.items()},
+}
+
+
+@pytest.mark.parametrize("dialect", ["megatron", "trainer"])
+@pytest.mark.parametrize("course", COURSES.values(), ids=COURSES.keys())
+def test_nothing_is_found_at_a_clean_restart(tmp_path, course, dialect):
+    """At its end, going back to the checkpoint, and with a line for ten iterations."""
+    for end, step in ((400, 1), (430, 1), (450, 10)):
+        breaks, _ = restarted(tmp_path, course, before=course, end=end, step=step, lines=40, dialect=dialect)
+        assert not breaks, [b.sentence for b in breaks]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_nothing_is_found_after_a_skip_early_elsewhere_or_in_a_new_run(tmp_path, dialect):
+    skipped = [r for r in PLAIN.rows(AT, 560, run=1) if r["iteration"] > 480]
+    breaks, unjudged = found(tmp_path, text(PLAIN.rows(1, 400), dialect), text(skipped, dialect))
+    assert not breaks and (dialect == "torchtitan" or "iterations 401 to 480 (in no log)" in unjudged)
+    for end in (8, 30, 80):
+        later = PLAIN.rows(end + 1, end + 40, run=1)
+        assert not found(tmp_path, text(PLAIN.rows(1, end), dialect), text(later, dialect))[0]
+    assert found(tmp_path, *(text(PLAIN.rows(1, 200, run=n), dialect) for n in (0, 1))) == ([], [])
+    places = [{"world_size": n, "tensor_model_parallel_size": n} for n in (8, 16)]
+    parts = (PLAIN.rows(1, 400), changed(seconds=3.9).rows(AT, 460, run=1))
+    assert not found(tmp_path, *(text(rows, "megatron", given) for rows, given in zip(parts, places, strict=True)))[0]
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.9])
+def test_noise_is_no_break(memory):
+    for seed in range(40):
+        loss, norm = (
+            wandering(600, 0.02, seed, memory),
+            0.3 * np.exp(0.15 * np.random.default_rng(seed).standard_normal(600)),
+        )
+        after = log(200, first=401, lm_loss=loss[400:], grad_norm=norm[400:], name="b.log")
+        assert not find_breaks([log(400, lm_loss=loss[:400], grad_norm=norm[:400]), after]).breaks
+
+
+def test_a_loss_of_another_level_is_found_sooner_on_the_same_data():
+    loss = noisy(1400, 0.01)
+
+    def causes(factor, first):
+        after = log(1401 - first, first=first, lm_loss=loss[first - 1 :] * factor, name="b.log")
+        return [(b.cause, b.after.iteration) for b in find_breaks([log(1000, lm_loss=loss[:1000]), after]).breaks]
+
+    assert causes(1.015, 801) == [("loss-level", 801)], "on the same data noise cancels"
+    assert causes(0.97, 801) and not causes(0.97, 1001), "a loss falls on its own"
+    assert causes(1.05, 1001) == [("loss-level", 1001)] and not causes(1.015, 1001)
 
 
 def nanotron(r):
@@ -162,47 +215,6 @@ def test_counts_of_three_digits_are_no_jump_until_they_are(tmp_path, monkeypatch
     assert not restarted(tmp_path, PLAIN, dialect="nanotron")[0]
     breaks, _ = restarted(tmp_path, FAULTS["data replayed"][0], dialect="nanotron")
     assert [(b.quantity, b.cause) for b in breaks] == [("consumed_tokens", "data-replayed")]
-
-
-COURSES = {
-    "ramp-up": RAMP,
-    "batch that doubles": Training(batch=lambda i: 16.0 * 2 ** min(4, (i - 1) // 100)),
-    "scale halved": Training(scale=lambda i: 65536.0 if i < AT else 32768.0),
-    "curriculum": Training(seq_length=lambda i: min(2048.0, 64.0 * (1 + i // 20))),
-    "noisy": Training(noise=0.05),
-    **{name: Training(rate=rate) for name, rate in SCHEDULES.items()},
-}
-
-
-@pytest.mark.parametrize("dialect", ["megatron", "megatron-deepspeed", "trainer"])
-@pytest.mark.parametrize("course", COURSES.values(), ids=COURSES.keys())
-def test_nothing_is_found_at_a_clean_restart(tmp_path, course, dialect):
-    """At its end, going back to the checkpoint, and with a line for ten iterations."""
-    for end, step in ((400, 1), (430, 1), (450, 10)):
-        breaks, _ = restarted(tmp_path, course, before=course, end=end, step=step, lines=40, dialect=dialect)
-        assert not breaks, [b.sentence for b in breaks]
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_nothing_is_found_after_a_skip_a_warm_start_early_or_elsewhere(tmp_path, dialect):
-    skipped = [r for r in PLAIN.rows(AT, 560, run=1) if r["iteration"] > 480]
-    breaks, unjudged = found(tmp_path, text(PLAIN.rows(1, 400), dialect), text(skipped, dialect))
-    assert not breaks and (dialect == "torchtitan" or "iterations 401 to 480 (in no log)" in unjudged)
-    for end in (8, 30, 80):
-        assert not found(
-            tmp_path, text(PLAIN.rows(1, end), dialect), text(PLAIN.rows(end + 1, end + 40, run=1), dialect)
-        )[0]
-    flat = Training(rate=constant())
-    warm = replace(flat, loss=lambda i: loss_of(i + 400)).rows(1, 60, run=1)
-    assert not found(tmp_path, text(flat.rows(1, 400), dialect), text(warm, dialect))[0]
-    places = [{"world_size": n, "tensor_model_parallel_size": n} for n in (8, 16)]
-    parts = (PLAIN.rows(1, 400), changed(seconds=3.9).rows(AT, 460, run=1))
-    assert not found(tmp_path, *(text(rows, "megatron", given) for rows, given in zip(parts, places, strict=True)))[0]
-
-
-def test_a_new_run_of_the_same_settings_is_no_restart(tmp_path):
-    breaks, unjudged = found(tmp_path, text(PLAIN.rows(1, 200)), text(PLAIN.rows(1, 200, run=1)))
-    assert not breaks and not unjudged
 
 
 def test_several_runs_in_one_file_are_judged_as_in_several(tmp_path, capsys):
@@ -223,7 +235,7 @@ def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_n
     study = Study.create("restarts")
     parts = {
         "a": [PLAIN.rows(1, 300), changed(samples=-6400.0).rows(251, 400, run=1)],
-        "b": [changed(rate=cosine(700), samples=-6400.0).rows(AT, 460, run=2)],
+        "b": [changed(rate=cosine(700), total=700, samples=-6400.0).rows(AT, 460, run=2)],
     }
     for label, runs in parts.items():
         load = f"../a/checkpoints/iter_{AT - 1:07d}" if label == "b" else ""
@@ -235,8 +247,11 @@ def test_a_study_shows_the_restarts_inside_its_run_folders_and_from_one_to_the_n
         (folder / "run.log").write_text("".join(text(rows, "megatron", {"world_size": 8}) for rows in runs))
     shown = study_breaks(study)
     assert shown.restarts == 2
-    found = {(b.before.log, b.after.log, b.cause) for b in shown.breaks}
-    assert found == {("a/run.log", "a/run.log", "data-replayed"), ("a/run.log", "b/run.log", "another-schedule")}
+    found = {(b.before.log, b.after.log, b.cause, b.after.number) for b in shown.breaks}
+    assert found == {
+        ("a/run.log", "a/run.log", "data-replayed", None),
+        ("a/run.log", "b/run.log", "another-schedule", 3),
+    }
     assert "data is replayed" in shown._repr_html_() and "**2** restarts" in shown.summary()
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trilane.analysis.compare import compare, sides
-from trilane.analysis.continuity.breaks import Continuity, breaks_of, joined
+from trilane.analysis.continuity import Continuity, find_breaks, joined
 from trilane.analysis.fleet import column, first_of, numbered, ordered, row_of
-from trilane.analysis.levels import LEAST
-from trilane.analysis.loss_curve import Curve, join, trainings
+from trilane.analysis.loss_curve import LEAST, Curve, join, trainings
 from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.parallel import files, measure_path
 from trilane.analysis.record import extent
@@ -121,7 +120,7 @@ class MeasuredRuns(Table):
 
     def continuity(self) -> Continuity:
         """What the restarts of the trainings did not continue: inside a run, and from log to log of one training."""
-        return joined(breaks_of(trainings([m.log for m in self.timed])))
+        return joined(map(find_breaks, trainings([m.log for m in self.timed])))
 
     def numerics(self) -> Table:
         """Skipped and NaN iterations, gradient norms and loss scales."""

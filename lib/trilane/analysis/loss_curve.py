@@ -1,8 +1,9 @@
-"""Curve: the loss of one training over iterations, samples, tokens or hours, its logs joined at restarts."""
+"""Curve: the loss of one training over iterations, samples, tokens or hours, its logs joined; its level and noise."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,12 @@ from trilane.logs.run_folder import continued
 from trilane.utils.validation import require
 
 COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "sec_per_it")
+WINDOW = 128  # lines before a line that give its level and its noise
+LEAST = 10  # lines before the first that has a level
+# Of robust noise. False alarms in 10,000 lines: none on Gaussian noise of 0.5 to 10 %, none on noise that remembers 0.7
+# of the line before, one on Student's t with five degrees of freedom.
+SIGMAS = 8.0
+LEAST_NOISE = 2e-3  # of ln(value): losses are printed, and batches differ
 SAME = ("num_layers", "hidden_size", "num_attention_heads")  # in all logs of a training, which may be extended
 
 
@@ -139,3 +146,27 @@ def agree(one: RunLog, other: RunLog) -> bool:
     """Whether two logs may be of one training: the same program, and the same model where both print it."""
     both = [name for name in SAME if name in one.arguments and name in other.arguments]
     return one.dialect == other.dialect and all(one.arguments[name] == other.arguments[name] for name in both)
+
+
+def baseline(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Level and noise of each of a series of logarithms by the WINDOW before it, each (N,); NaN for the first LEAST.
+
+    The level is their median, or that of the last three where that is lower, as in the fall of a young training. The
+    noise is 1.4826 times the median absolute difference of neighbours, which a slow course hardly changes.
+    """
+    before = pd.Series(x).shift(1)
+    level = np.fmin(before.rolling(WINDOW, min_periods=LEAST).median(), before.rolling(3).median())
+    steps = before.diff().abs().rolling(WINDOW, min_periods=LEAST - 1).median()
+    known = np.minimum(np.arange(len(x)), WINDOW).clip(1)
+    return level.to_numpy(), np.maximum(_sigma(steps.to_numpy(), known), LEAST_NOISE)
+
+
+def noise(x: np.ndarray) -> float:
+    """The noise of a whole series of logarithms, as baseline() has it."""
+    steps = np.abs(np.diff(x)) if len(x) > 1 else np.zeros(1)
+    return max(float(_sigma(np.median(steps), len(x))), LEAST_NOISE)
+
+
+def _sigma(step: Any, lines: Any) -> Any:
+    # few lines give a poor estimate of noise: of ten a third of it was seen
+    return 1.4826 / math.sqrt(2) * step * (1 + 2 * LEAST / lines)

@@ -2,46 +2,28 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
-from trilane.analysis.continuity.breaks import Continuity
-from trilane.analysis.continuity.causes import change
-from trilane.analysis.levels import (
-    CALM,
-    CALM_LINES,
-    LEAST,
-    LEAST_NOISE,
-    SIGMAS,
-    TO_SIGMA,
-    WINDOW,
-    back,
-    noise,
-    slow_spikes,
-    step_noise,
-    steps,
-)
-from trilane.analysis.loss_curve import Curve
+from trilane.analysis.continuity import Continuity, change
+from trilane.analysis.loss_curve import LEAST, SIGMAS, WINDOW, Curve, baseline
 from trilane.logs.run import RunLog
-
-LEAST_RISE = {"lm_loss": math.log(1.05), "grad_norm": math.log(2.0)}
-DIVERGED = math.log(1.1)  # above the best level so far, at the end of the log
-JUMP = 0.01  # of ln(loss), at a restart
+from trilane.utils.tables import Record, as_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class Event(Record):
     """An anomaly of a training.
 
-    kind        "loss spike", "grad norm spike", "divergence" (the level rose and stayed, or the loss became NaN), or
-                "restart jump" (the loss after a restart differs from the one before)
+    kind        "loss spike", "grad norm spike", or "divergence" (the level rose and stayed, or the loss became NaN)
     iteration   where it begins; `peak_iteration` where it is worst
-    level       the expected value; `peak` the worst one seen
+    level       the expected value; `peak` the worst one seen; `size` the logarithm of their ratio
     recovered   the iteration from which the value is back at its level; None where that is not in the log
     """
 
+    DERIVED: ClassVar = ("size",)
     kind: str
     iteration: int
     peak_iteration: int
@@ -50,164 +32,86 @@ class Event:
     recovered: int | None = None
 
     @property
+    def size(self) -> float:
+        return math.log(self.peak / self.level)
+
+    @property
     def sentence(self) -> str:
-        """The event in words."""
+        """Where it begins, how far the value goes, and when it is back."""
         lost = "" if self.recovered is None else f" after {self.recovered - self.iteration} iterations"
-        back = f"; back at {self.recovered}{lost}" if self.recovered else "; not back at the end of the log"
+        back = f"back at {self.recovered}{lost}" if self.recovered else "not back at the end of the log"
         worst = f"{self.level:.4g} -> {self.peak:.4g} ({change(self.peak, self.level)}) at {self.peak_iteration}"
-        return f"{self.kind} from iteration {self.iteration}: {worst}{'' if self.kind == 'restart jump' else back}"
+        return f"{self.kind} from iteration {self.iteration}: {worst}; {back}"
 
 
 def find_spikes(curve: Curve) -> list[Event]:
     """All events of one training, by iteration. Lines without a number (skipped iterations) are ignored.
 
-    A value spikes where ln(value) exceeds the median of the WINDOW lines before it, plus their own rise, by more than
-    SIGMAS times its noise and by more than LEAST_RISE; noise is 1.4826 times the median absolute deviation. While a
-    training falls steeply, its fall would count as noise: there, a value that exceeds all lines just before it counts
-    by the noise of steps (see steps). The level is kept from there until the value returns, so that a long spike does
-    not become the new level. A loss that rose more slowly and returned is a spike too (see slow_spikes); one that stays
-    above is a divergence.
-    Left out: the first LEAST lines, and drops.
+        find_spikes(join([read_log("run.log")]))
+
+    A value spikes where its logarithm exceeds its baseline by more than SIGMAS times the noise, and by 5 % (a gradient
+    norm: by a factor of 2). The level is kept from there until the value returns, so that a long spike does not become
+    the new level. Left out: the first LEAST lines, drops, rises so slow that the median of the last WINDOW lines
+    follows them (unless they stay: a divergence), and what a restart changed (see find_breaks).
     """
-    found = list[Event]()
-    for name, kind in (("lm_loss", "loss spike"), ("grad_norm", "grad norm spike")):
-        at, values = _numbers(curve, name)
-        if len(at) > LEAST:
-            found += _spikes(kind, at, np.log(values), LEAST_RISE[name])
-    at, values = _numbers(curve, "lm_loss")
-    found = _with_slow(at, np.log(values), found)
-    found += _divergence(curve, found)
-    found += _restart_jumps(curve)
-    return sorted(found, key=lambda event: event.iteration)
+    loss = list(_spikes(curve, "lm_loss", "loss spike", math.log(1.05)))
+    norm = _spikes(curve, "grad_norm", "grad norm spike", math.log(2))
+    return sorted([*loss, *norm, *_divergence(curve, loss)], key=lambda event: event.iteration)
 
 
-def _spikes(kind: str, at: np.ndarray, x: np.ndarray, least: float) -> Iterator[Event]:
-    level, rise, sigma = noise(x)
-    above, last, step = steps(x)
-    level = level + rise
-    clear = (x - level > SIGMAS * sigma) & (x - level > least)
-    sudden = (above > SIGMAS * step) & (above > least)
-    level, sigma = np.where(sudden, last, level), np.where(sudden, step, sigma)
+def _spikes(curve: Curve, name: str, kind: str, least: float) -> Iterator[Event]:
+    at, x = _logarithms(curve, name)
+    level, sigma = baseline(x)
     end = -1
-    for i in np.flatnonzero(clear | sudden).tolist():
+    for i in np.flatnonzero(x - level > np.maximum(least, SIGMAS * sigma)).tolist():
         if i < end:
             continue
-        end = back(x, i, level[i] + CALM * sigma[i])
-        peak = i + int(np.argmax(x[i:end]))
-        yield Event(
-            kind=kind,
-            iteration=int(at[i]),
-            peak_iteration=int(at[peak]),
-            level=float(np.exp(level[i])),
-            peak=float(np.exp(x[peak])),
-            recovered=int(at[end]) if end < len(x) else None,
-        )
+        # it has returned where three lines in a row, or all that are left, lie within 3 sigmas
+        calm = x[i + 1 :] <= level[i] + 3 * sigma[i]
+        lasting = calm & np.append(calm[1:], True) & np.append(calm[2:], [True, True])[: len(calm)]
+        end = i + 1 + int(np.argmax(lasting)) if lasting.any() else len(x)
+        peak, back = i + int(np.argmax(x[i:end])), int(at[end]) if end < len(x) else None
+        usual, worst = float(np.exp(level[i])), float(np.exp(x[peak]))
+        first, top = int(at[i]), int(at[peak])
+        yield Event(kind=kind, iteration=first, peak_iteration=top, level=usual, peak=worst, recovered=back)
 
 
-def _with_slow(at: np.ndarray, x: np.ndarray, spikes: list[Event]) -> list[Event]:
-    """The spikes and the slow ones; one event where both overlap."""
-    found = list(spikes)
-    for slow in slow_spikes(x):
-        start, peak, end = (int(at[place]) for place in slow[:3])
-        same = [e for e in found if e.kind == "loss spike" and start <= (e.recovered or start) and e.iteration <= end]
-        if any(e.iteration <= peak and (e.recovered is None or e.recovered > peak) for e in same):
-            continue  # found already
-        found = [e for e in found if e not in same]
-        level, top = float(np.exp(slow.level)), float(np.exp(x[slow.peak]))
-        event = Event(kind="loss spike", iteration=start, peak_iteration=peak, level=level, peak=top, recovered=end)
-        found.append(event)
-    return found
-
-
-def _divergence(curve: Curve, spikes: list[Event]) -> Iterator[Event]:
-    """The level at the end exceeds the best one, or the loss is NaN from some line to the end."""
+def _divergence(curve: Curve, spikes: Sequence[Event]) -> Iterator[Event]:
+    """The level at the end exceeds the best one by 10 %, or the loss is NaN from some line to the end."""
     import pandas as pd
 
-    if "lm_loss" not in curve.table:
-        return
-    loss, every = curve.table["lm_loss"].to_numpy(float), curve.table["iteration"].to_numpy()
-    at, values = _numbers(curve, "lm_loss")
-    if len(at) and not np.isfinite(loss[-CALM_LINES:]).any() and len(loss) > CALM_LINES:
-        first = int(every[np.flatnonzero(np.isfinite(loss))[-1] + 1])
-        level = float(np.median(values[-WINDOW:]))
+    at, x = _logarithms(curve, "lm_loss")
+    loss = curve.table["lm_loss"].to_numpy(float) if len(x) else x
+    if len(loss) > 3 and not np.isfinite(loss[-3:]).any():
+        first = int(curve.table["iteration"].iloc[np.flatnonzero(np.isfinite(loss))[-1] + 1])
+        level = float(np.exp(np.median(x[-WINDOW:])))
         yield Event(kind="divergence", iteration=first, peak_iteration=first, level=level, peak=math.nan)
-        return
-    if len(at) < 2 * LEAST:
-        return
-    x, width = np.log(values), min(WINDOW, len(at) // 2)
-    smooth = pd.Series(x).rolling(width, min_periods=width).median().to_numpy()
-    best = int(np.nanargmin(smooth))
-    sigma = step_noise(x)
-    if smooth[-1] - smooth[best] > max(DIVERGED, SIGMAS * 1.25 * math.sqrt(2 / width) * sigma):
-        peak = best + int(np.argmax(x[best:]))
-        lasting = [e for e in spikes if e.kind == "loss spike" and e.recovered is None]
-        yield Event(
-            kind="divergence",
-            iteration=lasting[0].iteration if lasting else int(at[best]),
-            peak_iteration=int(at[peak]),
-            level=float(np.exp(smooth[best])),
-            peak=float(values[peak]),
-        )
+    elif len(x) >= 2 * LEAST:
+        width = min(WINDOW, len(x) // 2)
+        smooth = pd.Series(x).rolling(width).median().to_numpy()
+        best, sigma = int(np.nanargmin(smooth)), baseline(x)[1][-1]
+        # variance of the difference of two medians: pi / width
+        if smooth[-1] - smooth[best] > max(math.log(1.1), SIGMAS * sigma * math.sqrt(math.pi / width)):
+            peak = best + int(np.argmax(x[best:]))
+            start = next((event.iteration for event in spikes if event.recovered is None), int(at[best]))
+            level, worst, top = float(np.exp(smooth[best])), float(np.exp(x[peak])), int(at[peak])
+            yield Event(kind="divergence", iteration=start, peak_iteration=top, level=level, peak=worst)
 
 
-def _restart_jumps(curve: Curve) -> Iterator[Event]:
-    """Restarts after which the loss differs: on the repeated iterations where there are at least three, since they
-    have the same data; else the lines after it against the lines before, their trend continued.
-    """
-    at, values = _numbers(curve, "lm_loss")
-    x = np.log(values)
-    for restart in curve.restarts:
-        place = int(np.searchsorted(at, restart.iteration))
-        change, error = _redone(curve, restart.iteration, at, x)
-        if change != change:
-            k = min(WINDOW // 4, place // 2, len(x) - place)
-            if k < CALM_LINES:
-                continue
-            older, newer, after = (np.median(x[a : a + k]) for a in (place - 2 * k, place - k, place))
-            change = float(after - newer - min(newer - older, 0.0))
-            sigma = step_noise(x[place - 2 * k : place])
-            error = 1.25 * max(sigma, LEAST_NOISE) * math.sqrt(3 / k)
-        if abs(change) > max(JUMP, 5 * error):
-            level = float(np.exp(np.median(x[max(place - CALM_LINES, 0) : place])))
-            peak, at_ = level * math.exp(change), restart.iteration
-            yield Event(kind="restart jump", iteration=at_, peak_iteration=at_, level=level, peak=peak)
-
-
-def _redone(curve: Curve, first: int, at: np.ndarray, x: np.ndarray) -> tuple[float, float]:
-    """Change of ln(loss) from the first to the second time, and its standard error; NaN where too few were repeated."""
-    old = curve.redone
-    old = old[(old["iteration"] >= first) & (old["lm_loss"] > 0)].drop_duplicates("iteration", keep="last")
-    both, mine, theirs = np.intersect1d(at, old["iteration"].to_numpy(float), return_indices=True)
-    if len(both) < CALM_LINES:
-        return math.nan, math.nan
-    differences = x[mine] - np.log(old["lm_loss"].to_numpy(float)[theirs])
-    change = float(np.median(differences))
-    spread = TO_SIGMA * float(np.median(np.abs(differences - change)))
-    return change, 1.25 * max(spread, LEAST_NOISE) / math.sqrt(len(both))
-
-
-def _numbers(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations and values of a column, where it is a number above zero."""
-    if name not in curve.table:
-        return np.empty(0), np.empty(0)
-    values = curve.table[name].to_numpy(float)
+def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Iterations and logarithms of a column, where it is a number above zero."""
+    values = curve.table[name].to_numpy(float) if name in curve.table else np.zeros(len(curve.table))
     good = np.isfinite(values) & (values > 0)
-    return curve.table["iteration"].to_numpy(float)[good], values[good]
+    return curve.table["iteration"].to_numpy(float)[good], np.log(values[good])
 
 
 def training_record(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
-    found = [{k: None if v != v else v for k, v in asdict(event).items()} for event in find_spikes(curve)]
-    for event in found:
-        event["size"] = event["peak"] and event["level"] and math.log(event["peak"] / event["level"])
-    return {
-        "files": [str(log.source) for log in group],
-        "iterations": len(curve.table),
-        "restarts": [asdict(restart) for restart in curve.restarts],
-        "events": found,
-        **continuity.to_json(),
-        "problems": [{"file": str(log.source), **asdict(problem)} for log in group for problem in log.problems],
-    }
+    found: dict[str, Any] = {"files": [log.source for log in group], "iterations": len(curve.table)}
+    found |= {"restarts": curve.restarts, "events": find_spikes(curve)}
+    found |= {"breaks": continuity.breaks, "unjudged": continuity.unjudged}
+    found["problems"] = [{"file": log.source, **as_json(problem)} for log in group for problem in log.problems]
+    return as_json(found)
 
 
 def training_text(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> str:

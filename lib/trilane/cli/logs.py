@@ -158,7 +158,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    from trilane.analysis.continuity.breaks import KEEP, breaks_of
+    from trilane.analysis.continuity import KEEP, find_breaks
     from trilane.analysis.loss_curve import join, trainings
     from trilane.analysis.spikes import training_record, training_text
     from trilane.documents.runs import read_runs
@@ -177,7 +177,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     code = report_unreadable(bad, read)
     if code < 2:
         groups = trainings(read)
-        found = [(group, join(group), breaks) for group, breaks in zip(groups, breaks_of(groups), strict=True)]
+        found = [(group, join(group), find_breaks(group)) for group in groups]
         text = "\n".join(training_text(*one) for one in found) or "no log holds an iteration"
         emit(as_json, {"trainings": [training_record(*one) for one in found]}, text)
     return code

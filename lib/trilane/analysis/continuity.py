@@ -1,0 +1,426 @@
+"""Continuity: what the restarts of a training did not continue, by its logs alone, and what the logs do not show."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pandas as pd
+
+from trilane.analysis.loss_curve import SIGMAS, noise
+from trilane.analysis.steady_state import interval
+from trilane.config.plan import read_plan
+from trilane.logs.arguments import Value
+from trilane.logs.reading.reader import find_lines
+from trilane.logs.run import RunLog
+from trilane.logs.run_folder import read_run_folder
+from trilane.utils.tables import DataFrame, Record, Table, Text, frame_of, one_line, short
+from trilane.workspace.study import Study
+
+# quantities and causes in words
+WORDS: Mapping[str, str] = json.loads((resources.files("trilane") / "data/restart_causes.json").read_text("utf-8"))
+Numbers = tuple[np.ndarray, np.ndarray]  # iterations and values
+Found = tuple[str, int, float, str]  # the cause, the new line that differs first, the value expected there, a detail
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of a log: its name, the iteration, and the value; `number` in the file and `text` where they are known."""
+
+    log: str
+    iteration: int
+    value: float
+    number: int | None = None
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.value:.6g} in iteration {self.iteration} of {self.log}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break(Record):
+    """What a restart did not continue: the last line before it, the first one after it that differs, the cause.
+
+    quantity, cause   keys of WORDS; `detail` adds what supports the cause
+    expected          what the course before leads to at the line `after`; `size` is the value relative to it
+    """
+
+    DERIVED: ClassVar = ("size", "likely", "sentence")
+    quantity: str
+    cause: str
+    restart: int
+    before: Line
+    after: Line
+    expected: float
+    detail: str = ""
+
+    @property
+    def size(self) -> float | None:
+        return self.after.value / self.expected if abs(self.expected) > 1e-30 else None
+
+    @property
+    def likely(self) -> str:
+        return WORDS[self.cause] + (f"; {self.detail}" if self.detail else "")
+
+    @property
+    def sentence(self) -> str:
+        size = f"{self.expected:.6g} expected, {change(self.after.value, self.expected)}"
+        return f"{WORDS[self.quantity]}: {self.before}, {self.after} ({size}); likely: {self.likely}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuity(Table, Record):
+    """The restarts of one training: `breaks`, what they did not continue; `unjudged`, what the logs do not show."""
+
+    restarts: int
+    breaks: tuple[Break, ...]
+    unjudged: tuple[str, ...]
+
+    def to_frame(self) -> DataFrame:
+        """A row per break: both lines, the expected value and the likely cause."""
+        columns: dict[str, str | Callable[[Break], str]] = {
+            "restart": "restart",
+            "quantity": lambda b: WORDS[b.quantity],
+            "before": lambda b: str(b.before),
+            "after": lambda b: str(b.after),
+            "expected": lambda b: f"{b.expected:.5g}",
+            "likely cause": "likely",
+        }
+        return frame_of(self.breaks, columns)
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() if self.breaks else ""
+
+    def lines(self) -> list[str]:
+        """A line for each break, the two lines of the logs below it, and one for what could not be judged."""
+        found = list[str]()
+        for b in self.breaks:
+            shown = (f"  {x.log}:{x.number}: {x.text}" for x in (b.before, b.after) if x.number)
+            found += map(one_line, [f"restart at iteration {b.restart}: {b.sentence}", *shown])
+        return found + [f"not judged: {what}" for what in self.unjudged]
+
+    def summary(self) -> Text:
+        """How many restarts were judged and what was found, and what could not be judged, as Markdown."""
+        if not self.restarts:
+            return Text("No run was restarted.")
+        counts = Text.of("**{}** restarts, **{}** breaks in what the logs print.", self.restarts, len(self.breaks))
+        return Text.of("{}{}", counts, Text.joined("\n- not judged: ", ["\n", *self.unjudged]) if self.unjudged else "")
+
+
+def find_breaks(logs: Sequence[RunLog]) -> Continuity:
+    """What the restarts of one training did not continue; its logs in the order in which they ran.
+
+        find_breaks([read_log("part1.log"), read_log("part2.log")]).lines()
+
+    Left out: what changes without a restart (see find_spikes), a schedule that bends right at the restart, a loss that
+    is lower unless iterations were repeated, and trainings whose iteration numbers begin again.
+    """
+    found, unjudged, restarts = list[Break](), dict[str, None](), list(_restarts(logs))
+    for restart in restarts:
+        for name, rule in RULES.items():
+            if restart.has(name) and (broken := rule(restart, name)):
+                found.append(restart.found("iteration" if broken[0] == "iterations-jump" else name, *broken))
+        unjudged |= dict.fromkeys(_unjudged(restart))
+    return Continuity(restarts=len(restarts), breaks=tuple(found), unjudged=tuple(unjudged))
+
+
+def study_breaks(study: Study) -> Continuity:
+    """What the restarts of a study's runs did not continue: those inside each run folder, and those of a run that
+    starts from a checkpoint of another one (run.load).
+
+        study_breaks(Study.open("demo")).lines()
+    """
+    logs, every = {folder.resolve(): read_run_folder(folder) for folder in study.run_folders()}, list[Continuity]()
+    for folder, log in logs.items():
+        load = Path(read_plan(folder / "plan.json").run.load or folder).resolve()
+        source = next((logs[place] for place in (load, *load.parents) if place in logs), log)
+        every.append(find_breaks([log] if source is log else [replace(source, resumes=()), log]))
+    return joined(every)
+
+
+def joined(every: Iterable[Continuity]) -> Continuity:
+    """What was found in several trainings, as one."""
+    every = list(every)
+    unjudged = tuple(dict.fromkeys(what for one in every for what in one.unjudged))
+    breaks = tuple(b for one in every for b in one.breaks)
+    return Continuity(restarts=sum(one.restarts for one in every), breaks=breaks, unjudged=unjudged)
+
+
+def change(value: float, expected: float) -> str:
+    """A change in words: a factor where it is large, else per cent."""
+    if not math.isfinite(value):
+        return "no number"
+    if not expected or not value:
+        return f"{value - expected:+.6g}"
+    ratio = value / expected
+    return f"x {ratio:.3g}" if not 0.5 < ratio < 2 else f"{ratio - 1:+.2%}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """A restart: the lines before it, with those that it repeats, the lines after it, each rising, and their logs."""
+
+    old: DataFrame
+    new: DataFrame
+    logs: tuple[RunLog, RunLog]
+
+    @property
+    def first(self) -> float:
+        """The first iteration after the restart."""
+        return float(self.new["iteration"].iloc[0])
+
+    @property
+    def every(self) -> float:
+        """Iterations that a line covers, on the side where it covers more."""
+        return max(interval(side["iteration"].to_numpy(float)) for side in (self.old, self.new))
+
+    def numbers(self, name: str) -> tuple[Numbers, Numbers]:
+        """Iterations and values of a column before the restart and after it, where training can have that value."""
+        return _numbers(self.old, name), _numbers(self.new, name)
+
+    def has(self, name: str) -> bool:
+        """Whether both sides print the column."""
+        return all(len(at) for at, _ in self.numbers(name))
+
+    def before(self, name: str) -> np.ndarray:
+        """The values up to that of the first iteration after the restart, else of the last one before it."""
+        (at, x), _ = self.numbers(name)
+        return x[: max(int(np.searchsorted(at, self.first, "right")), 1)]
+
+    def differs(self, *names: str) -> bool:
+        """Whether the first value of a column after the restart is another one, by more than a per cent."""
+        return any(abs(self.numbers(n)[1][1][0] / self.before(n)[-1] - 1) > 0.01 for n in names if self.has(n))
+
+    def changed(self, pattern: str) -> str:
+        """ "train_iters 500 -> 800": arguments of such names that both logs print and that differ."""
+        one, two = map(_arguments, self.logs)
+        names = [name for name in one if name in two and one[name] != two[name] and re.search(pattern, name)]
+        return ", ".join(f"{n} {short(str(one[n]), 40)} -> {short(str(two[n]), 40)}" for n in names)
+
+    def found(self, name: str, cause: str, place: int, expected: float, detail: str) -> Break:
+        """The Break at line `place` of the new values of a column, against the last line before the restart."""
+        ((at, values), (at_new, new)), (one, two) = self.numbers(name), (log.source for log in self.logs)
+        last = max(int(np.searchsorted(at, self.first)) - 1, 0)
+        before = Line(log=_label(one), iteration=int(at[last]), value=float(values[last]))
+        after = Line(log=_label(two), iteration=int(at_new[place]), value=float(new[place]))
+        # an iteration that was done again stands twice in one file
+        once = one != two or after.iteration > self.old["iteration"].iloc[-1]
+        lines = {"before": _with_text(before, one), "after": _with_text(after, two) if once else after}
+        start = int(self.first)
+        return Break(quantity=name, cause=cause, restart=start, expected=float(expected), detail=detail, **lines)
+
+
+def _unjudged(r: Boundary) -> Iterator[str]:
+    missing = [WORDS[name] for name in RULES if name != "consumed_tokens" and not r.has(name)]
+    where, before = f"restart at iteration {r.first:.0f}", r.old["iteration"][r.old["iteration"] < r.first]
+    if missing:
+        yield f"{', '.join(missing)} (not printed on both sides of the {where})"
+    if len(before) < 6 or len(r.new) < 3:
+        yield f"loss, gradient norm, speed (too few lines at the {where})"
+    if r.differs("global_batch_size"):
+        yield f"learning rate, gradient norm, speed (another batch size after the {where})"
+    if len(before) and r.first - before.iloc[-1] > r.every:
+        yield f"iterations {before.iloc[-1] + 1:.0f} to {r.first - 1:.0f} (in no log)"
+
+
+def _rate(r: Boundary, name: str) -> Found | None:
+    """The learning rate against the schedule before it, continued by its slope beyond the last iteration."""
+    (at, x), (at_new, y) = r.numbers(name)
+    slope, own, beyond = _slope(at[-8:], x[-8:]), _slope(at_new[:8], y[:8]), np.maximum(at_new - at[-1], 0.0)
+    expected = np.interp(at_new, at, x) + slope * beyond
+    # logs print three digits; at the restart a warm-up, plateau or decay may begin or end
+    allowed = 0.02 * expected + (abs(slope) + abs(own)) * np.maximum(r.every, beyond)
+    wrong = np.abs(y - expected) > allowed
+    # a schedule in samples goes on over the samples
+    if 2 * wrong[:3].sum() <= len(wrong[:3]) or r.differs("global_batch_size"):
+        return None
+    place = int(np.argmax(wrong))
+    value, goal = y[place], expected[place]
+    is_first = at[0] <= 2 * r.every and abs(value - x[0]) < 0.1 * abs(goal - x[0])
+    is_peak = abs(value - x.max()) < 1e-3 * value and own <= 0
+    changed = r.changed(r"^lr|_lr$|learning_rate|train_(iters|samples)|_steps$|epochs|warmup|scheduler")
+    begins = value < 0.05 * goal or is_first or (is_peak and not changed)
+    cause = "scheduler-restarted" if begins else "another-schedule" if changed else "rate-level"
+    return cause, place, goal, changed
+
+
+def _consumed(r: Boundary, name: str) -> Found | None:
+    """Consumed samples against the count before, plus the batches since; tokens where no samples are printed."""
+    (at, x), (at_new, y) = r.numbers(name)
+    done, value = at < at_new[0], float(y[0])
+    sides = (at[done][-32:], x[done][-32:]), (at_new[:32], y[:32])
+    each = [slope for side in sides if (slope := _slope(*side)) > 0]
+    if not each or not done.any() or (name == "consumed_tokens" and r.has("consumed_samples")):
+        return None
+    gap, batch = at_new[0] - at[done][-1], each[-1]
+    counts = [x[done][-1] + slope * gap for slope in each]
+    # counts printed as 52.4M rise unevenly by their last digit, and those of a ramp-up do too
+    uneven = max(float(np.abs(np.diff(v) - np.median(np.diff(v))).max()) for _, v in sides if len(v) > 1)
+    slack = 0.5 * max(each) + 2 * uneven
+    if min(counts) - slack < value < max(counts) + slack:
+        return None
+    expected = min(counts) if value < min(counts) else max(counts)
+    missing, lost, unit = value - expected, gap - r.every, name.removeprefix("consumed_")
+    if lost > 0 and abs(missing + lost * batch) <= 1.5 * batch:
+        return "iterations-jump", 0, r.first - lost, f"{lost:.0f} iterations without their samples"
+    cause = "data-replayed" if missing < 0 else "data-skipped"
+    from_start = value <= 1.5 * min(r.every, at_new[0]) * batch
+    return "data-from-start" if from_start else cause, 0, expected, f"{abs(missing):.0f} {unit}"
+
+
+def _size(r: Boundary, name: str) -> Found | None:
+    """Batch size or sequence length: that of the same iteration, or of the last one, or the next step of a ramp-up."""
+    x, (_, y) = r.before(name), r.numbers(name)[1]
+    before, after = x[-1], y[0]
+    # the next step of a ramp-up or curriculum: by about the factor of those seen, which falls or stays
+    factor = max(float((side[1:] / side[:-1]).max(initial=1.0)) for side in (x, y))
+    planned = name == "global_batch_size" and r.logs[1].arguments.get("rampup_batch_size") not in (None, "None")
+    grows = before < after and (planned or after <= 1.01 * before * factor**1.5)
+    if grows or not r.differs(name):
+        return None
+    again = after < before and (np.diff(y).max(initial=0.0) > 0 or after == x[0])
+    cause = "sequence-length" if name == "seq_length" else "ramp-up-restarted" if again else "batch-changed"
+    return cause, 0, before, r.changed("batch|accumulation|data_parallel|seq_length")
+
+
+def _scale(r: Boundary, name: str) -> Found | None:
+    """The loss scale, which moves by a factor of 2 on its own, down also by one for each skipped iteration."""
+    x, (_, y), (_, skipped) = r.before(name), r.numbers(name)[1], r.numbers("skipped")[1]
+    before, after, halvings = x[-1], y[0], min(64.0, skipped[0]) if len(skipped) else 0.0
+    if 1.0 in (before, after) and max(before, after) >= 256:
+        return "precision-changed", 0, before, r.changed("fp16|bf16|precision")
+    if 1 / (4 * 2**halvings) < after / before < max(4.0, 2 * float((x[1:] / x[:-1]).max(initial=1.0))):
+        return None
+    # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
+    initial = (x[0], r.logs[1].arguments.get("initial_loss_scale"), 2.0**16, 2.0**32)
+    return "loss-scale-initial" if after in initial else "loss-scale-lost", 0, before, ""
+
+
+def _moved(r: Boundary, name: str, least: float) -> tuple[float, float]:
+    """The expected ln(value), and by how much the lines after the restart lie off it; 0.0 where that is noise.
+
+    The median of the first 3, 8, 16 and 32 lines is compared with the same iterations before, where three were repeated
+    (the data is the same); else with the end of a power of the iteration (Kaplan et al. 2020, arXiv:2001.08361) through
+    the 96 lines before: then only a rise counts, as a loss falls on its own.
+    """
+    (at, x), (at_new, y) = ((when[v > 0], np.log(v[v > 0])) for when, v in r.numbers(name))
+    _, mine, theirs = np.intersect1d(at_new, at, return_indices=True)
+    near = (at < r.first) & (at >= 0.6 * r.first)  # no one power fits a whole course
+    past, x_past = at[near][-96:], x[near][-96:]
+    if len(mine) >= 3:
+        expected, off, weight, sigma = float(x[theirs[0]]), y[mine] - x[theirs], 0.0, noise(y[mine] - x[theirs])
+    elif len(past) >= 6:
+        ahead = np.log(past / past[-1])
+        slope, expected = np.polyfit(ahead, x_past, 1)
+        rest = x_past - expected - slope * ahead
+        memory = np.clip(np.corrcoef(rest[1:], rest[:-1])[0, 1], 0, 0.8) if rest.std() > 0 else 0.0
+        # variances of the end of a fitted line, and of means of noise that remembers the line before
+        off, weight, sigma = y - expected, 4 / len(past), noise(x_past) * math.sqrt((1 + memory) / (1 - memory))
+    else:
+        return 0.0, 0.0
+    found = 0.0
+    for lines in (n for n in (3, 8, 16, 32) if n <= len(off)):
+        middle = float(np.median(off[:lines]))
+        error = sigma * math.sqrt(1.57 / lines + weight)  # variance of a median: pi / 2
+        if abs(middle) > max(least, SIGMAS * error, abs(found)) and (middle > 0 or not weight):
+            found = middle
+    return expected, found
+
+
+def _loss(r: Boundary, name: str) -> Found | None:
+    (at, x), (_, y) = r.numbers(name)
+    expected, moved = _moved(r, name, 0.01)
+    if not moved:
+        return None
+    level, size = math.exp(expected), r.logs[1].arguments.get("padded_vocab_size")
+    untrained = float(x[0]) if at[0] <= 2 * r.every else math.log(size) if isinstance(size, int) else 0.0
+    if level < 0.85 * untrained and y[0] > 0.93 * untrained:
+        return "weights-not-loaded", 0, level, f"an untrained model's is about {untrained:.4g}"
+    # only losses that equal those from iteration k on, to the last digit, show k
+    rows = np.lib.stride_tricks.sliding_window_view(x, 3) == y[:3] if min(len(x), len(y)) >= 3 else np.empty((0, 3))
+    again = np.flatnonzero(rows.all(axis=1))
+    detail = f"from iteration {at[again[-1]]:.0f} on" if len(again) else ""
+    return "older-checkpoint" if detail else "loss-level", 0, level, detail
+
+
+def _gradient(r: Boundary, name: str) -> Found | None:
+    """The gradient norm; one that changes with the loss, or with the batch size, is no finding of its own."""
+    (_, y), (expected, moved) = r.numbers(name)[1], _moved(r, name, math.log(2))
+    if not moved or r.differs("global_batch_size") or (r.has("lm_loss") and _loss(r, "lm_loss")):
+        return None
+    stays = abs(math.log(np.median(y[len(y) // 2 :])) - expected) > 0.5 * abs(moved)
+    return "gradient-scale" if stays else "gradient-level", 0, math.exp(expected), ""
+
+
+def _speed(r: Boundary, name: str) -> Found | None:
+    """Seconds per iteration; nothing where batch, sequence or, by the arguments, the topology is another one."""
+    (at, x), (_, y) = r.numbers(name)
+    x, y = x[at < r.first][-96:], y[2:98]  # the first two after a start are slow
+    topology = r.changed("world_size|parallel_size|micro_batch|gpus$|num_nodes")
+    # six slow lines prove no slow node: other load of a machine may slow thirty, but not all
+    if len(x) < 6 or len(y) < 8 or topology or r.differs("global_batch_size", "seq_length"):
+        return None
+    slower = np.median(y) > 1.5 * np.median(x) and np.quantile(y, 0.2) > np.quantile(x, 0.9)
+    return ("slower", 2, float(np.median(x)), "") if slower else None
+
+
+RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
+    **{"learning_rate": _rate, "consumed_samples": _consumed, "consumed_tokens": _consumed},
+    **{"global_batch_size": _size, "loss_scale": _scale, "seq_length": _size},
+    **{"lm_loss": _loss, "grad_norm": _gradient, "sec_per_it": _speed},
+}
+KEEP = (*RULES, "train_iters", "skipped")  # columns of a log that are read for it
+
+
+def _slope(at: np.ndarray, values: np.ndarray) -> float:
+    """The slope from the first to the last value; 0.0 for one alone."""
+    return float((values[-1] - values[0]) / (at[-1] - at[0])) if len(at) > 1 else 0.0
+
+
+def _numbers(table: DataFrame, name: str) -> Numbers:
+    values = table[name].to_numpy(float) if name in table else np.full(len(table), math.nan)
+    may_be_zero = name in ("learning_rate", "skipped") or name.startswith("consumed")
+    good = (values < 1e18) & ((values > 1e-18) | (may_be_zero & (values == 0)))  # others are damaged; False for NaN
+    return table["iteration"].to_numpy(float)[good], values[good]
+
+
+def _arguments(log: RunLog) -> Mapping[str, Value]:
+    """The log's arguments, with the number of iterations that its lines print."""
+    printed = [int(n) for n in log.column("train_iters")[-1:] if math.isfinite(n)]
+    return {**log.arguments, "train_iters": printed[0]} if printed else log.arguments
+
+
+def _label(path: Path) -> str:
+    """The log's name; that of its folder too where it is the log of a run folder."""
+    return f"{path.parent.name}/{path.name}" if path.name == "run.log" else path.name
+
+
+def _with_text(line: Line, path: Path) -> Line:
+    try:
+        number, text = find_lines(path, {line.iteration}).get(line.iteration, (None, ""))
+    except (OSError, ValueError):  # the file is gone, or the log was never in one
+        return line
+    return replace(line, number=number, text=short(text.strip(), 160))
+
+
+def _restarts(logs: Sequence[RunLog]) -> Iterator[Boundary]:
+    """Each restart of one training, whose logs are given in the order in which they ran."""
+    kept, last = pd.DataFrame(), None
+    for log, rows in ((log, _rising(log.iterations)) for log in logs if log.first_iteration is not None):
+        for at, again in log.resumes:
+            old, new = pd.concat([rows[rows["iteration"] < at], _rising(again)]), rows[rows["iteration"] >= at]
+            if len(old) and len(new):
+                yield Boundary(old=old, new=new.head(512), logs=(log, log))
+        if last is not None:
+            yield Boundary(old=kept, new=rows.head(512), logs=(last, log))
+            kept = kept[kept["iteration"] < rows["iteration"].iloc[0]]
+        kept, last = pd.concat([kept, rows], ignore_index=True), log
+
+
+def _rising(rows: DataFrame) -> DataFrame:
+    return rows.sort_values("iteration", kind="stable").drop_duplicates("iteration", keep="last")
