@@ -93,7 +93,9 @@ def test_each_of_two_new_studies_made_at_once_has_its_own_folder(outputs):
 def test_the_cluster_local_is_this_machine_for_every_command(outputs, tmp_path, capsys, command):
     """It was one for notebooks alone. Measured before, here, since that takes seconds."""
     sizes = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
-    (tmp_path / "arguments").write_text(f"{sizes} --global-batch-size 8 --train-iters 10 --max-position-embeddings 32")
+    (tmp_path / "arguments").write_text(
+        f"{sizes} --global-batch-size 8 --train-iters 10 --lr 1e-3 --max-position-embeddings 32"
+    )
     words = command.replace("ARGUMENTS", f"{tmp_path}/arguments --vocab-size 384 --gpus 2").split()
     assert main([*words, "--cluster", "local", "--json"]) in (0, 1)
     assert "cluster=local" not in capsys.readouterr().err
