@@ -17,7 +17,7 @@ from slurm_cluster import REQUEST, SITE, fake_commands, one, plan, run_folder
 
 from trilane.cli.app import main
 from trilane.slurm import attempt, chain, client, jobs, ledger, submission, sweep
-from trilane.utils.folder_lock import LOCK, FolderLock
+from trilane.utils.folder_lock import FolderLock
 
 AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 ACCEPT = 'echo "$$|$token" >>"$here/queue"'
@@ -99,7 +99,7 @@ def forked(*works: Callable[[], object]) -> list[str]:
 
 def left(folder: Path) -> list[str]:
     """What locks left in the folder."""
-    return [path.name for path in folder.glob(f"*{LOCK}*")]
+    return [path.name for path in folder.glob("*run.lock*")]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_submission_killed_around_sbatch_leaves_neither_a_second_job_nor_a_los
     (said,) = forked(lambda: submit(folder))
     assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == submission.active_jobs(folder)
     assert bool(re.search(rf"^ActiveJob: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
-    assert not ledger.open_submissions(folder) and LOCK not in left(folder)
+    assert not ledger.open_submissions(folder) and "run.lock" not in left(folder)
 
 
 def test_a_job_whose_submission_was_killed_is_shown_and_cancelled(slurm: Slurm, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trilane.workspace import status as module
-from trilane.workspace.status import RunStatus, Status, known_status, read_status, reserved_status, write_status
+from trilane.workspace.status import RunStatus, Status, known_status, read_status, write_status
 
 
 def outcome(evidence: str) -> RunStatus:
@@ -24,28 +24,8 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "replace_text", refused)
 
 
-def test_a_status_on_a_full_disk_takes_the_reserved_space(tmp_path: Path, full: None) -> None:
-    write = lambda: write_status(tmp_path, outcome("🚀" * 5000))  # noqa: E731
-    assert not write(), "nothing is reserved"
-    with reserved_status(tmp_path, "test"):
-        assert write()
-        assert read_status(tmp_path).evidence == "🚀" * 2000
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-
-
-def test_what_was_reserved_and_not_needed_is_given_back(tmp_path: Path) -> None:
-    with reserved_status(tmp_path, "test"):
-        write_status(tmp_path, outcome("end"))
-    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
-
-
-def test_a_run_does_not_start_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / ".status.reserve.test").symlink_to("/dev/full")
-    with (
-        pytest.raises(ValueError, match=r"^run folder=.*: cannot be written to \(No space left on device\)$"),
-        reserved_status(tmp_path, "test"),
-    ):
-        pass
+def test_a_status_on_a_full_disk_is_not_half_written(tmp_path: Path, full: None) -> None:
+    assert not write_status(tmp_path, outcome("end")) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

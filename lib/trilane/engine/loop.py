@@ -1,6 +1,5 @@
 """The training loop: the same for every engine."""
 
-import contextlib
 import math
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from trilane.engine.stop_requests import StopRequest, StopRequests
 from trilane.workspace.checkpoints import FOLDER, name_of
 from trilane.workspace.continuation import extension, in_order_of
 from trilane.workspace.run_folder import cut_steps
-from trilane.workspace.status import RunStatus, Status, reserved_status, write_status
+from trilane.workspace.status import RunStatus, Status, write_status
 
 
 class Training:
@@ -70,8 +69,7 @@ class Training:
 
         Writes steps.jsonl and checkpoints to the folder and Megatron's lines to the terminal.
         """
-        with reserved_status(self._folder, "engine") if self._world.is_first else contextlib.nullcontext():
-            self._train()
+        self._train()
         heartbeat.end(self._folder)
         self._world.barrier()
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ from typing import Any
 from trilane.engine.distributed import rendezvous
 from trilane.engine.signals import ALL, FORWARDED, SAVE, STOP
 from trilane.utils.files import replace_text
-from trilane.utils.process import allow_open_files, announce, die_with_parent
+from trilane.utils.process import allow_open_files, announced, die_with_parent
 
 LOOPBACK = "127.0.0.1"
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, ALL)
     die_with_parent()
     allow_open_files()
-    os.environ.update(announce({}))
+    os.environ.update(announced())
     os.environ[FORWARDED] = "1"
     _forward_signals()
     _listen_on_loopback()

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +19,14 @@ from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, re
 from trilane.launch.follow import follow
 from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.launch.outcome import with_cause
-from trilane.utils.process import held_port, python
+from trilane.utils.process import announced, held_port, python
 from trilane.utils.validation import read_json, require
 from trilane.workspace import node_folder
 from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.continuation import require_continuable
+from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.run_folder import STOP, reopen
-from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, reserved_status, write_status
+from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
 
 GRACE_S = 8.0  # from asking torchrun to end its workers to killing them
 WEEK_S = 7 * 86400.0
@@ -54,7 +56,7 @@ def train_local(
     rule = f"one machine starts at most the {node} processes of a node; submit job.sbatch on {plan.cluster.name}"
     require(plan.topology.gpus <= node, "tp x pp x dp", plan.topology.gpus, rule)
     begin = time.monotonic()
-    with held_port(port) as own_port, reserved_status(folder, "launcher"):
+    with held_port(port) as own_port:
         reopen(folder)
         outcome = _run(folder, plan, own_port, show_progress, begin, timeout_s)
         _record(folder, outcome)
@@ -72,6 +74,10 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
                 except KeyboardInterrupt:  # recorded now, too: a notebook's kernel may be killed while the workers end
                     _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
                     raise
+            done = max((beat.step for beat in read_beats(folder).values()), default=0)
+            if code == 0 and done < plan.run.goal and not (folder / "status.json").exists():
+                what = f"stopped at iteration {done}; the disk was full, so that status.json did not record it"
+                return replace(_ended(Status.STOPPED, what, begin), exit_code=0)
             outcome = with_cause(judge(folder, plan.topology.gpus, code, _since(begin)), folder)
             return monitor.corrected(outcome, failed_ranks(folder))
     except KeyboardInterrupt:
@@ -108,6 +114,11 @@ def _record(folder: Path, outcome: RunStatus) -> None:
 def _require_ready(folder: Path, plan: Plan, resume: bool) -> None:
     """ValueError where a run must not start, or not resume, in that folder, or not from its checkpoints."""
     require_continuable(folder, plan)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b" " * (1 << 15))
+    except OSError as error:
+        raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
     if resume:
         require(not (folder / STOP).exists(), "run folder", folder, f"holds the file `{STOP}`; remove it to resume")
         return
@@ -144,7 +155,7 @@ def environment(processes: int) -> dict[str, str]:
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
-        "TRILANE_PARENT_PID": str(os.getpid()),
+        **announced(),
     }
 
 

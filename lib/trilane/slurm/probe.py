@@ -16,7 +16,7 @@ from trilane.slurm.site_options import PLAIN
 from trilane.slurm.sites import Qos, Site
 from trilane.utils.files import replace_text
 from trilane.utils.tables import one_line
-from trilane.utils.validation import MOST_CHARACTERS, require, require_known, to_mapping
+from trilane.utils.validation import require, require_known, to_mapping
 
 NOT_PROBED = (
     "modules: what the scripts must load (module avail)",
@@ -75,9 +75,7 @@ def probe(partition: str = "", card: str = "") -> Probe:
     usual = next((kind.partition for kind in kinds if kind.is_default), "none")
     sources["partitions"] = f"sinfo, those that are up; the default one: {usual}"
     sources |= {"accounts": ", ".join(accounts)} if accounts else {}
-    sources = {
-        key: one_line(text)[:MOST_CHARACTERS] for key, text in (sources | {"unknown": "; ".join(unknown)}).items()
-    }
+    sources = {key: one_line(text)[:4000] for key, text in (sources | {"unknown": "; ".join(unknown)}).items()}
     site = Site(**valid, qos=limits, default_qos=default, sources=sources)
     return Probe(site=site, cluster=nodes, unknown=tuple(map(one_line, unknown)))
 

@@ -1,4 +1,4 @@
-"""Files that other processes read while they are written: atomic replacement, kept versions, appended lines, locks."""
+"""Files that other processes read while they are written: atomic replacement, kept versions, appended lines."""
 
 import contextlib
 import errno
@@ -8,27 +8,17 @@ import json
 import os
 import re
 import secrets
-import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-EARLIER = "earlier"
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a Lustre mounted without -o flock, some NFS
-# FAT and some FUSE file systems have no links; others' files may not be linked (fs.protected_hardlinks)
-NO_LINKS = (errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
-NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF)
-# A disk or a quota that is full, or storage that is away for a while
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-REPLACED = "\ufffd"  # what stands for bytes that are not UTF-8
-
 
 def read_text(path: Path, last: int = 0) -> str:
-    """The text of a file as far as it can be read, of its `last` bytes where that is given; "" where there is none.
+    """The text of a file, of its `last` bytes where that is given; "" where it is missing.
 
-    A host that crashes leaves NULs at the end of a file, a cut write half a character: NULs are left out, bytes that
-    are not UTF-8 replaced. Raises ValueError for a folder, and for a file that must not be read.
+    A host that crashes leaves NULs at the end of a file, a cut write half a character: NULs are removed, bytes that
+    are not UTF-8 replaced by U+FFFD. Raises ValueError for a folder, and for a file that must not be read.
     """
     try:
         with path.open("rb") as file:
@@ -41,12 +31,12 @@ def read_text(path: Path, last: int = 0) -> str:
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in the lines of a text; damaged lines, as a killed process or a crash leaves, are left out."""
+    """The JSON objects in the lines of a text; lines that a killed process or a crash damaged are skipped."""
     return [values for line in text.split("\n") if (values := json_object(line)) is not None]
 
 
 def damaged_lines(text: str) -> int:
-    """How many lines json_lines() leaves out; a blank one is not damaged."""
+    """How many lines json_lines() skips; a blank one is not damaged."""
     return sum(bool(line.strip()) for line in text.split("\n")) - len(json_lines(text))
 
 
@@ -56,7 +46,7 @@ def json_object(text: str) -> dict[str, Any] | None:
         found = json.loads(text.strip("\0"))
     except (ValueError, RecursionError):  # a number of over 4300 digits is a ValueError too
         return None
-    return found if isinstance(found, dict) and REPLACED not in text else None
+    return found if isinstance(found, dict) and "\ufffd" not in text else None
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
@@ -69,7 +59,8 @@ def lock(file: IO[Any]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        # a Lustre mounted without -o flock, some NFS
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
 
 
@@ -89,91 +80,75 @@ def append_line(path: Path, line: str) -> None:
         os.fsync(file.fileno())
 
 
-class Appended:
-    """A file to which one process appends: what a full disk refuses is kept in memory, and written in order later.
+class Appended(io.RawIOBase):
+    """A file, or the stream of a descriptor, that outlasts a full disk: Appended(path, print).write(b"line").
 
-    `report` receives one line when the file cannot be written and one when it can be again. Beyond `most` bytes in
-    memory the oldest are lost. Each piece, such as a line, is written whole or not at all. Not synchronised.
+    What the disk refuses is kept in memory, up to `most` bytes, and written in order later; the oldest is lost first.
+    Each piece is in a file whole or not at all. `report` receives a line when writing fails and when it works again.
     """
 
-    def __init__(self, path: Path, report: Callable[[str], None], most: int = 1 << 26) -> None:
-        self._path, self._report, self._most = path, report, most
-        self._waiting: deque[bytes] = deque()
-        self._bytes = self._lost = 0
+    def __init__(self, file: Path | int, report: Callable[[str], None] = lambda text: None, most: int = 1 << 26):
+        self._file, self._report, self._most = file, report, most
+        self.name = file.name if isinstance(file, Path) else f"<{file}>"
+        self._pieces: deque[bytes] = deque()
+        self._bytes = 0
         self._problem = ""
 
     @property
     def waiting(self) -> int:
         """How many pieces are not written yet."""
-        return len(self._waiting)
-
-    def add(self, data: bytes) -> None:
-        """Append one piece, and what waits before it, as far as the disk takes it; OSError where it is not full."""
-        self._waiting.append(data)
-        self._bytes += len(data)
-        while self._bytes > self._most:
-            self._bytes -= len(self._waiting.popleft())
-            self._lost += 1
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what waits, as far as the disk takes it."""
-        problem, before = self._write(), self._problem
-        self._problem = problem
-        if problem and not before:
-            kept = f"up to {self._most >> 20} MiB are kept in memory until it can be"
-            self._report(f"{self._path.name} cannot be written ({problem}); the training goes on, and {kept}")
-        elif before and not problem:
-            lost = f"; {self._lost} of its lines, the oldest that waited, are lost" if self._lost else ""
-            self._report(f"{self._path.name} can be written again, and what was kept in memory is in it{lost}")
-            self._lost = 0
-
-    def _write(self) -> str:
-        """Write what waits; why that failed, "" where it did not."""
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                while self._waiting:
-                    end, data = file.seek(0, os.SEEK_END), self._waiting[0]
-                    if file.write(data) < len(data):
-                        file.truncate(end)
-                        return os.strerror(errno.ENOSPC)
-                    self._bytes -= len(self._waiting.popleft())
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            return os.strerror(error.errno)
-        return ""
-
-
-class PatientStream(io.RawIOBase):
-    """The terminal or log behind a file descriptor: what a full disk refuses is kept, up to `most` bytes, for later."""
-
-    def __init__(self, handle: int, most: int = 1 << 24) -> None:
-        self._handle, self._most, self._waiting = handle, most, bytearray()
-        self.name = f"<{handle}>"
+        return len(self._pieces)
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return self._handle
+        return self._file if isinstance(self._file, int) else super().fileno()
 
     def write(self, data: Any) -> int:
-        """Take all of `data`; OSError where the disk is not full, such as for a closed pipe."""
-        self._waiting += data
-        del self._waiting[: max(0, len(self._waiting) - self._most)]
-        try:
-            while self._waiting:
-                del self._waiting[: os.write(self._handle, self._waiting)]
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
+        """Append `data`, after what waits, as far as the disk takes it; OSError where it is not full."""
+        self._pieces.append(bytes(data))
+        self._bytes += len(data)
+        while self._bytes > self._most:
+            self._bytes -= len(self._pieces.popleft())
+        self.flush()
         return len(data)
+
+    def flush(self) -> None:
+        """Write what waits, as far as the disk takes it."""
+        before, self._problem = self._problem, self._write()
+        if self._problem and not before:
+            kept = f"buffering up to {self._most >> 20} MiB in memory"
+            self._report(f"{self.name} cannot be written ({self._problem}); training continues, {kept}")
+        elif before and not self._problem:
+            self._report(f"{self.name} can be written again")
+
+    def _write(self) -> str:
+        """Write what waits; why that failed, "" where it did not."""
+        is_own = isinstance(self._file, Path)  # other processes may write to a stream too: nothing is taken back
+        try:
+            with open(self._file, "ab", buffering=0, closefd=is_own) as file:
+                while self._pieces:
+                    written, piece = file.write(self._pieces[0]), self._pieces.popleft()
+                    if written < len(piece) and is_own:
+                        file.truncate(file.tell() - written)
+                        written = 0
+                    if written < len(piece):
+                        self._pieces.appendleft(piece[written:])
+                    self._bytes -= written
+                    if not written:
+                        return os.strerror(errno.ENOSPC)
+        except OSError as error:
+            # a disk or a quota that is full, or storage that is away for a while
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
+                raise
+            return os.strerror(error.errno)
+        return ""
 
 
 def patient_text(handle: int) -> io.TextIOWrapper:
     """A text stream of whole lines for a file descriptor, such as 1 or 2, that outlasts a full disk."""
-    return io.TextIOWrapper(PatientStream(handle), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
+    return io.TextIOWrapper(Appended(handle), "utf-8", "backslashreplace", line_buffering=True, write_through=True)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -202,7 +177,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):
             raise
     finally:
         os.close(handle)
@@ -215,8 +190,7 @@ def numbered(folder: Path, prefix: str, make: Callable[[Path], None]) -> Path:
     """
     folder.mkdir(exist_ok=True)
     names = [path.name.removeprefix(prefix) for path in folder.iterdir() if path.name.startswith(prefix)]
-    taken = [int(name) for name in names if name.isdecimal()]
-    number = 1 + max(taken, default=0)
+    number = 1 + max((int(name) for name in names if name.isdecimal()), default=0)
     while True:
         try:
             make(folder / f"{prefix}{number}")
@@ -231,7 +205,7 @@ def set_aside(path: Path) -> None:
     A folder in its place is moved there.
     """
     if path.exists():
-        numbered(path.parent / EARLIER, f"{path.name}.", lambda target: _keep(path, target))
+        numbered(path.parent / "earlier", f"{path.name}.", lambda target: _keep(path, target))
 
 
 def _keep(path: Path, target: Path) -> None:
@@ -241,19 +215,8 @@ def _keep(path: Path, target: Path) -> None:
         return
     try:
         os.link(path, target)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        _copy(path, target)
-
-
-def _copy(path: Path, target: Path) -> None:
-    """Copy to a file that must not exist; where that fails, nothing of it is left."""
-    with path.open("rb") as file, target.open("xb") as copy:
-        try:
-            shutil.copyfileobj(file, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
-        except BaseException:
-            target.unlink()
-            raise
+    except FileExistsError:
+        raise
+    except OSError:  # FAT and some FUSE file systems have no links; others' files may not be linked
+        with target.open("xb") as copy:
+            copy.write(path.read_bytes())

@@ -1,214 +1,101 @@
-"""Lock: one process at a time works in a folder, among all hosts that share it; without flock and equal clocks."""
+"""Lock: one process at a time works in a folder, among all hosts that share it; without flock."""
 
 import contextlib
-import errno
-import json
+import fcntl
 import os
 import platform
-import re
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
-from trilane.utils.files import NO_LINKS
-
-LOCK = "run.lock"
-POLL_S = 0.1
-BEAT_S = 5.0  # between two signs of life of a lock's holder
-SILENT_S = 120.0  # without one, the holder counts as dead; NFS shows a file's time up to 60 s late
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holder:
-    """The process that holds a lock: where it runs, its pid and start (kernel ticks), and its SLURM job, if any.
-
-    `system` is the boot and the process table in which `pid` means something.
-    """
-
-    nonce: str
-    host: str
-    system: str
-    pid: int
-    start: str
-    since: str
-    job: str
-
-    @classmethod
-    def this_process(cls) -> "Holder":
-        return cls(
-            nonce=uuid.uuid4().hex[:16],
-            host=platform.node(),
-            system=_system(),
-            pid=os.getpid(),
-            start=_start(os.getpid()),
-            since=datetime.now(UTC).isoformat(timespec="seconds"),
-            job=os.environ.get("SLURM_JOB_ID", ""),
-        )
-
-    def __str__(self) -> str:
-        job = f" in job {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job} since {self.since}"
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this process sees that process, or would if it had not ended."""
-        return bool(self.start) and self.system == _system()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process is known to be gone."""
-        return self.is_here and _start(self.pid) != self.start
-
-
-def _system() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _start(pid: int) -> str:
-    """When the process started, in kernel ticks; "" where there is none, or no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]
+from flufl.lock import Lock, LockState, NotLockedError, TimeOutError
 
 
 class FolderLock:
-    """A lock on folders for the processes of all hosts that share them; needs neither flock nor equal clocks.
+    """A lock on folders for the processes of all hosts that share them: `with FolderLock([folder]).held(20):`.
 
-    The lock is the file `name` in the folder, made by link(2), which is atomic on local file systems, NFS and Lustre;
-    O_EXCL where links are not allowed. Its holder touches it every BEAT_S. A holder has died if its process is gone
-    (same host), or if it has been silent for SILENT_S (another host). To replace the lock of a dead holder X, a process
-    must first create the file .NAME.X, which only one can; if that one dies too, .NAME.ITS-NONCE, and so on. So of
-    several that find the same dead holder one replaces the lock, and none removes a lock that is alive.
+    The lock is the file `name` in the folder, made by link(2), which is atomic on local file systems, NFS and Lustre
+    (flufl.lock, of GNU Mailman). A holder that was killed loses it at once to a process of its host, and a minute after
+    its last sign of life to one of another host, whose clock may be 10 s ahead.
     """
 
-    def __init__(self, folders: Iterable[Path], name: str = LOCK, field: str = "run folder") -> None:
+    def __init__(self, folders: Iterable[Path], name: str = "run.lock", field: str = "run folder") -> None:
         """`field` names the subject of the error of a process that waits too long."""
         self._field = field
-        self._paths = sorted({folder.resolve() / name for folder in folders})  # one order: no two wait for each other
-        self._holder = Holder.this_process()
+        paths = sorted({folder.resolve() / name for folder in folders})  # one order: no two wait for each other
+        self._locks = [_Lock(path) for path in paths]
 
     @contextlib.contextmanager
     def held(self, patience_s: float) -> Iterator["FolderLock"]:
         """Hold the lock of each folder; ValueError that names the holder where one is not free in `patience_s`."""
-        end = time.monotonic() + patience_s
-        ended = threading.Event()
-        threading.Thread(target=self._beat, args=(ended,), daemon=True).start()
+        end, ended = time.monotonic() + patience_s, threading.Event()
+        threading.Thread(target=self._refresh, args=(ended,), daemon=True).start()
         try:
-            for path in self._paths:
-                self._take(path, end)
+            for lock in self._locks:
+                self._take(lock, end)
             yield self
         finally:
             ended.set()
-            for path in filter(self._has, self._paths):
-                path.unlink(missing_ok=True)
+            for lock in self._locks:
+                lock.unlock(unconditionally=True)
 
     @property
     def is_ours(self) -> bool:
-        """Whether all are still held: a process that was suspended for SILENT_S may have lost them."""
-        return all(map(self._has, self._paths))
+        """Whether all are still held: a process that was suspended for a minute may have lost them."""
+        return all(lock.is_locked for lock in self._locks)
 
-    def _has(self, path: Path) -> bool:
-        found = _holder(path)
-        return found is not None and found.nonce == self._holder.nonce
+    def _refresh(self, ended: threading.Event) -> None:
+        while not ended.wait(10):
+            for lock in self._locks:
+                lock.refresh(unconditionally=True)
 
-    def _take(self, path: Path, end: float) -> None:
-        mine = path.with_name(f".{path.name}.new-{self._holder.nonce}")
+    def _take(self, lock: Lock, end: float) -> None:
+        folder, pause_s = Path(lock.lockfile).parent, 0.1
         try:
-            mine.write_text(json.dumps(asdict(self._holder)), encoding="utf-8")
-            while (other := self._claim(path, mine)) is not None:
+            while True:
+                _release_dead(lock)
+                with contextlib.suppress(TimeOutError):
+                    return lock.lock(timeout=0)
                 if time.monotonic() > end:
-                    rule = f"is locked by {other}; try again when that has ended"
                     raise ValueError(
-                        f"{self._field}={path.parent}: {rule} (on another host: was silent for {SILENT_S:.0f} s)"
+                        f"{self._field}={folder}: is locked by {_holder(lock)}; try again when it has ended"
                     )
-                time.sleep(POLL_S)
-                os.utime(mine)
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, 5.0)
         except OSError as error:
-            raise ValueError(f"{self._field}={path.parent}: cannot be locked: {error.strerror}") from None
-        finally:
-            mine.unlink(missing_ok=True)
-
-    def _claim(self, path: Path, mine: Path) -> Holder | None:
-        """Make `mine` the lock; None where that succeeded, else the process to wait for."""
-        name, dead = path, list[Holder]()
-        while not self._create(name, mine):
-            found = _holder(name)
-            if found is None:
-                name, dead = path, []  # released, or replaced by another, meanwhile
-            elif found.nonce == self._holder.nonce:
-                break  # NFS: the answer to our link was lost, and it was sent again
-            elif found.has_ended or (not found.is_here and _is_silent(name, mine)):
-                dead.append(found)
-                name = path.with_name(f".{path.name}.{found.nonce}")
-            else:
-                return found
-        if dead:
-            self._replace(path, mine, dead)
-        return dead[0] if dead and not self._has(path) else None
-
-    def _replace(self, path: Path, mine: Path, dead: list[Holder]) -> None:
-        """Replace the lock of dead[0], unless another did so before our claim; the claims on it are then needless."""
-        claims = [path.with_name(f".{path.name}.{holder.nonce}") for holder in dead]
-        present = _holder(path)
-        if present is not None and present.nonce == dead[0].nonce:
-            os.replace(mine, path)
-        else:
-            claims = claims[-1:]
-        for claim in claims:
-            claim.unlink(missing_ok=True)
-
-    def _create(self, name: Path, mine: Path) -> bool:
-        """Whether the file `name` did not exist, and now has the content of `mine`."""
-        try:
-            os.link(mine, name)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            with contextlib.suppress(FileExistsError), name.open("x", encoding="utf-8") as file:
-                file.write(mine.read_text(encoding="utf-8"))
-                return True
-            return False
-        return True
-
-    def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(BEAT_S):
-            for path in filter(self._has, self._paths):
-                with contextlib.suppress(OSError):
-                    os.utime(path)
+            raise ValueError(f"{self._field}={folder}: cannot be locked: {error.strerror}") from None
 
 
-def _is_silent(name: Path, mine: Path) -> bool:
-    """Whether a lock's holder has not touched it for SILENT_S, by the clock of the file server."""
-    with contextlib.suppress(FileNotFoundError):
-        return mine.stat().st_mtime - name.stat().st_mtime > SILENT_S
-    return False
+class _Lock(Lock):
+    """flufl's lock, whose holder is known by its host's boot and process table too: several are called localhost."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), lifetime=60, separator="\x1f")  # between the parts of a name: in no path
+        self._hostname = platform.node()
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+            self._hostname += f" {boot} {os.readlink('/proc/self/ns/pid')}"
+        self._set_claimfile()
 
 
-def _holder(path: Path) -> Holder | None:
-    """Who holds the lock at `path`; None where nobody does any more."""
-    try:
-        text, stamp = path.read_text(encoding="utf-8", errors="replace"), path.stat()
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
-            raise
-        return None
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        found = Holder(**json.loads(text))
-        names = (found.host, found.system, found.start, found.since, found.job)
-        if re.fullmatch(r"[0-9a-f]{16}", found.nonce) and all(len(n) < 200 and n.isprintable() for n in names):
-            return replace(found, pid=int(found.pid))
-    # its maker died before it wrote, or another program wrote it: only its age counts
-    nonce = f"{stamp.st_ino}-{stamp.st_mtime_ns}"
-    return Holder(nonce=nonce, host="an unknown host", system="", pid=0, start="", since="?", job="")
+def _holder(lock: Lock) -> str:
+    with contextlib.suppress(NotLockedError, ValueError):
+        host, pid, _ = lock.details
+        return f"process {pid} on {host.partition(' ')[0]}"
+    return "an unknown process"
+
+
+def _release_dead(lock: Lock) -> None:
+    """Remove the lock of a holder that has died; flock on its very file lets one do so of several that find it."""
+    with contextlib.suppress(FileNotFoundError, PermissionError), open(lock.lockfile, "rb+") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        late_s = (datetime.now() - lock.expiration).total_seconds()
+        is_dead = lock.state is LockState.stale or late_s > 10
+        if is_dead and os.path.samestat(os.fstat(file.fileno()), os.stat(lock.lockfile)):
+            claim = Path(file.read(4096).decode(errors="replace"))
+            os.unlink(lock.lockfile)
+            if claim.name.startswith(f"{Path(lock.lockfile).name}\x1f"):
+                (Path(lock.lockfile).parent / claim.name).unlink(missing_ok=True)

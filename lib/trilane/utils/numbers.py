@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: shares, amounts, times, intervals."""
+"""Numbers as a person reads them: shares, amounts, intervals."""
 
 import math
 
@@ -13,16 +13,8 @@ def amount(value: float) -> str:
     return f"{float(f'{value:.4g}'):,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
-    """A time in one unit: 45 s, 12 min, 3.5 h, 2.1 days."""
-    for unit, word in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.{1 if seconds < 10 * unit else 0}f} {word}"
-    return f"{seconds:.0f} s"
-
-
 def with_interval(value: float, low: float, high: float) -> tuple[str, str, str]:
-    """A number and its interval as a person writes them: two significant digits of half the width, at most four in all.
+    """A number and its interval with two significant digits of half the width, at most four in all.
 
     103.27 of 97.162 to 109.83 is "103.3", "97.2", "109.8".
     """

@@ -10,9 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-PARENT = "TRILANE_PARENT_PID"
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-OPEN_FILES = 65_536
+PARENT = "TRILANE_PARENT_PID"  # in the environment, because the parent may end before its child asks
 
 
 def python(*arguments: str, program: str = sys.executable) -> list[str]:
@@ -24,27 +22,29 @@ def python(*arguments: str, program: str = sys.executable) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in SAFE_PATH.items()), program, *arguments]
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. Linux only; without effect unless announce() was used.
+def announced() -> dict[str, str]:
+    """The variable by which this process is the parent of die_with_parent()."""
+    return {PARENT: str(os.getpid())}
 
-    The parent's id comes through the environment, because the parent may end before this call.
-    """
-    expected = os.environ.get(PARENT)
-    if expected is not None:
-        die_with(int(expected))
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, where that has set announced()."""
+    if PARENT in os.environ:
+        die_with(int(os.environ[PARENT]))
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process signal `number` when its parent, of id `parent`, ends; where it has ended
-    already, this process is killed at once."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Let the kernel send this process signal `number` when its parent, of id `parent`, ends; on Linux.
+
+    Where it has ended already, this process is killed at once.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(1, number)  # PR_SET_PDEATHSIG, <sys/prctl.h>
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def allow_open_files(most: int = OPEN_FILES) -> None:
+def allow_open_files(most: int = 65_536) -> None:
     """Raise this process's limit of open files, and that of its children, to `most` where the hard limit allows it.
 
     The first node keeps a connection to each rank and node of a run: with 1,024, a common limit, 128 nodes of 8 GPUs
@@ -68,19 +68,15 @@ def environment_set(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def announce(environment: dict[str, str]) -> dict[str, str]:
-    """`environment` with this process as the parent of die_with_parent()."""
-    return {**environment, PARENT: str(os.getpid())}
-
-
 @contextlib.contextmanager
 def held_port(port: int = 0) -> Iterator[int]:
     """`port` of the loopback, or a free one where it is 0, for a child that listens there inside the block.
 
-    Until then nobody else is given it: the socket that is bound here does not listen, so a server with SO_REUSEADDR, as
-    torch's store is, may take it, while the kernel hands it to no other process. ValueError where the port is in use.
+    ValueError where the port is in use.
     """
     with socket.socket() as held:
+        # A bound socket that does not listen: the kernel hands its port to nobody, and a server with SO_REUSEADDR, as
+        # torch's store is, may take it.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind(("127.0.0.1", port))

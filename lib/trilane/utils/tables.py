@@ -20,19 +20,10 @@ if TYPE_CHECKING:
 else:
     DataFrame = Any  # a name for annotations: pandas takes half a second to import
 
-
 T = TypeVar("T")
 K = TypeVar("K")
-LONG = 44  # characters: a longer text may wrap
-# Escape sequences (ECMA-48, 5.4 and 5.6), then what alone moves the cursor, reorders a line or cannot be encoded.
+# Escape sequences: ECMA-48, 5.4 and 5.6.
 SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?)")
-CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    r"\ud800-\udfff\U000e0000-\U000e007f]"
-)
-# What Markdown reads anywhere, at the start of a line, and in an address that would become a link.
-MARKDOWN = re.compile(r"[\\`*_{}\[\]()!|~$@]|^[-+=:#]|:(?=//)|(?<=www)\.", re.IGNORECASE)
-MOST = 1000  # characters of a cell that are shown
 
 
 def as_json(value: Any) -> Any:
@@ -70,20 +61,16 @@ def csv_text(table: DataFrame, header: bool = True) -> str:
     """A DataFrame as CSV; text that a spreadsheet would run as a formula gets an apostrophe in front of it."""
     import pandas as pd
 
-    columns = {name: table[name] for name in table}
-    safe = {n: c if pd.api.types.is_numeric_dtype(c) else c.map(_inert) for n, c in columns.items()}
-    return pd.DataFrame(safe, index=table.index, columns=table.columns).to_csv(index=False, header=header)
+    texts = [name for name in table if not pd.api.types.is_numeric_dtype(table[name])]
+    return table.assign(**{name: table[name].map(_inert) for name in texts}).to_csv(index=False, header=header)
 
 
 def _inert(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
     # OWASP, 'CSV injection': Excel, LibreOffice and Google Sheets take these beginnings for a formula's
-    if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return printable(cell) if isinstance(cell, str) else cell  # a bare CR would begin another row
-    try:
-        float(cell)
-    except ValueError:
-        return f"'{printable(cell)}"
-    return cell
+    is_formula = cell.startswith(("=", "+", "-", "@", "\t", "\r")) and not re.fullmatch(r"[+-][\d.]+(e[+-]?\d+)?", cell)
+    return "'" * is_formula + printable(cell)  # a bare CR would begin another row
 
 
 class Record:
@@ -130,15 +117,8 @@ class Columns(Table):
 class Markup(str):
     """Text in a markup language, made of templates of ours and values; a value is text without markup."""
 
-    @staticmethod
-    def escape(value: object) -> str:
-        """The value as text without markup."""
-        raise NotImplementedError
-
-    @classmethod
-    def code(cls, value: object) -> str:
-        """The value in a fixed-width font."""
-        raise NotImplementedError
+    escape: ClassVar[Any] = str
+    code: ClassVar[Any] = str
 
     @classmethod
     def of(cls, template: str, *values: object, **named: object) -> Self:
@@ -152,6 +132,9 @@ class Markup(str):
     def joined(cls, separator: str, values: Iterable[object]) -> Self:
         """The values with a separator of ours between them."""
         return cls(separator.join(cls.of("{}", value) for value in values))
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
 
 
 class _Filling(string.Formatter):
@@ -173,16 +156,15 @@ class Text(Markup):
     @staticmethod
     def escape(value: object) -> str:
         """The value on one line; what Markdown or HTML could read as markup is escaped."""
-        line = " ".join(printable(str(value)).split())
-        return re.sub(r"^(\d+)\.(?= |$)", r"\1\\.", MARKDOWN.sub(r"\\\g<0>", html.escape(line, quote=False)))
+        line = html.escape(" ".join(printable(str(value)).split()), quote=False)
+        # what Markdown reads anywhere, at the start of a line, and in an address that would become a link
+        line = re.sub(r"(?i)[\\`*_{}\[\]()!|~$@]|^[-+=:#]|:(?=//)|(?<=www)\.", r"\\\g<0>", line)
+        return re.sub(r"^(\d+)\.(?= |$)", r"\1\\.", line)
 
-    @classmethod
-    def code(cls, value: object) -> str:
+    @staticmethod
+    def code(value: object) -> str:
         plain = re.fullmatch(r"[\w.,:;=+*/@%~-]([\w .,:;=+*/@%~-]*[\w.,:;=+*/@%~-])?", str(value))
-        return f"`{value}`" if plain else cls.escape(value)  # nothing can be escaped between backticks
-
-    def _repr_markdown_(self) -> str:
-        return str(self)
+        return f"`{value}`" if plain else Text.escape(value)  # nothing can be escaped between backticks
 
 
 class Html(Markup):
@@ -192,9 +174,9 @@ class Html(Markup):
     def escape(value: object) -> str:
         return html.escape(printable(str(value)))
 
-    @classmethod
-    def code(cls, value: object) -> str:
-        return f"<code>{cls.escape(value)}</code>"
+    @staticmethod
+    def code(value: object) -> str:
+        return f"<code>{Html.escape(value)}</code>"
 
     @classmethod
     def pre(cls, text: str) -> "Html":
@@ -207,12 +189,11 @@ class Html(Markup):
         parts = (urllib.parse.quote(part, safe="", errors="surrogateescape") for part in path)
         return cls.of('<a href="{}">{}</a>', "/".join(parts), text)
 
-    def _repr_html_(self) -> str:
-        return str(self)
-
     def __html__(self) -> str:
         """The markup, for templates that escape any other text."""
         return str(self)
+
+    _repr_html_ = __html__
 
 
 def printable(text: str) -> str:
@@ -220,7 +201,10 @@ def printable(text: str) -> str:
 
     Line ends and tabs stay; other control characters become blanks.
     """
-    return text if text.isprintable() else CONTROL.sub(" ", SEQUENCE.sub("", text))
+    if text.isprintable():
+        return text
+    # isprintable() is False for any blank but the common one, too
+    return "".join(c if c.isprintable() or c in "\n\t\xa0" else " " for c in SEQUENCE.sub("", text))
 
 
 def one_line(text: str) -> str:
@@ -239,12 +223,12 @@ def show(columns: Any, digits: int = 3) -> Html:
     frame = pd.DataFrame(columns)
     heads, cells = [], []
     for place, name in enumerate(frame):
-        column = frame.iloc[:, place]
-        is_text = not pd.api.types.is_numeric_dtype(column)
-        texts = _texts(column, digits)
-        wide = "; white-space: normal; min-width: 18rem" if is_text and max(map(len, texts), default=0) > LONG else ""
-        style = Html(f' style="text-align: left{wide}"' if is_text else "")
-        heads.append(Html.of("<th{}>{}</th>", Html(' style="text-align: left"' if is_text else ""), name))
+        texts = _texts(frame.iloc[:, place], digits)
+        style = Html("")
+        if not pd.api.types.is_numeric_dtype(frame.iloc[:, place]):
+            wide = "; white-space: normal; min-width: 18rem" if max(map(len, texts), default=0) > 44 else ""
+            style = Html(f' style="text-align: left{wide}"')
+        heads.append(Html.of("<th{}>{}</th>", style, name))
         cells.append([Html.of("<td{}>{}</td>", style, text) for text in texts])
     rows = "\n".join(f"<tr>{''.join(row)}</tr>" for row in zip(*cells, strict=True))
     head = f"<thead><tr>{''.join(heads)}</tr></thead>"
@@ -252,16 +236,20 @@ def show(columns: Any, digits: int = 3) -> Html:
 
 
 def _texts(column: Any, digits: int) -> list[str]:
-    """The cells of a column as texts of at most MOST characters; empty where there is no value."""
+    """The cells of a column as texts of at most 1,000 characters; empty where there is no value."""
     import pandas as pd
 
-    decimals = _decimals(column.dropna(), digits) if pd.api.types.is_float_dtype(column) else 6
-    found = (v if isinstance(v, Html) else _text(v, decimals) if isinstance(v, float) else str(v) for v in column)
-    is_empty = column.isna()
-    return [
-        "" if empty else text if isinstance(text, Html) else middle(text, MOST)
-        for text, empty in zip(found, is_empty, strict=True)
-    ]
+    sizes = column.dropna().abs() if pd.api.types.is_float_dtype(column) else pd.Series(dtype=float)
+    smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
+    most = min(digits, max(0, 3 - math.floor(math.log10(smallest)))) if smallest == smallest else digits
+    decimals = next((d for d in range(most) if (sizes.round(d) == sizes.round(most)).all()), most)
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return amount(value) if 1e4 <= abs(value) < math.inf else f"{value:,.{decimals}f}"
+        return value if isinstance(value, Html) else middle(str(value), 1000)
+
+    return ["" if empty else text(value) for value, empty in zip(column, column.isna(), strict=True)]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -282,15 +270,3 @@ def short(text: str, most: int = 110) -> str:
 def middle(text: str, most: int = 38) -> str:
     """A name in at most `most` characters: its middle is left out."""
     return text if len(text) <= most else f"{text[: most // 2]}…{text[-(most - most // 2 - 1) :]}"
-
-
-def _text(value: float, decimals: int) -> str:
-    return amount(value) if 1e4 <= abs(value) < math.inf else f"{value:,.{decimals}f}"
-
-
-def _decimals(values: Any, most: int) -> int:
-    """The decimals of a column: as many as it needs, four significant digits of its smallest number, at most `most`."""
-    sizes = values.abs()
-    smallest = sizes[(sizes > 0) & (sizes < math.inf)].min()
-    most = min(most, max(0, 3 - math.floor(math.log10(smallest)))) if smallest == smallest else most
-    return next((d for d in range(most) if (values.round(d) == values.round(most)).all()), most)

@@ -13,17 +13,11 @@ import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from trilane.utils.tables import one_line
+from trilane.utils.tables import T, as_json, middle, one_line
 
-T = TypeVar("T")
 DATA = Path(__file__).parents[1] / "data"  # the files that ship with trilane
-LONG = 300  # characters of a value in a message
-MOST_BYTES = 1 << 26  # of a JSON file; that of a search with all its plans has a few million
-MOST_CHARACTERS = 4000  # of a text in a field: a path has at most 4096 bytes
-MOST_NAME = 240  # bytes of a file's name, which has at most 255; a suffix may be added
-LARGEST_INTEGER = 1 << 63
 
 
 def require(ok: bool, field: str, value: object, rule: str) -> None:
@@ -32,26 +26,27 @@ def require(ok: bool, field: str, value: object, rule: str) -> None:
         raise ValueError(f"{field}={shown(value)}: {rule}")
 
 
-def shown(value: object, most: int = LONG) -> str:
+def shown(value: object, most: int = 300) -> str:
     """A value as one line for a message, the middle of a long one left out."""
-    if isinstance(value, int) and value.bit_length() > 1000:
+    if isinstance(value, int) and value.bit_length() > 1000:  # str() refuses such a number
         return "a number of more than 300 digits"
-    text = str(value)
-    return one_line(text if len(text) <= most else f"{text[: most // 2]}…{text[-(most // 2) :]}")
+    return one_line(middle(str(value), most))
 
 
 def require_line(field: str, value: str) -> None:
     """Raise ValueError unless `value` is one line of printable characters."""
-    rule = f"must be one line of at most {MOST_CHARACTERS} characters, without control characters"
-    require(value.isprintable() and len(value) <= MOST_CHARACTERS, field, value, rule)
+    # a path has at most 4096 bytes (PATH_MAX)
+    rule = "must be one line of at most 4000 characters, without control characters"
+    require(value.isprintable() and len(value) <= 4000, field, value, rule)
 
 
 def require_path(field: str, value: str) -> None:
     """Raise ValueError unless `value` can be the path of a file, and is not taken for an option of a command."""
     require_line(field, value)
     require(not value.startswith("-"), field, value, "must not begin with a dash")
-    fits = len(value.encode()) <= MOST_CHARACTERS and all(len(n.encode()) <= MOST_NAME for n in value.split("/"))
-    require(fits, field, value, f"must have at most {MOST_CHARACTERS} bytes, and {MOST_NAME} in each name")
+    # a name has at most 255 bytes (NAME_MAX); a suffix may be added
+    fits = len(value.encode()) <= 4000 and all(len(name.encode()) <= 240 for name in value.split("/"))
+    require(fits, field, value, "must have at most 4000 bytes, and 240 in each name")
 
 
 def require_label(field: str, value: str) -> None:
@@ -66,12 +61,12 @@ def require_known(field: str, value: str, known: Iterable[str]) -> None:
     """Raise ValueError with the nearest and all known names, unless `value` is one of them."""
     names = list(known)
     if value not in names:
-        close = difflib.get_close_matches(str(value)[:LONG], names, n=1)
+        close = difflib.get_close_matches(str(value)[:300], names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"{field}={shown(value)}: {hint}known: {', '.join(sorted(names))}")
+        require(False, field, value, f"{hint}known: {', '.join(sorted(names))}")
 
 
-def require_integer(field: str, value: object, minimum: int, maximum: int = LARGEST_INTEGER) -> None:
+def require_integer(field: str, value: object, minimum: int, maximum: int = 1 << 63) -> None:
     """Raise ValueError unless `value` is an int (not a bool) of at least `minimum` and at most `maximum`."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     require(is_integer and value >= minimum, field, value, f"must be a whole number of at least {minimum}")  # type: ignore[operator]
@@ -80,14 +75,17 @@ def require_integer(field: str, value: object, minimum: int, maximum: int = LARG
 
 def require_positive(field: str, value: object) -> None:
     """Raise ValueError unless `value` is a finite number above zero."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and 0 < value < float("inf"), field, value, "must be a number above zero")  # type: ignore[operator]
+    require(is_number(value) and value > 0, field, value, "must be a number above zero")  # type: ignore[operator]
 
 
 def require_not_negative(field: str, value: object) -> None:
     """Raise ValueError unless `value` is zero or a finite number above."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and 0 <= value < float("inf"), field, value, "must be zero or a number above")  # type: ignore[operator]
+    require(is_number(value) and value >= 0, field, value, "must be zero or a number above")  # type: ignore[operator]
+
+
+def is_number(value: object) -> bool:
+    """Whether the value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def from_mapping(kind: type[T], values: object, where: str) -> T:
@@ -118,13 +116,13 @@ def _value(hint: Any, value: object, where: str) -> Any:
         texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
         require(texts, where, value, "must be a JSON object of texts")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        require(abs(value) < 1 << 1000, where, "a number of more than 300 digits", "is too large")
+        require(abs(value) < 1 << 1000, where, value, "is too large")
         return float(value)
     plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     if hint in plain:
         right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
         require(right, where, repr(value), f"must be {plain[hint]}")
-        is_large = hint is int and abs(value) >= LARGEST_INTEGER  # type: ignore[arg-type]
+        is_large = hint is int and abs(value) >= 1 << 63  # type: ignore[arg-type]
         require(not is_large, where, value, "must have less than 64 bits")
     elif isinstance(hint, types.UnionType) and value is not None:
         return _value(next(t for t in typing.get_args(hint) if t is not type(None)), value, where)
@@ -133,7 +131,7 @@ def _value(hint: Any, value: object, where: str) -> Any:
 
 def to_mapping(value: Any) -> dict[str, Any]:
     """A dataclass as a JSON object; from_mapping reads it back."""
-    return json.loads(json.dumps(dataclasses.asdict(value)))
+    return as_json(dataclasses.asdict(value))
 
 
 def read_json(path: Path | str, what: str) -> Any:
@@ -141,7 +139,7 @@ def read_json(path: Path | str, what: str) -> Any:
 
     A key that an object holds twice is refused: which of its values counts depends on the program that reads it.
     """
-    text = read_text(path, what, MOST_BYTES)
+    text = read_text(path, what, 1 << 26)  # a search with all its plans has a few million bytes
     try:
         return json.loads(text, parse_float=_finite, parse_constant=_finite, object_pairs_hook=_unique)
     except RecursionError:
@@ -193,7 +191,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def shipped_json(name: str) -> Any:
     """The JSON that ships as trilane/data/`name`.json."""
-    return read_json(Path(__file__).parents[1] / f"data/{name}.json", name)
+    return read_json(DATA / f"{name}.json", name)
 
 
 def require_file(field: str, path: Path) -> None:
@@ -208,15 +206,12 @@ def require_folder(field: str, path: Path) -> None:
     require(path.is_dir(), field, path, "no such folder")
 
 
-COUNT = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([KMBTkmbt]?)")
-
-
 def parse_count(field: str, text: str) -> float:
     """The number of "40B", "350M", "1.5T" or "1.3e9"; ValueError where it is no finite number above zero."""
-    found = COUNT.fullmatch(text.strip())
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*([KMBTkmbt]?)", text.strip())
     rule = "must be a number above zero, such as 40B, 350M, 1.5T or 1.3e9"
     value = float(found[1] + (found[2] or "")) * 1000.0 ** " KMBT".index(found[3].upper() or " ") if found else 0.0
-    require(0 < value < float("inf"), field, text, rule)
+    require(0 < value < math.inf, field, text, rule)
     return value
 
 
@@ -238,7 +233,7 @@ class HostError(ValueError):
 
 
 def print_refusal(error: ValueError, prefix: str = "") -> None:
-    """Print one line to stderr: on rank 0 alone what all ranks find alike, on each rank what its own host lacks."""
+    """Print one line to stderr: on rank 0 alone for errors common to all ranks, on each rank for a HostError."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if isinstance(error, HostError):
         print(f"{prefix}rank {rank} on {platform.node()}: {error}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ can be locked alone was left by a killed run, and the next start removes it.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -20,8 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from trilane.utils.files import NO_LOCKS
 
 BASES = (Path("/dev/shm"), Path("/tmp"))  # the node's memory, the node's disk
 NODES = "ranks/nodes"  # of a run folder: the report of each node, the key, and folders where BASES cannot be used
@@ -174,7 +173,7 @@ def _flock(handle: int, how: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in NO_LOCKS:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
         return False
     return True

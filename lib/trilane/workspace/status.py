@@ -1,15 +1,14 @@
 """The state of a run (`Status`), and how it ended with the line that proves it (`RunStatus`, status.json)."""
 
 import contextlib
+import errno
 import json
-import os
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from trilane.utils.files import FULL, read_text, replace_text, set_aside
+from trilane.utils.files import read_text, replace_text, set_aside
 from trilane.utils.validation import from_mapping, read_json, require_known
 
 
@@ -94,8 +93,6 @@ class Status(StrEnum):
         return {Status.COMPLETED: 0, Status.STOPPED: 3}.get(self, 1)
 
 
-RESERVE = ".status.reserve."  # and who reserved it
-RESERVED_BYTES = 1 << 15  # more than an evidence of 2000 characters takes in JSON
 NOTHING = "(nothing)"  # of a rank that printed nothing
 
 
@@ -180,49 +177,16 @@ def last_line(folder: Path, rank: int | str, words: str = "") -> str:
 
 
 def write_status(folder: Path, status: RunStatus) -> bool:
-    """Write status.json, whole or not at all: on a full disk into the reserved space. Whether it could be written."""
-    text = json.dumps(asdict(status), indent=2) + "\n"
+    """Write status.json, whole or not at all; False where the disk is full."""
     if (folder / "status.json").is_dir():
         set_aside(folder / "status.json")
     try:
-        replace_text(folder / "status.json", text)
-        return True
+        replace_text(folder / "status.json", json.dumps(asdict(status), indent=2) + "\n")
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE):
             raise
-        short = replace(status, evidence=status.evidence[:2000])
-        return _use_reserve(folder, (json.dumps(asdict(short), indent=2) + "\n").encode())
-
-
-@contextlib.contextmanager
-def reserved_status(folder: Path, owner: str) -> Iterator[None]:
-    """Reserve space for a status.json that `owner` writes inside the block, at whose end the disk may be full.
-
-    Raises ValueError where it is full at its begin.
-    """
-    path = folder / f"{RESERVE}{owner}"
-    try:
-        path.write_bytes(b" " * RESERVED_BYTES)
-    except OSError as error:
-        raise ValueError(f"run folder={folder}: cannot be written to ({error.strerror})") from None
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-
-def _use_reserve(folder: Path, text: bytes) -> bool:
-    """Make a reserved file status.json. Left out: file systems that write to new blocks (btrfs, ZFS)."""
-    for path in folder.glob(f"{RESERVE}*"):
-        with contextlib.suppress(OSError):
-            with path.open("rb+", buffering=0) as file:
-                file.write(text)
-                file.truncate(len(text))
-                os.fsync(file.fileno())
-            path.replace(folder / "status.json")
-            return True
-    return False
+        return False
+    return True
 
 
 def read_status(folder: Path) -> RunStatus:

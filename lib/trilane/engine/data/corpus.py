@@ -19,7 +19,6 @@ from trilane.config.model import ModelShape
 from trilane.config.plan import read_plan
 from trilane.config.training import Data
 from trilane.engine.data.text import Tokenizer, documents, tokenizer
-from trilane.utils.files import lock
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require, shown
 from trilane.workspace.prepared_corpora import BUILT_IN, existing_pair, record, record_path, recorded, require_prepared
@@ -192,14 +191,9 @@ def _write(texts: Iterable[str], coder: Tokenizer, prefix: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, which is released with the process that holds it.
-
-    FolderLock keeps hosts apart on a file system without flock, or whose flock holds within one host.
-    """
-    with path.open("w") as file:
-        lock(file)
-        with FolderLock([path.parent], f"{path.name}.holder").held(WEEK_S):
-            yield
+    """Hold the lock file `path`, which is released with the process that holds it."""
+    with FolderLock([path.parent], path.name, "data.folder").held(WEEK_S):
+        yield
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.utils.validation import MOST_BYTES, read_text, require, require_file, shown
+from trilane.utils.validation import read_text, require, require_file, shown
 from trilane.workspace.prepared_corpora import STDLIB_BYTES, files
 
 MOST_TEXT = 1 << 36  # bytes of a text file, which is held in memory; larger corpora are .bin/.idx pairs
@@ -163,7 +163,7 @@ def tokenizer(name: str) -> Tokenizer:
     path = Path(name) / "tokenizer.json"
     require(path.is_file(), "data.tokenizer", name, "no folder with a tokenizer.json (known name: bytes)")
     size = path.stat().st_size
-    require(size <= MOST_BYTES, "data.tokenizer", path, f"has {size} bytes; at most {MOST_BYTES} are read")
+    require(size <= 1 << 26, "data.tokenizer", path, f"has {size} bytes; at most {1 << 26} are read")
     from tokenizers import Tokenizer as Coder
 
     content = path.read_bytes()

@@ -153,7 +153,7 @@ class TensorBoard:
     def _append(self, event: Any) -> None:
         whole = io.BytesIO()
         self._record(whole).write(event.SerializeToString())
-        self._file.add(whole.getvalue())
+        self._file.write(whole.getvalue())
 
 
 def print_note(text: str) -> None:
@@ -184,7 +184,7 @@ class TrainingLog:
         if self._timers:
             self._timers.fold()
             if due:
-                self._phases.add(phase_times.line(step.iteration, self._timers.own()))
+                self._phases.write(phase_times.line(step.iteration, self._timers.own()))
                 spread = self._timers.over_ranks()
         if self._writes:
             self._record(step, spread)
@@ -196,7 +196,7 @@ class TrainingLog:
         if self._timers:
             self._timers.skip()
         if self._writes:
-            self._evaluations.add(json.dumps(validation.__dict__).encode() + b"\n")
+            self._evaluations.write(json.dumps(validation.__dict__).encode() + b"\n")
             print(validation.lines(), flush=True)
             if self._board:
                 self._board.add(validation.iteration, {VALIDATION_SCALAR: validation.lm_loss})
@@ -210,7 +210,7 @@ class TrainingLog:
 
     def _record(self, step: Iteration, spread: Spread) -> None:
         values = {**step.__dict__, "timers": spread} if spread else step.__dict__
-        self._steps.add(json.dumps(values).encode() + b"\n")
+        self._steps.write(json.dumps(values).encode() + b"\n")
         self._window.append(step)
         if self._board:
             self._board.add(step.iteration, {tag: getattr(step, field) for tag, field in SCALARS.items()})
