@@ -156,11 +156,10 @@ def read(path: Path) -> None:
     """Read the log and print what it took."""
     import pandas  # noqa: F401 its import is not part of reading
 
-    from trilane.analysis.measure import KEEP
     from trilane.logs.run import read_logs
 
     start, cpu = time.perf_counter(), time.process_time()
-    logs = read_logs(path, KEEP)
+    logs = read_logs(path)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     megabytes = path.stat().st_size / 1e6

@@ -15,7 +15,7 @@ _MODULES = {
     "analysis.continuity": ("find_breaks", "study_breaks"),
     "analysis.measure": ("measure",),
     "analysis.next_run": ("next_runs",),
-    "analysis.parallel": ("measure_path",),
+    "analysis.paths": ("measure_path",),
     "analysis.recalibrate": ("recalibrate",),
     "analysis.spikes": ("find_spikes",),
     "analysis.studies": ("compare_studies",),

@@ -1,30 +1,43 @@
-"""The command `logs table`: runs of a folder, ours and others', as rows that people and the linter can read."""
+"""Runs as rows: `logs table` and `logs parse`, a folder or many files, as text, CSV, HTML and JSON."""
 
 import csv
+import gzip
 import io
 import json
 import os
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
-from support import REPOSITORY, small_plan
+from support import small_plan
 from test_collect import DUMP, MEMORY
-from test_log_dialects import m2021
+from test_log_dialects import m2021, m2022
 from test_run import log_text
 
-from trilane.analysis.fleet import COLUMNS, read_folder, size
-from trilane.analysis.tables import markdown, to_html
+from trilane.analysis import paths
+from trilane.analysis.tables import COLUMNS, markdown, read_folder, size, to_html
 from trilane.cli.app import main
-from trilane.documents.lint.lint import lint
+from trilane.logs.run import read_logs
 from trilane.workspace.study import Study
 
-RAW = REPOSITORY.parent / "shared/rawlogs"
+RAW = Path(os.environ.get("TRILANE_PUBLIC_LOGS", "/nonexistent"))  # of other people, and not kept here
 MORE = "".join(
     f"  {name} {'.' * (48 - len(name))} {value}\n"
     for name, value in (("tensor_model_parallel_size", 4), ("pipeline_model_parallel_size", 2), ("micro_batch_size", 1))
 )
 NAMES = ", ".join(sorted(name.lower() for name in COLUMNS))
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n"
+
+
+def outcome(capsys, *arguments):
+    """Exit code, standard output and error of a command."""
+    try:
+        code = main(list(map(str, arguments)))
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
 
 
 @pytest.fixture
@@ -42,60 +55,54 @@ def folder(tmp_path):
 
 
 def test_each_run_is_a_row_in_the_words_of_the_chronicles(folder, capsys):
-    assert main(["logs", "table", str(folder)]) == 0
-    output = capsys.readouterr()
-    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in output.out.splitlines()]
+    _, text, errors = outcome(capsys, "logs", "table", folder)
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
     assert lines[0] == ["GPUs", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Loss", "Notes"]
     a, b, ours = lines[2:]
     assert a[:9] == ["8", "1.3B", "1", "4", "2", "1", "4", "2.0GiB", "2"] and a[-1] == "a.out"
     assert (b[7], b[8], b[-1]) == ("OOM", "", "b.log, OOM")
     assert ours[:8] == ["2", "127K", "2", "1", "1", "2", "4", "0.5GiB"] and ours[-1] == "small"
-    assert output.err.startswith("trilane: left out: log=") and "notes.txt" in output.err
-
-
-def test_the_table_is_one_that_the_linter_reads_without_a_finding(folder, capsys):
-    main(["logs", "table", str(folder)])
-    (folder / "out.md").write_text(capsys.readouterr().out)
-    report = lint(folder / "out.md")
-    assert (report.rows, report.findings) == (3, [])
+    assert errors.startswith("trilane: left out: log=") and "notes.txt" in errors
 
 
 def test_csv_html_and_json_hold_the_same(folder, capsys):
-    main(["logs", "table", str(folder), "--csv"])
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = list(csv.DictReader(io.StringIO(outcome(capsys, "logs", "table", folder, "--csv")[1])))
     assert [row["Notes"] for row in rows] == ["a.out", "b.log, OOM", "small"]
-    main(["logs", "table", str(folder), "--html"])
-    assert capsys.readouterr().out.count("<tr>") == 4
-    hostile = {**read_folder(folder)[0][0], "name": "a<b\nc|d", "cause": "a<b", "problems": ["<b>|\x1b[2J"]}
-    assert '<td class="text">a&lt;b</td>' in to_html([hostile]) and "<b>" not in to_html([hostile])
-    assert "| a&lt;b c\\|d" in markdown([hostile]) and "&lt;b&gt;\\|" in markdown([hostile])
-    assert "\x1b" not in markdown([hostile]) + to_html([hostile])
-    main(["logs", "table", str(folder), "--json"])
-    report = json.loads(capsys.readouterr().out)
+    assert outcome(capsys, "logs", "table", folder, "--html")[1].count("<tr>") == 4
+    report = json.loads(outcome(capsys, "logs", "table", folder, "--json")[1])
     first, second, ours = report["rows"]
     assert (first["sec_per_it"], first["gpus"], second["sec_per_it"], second["status"]) == (2.0, 8, None, "OOM")
     assert ours["tflops"] == pytest.approx(small_plan().shape.flops_per_iteration(4) / 0.208 / 2 / 1e12, rel=0.01)
     assert len(report["left_out"]) == 1
 
 
+def test_text_of_a_log_is_no_markup(folder):
+    hostile = {**read_folder(folder)[0][0], "name": "a<b\nc|d", "notes": "a<b\nc|d", "cause": "a<b"}
+    hostile["problems"] = ["<b>|\x1b[2J"]
+    assert '<td class="text">a&lt;b</td>' in to_html([hostile]) and "<b>" not in to_html([hostile])
+    assert "| a&lt;b c\\|d" in markdown([hostile]) and "&lt;b&gt;\\|" in markdown([hostile])
+    assert "\x1b" not in markdown([hostile]) + to_html([hostile])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing"], "folder=missing: no such folder"),
-        (["empty"], "folder=empty: holds no run: neither plan.json with run.log, nor a training log"),
-        (["empty", "--csv", "--html"], "table=empty: choose one of --markdown, --csv, --html, --json"),
-        (["empty", "--columns", "gpus,los"], f"columns=los: did you mean loss? known: {NAMES}"),
-        (["empty", "--sort", "nix"], f"sort=nix: known: {NAMES.replace('status', 'speed, status')}"),
+        (["table", "missing"], "folder=missing: no such folder"),
+        (["table", "empty"], "folder=empty: holds no run: neither plan.json with run.log, nor a training log"),
+        (["table", "empty", "--csv", "--html"], "table=empty: choose one of --markdown, --csv, --html, --json"),
+        (["table", "empty", "--columns", "gpus,los"], f"columns=los: did you mean loss? known: {NAMES}"),
+        (["table", "empty", "--sort", "nix"], f"sort=nix: known: {NAMES.replace('status', 'speed, status')}"),
+        (["parse", "none.log"], "log=none.log: no such file"),
+        (["parse"], "logs=missing: is required"),
+        (["parse", "a.log", "--csv", "no/such/folder.csv"], "csv=no/such/folder.csv: its folder does not exist"),
+        (["parse", "a.log", "--csv", "a.log"], "csv=a.log: is a log"),
     ],
 )
-def test_a_folder_without_runs_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    try:
-        code = main(["logs", "table", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")
+    (tmp_path / "a.log").write_text(m2021(1))
+    assert outcome(capsys, "logs", *arguments)[::2] == (2, f"trilane: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +112,9 @@ def test_sizes_are_printed_in_the_units_of_the_field(parameters, text):
     assert size(parameters) == text
 
 
-@pytest.mark.skipif(not RAW.is_dir(), reason="the folder of real logs is not beside this checkout")
+@pytest.mark.skipif(not RAW.is_dir(), reason="TRILANE_PUBLIC_LOGS names no folder")
 def test_real_logs_make_the_rows_that_were_typed_from_them():
-    """Behind lines 59 (1.381 s), 61 (2.738 s) and 166 (127 s) of document 001 stand such logs."""
+    """Behind lines 59 (1.381 s), 61 (2.738 s) and 166 (127 s) of the BLOOM chronicles stand such logs."""
     rows, left_out = read_folder(RAW)
 
     def row_of(word):
@@ -117,22 +124,21 @@ def test_real_logs_make_the_rows_that_were_typed_from_them():
     assert row_of("n16-ds-on") == (64, 4, 16, 1, 4, 1024, pytest.approx(137, abs=0.5))
     assert row_of("base_n16_dp1") == (64, 4, 16, 1, 1, 4, pytest.approx(2.738, rel=1e-3))
     assert row_of("base_n4_dp1") == (16, 4, 4, 1, 1, 4, pytest.approx(1.381, abs=0.001))
+    assert row_of("zero") == (64, 4, 1, 16, 48, 768, pytest.approx(125, abs=0.5))
     assert len(rows) == 9 and sum("bench" in line for line in left_out) == 2
-    zero = next(row for row in rows if "zero" in row["source"])
-    names = ("gpus", "tp", "dp", "mbs", "gbs")
-    assert [*(zero[name] for name in names), round(zero["sec_per_it"])] == [64, 4, 16, 48, 768, 125]
-    assert size(zero["parameters"]) == "52B", "not 48B, as 2^30 would make it"
+    assert size(next(row["parameters"] for row in rows if "zero" in row["source"])) == "52B", "not 48B of 2^30"
 
 
-def fleet(folder):
-    """Four logs: fast and slow, one without TFLOPs, one whose learning rate cannot be right, one of two runs."""
-    (folder / "deep").mkdir()
+@pytest.fixture
+def fleet(tmp_path):
+    """Four logs: fast and slow, one without TFLOPs of two runs, one whose learning rate cannot be right."""
+    (tmp_path / "deep").mkdir()
     for name, ms in (("fast.log", 1000.0), ("deep/slow.out", 9000.0)):
-        (folder / name).write_text(DUMP + MORE + "".join(m2021(i, ms=ms, loss=ms / 1e3) for i in range(1, 11)))
-    (folder / "plain.err").write_text("".join(m2021(i, ms=5000.0, loss=7.5) for i in range(1, 11)) * 2)
+        (tmp_path / name).write_text(DUMP + MORE + "".join(m2021(i, ms=ms, loss=ms / 1e3) for i in range(1, 11)))
+    (tmp_path / "plain.err").write_text("".join(m2021(i, ms=5000.0, loss=7.5) for i in range(1, 11)) * 2)
     wrong = "".join(m2021(i, loss=9.5).replace("rate: 1.000E-04", "rate: 7.000E+00") for i in range(1, 11))
-    (folder / "wrong.log").write_text(DUMP + MORE + wrong)
-    return folder
+    (tmp_path / "wrong.log").write_text(DUMP + MORE + wrong)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -145,28 +151,63 @@ def fleet(folder):
         (["--reverse"], ["wrong.log", "plain.err run 2", "plain.err", "fast.log", "slow.out"]),
     ],
 )
-def test_a_fleet_is_sorted_by_any_column_and_what_has_no_value_is_last(tmp_path, capsys, monkeypatch, sort, names):
-    monkeypatch.setattr("trilane.analysis.parallel.MANY", 1)  # all cores
-    assert main(["logs", "table", str(fleet(tmp_path)), *sort, "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)["rows"]] == names
+def test_a_fleet_is_sorted_by_any_column_and_what_has_no_value_is_last(fleet, capsys, sort, names):
+    code, text, _ = outcome(capsys, "logs", "table", fleet, *sort, "--json")
+    assert (code, [row["name"] for row in json.loads(text)["rows"]]) == (0, names)
 
 
-def test_a_row_fits_in_100_columns_and_a_problem_has_a_mark_and_a_line(tmp_path, capsys):
-    long = tmp_path / ("a_name_that_is_much_longer_than_a_terminal_is_wide_" * 4 + ".log")
-    long.write_text((fleet(tmp_path) / "fast.log").read_text() + OOM)
-    main(["logs", "table", str(tmp_path), "--sort", "date"])
-    table, problems = capsys.readouterr().out.split("\n\n")
-    assert {len(line) for line in table.splitlines()} == {100} and "Date" in table and "OOM" in table
-    assert "wrong.log, !" in table and problems.startswith("! wrong.log: learning_rate: 7")
-    main(["logs", "table", str(tmp_path), "--columns", "Status, problems,first"])
-    assert capsys.readouterr().out.startswith("| Status    | Problems ")
+def test_a_row_fits_in_100_columns_and_a_problem_has_a_line(fleet, capsys):
+    long = fleet / ("a_name_that_is_much_longer_than_a_terminal_is_wide_" * 4 + ".log")
+    long.write_text((fleet / "fast.log").read_text() + OOM)
+    table, problems = outcome(capsys, "logs", "table", fleet, "--sort", "date")[1].split("\n\n")
+    assert {len(line) for line in table.splitlines()} == {100} and "Date" in table and ".log, OOM" in table
+    assert problems.startswith("! wrong.log: learning_rate: 7")
+    text = outcome(capsys, "logs", "table", fleet, "--columns", "Status, problems,first")[1]
+    assert text.startswith("| Status    | Problems ")
 
 
-def test_logs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_logs_of_one_name_are_named_by_their_folders_and_dated_by_their_last_line(tmp_path):
+    stamped = "".join(f" [2023-05-06 07:08:{i:02d}.000000]{m2021(i)}" for i in range(1, 11))
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
-        (tmp_path / place / "run.log").write_text(m2021(1) + m2021(2))
-    assert [row["name"] for row in read_folder(tmp_path)[0]] == ["a/run.log", "b/run.log"]
+        (tmp_path / place / "run.log").write_text(stamped)
+    rows = [(row["name"], row["date"]) for row in read_folder(tmp_path)[0]]
+    assert rows == [("a/run.log", "2023-05-06 07:08"), ("b/run.log", "2023-05-06 07:08")]
+
+
+def test_other_processes_read_the_same_in_the_same_order(fleet, capsys, monkeypatch):
+    logs = [*sorted(fleet.glob("*.*")), fleet / "none.log"]
+    alone = outcome(capsys, "logs", "parse", *logs, "--json", "--csv", fleet / "alone")
+    monkeypatch.setattr(paths, "measure_all", partial(paths.measure_all, large=0))
+    assert outcome(capsys, "logs", "parse", *logs, "--json", "--csv", fleet / "pooled") == alone
+    assert alone[0] == 1 and "none.log: no such file" in alone[2]
+    assert (fleet / "alone").read_text() == (fleet / "pooled").read_text()
+
+
+def test_progress_is_shown_where_there_are_many(fleet, capsys):
+    assert "16/16" in outcome(capsys, "logs", "parse", *([fleet / "fast.log"] * 16))[2]
+
+
+def test_csv_holds_every_number_of_every_log(tmp_path, capsys):
+    """What a log does not print is empty; whole numbers stay whole."""
+    texts = [
+        "".join(m2021(i, 90, loss=5 - i / 100) for i in range(1, 61)),
+        m2022(1) + m2022(2),
+        m2021(1) + m2021(2) + m2021(1),
+    ]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.log").write_text(text)
+    (tmp_path / "3.log.gz").write_bytes(gzip.compress(m2021(7).encode()))
+    logs = sorted(tmp_path.glob("*.log*"))
+    outcome(capsys, "logs", "parse", *logs, "--csv", tmp_path / "all.csv")
+    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
+    for name in logs:
+        for number, log in enumerate(read_logs(name), 1):
+            mine = [row for row in rows if (row["file"], row["run"]) == (str(name), str(number))]
+            for column in log.iterations:
+                np.testing.assert_array_equal([float(row[column]) for row in mine], log.iterations[column])
+    assert len(rows) == 66 and {row["consumed_tokens"] for row in rows[:60]} == {""}
+    assert rows[0]["consumed_samples"] == "4"
 
 
 def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, monkeypatch, capsys, outputs):
@@ -175,10 +216,9 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
     for name in names:
         (tmp_path / name).write_text(m2021(1, loss=-3.25) + m2021(2, loss=-3.25))
     monkeypatch.chdir(tmp_path)
-    main(["logs", "table", ".", "--csv"])
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = list(csv.DictReader(io.StringIO(outcome(capsys, "logs", "table", ".", "--csv")[1])))
     assert [row["Source"][0] for row in rows] == [*("'" * 6), "a"] and {row["Loss"] for row in rows} == {"-3.25"}
-    main(["logs", "parse", "--csv", "all.csv", "--", *names])
+    outcome(capsys, "logs", "parse", "--csv", "all.csv", "--", *names)
     with open("all.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["file"] for row in rows} == {"a.log", *("'" + name.replace("\r", " ") for name in names[:-1])}
@@ -187,7 +227,17 @@ def test_no_cell_of_a_csv_file_is_a_formula_and_numbers_stay_numbers(tmp_path, m
     assert Study.create("s").save_table("measured.csv", table).read_text() == "run,delta\n'=A1,-1.5\na,2.0\n"
 
 
-def test_the_date_is_that_of_the_last_line_where_lines_have_one(tmp_path):
-    stamped = "".join(f" [2023-05-06 07:08:{i:02d}.000000]{m2021(i)}" for i in range(1, 11))
-    (tmp_path / "copied.log").write_text(stamped)
-    assert [row["date"] for row in read_folder(tmp_path)[0]] == ["2023-05-06 07:08"]
+def test_people_read_three_lines_a_run_and_a_problem_with_its_line(fleet, capsys):
+    lines = outcome(capsys, "logs", "parse", fleet / "fast.log", fleet / "plain.err", fleet / "wrong.log")[
+        1
+    ].splitlines()
+    heads = [line.removeprefix(f"{fleet}/") for line in lines if not line.startswith(" ")]
+    assert heads == [
+        "fast.log: completed (megatron-2021)",
+        "plain.err, run 1 of 2: completed (megatron-2021)",
+        "plain.err, run 2 of 2: completed (megatron-2021)",
+        "wrong.log: completed (megatron-2021)",
+    ]
+    assert "1 s/it" in lines[1] and "iteration" in lines[2]
+    assert lines[-2].startswith("  problem: learning_rate: 7: ") and lines[-2].endswith("(line 13)")
+    assert lines[-1].startswith("    iteration 1/ 10 | consumed samples: 4 |")

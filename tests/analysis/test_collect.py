@@ -1,24 +1,29 @@
-"""The command `logs parse`: what it prints, what it writes, and what it says about bad files."""
+"""One run, one answer: the record of `logs parse`, and what a notebook shows of many runs; everywhere the same."""
 
-import csv
-import gzip
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import REPOSITORY, small_plan
-from test_endings import BAD, HARD
+from support import small_plan
 from test_log_dialects import m2021, m2022
 from test_measure import log as numbers
 
+import trilane
 from trilane.analysis.collect import MeasuredRuns, measure_runs
-from trilane.analysis.measure import measure_log
+from trilane.analysis.compare import compare
+from trilane.analysis.measure import measure, measure_log
+from trilane.analysis.recalibrate import case_of
+from trilane.analysis.tables import read_folder
 from trilane.cli.app import main
+from trilane.config.batch_rampup import Ramp
 from trilane.config.model import ModelShape
+from trilane.experiments import benchmark
+from trilane.slurm import sites, sweep
+from trilane.slurm.sites import JobRequest
+from trilane.workspace.status import RunStatus, Status, write_status
 from trilane.workspace.study import Study
 
 DUMP = "------------------------ arguments ------------------------\n" + "".join(
@@ -43,7 +48,7 @@ def log(folder, name="a.log", text=None):
 
 
 def parsed(capsys, *arguments):
-    code = main(["logs", "parse", *arguments, "--json"])
+    code = main(["logs", "parse", *map(str, arguments), "--json"])
     output = capsys.readouterr()
     return code, json.loads(output.out)["runs"] if output.out else [], output.err
 
@@ -62,53 +67,23 @@ def test_a_run_is_one_record(tmp_path, capsys):
     assert run["arguments"]["hidden_size"] == 2048
 
 
-def test_what_the_log_prints_is_kept_next_to_it(tmp_path, capsys):
+def test_what_a_log_prints_is_kept_and_what_it_lacks_is_null(tmp_path, capsys):
     _, (run,), _ = parsed(capsys, log(tmp_path, text=m2022(1) + m2022(2)))
     assert run["tflops"] == {"printed": 107.48} and run["max_memory_gib"] is None
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=m2021(1, loss=float("nan"))))
+    assert (run["last_loss"], run["status"]) == (None, "NaN loss")
+    _, (run,), _ = parsed(capsys, log(tmp_path, text="{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n"))
+    assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
 
 
 def test_the_plan_of_a_run_folder_supplies_what_its_log_lacks(tmp_path, capsys):
     (tmp_path / "plan.json").write_text(json.dumps(small_plan(dp=2).to_json()))
     log(tmp_path, "run.log", "".join(map(m2021, range(1, 11))))
     log(tmp_path, "other.log", "".join(map(m2021, range(1, 11))))
-    _, (run, other), _ = parsed(capsys, f"{tmp_path}/run.log", f"{tmp_path}/other.log")
+    _, (run, other), _ = parsed(capsys, tmp_path / "run.log", tmp_path / "other.log")
     assert run["tflops"]["narayanan"] > 0 and other["tflops"] == {}
     (tmp_path / "plan.json").write_text("{")
-    assert parsed(capsys, f"{tmp_path}/run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
-
-
-def test_a_loss_that_is_no_number_is_null(tmp_path, capsys):
-    _, (run,), _ = parsed(capsys, log(tmp_path, text=m2021(1, loss=float("nan"))))
-    assert (run["last_loss"], run["status"]) == (None, "NaN loss")
-
-
-def test_a_log_without_times_has_losses(tmp_path, capsys):
-    (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'loss': 2.25, 'epoch': 0.2}\n")
-    assert main(["logs", "parse", str(tmp_path / "a.log"), "--json"]) == 0
-    (run,) = json.loads(capsys.readouterr().out)["runs"]
-    assert (run["iterations"], run["sec_per_it"], run["last_loss"]) == (2, None, 2.25)
-
-
-EVALUATED = [  # Megatron-LM and BigScience's fork; a rank's prefix; the first Megatron; gpt-neox of 2024; the test set
-    " validation loss at iteration 4 | lm loss value: 5.700000E+00 | lm loss PPL: 2.988674E+02 | ",
-    "[default7]: validation loss at iteration 4 | lm loss value: 5.700000E+00 | lm loss PPL: 2.988674E+02 | ",
-    " validation loss at iteration 6 | LM loss: 5.650000E+00 | LM PPL: 2.842915E+02",
-    " validation results at iteration 8 | lm_loss value: 5.600000E+00 | lm_loss_ppl value: 2.704264E+02 | ",
-    " validation loss at iteration 10 on validation set | lm loss value: nan | lm loss PPL: nan | ",
-    " validation loss at iteration 10 on test set | lm loss value: 5.400000E+00 | lm loss PPL: 2.214064E+02 | ",
-]
-
-
-def test_validation_losses_are_read_once_each_and_without_the_test_set(tmp_path, capsys):
-    text = "".join(map(m2021, range(1, 11))) + "".join(f"{'-' * 99}\n{line}\n{'-' * 99}\n" for line in EVALUATED)
-    _, (run,), _ = parsed(capsys, log(tmp_path, text=text))
-    assert [(row["iteration"], row["lm_loss"]) for row in run["validation"]] == [
-        (4, 5.7),
-        (6, 5.65),
-        (8, 5.6),
-        (10, None),
-    ]
-    assert run["status"] == "completed" and run["iterations"] == 10
+    assert parsed(capsys, tmp_path / "run.log")[1][0]["tflops"] == {}, "a broken plan does not hide the log"
 
 
 HUGE = "1e400"
@@ -130,77 +105,29 @@ def test_numbers_that_are_none_spoil_nothing(tmp_path, capsys, text):
     assert (code, len(runs) > 0, errors) == (0, True, "")
 
 
+EVALUATED = [  # Megatron-LM and BigScience's fork; a rank's prefix; the first Megatron; gpt-neox of 2024; the test set
+    " validation loss at iteration 4 | lm loss value: 5.700000E+00 | lm loss PPL: 2.988674E+02 | ",
+    "[default7]: validation loss at iteration 4 | lm loss value: 5.700000E+00 | lm loss PPL: 2.988674E+02 | ",
+    " validation loss at iteration 6 | LM loss: 5.650000E+00 | LM PPL: 2.842915E+02",
+    " validation results at iteration 8 | lm_loss value: 5.600000E+00 | lm_loss_ppl value: 2.704264E+02 | ",
+    " validation loss at iteration 10 on validation set | lm loss value: nan | lm loss PPL: nan | ",
+    " validation loss at iteration 10 on test set | lm loss value: 5.400000E+00 | lm loss PPL: 2.214064E+02 | ",
+]
+
+
+def test_validation_losses_are_read_once_each_and_without_the_test_set(tmp_path, capsys):
+    text = "".join(map(m2021, range(1, 11))) + "".join(f"{'-' * 99}\n{line}\n{'-' * 99}\n" for line in EVALUATED)
+    _, (run,), _ = parsed(capsys, log(tmp_path, text=text))
+    found = [(row["iteration"], row["lm_loss"]) for row in run["validation"]]
+    assert found == [(4, 5.7), (6, 5.65), (8, 5.6), (10, None)]
+    assert run["status"] == "completed" and run["iterations"] == 10
+
+
 def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path):
-    (tmp_path / "a.log").write_text("{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
-    command = f"{sys.executable} -m trilane logs parse {tmp_path}/a.log --json"
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "lib")}
-    done = subprocess.run(["bash", "-c", f"{command} | head -1"], env=env, capture_output=True, text=True, check=True)
+    log(tmp_path, text="{'loss': 2.5, 'epoch': 0.1}\n{'train_runtime': 9.0, 'epoch': 0.1}\n" * 400)
+    command = f"{sys.executable} -m trilane logs parse {tmp_path}/a.log --json | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("{\n", "")
-
-
-def test_two_runs_of_a_file_are_two_records_and_all_iterations_one_table(tmp_path, capsys):
-    (tmp_path / "b.log.gz").write_bytes(gzip.compress((m2021(1) + m2021(2)).encode()))
-    twice = log(tmp_path, text=m2021(1) + m2021(2) + m2021(1, loss=4))
-    code, runs, _ = parsed(capsys, twice, str(tmp_path / "b.log.gz"), "--csv", str(tmp_path / "all.csv"))
-    assert (code, [r["iterations"] for r in runs]) == (0, [2, 1, 2])
-    rows = list(csv.DictReader((tmp_path / "all.csv").open()))
-    assert [(r["run"], r["iteration"]) for r in rows] == [("1", "1"), ("1", "2"), ("2", "1"), ("1", "1"), ("1", "2")]
-
-
-def test_a_bad_file_among_good_ones_is_named_and_the_others_are_read(tmp_path, capsys):
-    code, runs, errors = parsed(capsys, str(tmp_path / "none.log"), log(tmp_path))
-    assert (code, len(runs)) == (1, 1)
-    assert errors == f"trilane: log={tmp_path}/none.log: no such file\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["none.log"], "log=none.log: no such file"),
-        ([], "logs=missing: is required"),
-        (["a.log", "--csv", "no/such/folder.csv"], "csv=no/such/folder.csv: its folder does not exist"),
-        (["a.log", "--csv", "a.log"], "csv=a.log: is a log"),
-    ],
-)
-def test_bad_input_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    log(tmp_path)
-    try:
-        code = main(["logs", "parse", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert (code, capsys.readouterr().err) == (2, f"trilane: {message}\n")
-
-
-def test_people_read_three_lines(tmp_path, capsys):
-    assert main(["logs", "parse", log(tmp_path)]) == 0
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert first.endswith("a.log: completed (megatron-2021)") and "2 s/it" in second and "iteration" in third
-
-
-@pytest.mark.parametrize(("kind", "content"), HARD, ids=[kind for kind, _ in HARD])
-def test_the_command_reads_hard_files(tmp_path, capsys, kind, content):
-    (tmp_path / "a.log").write_bytes(content)
-    code, (run,), errors = parsed(capsys, str(tmp_path / "a.log"))
-    assert (code, run["iterations"], run["sec_per_it"], errors) == (0, 10, 2.0, "")
-
-
-@pytest.mark.parametrize(("name", "content", "message"), BAD, ids=[name for name, *_ in BAD])
-def test_the_command_refuses_what_is_no_log_in_one_line(tmp_path, capsys, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    code, runs, errors = parsed(capsys, str(tmp_path / name))
-    assert (code, runs) == (2, []) and errors.startswith(f"trilane: log={tmp_path}/{name}: {message}")
-    _, *lines = errors.splitlines()
-    assert not lines or (lines[0].endswith("look most like iterations:") and len(lines) <= 4)
-
-
-def test_the_command_reads_a_document_of_tables(tmp_path, capsys):
-    table = "| GPUs | TP | PP | DP | MBS | GBS | Sec/it | TFLOPs |\n|-|-|-|-|-|-|-|-|\n| 16 | 4 | 4 | 1 | 1 | 4 | 1.5 | 27.0 |\n"
-    (tmp_path / "a.md").write_text(table)
-    code, (run,), _ = parsed(capsys, str(tmp_path / "a.md"))
-    assert (code, run["dialect"], run["sec_per_it"], run["tflops"]["printed"]) == (0, "table", 1.5, pytest.approx(27.0))
-    assert "line 3: 16 | 4 | 4" in run["evidence"] and run["arguments"]["tp"] == 4
 
 
 def test_a_loss_that_rose_is_not_called_calm_and_a_short_training_is_not_called_checked():
@@ -217,17 +144,8 @@ def test_tensorboard_is_offered_where_a_run_wrote_its_files(tmp_path):
     assert "--logdir" not in MeasuredRuns(runs=(found,)).tensorboard()
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard/events.out.tfevents.1.host.2").touch()
-    assert "1 of 1 runs" in (text := MeasuredRuns(runs=(found,)).tensorboard()) and "`tensorboard --logdir .`" in text
-    assert str(tmp_path) not in text, "a report has no path of the machine"
-
-
-def test_of_several_runs_in_a_file_each_has_its_number(tmp_path, capsys):
-    run = DUMP + "".join(map(m2021, range(1, 11)))
-    assert main(["logs", "parse", log(tmp_path, text=run * 2), log(tmp_path, "b.log")]) == 0
-    heads = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert [line.split(":")[0].removeprefix(f"{tmp_path}/") for line in heads] == [
-        *("a.log, run 1 of 2", "a.log, run 2 of 2", "b.log")
-    ]
+    text = MeasuredRuns(runs=(found,)).tensorboard()
+    assert "1 of 1 runs" in text and str(tmp_path) not in text, "a report has no path of the machine"
 
 
 def test_a_notebook_shows_the_first_of_many_runs_and_says_how_many_there_are(tmp_path):
@@ -245,3 +163,71 @@ def test_a_notebook_shows_the_first_of_many_runs_and_says_how_many_there_are(tmp
     assert (problem["column"], problem["line"]) == ("learning_rate", 13) and runs.continuity().restarts == 0
     rates = [m.sec_per_it for m in runs.ranked]
     assert rates == sorted(rates) and len(str(runs)) < 20, "no text of a thousand rows lies in the notebook"
+
+
+RAMP = Ramp(start=2, increment=2, samples=30)
+LINE = (
+    " iteration {:8d}/{:8d} | elapsed time per iteration (ms): {:.1f} | global batch size: {:5d} | lm loss: {:.6E} | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+)
+OF_RANK = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 1.0 | max allocated: {}.0 | reserved: 9.0\n"
+
+
+@pytest.fixture
+def folder(outputs):
+    """A run of 23 iterations, in a sweep of a study: 15 of 2 sequences in 0.1 s each, then 8 of 4 in 0.3."""
+    study = Study.create("s")
+    plan = small_plan("ramp", train_iters=23, dp=2, mbs=1)
+    plan = replace(plan, run=replace(plan.run, ramp=RAMP))
+    values = {**plan.to_json(), "prediction": {"memory_bytes": 2.0**30}}
+    (folder,) = sweep.create(study.folder, [values], sites.site("generic"), JobRequest())
+    steps = [(b.number, b.gbs, (0.1 if b.gbs == 2 else 0.3) + 1e-5 * b.number) for b in RAMP.batches(23, 4)]
+    assert [gbs for _, gbs, _ in steps] == [2] * 15 + [4] * 8
+    lines = [LINE.format(number, 23, 1000 * seconds, gbs, 5.0) for number, gbs, seconds in steps]
+    exact = [json.dumps({"iteration": number, "sec_per_it": seconds}) + "\n" for number, _, seconds in steps]
+    (folder / "run.log").write_text("".join(lines) + OF_RANK.format(0, 7) + OF_RANK.format(1, 8))
+    (folder / "steps.jsonl").write_text("".join(exact))
+    write_status(folder, RunStatus(status=Status.COMPLETED, evidence="end", rank=0, exit_code=0, seconds=4.0))
+    return folder
+
+
+def test_a_ramp_is_measured_at_its_full_batch_and_everywhere_alike(folder, capsys):
+    m, plan = measure(folder), small_plan(dp=2)
+    seconds = 0.3 + 1e-5 * 19.5
+    assert (m.iterations, m.config.gbs, m.sec_per_it) == (8, 4, pytest.approx(seconds, rel=1e-12))
+    assert m.flops_per_s_per_gpu == pytest.approx(plan.shape.flops_per_iteration(4) / seconds / 2)
+    assert m.memory_bytes == 8 * 2**20 and m.status == "completed"
+    tflops = m.flops_per_s_per_gpu / 1e12
+
+    bench = benchmark.result(folder)
+    assert (bench["iterations"], bench["left_out"], bench["global_batch_size"]) == (8, 15, 4)
+    assert (bench["sec_per_it"]["median"], bench["flops_per_s_per_gpu"]) == (m.sec_per_it, m.flops_per_s_per_gpu)
+    assert (max(bench["memory_bytes"].values()), bench["status"]) == (m.memory_bytes, m.status)
+
+    for record in parsed(capsys, folder, folder / "run.log", folder / "steps.jsonl")[1]:
+        assert (record["iterations_counted"], record["global_batch_size"]) == (8, 4)
+        assert record["left_out"] == m.to_json()["left_out"] and record["left_out"][-1]["iterations"] == "6-15"
+        assert (record["sec_per_it"], record["tflops"]["narayanan"]) == (m.sec_per_it, tflops)
+        assert (record["max_memory_gib"] * 2**30, record["status"]) == (m.memory_bytes, m.status)
+
+    ((row,), _) = read_folder(folder.parent)
+    found = [row[name] for name in ("gbs", "sec_per_it", "tflops", "memory_bytes", "status")]
+    assert found == [4, m.sec_per_it, tflops, m.memory_bytes, "completed"]
+
+    shown = measure_runs(Study.open("s"))
+    assert shown.runs[0].to_json() == m.to_json()
+    assert sweep.table(folder.parents[1]).equals(shown.to_frame())
+    cells = shown.to_frame().iloc[0]
+    assert (cells["GBS"], cells["Sec/it"], cells["Notes"]) == (4, m.sec_per_it, "completed")
+
+    assert compare([m], trilane.measure_path(folder)).change == 0
+    assert case_of(m).topology.gbs == 4
+
+
+def test_a_ramp_that_did_not_end_is_a_case_of_the_batch_it_reached(folder):
+    lines = (folder / "run.log").read_text().splitlines(keepends=True)
+    (folder / "run.log").write_text("".join(lines[:12]))
+    m = measure(folder)
+    assert (m.iterations, m.config.gbs, case_of(m).topology.gbs) == (7, 2, 2)
+    assert m.window.note == "global_batch_size=4 was not reached: 2, the largest, counts"
+    assert m.note == "" and "was not reached" in m.to_json()["notes"][0]

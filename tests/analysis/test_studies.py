@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import small_plan
-from test_one_summary import LINE
+from test_collect import LINE
 
 from trilane.analysis.studies import compare_studies
 from trilane.costmodel.predict import predict

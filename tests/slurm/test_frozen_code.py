@@ -11,7 +11,7 @@ import pytest
 from support import small_plan
 from test_script import Play, recorded
 
-from trilane.analysis import parallel
+from trilane.analysis import paths
 from trilane.slurm import client, frozen_code, ledger, preparation, sites
 from trilane.slurm.sites import JobRequest
 from trilane.utils.files import append_line
@@ -56,7 +56,7 @@ def test_a_copy_is_no_log_of_its_sweep(package: Path, home: Path) -> None:
     (package / "data/LICENSE").write_text("some text")
     frozen_code.freeze(home)
     (home / "slurm-7.out").write_text("a log\n")
-    assert parallel.files(str(home)) == [home / "slurm-7.out"]
+    assert paths.files(str(home)) == [home / "slurm-7.out"]
 
 
 def test_a_copy_knows_from_which_revision_it_was_made(home: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trilane.analysis.measure import Measurement
+from trilane.utils.tables import Text
 from trilane.utils.validation import require
 
 # Seven pairs of runs of one configuration on one day among the shipped rows differ by 0.6, 1.1, 1.1, 1.4, 2.7, 9.0 and
@@ -71,6 +72,12 @@ class Comparison:
             f"spread between runs {self.deviation:.2%}: {self.source}",
         ]
         return "\n".join([*lines, *self.notes])
+
+    def as_text(self) -> Text:
+        """The verdict and the spread that it rests on, for a notebook."""
+        notes = "; ".join(self.notes)
+        spread = Text.of("Spread between runs {:.1%}: {}. {}", self.deviation, self.source, notes)
+        return Text.of("**{}.** {}", self.sentence, spread)
 
 
 def compare(a: Sequence[Measurement], b: Sequence[Measurement], confidence: float = 0.95) -> Comparison:

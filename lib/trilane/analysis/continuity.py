@@ -374,7 +374,6 @@ RULES: Mapping[str, Callable[[Boundary, str], Found | None]] = {
     **{"global_batch_size": _size, "loss_scale": _scale, "seq_length": _size},
     **{"lm_loss": _loss, "grad_norm": _gradient, "sec_per_it": _speed},
 }
-KEEP = (*RULES, "train_iters", "skipped")  # columns of a log that are read for it
 
 
 def _slope(at: np.ndarray, values: np.ndarray) -> float:

@@ -29,14 +29,6 @@ from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
 from trilane.workspace.status import Status
 
-KEEP = (
-    "flops_per_s_per_gpu",
-    "skipped",
-    "skipped_total",
-    "nan",
-    "seq_length",
-)  # columns that a measurement reads, if few are kept
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from trilane.analysis.fleet import first_of
 from trilane.analysis.measure import Measurement
 from trilane.config.cluster import Cluster
 from trilane.config.engines import ENGINES
@@ -62,7 +61,7 @@ class Recalibration(Table):
 
     def _repr_html_(self) -> str:
         found = super()._repr_html_() if self else Html.of("<p>{}</p>", NOTHING)
-        return found + "".join(Html.of("<p>Not used: {}</p>", line) for line in first_of(self.left_out))
+        return found + "".join(Html.of("<p>Not used: {}</p>", line) for line in self.left_out[:12])
 
     def memory(self) -> Table | Text:
         """Measured against predicted memory, a row for each run that printed it."""

@@ -43,8 +43,8 @@ def parse(logs: Sequence[Path], csv: Path | None, dialect: Sequence[Path], watch
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    from trilane.analysis.parallel import read_many
-    from trilane.analysis.record import records_text
+    from trilane.analysis.paths import measure_all
+    from trilane.analysis.tables import parse_text, write_iterations
     from trilane.logs.dialects.tables import use
 
     require(not watch, "option", "--watch", "is now `trilane slurm watch`, or `logs parse` once more")
@@ -52,13 +52,15 @@ def parse(logs: Sequence[Path], csv: Path | None, dialect: Sequence[Path], watch
     if csv:
         require(csv.parent.is_dir(), "csv", csv, "its folder does not exist")
         require(csv.resolve() not in map(Path.resolve, logs), "csv", csv, "is a log")
-    found = read_many([str(log) for log in logs], csv)
-    records = [values for one in found for values in one.records]
-    code = report_unreadable([one.error for one in found if one.error], records)
-    for one in found:
-        print(one.advice, end="\n" if one.advice else "", file=sys.stderr)
+    found = measure_all(logs)
+    runs = [m for read in found for m in read.runs]
+    code = report_unreadable([read.error for read in found if read.error], runs)
+    for read in found:
+        print(read.advice, end="\n" if read.advice else "", file=sys.stderr)
+    if csv and runs:
+        write_iterations(runs, csv)
     if code < 2:
-        emit(as_json, {"runs": records}, records_text(records))
+        emit(as_json, {"runs": [m.to_json() for m in runs]}, parse_text(runs))
     return code
 
 
@@ -83,19 +85,19 @@ def table(
     as_json: bool,
 ) -> None:
     """Print the runs below FOLDER as one table: run folders, or logs of other trainers, at any depth, on all cores."""
-    from trilane.analysis import fleet, tables
+    from trilane.analysis import tables
     from trilane.logs.dialects.tables import use
     from trilane.report.index import sortable_page
 
     require(markdown + csv + html + as_json < 2, "table", folder, "choose one of --markdown, --csv, --html, --json")
-    by = fleet.column(sort, "sort") if sort else ""
-    heads = [fleet.column(name.strip()) for name in columns.split(",")] if columns else []
+    by = tables.column(sort, "sort") if sort else ""
+    heads = [tables.column(name.strip()) for name in columns.split(",")] if columns else []
     use(dialect)
-    rows, bad = fleet.read_folder(folder)
+    rows, bad = tables.read_folder(folder)
     for line in [*bad[:MOST], *([f"{len(bad) - MOST} more, which --json names"] if len(bad) > MOST else [])]:
         print("trilane: left out:", one_line(line), file=sys.stderr)
     require(bool(rows), "folder", folder, "holds no run: neither plan.json with run.log, nor a training log")
-    rows = fleet.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
+    rows = tables.ordered(rows, by, reverse) if by else rows[:: -1 if reverse else 1]
     if csv or html:
         page = tables.to_csv(rows, heads) if csv else sortable_page(f"Runs in {folder}", tables.to_html(rows, heads))
         print(printable(page.removesuffix("\n")))
@@ -143,10 +145,9 @@ CONFIDENCE = option("--confidence", type=number(), default=0.95, help="of the in
 def compare(a: Sequence[str], b: Sequence[str], confidence: float, as_json: bool) -> None:
     """Print whether the runs of B are faster than those of A: logs or run folders of two variants."""
     from trilane.analysis import compare as comparison
-    from trilane.analysis.measure import KEEP
-    from trilane.analysis.parallel import measure_path
+    from trilane.analysis.paths import measure_path
 
-    runs_a, runs_b = ([m for path in paths for m in measure_path(path, keep=KEEP)] for paths in (a, b))
+    runs_a, runs_b = ([m for path in paths for m in measure_path(path)] for paths in (a, b))
     found = comparison.compare(runs_a, runs_b, confidence)
     values = {**asdict(found), "decided": found.decided, "verdict": found.sentence}
     emit(as_json, values, str(found))
@@ -158,7 +159,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
 
     Where logs cannot be read: exit code 2 if none of them, 1 if some.
     """
-    from trilane.analysis.continuity import KEEP, find_breaks
+    from trilane.analysis.continuity import find_breaks
     from trilane.analysis.loss_curve import join, trainings
     from trilane.analysis.spikes import training_record, training_text
     from trilane.documents.runs import read_runs
@@ -167,7 +168,7 @@ def spikes(logs: Sequence[str], as_json: bool) -> int:
     read, bad = list[RunLog](), list[str]()
     for name in logs:
         try:
-            runs = read_runs(name, KEEP)
+            runs = read_runs(name)
         except (ValueError, OSError) as error:
             bad.append(str(error))
             continue

@@ -10,8 +10,7 @@ from typing import Any
 import jinja2
 
 from trilane.analysis.collect import MeasuredRuns
-from trilane.analysis.fleet import rows_of
-from trilane.analysis.tables import TABLE, to_html
+from trilane.analysis.tables import TABLE, rows_of, to_html
 from trilane.report.html import DATA, POLICY, read_field, read_notebook, title
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.tables import Html, printable, short
