@@ -166,20 +166,17 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("guard", "slurm/preflight/script.py", "slurm/test_preflight.py"): [
         ("int(started[1]) != used", "int(started[1]) < used"),
-        ("max(lines) > largest", "max(lines) > largest + 1"),
     ],
     ("jobs", "slurm/attempt.py", "slurm/test_attempt.py"): [
         ("len(starts) >= TRIES", "len(starts) > TRIES"),
         ("_spent(events[last + 1 :])", "_spent(events)"),
-        ('(job, "0", *ended)', '(job, "0")'),
+        ('if event != "ended" and i != job', "if i != job"),
         ("if need <= mine", "if need < mine"),
         ("at >= run.goal and is_saved", "at >= run.goal"),
     ],
-    ("jobs", "slurm/job_status.py", "slurm/test_attempt.py"): [
-        ("is_last and job.state not in REASONS", "is_last"),
-        ("reversed(states)", "states"),
-    ],
     ("jobs", "slurm/jobs.py", "slurm/test_attempt.py"): [
+        ("reversed(states)", "states"),
+        ("written if is_last or is_completed else None", "written"),
         ("len(live) - (current in live)", "len(live)"),
     ],
     ("jobs", "slurm/chain.py", "slurm/test_chain.py"): [

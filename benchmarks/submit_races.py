@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from slurm_cluster import REQUEST, SITE, plan, run_folder, started
 from support import wait_until
 
-from trilane.slurm import attempt, client, jobs, ledger, submission
+from trilane.slurm import attempt, client, jobs, ledger
 
 HELD = "#!/bin/bash\n#SBATCH --hold\n#SBATCH --account=xyz@a100\n#SBATCH --time=10\nsleep 300\n"
 PAUSED = 'sleep {0}; out=$("$real" "$@") || exit; sleep {0}; echo "$out"'
-PLACES = ("before its first line", "before SLURM had the job", "before the job was recorded", "at the end")
+PLACES = ("before SLURM had the job", "before the job was recorded", "after it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +133,7 @@ def kill_trial(folder: Path, seconds: float, group: bool) -> Trial:
 
 def _place(folder: Path) -> str:
     """How far the submission in a folder came."""
-    events = [e["event"] for e in ledger.events(folder)]
-    if not events:
-        return PLACES[0]
-    return PLACES[3] if events[-1] == "submitted" else PLACES[2] if jobs_of(folder) else PLACES[1]
+    return PLACES[2] if ledger.job_ids(folder) else PLACES[1] if jobs_of(folder) else PLACES[0]
 
 
 def race_trial(folder: Path, processes: int) -> Trial:
@@ -155,7 +152,7 @@ def running_jobs(root: Path, count: int) -> list[str]:
     """Jobs that run, and would sleep for minutes."""
     script = root / "sleep.sbatch"
     script.write_text(HELD.replace("#SBATCH --hold\n", ""))
-    ids = [submission.sbatch(script, "--output=/dev/null") for _ in range(count)]
+    ids = [client.sbatch(script, "--output=/dev/null") for _ in range(count)]
     wait_until(lambda: all(s.state == "RUNNING" for s in client.states(ids).values()), 60, "the jobs do not start")
     return ids
 

@@ -20,7 +20,7 @@ import pytest
 from support import REPOSITORY, small_cluster, small_plan, wait_until
 
 from trilane.config.plan import Plan
-from trilane.slurm import client, jobs
+from trilane.slurm import client, jobs, script
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace.run_folder import iteration
 
@@ -161,7 +161,7 @@ def run_folder(root: Path, p: Plan, request: JobRequest = REQUEST) -> Path:
     """A run folder below `root` with the plan and its script."""
     folder = root / p.label
     folder.mkdir(parents=True)
-    for name, text in jobs.files(p, SITE, request).items():
+    for name, text in script.files(p, SITE, request).items():
         (folder / name).write_text(text)
     return folder
 
@@ -195,6 +195,12 @@ def lead(folder: Path, true: Callable[[], bool], what: str) -> None:
         return true()
 
     wait_until(has_come, PATIENCE_S, what)
+
+
+def send(job: str, signal: str) -> None:
+    """Send a signal, such as USR1, to the steps of a job."""
+    client.require_own([job])
+    client.call(["scancel", f"--signal={signal}", job])
 
 
 def one(folder: Path) -> jobs.JobStatus:

@@ -156,7 +156,7 @@ READERS = (
 def test_a_file_that_is_not_what_is_read_is_refused_by_every_reader(
     here: Path, capsys: pytest.CaptureFixture[str], data: bytes
 ) -> None:
-    for name in ("X.json", "sweep/sweep.json", "chain/chain.json"):
+    for name in ("X.json", "sweep/runs.txt", "chain/chain.json"):
         write(name, data)
     for line in READERS:
         refused(capsys, *shlex.split(line.replace("X", "X.json")))

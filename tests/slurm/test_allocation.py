@@ -12,7 +12,7 @@ import pytest
 from slurm_cluster import PATIENCE_S, REQUEST, Cluster, ended, plan, run_folder, says
 from support import wait_until
 
-from trilane.slurm import client, ledger, submission
+from trilane.slurm import client, ledger
 
 # Fails where the node is in the file `worn`; of the queries it answers one, as an old nvidia-smi does.
 NVIDIA_SMI = r"""#!/bin/bash
@@ -81,7 +81,7 @@ def test_a_slow_and_a_broken_node_stay_out_and_without_spares_a_broken_one_sends
     slow = threading.Thread(target=slow_down, args=("jz-a100-3", stop))
     slow.start()
     try:
-        submission.sbatch(folder / "job.sbatch", "--nodelist=jz-a100-[1-4]")
+        client.sbatch(folder / "job.sbatch", "--nodelist=jz-a100-[1-4]")
         wait_until(lambda: "chosen: " in says(folder), PATIENCE_S, "no choice")
     finally:
         stop.set()
@@ -94,7 +94,7 @@ def test_a_slow_and_a_broken_node_stay_out_and_without_spares_a_broken_one_sends
     assert "NODE jz-a100-2 is left out: GPU" in (folder / "run.log").read_text()
     ended(folder)
     busy = "--exclude=jz-a100-[1-4,7-52]"
-    job = submission.sbatch(other / "job.sbatch", busy)
+    job = client.sbatch(other / "job.sbatch", busy)
     wait_until(lambda: bool(ledger.events(other, "ended")), PATIENCE_S, says(other))
     wait_until(lambda: client.states([job])[job].state == "PENDING", PATIENCE_S, says(other))
     found = ledger.events(other, "ended")[0]
@@ -127,7 +127,7 @@ def test_a_job_that_loses_its_first_node_goes_back_into_the_queue_for_all_its_no
     script = (folder / "job.sbatch").read_text().replace("job guard .", "job guard . --every 1")
     head, _, _ = script.partition("    exec python -m trilane.engine.torchrun")
     (folder / "job.sbatch").write_text(f"{head}    sleep 600'\nexit\ndone\n")
-    job = submission.sbatch(folder / "job.sbatch")
+    job = client.sbatch(folder / "job.sbatch")
     # SLURM lists a step before its process runs; one whose srun dies in between never does
     wait_until(lambda: is_guarded(folder), PATIENCE_S, says(folder))
     first = client.hostnames(client.states([job])[job].nodes)[0]

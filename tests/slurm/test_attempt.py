@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +25,11 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The states of jobs, by id, in a SLURM that knows nothing else."""
     known: dict[str, str] = {}
     monkeypatch.setattr(client, "is_installed", lambda: True)
-    monkeypatch.setattr(
-        client, "states", lambda ids: {i: JobState(id=i, state=known.get(i, client.FORGOTTEN)) for i in ids}
-    )
-    monkeypatch.setattr(client, "comment", lambda _: "")
+
+    def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobState]:
+        return {i: JobState(id=i, state=known.get(i, client.FORGOTTEN)) for i in ids}
+
+    monkeypatch.setattr(client, "states", states)
     monkeypatch.setattr(client, "down_nodes", list)
     monkeypatch.setattr(client, "cancel", lambda _: None)
     return known
@@ -101,8 +103,10 @@ def test_a_run_of_a_sweep_is_not_started_where_one_that_needs_no_more_ran_out(
     peer = tmp_path / "peer"
     peer.mkdir()
     write_status(peer, RunStatus(status=Status.OOM, evidence="", rank=0, exit_code=1, seconds=1.0))
-    members = [{"folder": str(folder), "memory_bytes": mine}, {"folder": str(peer), "memory_bytes": other}]
-    (tmp_path / "sweep.json").write_text(json.dumps({"site": "test", "members": members}))
+    for path, need in ((folder, mine), (peer, other)):
+        values = json.loads((folder / "plan.json").read_text())
+        (path / "plan.json").write_text(json.dumps(values | {"prediction": {"memory_bytes": need}}))
+    (tmp_path / "runs.txt").write_text("one\npeer\n")
     assert bool(attempt.pruned(folder, str(tmp_path))) is is_pruned
     assert (folder / "status.json").exists() is is_pruned
 

@@ -16,7 +16,7 @@ from trilane.cli.app import main
 from trilane.config.plan import read_plan
 from trilane.engine.data import corpus
 from trilane.report import notebook
-from trilane.slurm import client, job_status, jobs, ledger, monitor, submission, sweep
+from trilane.slurm import client, jobs, ledger, monitor, sweep
 from trilane.slurm.nodes.exclusion import exclude
 from trilane.slurm.preflight import check, finding
 from trilane.slurm.script import render
@@ -66,7 +66,7 @@ def accounted(commands: Commands, **states: str) -> None:
 
 def test_a_query_that_dies_without_a_word_is_made_again(commands: Commands, folder: Path) -> None:
     once = f"[ -e {folder}/died ] || {{ touch {folder}/died; kill -SEGV $$; }}"
-    commands.say("squeue", f"{once}\necho '77|RUNNING|None|1:00|2:00|n1'")
+    commands.say("squeue", f"{once}\necho '77|RUNNING|None|1:00|2:00|n1|x'")
     assert client.states(["77"])["77"].state == "RUNNING" and len(commands.calls("squeue")) == 2
     commands.say("squeue", "exit 3")
     with pytest.raises(client.SlurmError, match="squeue: no error text"):
@@ -101,24 +101,24 @@ def test_a_job_that_runs_only_in_a_late_accounting_holds_no_run(commands: Comman
     commands.say(
         "squeue", "[[ $* != *-j* ]] || { echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }"
     )
-    assert submission.active_jobs(folder) == [] and one(folder).state == "FORGOTTEN"
+    assert jobs.active_jobs(folder) == [] and one(folder).state == "FORGOTTEN"
     commands.say("squeue", "[[ $* != *%u* ]] || echo '77|77|you'")
-    assert submission.active_jobs(folder) == ["77"]
+    assert jobs.active_jobs(folder) == ["77"]
 
 
 def test_what_squeue_says_of_a_task_is_not_replaced_by_a_late_accounting_of_its_array(commands: Commands) -> None:
     """A sweep asks for the array, which squeue lists task by task, and sacct answers with every task."""
-    commands.say("squeue", "[[ $* == *%u* ]] && echo '77_3|77|me' || echo '77_3|FAILED|None|0:01|2:00|n1'")
+    commands.say("squeue", "[[ $* == *%u* ]] && echo '77_3|77|me' || echo '77_3|FAILED|None|0:01|2:00|n1|x'")
     commands.say("sacct", "echo '77_3|RUNNING|0:01|2:00|n1'")
     assert client.states(["77", "77_3"])["77_3"].state == "FAILED"
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "REQUEUE_HOLD", "RESIZING"])
 def test_a_run_that_a_job_still_holds_takes_no_second_one(state: str, commands: Commands, folder: Path) -> None:
-    commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1'")
+    commands.say("squeue", f"echo '77|{state}|None|1:00|2:00|n1|x'")
     with pytest.raises(ValueError, match=r"has job 77 already"):
         jobs.submit(folder, SITE, REQUEST)
-    assert submission.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
+    assert jobs.active_jobs(folder) == ["77"] and not commands.calls("sbatch")
 
 
 def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed(
@@ -137,14 +137,14 @@ def test_a_job_that_died_before_it_trained_is_shown_with_what_its_script_printed
     accounted(commands, j77="COMPLETED", j78="FAILED", j79="CANCELLED")
     found = one(folder)
     assert (found.id, found.status, found.evidence) == ("78", "crashed", f"slurm-78.out: {line}")
-    assert main(["slurm", "tail", str(folder), "--lines", "2"]) == 0
-    assert capsys.readouterr().out == f"{line}\n\n"
+    assert main(["slurm", "status", str(folder), "--lines", "2"]) == 1
+    assert capsys.readouterr().out.endswith(f"\n{line}\n\n")
     ledger.note(folder, "started", "79", nodes="", iteration=0, restarts=0)
     accounted(commands, j77="COMPLETED", j78="FAILED", j79="COMPLETED")
     ledger.note(folder, "ended", "79", status="stopped", evidence="x")
     (folder / "slurm-79.out").write_text("go: from the beginning\n")
     assert (one(folder).id, one(folder).evidence) == ("79", "saved at iteration 20")
-    assert job_status.logs(folder) == ["RuntimeError: of the first job"]
+    assert jobs.logs(folder) == ["RuntimeError: of the first job"]
 
 
 def test_a_run_of_an_array_is_shown_with_what_its_script_printed(commands: Commands, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_run_of_an_array_is_shown_with_what_its_script_printed(commands: Comma
     (tmp_path / "sweep/slurm-6_1.out").write_text("no module named megatron\n")
     accounted(commands, j6_1="FAILED")
     assert one(made).evidence == "slurm-6_1.out: no module named megatron"
-    assert job_status.logs(made) == ["no module named megatron"]
+    assert jobs.logs(made) == ["no module named megatron"]
 
 
 def test_the_guard_looks_at_a_sweeps_own_script_before_a_submission_and_a_second_one(
@@ -171,7 +171,9 @@ def test_the_guard_looks_at_a_sweeps_own_script_before_a_submission_and_a_second
 
 def test_a_step_is_attached_to_a_run_of_an_array_by_its_own_number(commands: Commands, folder: Path) -> None:
     """`srun --jobid=6_1` says "Invalid numeric value"."""
-    commands.say("squeue", "case $* in *%A*) echo 8;; *%u*) echo '6_1|6|me';; *) echo '6_1|RUNNING|None|1|2|n1';; esac")
+    commands.say(
+        "squeue", "case $* in *%A*) echo 8;; *%u*) echo '6_1|6|me';; *) echo '6_1|RUNNING|None|1|2|n1|x';; esac"
+    )
     commands.say("srun", "echo slurm 22.05.8")
     commands.say("scontrol", "echo n1")
     assert monitor.attach("6_1", "stacks")[1] == "--jobid=8"
@@ -247,13 +249,13 @@ def test_the_watching_job_submits_itself_again_once_slurm_is_back(commands: Comm
 def test_a_submission_that_may_have_been_taken_is_not_called_undone(commands: Commands, folder: Path) -> None:
     commands.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Socket timed out' >&2; exit 1")
     commands.say("squeue", AWAY)
+    script, name = folder / "job.sbatch", client.job_name(folder)
     with pytest.raises(client.SlurmUnreachable) as found:
-        submission.sbatch(folder / "job.sbatch")
-    token = re.search(r"--comment=(\S+)", commands.calls("sbatch")[0])
-    said = "the job may have been accepted: look with: squeue -u $USER -t all -o '%i %k' | grep "
-    assert token and str(found.value).endswith(said + token[1]) and "nothing was changed" not in str(found.value)
-    commands.say("squeue", """sed -n 's/.*--comment=\\([^ ]*\\).*/78|\\1/p' "${0%/*}/calls" | tail -n 1""")
-    assert submission.sbatch(folder / "job.sbatch") == "78"
+        client.sbatch(script, name=name, known=["77"])
+    said = f"the job may have been accepted: look with: squeue -u $USER -t all --name={name}"
+    assert str(found.value).endswith(said) and "nothing was changed" not in str(found.value)
+    commands.say("squeue", "; ".join(f"echo '{job}|PENDING|None|0:00|2:00||{name}'" for job in (77, 78)))
+    assert client.sbatch(script, name=name, known=["77"]) == "78" and len(commands.calls("sbatch")) == 2
 
 
 def test_a_test_submission_is_tried_again_and_never_a_traceback(
@@ -270,12 +272,12 @@ def test_what_a_site_explains_and_prints_beside_its_answer_is_understood(command
     hours = "Your project xyz has used up its hours, see https://example.org/hours"
     commands.say("sbatch", f"printf 'sbatch: error: {hours}\\nsbatch: error: Unspecified error\\n' >&2; exit 1")
     with pytest.raises(client.SlurmError, match=rf"^slurm=sbatch: {hours}; Unspecified error$"):
-        submission.sbatch(folder / "job.sbatch")
+        client.sbatch(folder / "job.sbatch")
     commands.say("sbatch", "printf -- '-----> Welcome\\n--> Verifying valid submit host...OK\\n4711;cluster\\n'")
-    assert submission.sbatch(folder / "job.sbatch") == "4711"
+    assert client.sbatch(folder / "job.sbatch") == "4711"
     commands.say("sbatch", "echo Welcome")
     with pytest.raises(client.SlurmError, match=r"^slurm=sbatch: printed 'Welcome', which is not a job id; look with"):
-        submission.sbatch(folder / "job.sbatch")
+        client.sbatch(folder / "job.sbatch")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
@@ -328,26 +330,24 @@ def test_the_launch_notebook_executed_again_submits_nothing_twice(
     commands: Commands, outputs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "test.json").write_text(json.dumps(to_mapping(SITE)))
-    commands.say("sbatch", "echo $((70 + $(grep -c comment= ${0%/*}/calls)))")
-    commands.say("squeue", "printf '71|PENDING|Priority|0:00|2:00|\\n72|PENDING|Priority|0:00|2:00|\\n'")
+    commands.say("sbatch", "echo $((70 + $(grep -c parsable ${0%/*}/calls)))")
+    commands.say("squeue", "printf '71|PENDING|Priority|0:00|2:00||x\\n72|PENDING|Priority|0:00|2:00||x\\n'")
     given = {"site": str(tmp_path / "test.json"), "submit": True, "account": "xyz@a100", "corpus": "mock"}
     study = Study.create("s")
     small = {"runs": 2, "control": False, "train_iters": 4}
     notebook.run_all(study, {**given, **small}, ["01_sizing", "02_topology", "03_launch"])
     for state in ("PENDING", "RUNNING"):
-        commands.say("squeue", f"printf '71|{state}||0:00|2:00|\\n72|PENDING|Priority|0:00|2:00|\\n'")
+        commands.say("squeue", f"printf '71|{state}||0:00|2:00||x\\n72|PENDING|Priority|0:00|2:00||x\\n'")
         if state == "RUNNING":
             (study.run_folders()[0] / "run.log").write_text("START\n")
         notebook.run("03_launch", study, **given, **small)
         page = (study.folder / "03_launch.html").read_text()
         assert page.count("has job 71 already") == page.count("has job 72 already") == 1
     assert len(study.run_folders()) == 2
-    assert len([call for call in commands.calls("sbatch") if "--comment=" in call]) == 2
+    assert len([call for call in commands.calls("sbatch") if "--parsable" in call]) == 2
 
 
-def test_only_controllers_that_are_all_down_or_silent_do_not_answer(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_controllers_that_are_all_down_or_silent_do_not_answer(commands: Commands) -> None:
     """`scontrol ping` lists a backup controller too, and fails where the primary one is down."""
     down, up = (
         f"echo 'Slurmctld({which}) at login is {state}'" for which, state in (("primary", "DOWN"), ("backup", "UP"))
@@ -355,11 +355,10 @@ def test_only_controllers_that_are_all_down_or_silent_do_not_answer(
     for answer in ("true", f"{down}; {up}; exit 1", "echo anything"):
         commands.say("scontrol", answer)
         client.require_answer()
-    monkeypatch.setattr(client, "ANSWER_S", 0.2)
     for silence in (f"{down}; exit 1", "exec sleep 5", AWAY):
         commands.say("scontrol", silence)
         with pytest.raises(client.SlurmUnreachable, match=r"SLURM does not answer .*; nothing was done$"):
-            client.require_answer("; nothing was done")
+            client.require_answer("; nothing was done", within_s=0.2)
 
 
 def test_what_was_submitted_before_a_refusal_is_printed(
@@ -369,7 +368,7 @@ def test_what_was_submitted_before_a_refusal_is_printed(
     site = tmp_path / "test.json"
     site.write_text(json.dumps(to_mapping(SITE)))
     commands.say("sbatch", "[[ $* == *--test-only* ]] || echo 78")
-    commands.say("squeue", "echo '77|RUNNING|None|1:00|2:00|n1'")
+    commands.say("squeue", "echo '77|RUNNING|None|1:00|2:00|n1|x'")
     command = ["slurm", "submit", str(other), str(folder), "--site", str(site), "--account", "xyz@a100", "--json"]
     assert main(command) == 2
     printed = capsys.readouterr()
@@ -399,5 +398,5 @@ def test_an_output_that_was_edited_by_hand_is_followed(asked: str, file: str, co
     (folder / file).write_text("bash: no such file\n")
     (folder / "slurm-78.out").write_text("another job's\n")
     ledger.note(folder, "started", "77", nodes="jz-[7-8,11]", iteration=0, restarts=0)
-    assert job_status.output(folder, "77") == folder / file
-    assert job_status.logs(folder) == ["bash: no such file"]
+    assert jobs.output(folder, "77") == folder / file
+    assert jobs.logs(folder) == ["bash: no such file"]

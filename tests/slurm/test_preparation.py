@@ -12,7 +12,9 @@ from slurm_cluster import REQUEST, SITE, Cluster, ended, one, plan, run_folder
 from support import wait_until
 
 from trilane.cli.app import main
-from trilane.slurm import client, job_status, ledger, preparation
+from trilane.config.plan import Plan, read_plan
+from trilane.slurm import client, jobs, ledger
+from trilane.slurm.preflight import resources
 from trilane.slurm.preflight.check import check_job, refused
 from trilane.slurm.sites import site
 from trilane.utils.validation import to_mapping
@@ -24,10 +26,14 @@ TEXT = "to be or not to be, that is the question\n" * 40
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus that counts as large, in jobs too."""
-    monkeypatch.setattr(preparation, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(jobs, "SMALL_BYTES", 1000)
     made = tmp_path / "corpus.jsonl"
     made.write_text(json.dumps({"text": TEXT}) + "\n")
     return made
+
+
+def unprepared(p: Plan, folder: Path, above: int = prepared_corpora.SMALL_BYTES) -> dict[str, int]:
+    return prepared_corpora.unprepared(p.data.parts, folder, above)
 
 
 def run_on(corpus: Path, name: str, source: str = "") -> Path:
@@ -45,35 +51,35 @@ def in_job(folder: Path) -> "subprocess.CompletedProcess[str]":
 
 def test_a_corpus_is_prepared_once_and_again_where_it_or_its_tokenizer_changes(corpus: Path) -> None:
     folder, relative = run_on(corpus, "one"), run_on(corpus, "two", "../corpus.jsonl")
-    p = preparation.read_plan(folder / "plan.json")
+    p = read_plan(folder / "plan.json")
     wanted = {str(corpus): corpus.stat().st_size}
-    assert preparation.wanted(p, folder, 1000) == wanted and not preparation.wanted(p, folder)
+    assert unprepared(p, folder, 1000) == wanted and not unprepared(p, folder)
     done = in_job(folder)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "trilane slurm prepare" in done.stderr
-    made = preparation.prepare([folder], site("local"), REQUEST)
-    assert made == {folder: "here"} and preparation.prepare([folder], site("local"), REQUEST) == {}
+    made = jobs.prepare([folder], site("local"), REQUEST)
+    assert made == {folder: "here"} and jobs.prepare([folder], site("local"), REQUEST) == {}
     done = in_job(relative)
     assert done.returncode == 0 and Path(done.stdout.strip()).with_suffix(".idx").exists()
     text, times = corpus.read_text(), corpus.stat()
     corpus.write_text(text.replace("question", "problem."))  # as long as before
     os.utime(corpus, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
-    assert preparation.wanted(p, folder, 1000) == wanted
-    preparation.prepare([folder], site("local"), REQUEST)
+    assert unprepared(p, folder, 1000) == wanted
+    jobs.prepare([folder], site("local"), REQUEST)
     (folder.parent / "data").rename(folder.parent / "lost")
-    assert preparation.wanted(p, folder, 1000) == wanted
+    assert unprepared(p, folder, 1000) == wanted
     for name in prepared_corpora.BUILT_IN:
-        assert not preparation.wanted(replace(p, data=replace(p.data, source=name)), folder, 0)
+        assert not unprepared(replace(p, data=replace(p.data, source=name)), folder, 0)
 
 
 def test_the_check_refuses_a_corpus_that_all_nodes_would_wait_for(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run_on(corpus, "one")
-    p = preparation.read_plan(folder / "plan.json")
+    p = read_plan(folder / "plan.json")
     large = {str(corpus): 40_000_000_000}
     for name, answer in (("is_installed", True), ("require_answer", None), ("test_only", "")):
         monkeypatch.setattr(client, name, lambda *_, answer=answer: answer)  # as on a login node
-    monkeypatch.setattr(preparation, "unprepared", lambda *_: large)
+    monkeypatch.setattr(resources, "unprepared", lambda *_: large)
     (found,) = (f for f in refused(check_job(p, SITE, REQUEST, folder)) if f.rule == "corpus")
     assert "40 GB of text are not prepared, and 1 nodes would wait" in found.message and "prepare" in found.remedy
     assert "corpus" not in {f.rule for f in check_job(p, site("local"), REQUEST, folder)}
@@ -104,8 +110,8 @@ def test_a_training_waits_for_the_job_that_prepares_its_corpus(
     directives = (good[0] / "prepare.sbatch").read_text()
     assert "--partition=prepost" in directives and "--cpus-per-task=1\n" in directives and "gres" not in directives
     wait_until(lambda: one(good[1]).state == "RUNNING", 60, "the training begins")
-    assert client.states([first])[first].state == "COMPLETED" and not preparation.prepare(good, SITE, REQUEST)
+    assert client.states([first])[first].state == "COMPLETED" and not jobs.prepare(good, SITE, REQUEST)
     found = ended(failing)
     assert found.state == "CANCELLED" and 'each line must be {"text"' in found.evidence, found
-    assert job_status.output(failing, third) is None
+    assert jobs.output(failing, third) is None
     client.cancel([one(folder).id for folder in good])

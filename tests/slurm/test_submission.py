@@ -1,13 +1,10 @@
 """One job for one run: real processes that are killed and race, with scripts on PATH in the place of SLURM."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,29 +13,28 @@ import pytest
 from slurm_cluster import REQUEST, SITE, fake_commands, one, plan, run_folder
 
 from trilane.cli.app import main
-from trilane.slurm import attempt, chain, client, jobs, ledger, submission, sweep
+from trilane.slurm import attempt, chain, client, jobs, ledger, sweep
 from trilane.utils.folder_lock import FolderLock
 
-AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-ACCEPT = 'echo "$$|$token" >>"$here/queue"'
+ACCEPT = 'echo "$$|$name" >>"$here/queue"'
 # sbatch accepts the job under its own process id; what else it does is in the file `how`
 SBATCH = """here=${0%/*}
-token=$(sed 's/.*--comment=\\([^ ]*\\).*/\\1/' <<<"$*")
+name=$(sed 's/.*--job-name=\\([^ ]*\\).*/\\1/' <<<"$*")
 . "$here/how"
 """
 SQUEUE = """here=${0%/*}
 [ ! -e "$here/away" ] || { echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1; }
-case $* in
-*%T*) while IFS='|' read -r id token; do echo "$id|$(cat "$here/state")|None|0:00|1:00|n1"; done <"$here/queue" ;;
-*-j*%k*) for word; do grep "^$word|" "$here/queue" | cut -d'|' -f2; done ;;
-*%k*) cat "$here/queue" ;;
-*%F*) while IFS='|' read -r id token; do echo "$id|$id|me"; done <"$here/queue" ;;
-esac
+while IFS='|' read -r id name; do
+  case $* in
+  *%T*) echo "$id|$(cat "$here/state")|None|0:00|1:00|n1|$name" ;;
+  *%F*) echo "$id|$id|me" ;;
+  esac
+done <"$here/queue"
 """
 
 
 class Slurm:
-    """The scripts; `queue` is a file of ID|TOKEN."""
+    """The scripts; `queue` is a file of ID|NAME."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -61,7 +57,7 @@ class Slurm:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    monkeypatch.setattr(submission, "SETTLE_S", 0.2)
+    monkeypatch.setattr(jobs, "SETTLE_S", 1.0)
     return Slurm(fake_commands(tmp_path, monkeypatch))
 
 
@@ -97,11 +93,6 @@ def forked(*works: Callable[[], object]) -> list[str]:
     return said
 
 
-def left(folder: Path) -> list[str]:
-    """What locks left in the folder."""
-    return [path.name for path in folder.glob("*run.lock*")]
-
-
 @pytest.mark.parametrize(
     ("how", "is_accepted"),
     [
@@ -115,89 +106,52 @@ def left(folder: Path) -> list[str]:
 def test_a_submission_killed_around_sbatch_leaves_neither_a_second_job_nor_a_lost_one(
     how: str, is_accepted: bool, slurm: Slurm, folder: Path
 ) -> None:
-    """Killed before sbatch asks, while sbatch still asks, and before the answer is in the ledger."""
     slurm.does(how)
-    assert forked(lambda: submit(folder)) == [""] and ledger.events(folder, "submitting")
+    assert forked(lambda: submit(folder)) == [""] and not ledger.job_ids(folder)
     slurm.does(f"{ACCEPT}; echo $$")
     (said,) = forked(lambda: submit(folder))
-    assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == submission.active_jobs(folder)
+    assert len(slurm.queue) == 1 and ledger.job_ids(folder) == slurm.queue == jobs.active_jobs(folder)
     assert bool(re.search(rf"^ActiveJob: .*: has job {slurm.queue[0]} already", said)) == is_accepted, said
-    assert not ledger.open_submissions(folder) and "run.lock" not in left(folder)
+    assert not list(folder.glob("run.lock"))
 
 
-def test_a_job_whose_submission_was_killed_is_shown_and_cancelled(slurm: Slurm, folder: Path) -> None:
+def test_a_job_whose_submission_was_killed_is_shown_cancelled_and_records_itself(slurm: Slurm, folder: Path) -> None:
     slurm.does(f"{ACCEPT}; kill -9 $PPID")
     forked(lambda: submit(folder))
     (job,) = slurm.queue
-    assert (one(folder).id, one(folder).status) == (job, "waiting") and submission.active_jobs(folder) == [job]
+    assert (one(folder).id, one(folder).status) == (job, "waiting") and jobs.active_jobs(folder) == [job]
     assert jobs.cancel([folder]) == [job]
+    assert attempt.begin(folder, {"SLURM_JOB_ID": job}).startswith("go: ") and ledger.job_ids(folder) == [job]
+    attempt.end(folder, 1, {"SLURM_JOB_ID": job})
+    assert attempt.begin(folder, {"SLURM_JOB_ID": "8"}).startswith("go: ")
+    assert ledger.job_ids(folder) == [job, "8"], "submitted by hand"
 
 
-@pytest.mark.parametrize("has_flock", [True, False])
-def test_of_four_submissions_at_once_one_is_made_and_the_others_name_its_job(
-    has_flock: bool, slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_flock:
-
-        def refuse(*_: object) -> None:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-        monkeypatch.setattr(fcntl, "flock", refuse)
+def test_of_four_submissions_at_once_one_is_made_and_the_others_name_its_job(slurm: Slurm, folder: Path) -> None:
     said = forked(*[lambda: submit(folder)] * 4)
     (job,) = slurm.queue
     assert sorted(text == job for text in said) == [False] * 3 + [True], said
     assert all(f"has job {job} already" in text for text in said if text != job)
-    assert ledger.job_ids(folder) == [job] and not left(folder)
+    assert ledger.job_ids(folder) == [job] and not list(folder.glob("*run.lock*"))
 
 
-def test_while_slurm_does_not_answer_an_interrupted_submission_blocks_the_next_in_one_line(
+def test_while_slurm_does_not_answer_nothing_is_submitted_and_a_refused_run_can_be_at_once(
     slurm: Slurm, folder: Path
 ) -> None:
-    slurm.does(f"{ACCEPT}; kill -9 $PPID")
-    forked(lambda: submit(folder))
-    (slurm.place / "away").touch()
-    token = ledger.open_submissions(folder)[0]["token"]
-    look = rf"an earlier submission may have been accepted: squeue -u \$USER -t all -o '%i %k' \| grep {token}$"
-    for ask in (lambda: submit(folder), lambda: one(folder), lambda: jobs.cancel([folder])):
-        with pytest.raises(client.SlurmUnreachable, match=look):
-            ask()
-    assert len(slurm.queue) == 1
-
-
-def test_a_submission_that_slurm_refuses_is_closed_at_once(slurm: Slurm, folder: Path) -> None:
     slurm.does("echo 'sbatch: error: Invalid partition' >&2; exit 1")
     with pytest.raises(client.SlurmError, match="Invalid partition"):
         submit(folder)
-    assert not ledger.open_submissions(folder)
+    (slurm.place / "away").touch()
+    with pytest.raises(client.SlurmUnreachable, match="the controller cannot be reached"):
+        submit(folder)
+    assert not slurm.queue
+    (slurm.place / "away").unlink()
     slurm.does(f"{ACCEPT}; echo $$")
     assert submit(folder) == slurm.queue[0]
 
 
-def test_a_job_that_appears_after_its_submission_was_given_up_gives_way_to_the_next(slurm: Slurm, folder: Path) -> None:
-    """The controller took the request when nobody expected it any more."""
-    slurm.does('kill -9 $PPID; echo "5|$token" >"$here/late"')
-    forked(lambda: submit(folder))
-    slurm.does(f"{ACCEPT}; echo $$")
-    second = submit(folder)
-    late, queue = slurm.place / "late", slurm.place / "queue"
-    queue.write_text(queue.read_text() + late.read_text())
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "5"}) == f"stop: job {second} was submitted in its place"
-    assert attempt.begin(folder, {"SLURM_JOB_ID": second}) == "go: from the beginning"
-
-
-def test_a_job_records_itself_where_its_submission_was_killed_or_made_by_hand(slurm: Slurm, folder: Path) -> None:
-    slurm.does(f"{ACCEPT}; kill -9 $PPID")
-    forked(lambda: submit(folder))
-    (job,) = slurm.queue
-    assert attempt.begin(folder, {"SLURM_JOB_ID": job}).startswith("go: ")
-    assert ledger.job_ids(folder) == [job] and not ledger.open_submissions(folder)
-    attempt.end(folder, 1, {"SLURM_JOB_ID": job})
-    assert attempt.begin(folder, {"SLURM_JOB_ID": "8"}).startswith("go: ")
-    assert ledger.job_ids(folder) == [job, "8"]
-
-
 def test_of_four_jobs_that_begin_at_once_in_a_folder_one_trains(slurm: Slurm, folder: Path) -> None:
-    (slurm.place / "queue").write_text("".join(f"{job}|\n" for job in "1234"))
+    (slurm.place / "queue").write_text("".join(f"{job}|x\n" for job in "1234"))
     (slurm.place / "state").write_text("RUNNING")
     said = forked(*[lambda job=job: attempt.begin(folder, {"SLURM_JOB_ID": job}) for job in "1234"])
     assert sorted(text[:6] for text in said) == ["go: fr"] + ["stop: "] * 3, said
@@ -205,43 +159,39 @@ def test_of_four_jobs_that_begin_at_once_in_a_folder_one_trains(slurm: Slurm, fo
     assert all(f"job {started['id']} trains here" in text for text in said if text.startswith("stop"))
 
 
-def test_a_job_waits_for_slurm_before_it_trains_where_another_may(
-    slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_waits_for_slurm_before_it_trains_where_another_may(slurm: Slurm, folder: Path) -> None:
     """SLURM away, then back; away, and the other job writes; away, and nobody writes; the other job is ending."""
-    monkeypatch.setattr(attempt, "ASK_EVERY_S", 0.01)
-    (slurm.place / "queue").write_text("1|\n")
+    (slurm.place / "queue").write_text("1|x\n")
     (slurm.place / "state").write_text("RUNNING")
     ledger.note(folder, "started", "1", nodes="", iteration=0, restarts=0)
     away = slurm.place / "away"
     away.touch()
     threading.Timer(0.2, away.unlink).start()
-    assert attempt.competing(folder, "2") == "job 1 trains here"
+    assert attempt.competing(folder, "2", every_s=0.01) == "job 1 trains here"
     away.touch()
     (folder / "ranks").mkdir()
     threading.Timer(0.2, (folder / "ranks/0.beat").touch).start()
-    assert attempt.competing(folder, "2") == "job 1 still writes here"
+    assert attempt.competing(folder, "2", every_s=0.01) == "job 1 still writes here"
     away.unlink()
     (slurm.place / "state").write_text("COMPLETING")
     threading.Timer(0.2, (slurm.place / "queue").write_text, [""]).start()
-    assert attempt.competing(folder, "2") == ""
+    assert attempt.competing(folder, "2", every_s=0.01) == ""
     away.touch()
-    monkeypatch.setattr(attempt, "UNKNOWN_S", 0.05)
-    assert attempt.competing(folder, "2") == ""
+    assert attempt.competing(folder, "2", patience_s=0.05, every_s=0.01) == ""
 
 
 def test_a_sweep_and_a_chain_are_submitted_once(slurm: Slurm, tmp_path: Path) -> None:
-    """Two at once, and a second time after the first was killed between its two arrays, or its two links."""
-    (slurm.place / "state").write_text("PENDING")
+    """Two at once, and a second time after the first was killed between its two links."""
     plans = [plan(f"dp{dp}", tmp_path / "d", nodes=1, dp=dp, gbs=8).to_json() for dp in (1, 2)]
     runs = sweep.create(tmp_path / "sweep", plans, SITE, REQUEST)
+    task = "$(sed 's/.*--array=\\([0-9]*\\).*/\\1/' <<<\"$*\")"
+    slurm.does(f'echo "$$_{task}|$name" >>"$here/queue"; echo $$')
     said = forked(*[lambda: sweep.submit(tmp_path / "sweep", SITE, 1)] * 2)
     assert len(slurm.queue) == 2, said
-    assert [ledger.job_ids(run) for run in runs] == [[f"{a}_{n}"] for n, a in enumerate(slurm.queue, 1)]
-    assert ledger.job_ids(tmp_path / "sweep") == slurm.queue
+    assert [ledger.job_ids(run) for run in runs] == [[task] for task in slurm.queue]
     folder = tmp_path / "chain"
     (run,) = chain.create(folder, replace(plan("long", tmp_path / "d"), label="long"), [], SITE, REQUEST)
-    slurm.does(f"{ACCEPT}; echo $$; [[ $* != *dependency* ]] || kill -9 $PPID")
+    slurm.does(f"{ACCEPT}; echo $$; [[ $* != *afterany* ]] || kill -9 $PPID")
     assert forked(lambda: chain.submit(folder, SITE, times=2)) == [""]
     both = slurm.queue[2:]
     said = forked(*[lambda: chain.submit(folder, SITE, times=2)] * 2)
@@ -250,9 +200,9 @@ def test_a_sweep_and_a_chain_are_submitted_once(slurm: Slurm, tmp_path: Path) ->
 
 
 def test_a_run_that_trains_here_is_not_started_twice(
-    slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(submission, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.05)
     begun, release = threading.Event(), threading.Event()
 
     def train(*_: object, **__: object) -> None:
@@ -275,25 +225,17 @@ def test_a_run_that_trains_here_is_not_started_twice(
     release.set()
     first.join()
     assert [e["event"] for e in ledger.events(folder)] == ["submitted", "started"]
-
-
-def test_a_run_is_not_trained_here_while_another_process_works_in_its_folder(
-    folder: Path, capsys: pytest.CaptureFixture
-) -> None:
     with FolderLock([folder]).held(0):
         assert main(["train", str(folder / "plan.json")]) == 2
-    assert capsys.readouterr().err.startswith(f"trilane: run folder={folder}: is locked by process {os.getpid()} on ")
+    assert "is locked by process" in capsys.readouterr().err
 
 
-def test_ctrl_c_while_sbatch_runs_is_an_interrupted_submission(slurm: Slurm, folder: Path) -> None:
+def test_ctrl_c_while_sbatch_runs_waits_for_its_answer(slurm: Slurm, folder: Path) -> None:
     slurm.does(f"{ACCEPT}; kill -INT $PPID; sleep 0.1; echo $$")
 
     def interrupted() -> str:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return submit(folder)
 
-    assert forked(interrupted) == ["KeyboardInterrupt: "] and not left(folder)
-    time.sleep(0.2)
-    with pytest.raises(ValueError, match=rf"has job {slurm.queue[0]} already"):
-        submit(folder)
+    assert forked(interrupted) == ["KeyboardInterrupt: "] and not list(folder.glob("run.lock"))
     assert ledger.job_ids(folder) == slurm.queue

@@ -12,7 +12,7 @@ import pytest
 from slurm_cluster import PATIENCE_S, REQUEST, SITE, allow, claim, lead, losses, pace, plan
 from support import wait_until
 
-from trilane.slurm import jobs
+from trilane.slurm import script
 from trilane.slurm.sites import JobRequest
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
@@ -38,7 +38,7 @@ def running(
     folder = tmp_path / "run"
     wishes = JobRequest(account=REQUEST.account, time_limit="00:10:00", launcher=launcher)
     (folder / "ranks").mkdir(parents=True)
-    for name, text in jobs.files(p, SITE, wishes).items():
+    for name, text in script.files(p, SITE, wishes).items():
         (folder / name).write_text(text)
     (folder / "ranks/hostfile").write_text("localhost slots=2\n")
     pace(monkeypatch)

@@ -118,7 +118,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(run)
         plan = json.loads((run / "plan.json").read_text())
         calibration = shipped_json("calibrations")["transferable"]
-        need = {"folder": str(run), "memory_bytes": 1e9}
         prediction = {"memory_bytes": 1e9, "sec_per_it": 1.0}
         entry = {**plan, "id": "x", "prediction": prediction}
         sizing = {"shape": plan["shape"], "cluster": "jz-h100", "gpus": [8], "gbs": 8}
@@ -126,7 +125,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         study.save("sizing.json", sizing, "01")
         study.save("calibration.json", calibration, "04")
         study.save("headline.json", {"cards": [{"value": "1", "label": "a"}]}, "06")
-        (study.folder / "sweep.json").write_text(json.dumps({"site": "test", "members": [need]}))
+        (study.folder / "runs.txt").write_text("runs/r\n")
         (study.folder / "chain.json").write_text(json.dumps({"site": "test", "links": ["runs/r"]}))
         rows = (Path(sites.__file__).parents[1] / "data/measured.csv").read_text().splitlines()[:4]
         (study.folder / "measured.csv").write_text("\n".join(rows) + "\n")
@@ -167,7 +166,7 @@ def of_study(read: Callable[[Study], object]) -> Callable[[Path], object]:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "plan show": cli("plan", "show", "{}/runs/r"),
-    "slurm tail": cli("slurm", "tail", "{}/runs/r"),
+    "slurm status": cli("slurm", "status", "{}/runs/r", "--lines", "5"),
     "slurm sweep status": cli("slurm", "sweep", "status", "{}"),
     "slurm chain status": cli("slurm", "chain", "status", "{}"),
     "plan show plans.json": cli("plan", "show", "{}/plans.json"),
@@ -211,11 +210,11 @@ READERS: dict[str, Callable[[Path], object]] = {
 RUN = "s/runs/r/"
 # The file: its readers; behind them those, fast ones, that get each field damaged, too
 FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    RUN + "plan.json": (("plan show", "slurm tail", "debug hang", "debug stragglers", "job begin", "run folder"), ()),
+    RUN + "plan.json": (("plan show", "slurm status", "debug hang", "debug stragglers", "job begin", "run folder"), ()),
     RUN + "status.json": (("logs parse", "job end", "job status", "run folder"), ("status", "is completed", "judge")),
     RUN + "steps.jsonl": (("job begin", "job status", "cut steps", "measure plan", "tail"), ("iteration",)),
-    RUN + "jobs.jsonl": (("slurm tail", "job begin", "job end"), ("job status",)),
-    RUN + "run.log": (("logs parse", "slurm tail", "job end 1", "job status"), ()),
+    RUN + "jobs.jsonl": (("slurm status", "job begin", "job end"), ("job status",)),
+    RUN + "run.log": (("logs parse", "slurm status", "job end 1", "job status"), ()),
     RUN + "env.json": (("measure plan",), ()),
     RUN + "ranks/0.log": (("judge", "reopen"), ()),
     RUN + "ranks/0.beat": (("beats", "stall", "debug capture", "topology", "reopen"), ()),
@@ -234,7 +233,7 @@ FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "s/sizing.json": ((), ("model",)),
     "s/calibration.json": ((), ("calibration",)),
     "s/headline.json": ((), ("headline",)),
-    "s/sweep.json": (("slurm sweep status", "job begin"), ()),
+    "s/runs.txt": (("slurm sweep status", "job begin"), ()),
     "s/chain.json": (("slurm chain status",), ()),
     "s/measured.csv": (("logs lint",), ()),
     "s/01_sizing.ipynb": ((), ("notebook", "parameters")),
@@ -299,7 +298,7 @@ def wrong_fields(values: Any, where: str = "", depth: int = 2) -> Iterator[tuple
 @pytest.fixture
 def outputs(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the outputs folder, for SLURM commands that know no job."""
-    monkeypatch.setattr(client, "states", lambda ids: {i: client.JobState(id=i, state="FORGOTTEN") for i in ids})
+    monkeypatch.setattr(client, "states", lambda ids, *_: {i: client.JobState(id=i, state="FORGOTTEN") for i in ids})
     monkeypatch.setattr(client, "call", lambda command, *_, **__: "")
     monkeypatch.setenv("TRILANE_OUTPUTS", str(tmp_path / "outputs"))
     return Path(shutil.copytree(whole, tmp_path / "outputs"))

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Group, command, emit, number, option, together, whole
+from trilane.cli.options import FILE, FOLDER, JSON, PLAN, Choice, Group, command, emit, number, option, together, whole
 from trilane.config.plan import read_plan
 from trilane.utils.validation import require, require_known
 from trilane.workspace import rank_grid
@@ -46,17 +46,24 @@ def hang(folder: Path, as_json: bool, **grid: Any) -> None:
     option("--job", default="", help="its SLURM job: dump all its nodes by a second step of that job"),
     option("--commands", is_flag=True, help="only print the commands (srun, pdsh, ds_ssh)"),
     option("--here", type=FILE, metavar="STACKS", help="dump this host's ranks there, no more"),
+    option("--what", type=Choice(("stacks", "memory", "processes", "hostfile")), default="stacks"),
     JSON,
 )
-def capture(folder: Path, job: str, commands: bool, here: Path | None, as_json: bool) -> None:
-    """Take the stacks of the running job of the run folder FOLDER, and analyze them."""
+def capture(folder: Path, job: str, commands: bool, here: Path | None, what: str, as_json: bool) -> None:
+    """Take the stacks of the running job of the run folder FOLDER, and analyze them.
+
+    With --job also the GPUs' memory, the ranks' processes, or the nodes as a hostfile of DeepSpeed and pdsh.
+    """
     from trilane.diagnose.hang.capture import capture_here
     from trilane.diagnose.hang.verdict import diagnose_hang
     from trilane.slurm import monitor
 
     folder = folder.resolve()
     plan = read_plan(folder / "plan.json")
-    if here is not None:
+    if what != "stacks":
+        text = monitor.look(job, what, plan)
+        emit(as_json, {what: text.splitlines()}, text.removesuffix("\n"))
+    elif here is not None:
         capture_here(folder, here)
     elif commands:
         text = monitor.capture_commands(folder, plan, job)

@@ -18,11 +18,12 @@ MOVED = {
     **{name: f"plan {name}" for name in ("size", "search", "calendar", "backtest")},
     **{"launch": "train", "bench": "measure machine", "benchmark": "measure plan", "verify": "measure engines"},
     **{"ds-config": "convert deepspeed", "megatron-args": "convert megatron", "guard": "slurm check"},
-    **{name: f"slurm {name}" for name in ("script", "submit", "resubmit", "status", "tail", "cancel", "sweep")},
-    **{name: f"slurm {name}" for name in ("chain", "attach", "watch", "job")},
+    **{name: f"slurm {name}" for name in ("script", "submit", "status", "cancel", "sweep", "chain", "watch", "job")},
     **{name: f"logs {name}" for name in ("parse", "table", "lint", "compare", "spikes")},
     **{name: f"debug {name}" for name in ("hang", "capture", "stragglers", "restart", "rehearse", "bisect")},
     "trace-tail": "debug calls",
+    # of `trilane slurm`
+    **{"tail": "slurm status --lines", "resubmit": "slurm submit", "alert": "slurm watch", "attach": "debug capture"},
 }
 
 

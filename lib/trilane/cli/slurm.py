@@ -1,11 +1,7 @@
 """`trilane slurm`: pre-flight check, scripts, jobs, sweeps, chains."""
 
-import itertools
-import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
-
-import click
 
 from trilane.cli.options import JSON, PLAN, Choice, Group, command, emit, number, option, whole
 from trilane.cli.slurm_job import job
@@ -75,15 +71,15 @@ def submit(
     request: JobRequest,
 ) -> int:
     """Submit runs that have not completed, or train them here at site local: all, or if the check refuses one, none."""
-    from trilane.slurm import jobs, preparation
+    from trilane.slurm import jobs, script
     from trilane.slurm.preflight import check
 
     folders = folders_of(runs)
     for path in folders if rewrite else []:
-        jobs.rewrite(path, site, request)
+        script.rewrite(path, site, request)
     found, is_refused = checked(folders, site, request, [*allow, "corpus"] if prepare else allow)
     chosen = [] if is_refused or dry_run else folders
-    corpora = preparation.prepare_first(chosen, site, request) if prepare and not site.is_local else {}
+    corpora = jobs.prepare_first(chosen, site, request) if prepare and not site.is_local else {}
     submitted, error = dict[str, str](), None
     for path in chosen:
         try:
@@ -94,7 +90,7 @@ def submit(
     lines = list[str]()
     for folder, findings in found.items():
         lines += [f"{submitted.get(folder, 'not submitted')}  {folder}", *map(check.line, findings)]
-    lines += preparation.lines(corpora)
+    lines += jobs.corpus_lines(corpora)
     preparing = {"preparing": {str(path): job for path, job in corpora.items()}} if prepare else {}
     values = {"findings": as_dicts(found), "submitted": submitted, **preparing}
     if error and not submitted:
@@ -105,34 +101,25 @@ def submit(
     return code
 
 
-slurm.add_command(submit, "resubmit")
-
-
 @command(slurm, RUNS, SITE, JSON, request_options, name="prepare")
 def prepare_command(runs: Sequence[str], site: Site, as_json: bool, request: JobRequest) -> int:
     """Tokenize the corpora of runs by a job of one core for each corpus, or here at site local."""
-    from trilane.slurm import client, preparation
+    from trilane.slurm import client, jobs
 
     if not site.is_local:
         client.require_answer("; nothing was submitted: submit again when it answers")
-    made = preparation.prepare(folders_of(runs), site, request)
-    text = "\n".join(preparation.lines(made)) or "nothing to do: each corpus is prepared, or built in"
+    made = jobs.prepare(folders_of(runs), site, request)
+    text = "\n".join(jobs.corpus_lines(made)) or "nothing to do: each corpus is prepared, or built in"
     return emit(as_json, {"preparing": {str(path): job for path, job in made.items()}}, text)
 
 
-@command(slurm, RUNS, JSON)
-def status(runs: Sequence[str], as_json: bool) -> int:
+LINES = option("--lines", type=whole(0), default=0, help="of each run's log, at its end")
+
+
+@command(slurm, RUNS, LINES, JSON)
+def status(runs: Sequence[str], lines: int, as_json: bool) -> int:
     """Print every job of runs: its place in the queue, progress, status; exit code 1 where one failed."""
-    return print_status(folders_of(runs), as_json)
-
-
-@command(slurm, click.argument("run"), option("--lines", type=whole(), default=20, help="lines to print"), JSON)
-def tail(run: str, lines: int, as_json: bool) -> None:
-    """Print the last lines of a run's log."""
-    from trilane.slurm import job_status
-
-    found = job_status.logs(folders_of([run])[0], lines)
-    emit(as_json, {"lines": found}, "\n".join(found), indent=None)
+    return print_status(folders_of(runs), as_json, lines)
 
 
 @command(slurm, RUNS, JSON)
@@ -154,15 +141,13 @@ STALL = option("--stall", type=number(), default=600.0, help="seconds without an
 def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_json: bool) -> int:
     """Print a line whenever a run starts, dies, stalls or goes on; with --json also all jobs at the end.
 
-    Alerts go to the webhook of the environment's TRILANE_WEBHOOK, and by mail where the jobs have --mail. Exit code 0
-    when all completed, 1 when one failed, 75 when the time is over or SLURM does not answer.
+    What a person should know is also sent to the webhook of TRILANE_WEBHOOK. Exit code 0 when all completed, 1 when one
+    failed, 75 when the time is over or SLURM does not answer.
     """
     from trilane.slurm import client, jobs, monitor
-    from trilane.slurm.alerting import delivery
 
     folders = folders_of(runs)
-    sender = delivery.sender(folders)
-    for line in itertools.chain([str(sender)] * bool(sender), monitor.watch(folders, every, seconds, stall, sender)):
+    for line in monitor.watch(folders, every, seconds, stall):
         print(one_line(line), flush=True)
     try:
         client.require_answer()
@@ -173,44 +158,6 @@ def watch(runs: Sequence[str], every: float, seconds: float, stall: float, as_js
     if as_json:
         emit(True, {"jobs": [job.to_json() for job in found]}, "")
     return TIME_IS_OVER if any(j.status.is_active for j in found) else int(any(j.has_failed for j in found))
-
-
-@command(slurm, click.argument("runs", nargs=-1, metavar="[RUN]..."), JSON)
-def alert(runs: Sequence[str], as_json: bool) -> int:
-    """Send the alerts of runs that are not sent yet; without a run one that tries the webhook. Exit code 1 where none
-    gets through."""
-    from trilane.slurm.alerting import alerts, delivery
-
-    folders = folders_of(runs)
-    sender = delivery.sender(folders)
-    if sender is None:
-        raise ValueError(f"{delivery.VARIABLE}=: must be set in the environment to the URL of a webhook")
-    problems = [] if folders else sender.try_out()
-    for folder in folders:
-        sender.offer(folder, alerts.recorded(folder))
-    problems += sender.close()
-    return emit(as_json, {"problems": problems}, "\n".join([str(sender), *problems]), failed=bool(problems))
-
-
-WHAT = click.argument("what", type=Choice(("memory", "stacks", "processes", "hostfile")))
-SLOTS = option("--slots", type=whole(), default=8, help="GPUs a node, for the hostfile")
-ONLY_JSON = option("--json", "as_json", is_flag=True, help="print the command (or the hostfile) as JSON, run nothing")
-
-
-@command(slurm, click.argument("job"), WHAT, SLOTS, ONLY_JSON)
-def attach(job: str, what: str, slots: int, as_json: bool) -> None:
-    """Look into the running job of that id: its GPUs' memory, the ranks' stacks or processes, or its hostfile."""
-    from trilane.slurm import client, monitor
-
-    client.require_answer()
-    if what == "hostfile":
-        text = monitor.hostfile(job, slots)
-        emit(as_json, {"hostfile": text}, text.removesuffix("\n"), indent=None)
-        return
-    words = monitor.attach(job, what)
-    if not as_json:
-        os.execvp(words[0], words)
-    emit(True, {"command": words}, "", indent=None)
 
 
 slurm.add_command(job)

@@ -17,10 +17,8 @@ job = Group("job", help="For the job scripts: may this attempt begin, on which n
 def begin(folder: Path, as_json: bool) -> None:
     """Print whether the attempt of the run folder may begin."""
     from trilane.slurm import attempt
-    from trilane.slurm.alerting import delivery
 
     decision = attempt.begin(folder)
-    delivery.send_apart(folder)
     emit(as_json, {"verdict": decision}, decision, indent=None)
 
 
@@ -36,13 +34,11 @@ HERE = option("--here", is_flag=True, help="on this node, not by a step on anoth
 def end(folder: Path, srun: Sequence[str], code: int, tests: bool, gpus: int, as_json: bool) -> None:
     """Write and print how the attempt ended."""
     from trilane.slurm import attempt
-    from trilane.slurm.alerting import delivery
     from trilane.slurm.nodes import allocation, node_failure
 
     outcome = attempt.end(folder, code, test=allocation.broken_by(gpus, srun) if tests else None)
     text = f"{outcome.status} after {outcome.seconds:.0f} s: {outcome.evidence}"
     again = "again: a spare takes the place of a node; " if node_failure.goes_on(folder, attempt.job_id()) else ""
-    delivery.send_apart(folder, wait=not again)
     emit(as_json, asdict(outcome), again + text, indent=None)
 
 

@@ -82,14 +82,19 @@ def as_dicts(found: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {name: [f.to_json() for f in findings] for name, findings in found.items()}
 
 
-def print_status(folders: Sequence[Path], as_json: bool) -> int:
-    """The jobs of run folders, a line each; 1 where one failed, 75 where SLURM does not answer: then by the ledgers."""
+def print_status(folders: Sequence[Path], as_json: bool, count: int = 0) -> int:
+    """The jobs of run folders, a line each, and the last lines of their logs; 1 where one failed, 75 where SLURM does
+    not answer: then by the ledgers."""
     from trilane.slurm import client, jobs
 
     found, silence = jobs.current_status(folders)
     lines = [one_line(f"{silence}; by the ledgers:")] if silence else []
-    text, failed = "\n".join([*lines, *map(status_line, found)]), any(job.has_failed for job in found)
-    code = emit(as_json, {"jobs": [job.to_json() for job in found], "slurm": silence}, text, failed=failed)
+    logs = [jobs.logs(folder, count) if count else [] for folder in folders]
+    for job, log in zip(found, logs, strict=True):
+        lines += [status_line(job), *log]
+    values = [job.to_json() | ({"lines": log} if count else {}) for job, log in zip(found, logs, strict=True)]
+    failed = any(job.has_failed for job in found)
+    code = emit(as_json, {"jobs": values, "slurm": silence}, "\n".join(lines), failed=failed)
     return code or (client.SlurmUnreachable.exit_code if silence else 0)
 
 

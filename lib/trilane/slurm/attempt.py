@@ -14,20 +14,18 @@ from trilane.config.plan import read_plan
 from trilane.launch.outcome import last_log
 from trilane.logs.run import RunLog
 from trilane.slurm import client, ledger
-from trilane.slurm.frozen_code import USED_BY as CODE
+from trilane.slurm.copies import USED_BY as CODE
 from trilane.slurm.nodes.node_failure import Test, handle_node_failure, note_lost_nodes, waiting
+from trilane.utils.files import json_object, read_text
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.validation import require
 from trilane.workspace.checkpoints import FOLDER, latest, name_of
 from trilane.workspace.run_folder import STOP, is_completed, iteration, put_aside
 from trilane.workspace.status import RunStatus, Status, known_status, write_status
 
-TRAINING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
-PATIENCE_S = 600.0  # for the lock of the folder, which another job may hold while it waits for SLURM
-UNKNOWN_S = 180.0  # without an answer of SLURM about another job
-ASK_EVERY_S = 2.0
 TRIES = 3  # attempts that may start at the same iteration
 SWEEP = "TRILANE_SWEEP"  # the folder of the sweep that this attempt belongs to
+RUNS = "runs.txt"  # of a sweep: its run folders, relative, one a line
 
 
 def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
@@ -37,13 +35,11 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
     earlier attempt is lost: the files of one without a checkpoint move to attempts/N, and the run starts from the
     beginning; otherwise it resumes, and only the earlier status.json moves.
     """
-    with FolderLock([folder]).held(PATIENCE_S) as lock:
-        job, at = job_id(env), iteration(folder)
-        reason = unwanted(folder, job) or finished(folder) or blocked(folder) or competing(folder, job)
+    # another job may hold the lock while it waits for SLURM
+    with FolderLock([folder]).held(600):
+        job, at, known = job_id(env), iteration(folder), ledger.job_ids(folder)
+        reason = finished(folder) or blocked(folder) or competing(folder, job)
         reason = reason or unready(folder) or pruned(folder, env.get(SWEEP, ""))
-        reason = reason or (
-            "" if lock.is_ours else "this job was suspended while it asked, and another job took its place"
-        )
         if reason:
             ledger.note(folder, "refused", job, says=reason)
             if reason.startswith("done"):
@@ -51,10 +47,10 @@ def begin(folder: Path, env: Mapping[str, str] = os.environ) -> str:
             return f"stop: {reason}"
         newest = latest(folder / FOLDER)
         put_aside(folder, keep=newest is not None)
-        nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT") or 0)
         note_lost_nodes(folder)
-        if job not in ("0", *ledger.job_ids(folder)):  # submitted by hand
+        if job not in ("0", *known):  # submitted by hand, or by a process that was killed
             ledger.note(folder, "submitted", job, site="", script="")
+        nodes, restarts = env.get("SLURM_JOB_NODELIST", ""), int(env.get("SLURM_RESTART_COUNT") or 0)
         code = Path(env.get(CODE, "")).name  # "": submitted by hand, and the installed code runs
         ledger.note(folder, "started", job, nodes=nodes, iteration=at, restarts=restarts, code=code)
     return f"go: from {newest.name if newest else 'the beginning'}"
@@ -68,7 +64,13 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test
     job = job_id(env)
     starts = [e for e in ledger.events(folder, "started") if e["id"] == job]
     seconds = time.time() - datetime.fromisoformat(starts[-1]["time"]).timestamp() if starts else 0.0
-    outcome = attempt_status(folder, last_log(folder), code, round(seconds, 1))
+    outcome = verdict(known_status(folder), last_log(folder), code=code)
+    at, goal = iteration(folder), read_plan(folder / "plan.json").run.goal
+    if outcome is None and code == 0:
+        status = Status.COMPLETED if finished(folder) else Status.STOPPED
+        outcome = _ended(status, f"iteration {at} of {goal}")
+    outcome = outcome or _ended(Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason")
+    outcome = replace(outcome, exit_code=code, seconds=round(seconds, 1))
     write_status(folder, outcome)
     ledger.note(folder, "ended", job, **{k: v for k, v in asdict(outcome).items() if k != "rank"})
     if outcome.status is Status.COMPLETED:
@@ -76,22 +78,36 @@ def end(folder: Path, code: int, env: Mapping[str, str] = os.environ, test: Test
     return handle_node_failure(folder, job, env.get("SLURM_JOB_NODELIST", ""), outcome, test)
 
 
-def attempt_status(folder: Path, log: RunLog | None, code: int, seconds: float) -> RunStatus:
-    """The status that the watchdog wrote; else by the step's exit code first, then by the text of the log."""
-    at, rank, exclude = iteration(folder), None, ""
-    written = known_status(folder)
-    if written and written.status is Status.HANG:  # by the watchdog; what it killed is in the log
-        return replace(written, exit_code=code, seconds=seconds)
-    if code == 0 and written:  # by the engine
-        status, evidence = written.status, written.evidence
-    elif code == 0:
-        status = Status.COMPLETED if finished(folder) else Status.STOPPED
-        evidence = f"iteration {at} of {read_plan(folder / 'plan.json').run.goal}"
-    elif log is None or log.status is Status.COMPLETED or log.status.is_open:
-        status, evidence = Status.CRASHED, f"exit code {code} after iteration {at}; the log gives no reason"
-    else:
-        status, evidence, rank, exclude = log.status, log.evidence, log.rank, log.exclude
-    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds, exclude=exclude)
+# SLURM's states that are a reason by themselves; where SLURM reports only a failure, the log decides
+REASONS = {
+    **dict.fromkeys(("TIMEOUT", "DEADLINE"), Status.TIME_LIMIT),
+    **dict.fromkeys(("NODE_FAIL", "BOOT_FAIL"), Status.NODE_FAILURE),
+    **{"OUT_OF_MEMORY": Status.HOST_MEMORY, "CANCELLED": Status.CANCELLED, "PREEMPTED": Status.PREEMPTED},
+}
+
+
+def verdict(
+    written: RunStatus | None, log: RunLog | None, *, code: int | None = None, state: str = ""
+) -> RunStatus | None:
+    """How a run ended, by its status.json, its log, the step's exit code and SLURM's state, as far as they are known;
+    None where they give no reason.
+
+    A completed run has completed. SLURM's own reason comes next: a job over its limit is killed by signals, which looks
+    like a crash. What the watchdog wrote of a hang counts before the log, where the processes that it killed are.
+    """
+    if written and written.status is Status.COMPLETED and not code:
+        return written
+    if state in REASONS:
+        return _ended(REASONS[state], f"SLURM: {state}")
+    if written and (not code or written.status is Status.HANG):
+        return written
+    if log is None or code == 0 or log.status.is_open or (code and log.status is Status.COMPLETED):
+        return None
+    return replace(_ended(log.status, log.evidence), rank=log.rank, exclude=log.exclude)
+
+
+def _ended(status: Status, evidence: str) -> RunStatus:
+    return RunStatus(status=status, evidence=evidence, rank=None, exit_code=1, seconds=0.0)
 
 
 def job_id(env: Mapping[str, str] = os.environ) -> str:
@@ -129,65 +145,38 @@ def unready(folder: Path) -> str:
     return f"{before.name}, the link before, is at iteration {at} of {plan.run.start_iteration}; {saved}"
 
 
-def unwanted(folder: Path, job: str) -> str:
-    """Which job has the place of this one, which the ledger does not name; "" where there is none.
-
-    The submission of this job was killed before it recorded it: it is recorded now, unless the submission was given up
-    and another made, or SLURM had accepted it twice.
-    """
-    mine = {} if job in ledger.job_ids(folder) else _submission(folder, job)
-    if not mine:
-        return ""
-    events = ledger.events(folder, "submitted", "not submitted")
-    closed = [i for i, e in enumerate(events) if e.get("token") == mine["token"]]
-    others = [e["id"] for e in events[closed[0] :] if e["event"] == "submitted"] if closed else []
-    if others:
-        return f"job {others[-1]} was submitted in its place"
-    ledger.note(folder, "submitted", job, **ledger.of_submission(mine))
-    return ""
-
-
-def _submission(folder: Path, job: str) -> dict[str, Any]:
-    """The "submitting" event of a job, by its comment; empty where there is none, or SLURM does not answer."""
-    events = ledger.events(folder, "submitting")
-    with contextlib.suppress(ValueError):
-        token = client.comment(job) if events else ""
-        return next((e for e in events if e["token"] == token), {})
-    return {}
-
-
-def competing(folder: Path, job: str) -> str:
+def competing(folder: Path, job: str, patience_s: float = 180, every_s: float = 2) -> str:
     """Which other job trains in this folder now, "" where none does: two would mix their logs.
 
-    While SLURM does not answer, or the other job is ending, this waits. What counts after UNKNOWN_S is the folder: a
-    training would have written there.
+    While SLURM does not answer, or the other job is ending, this waits. What counts after `patience_s` is the folder:
+    a training would have written there.
     """
     last = {e["id"]: e["event"] for e in ledger.events(folder, "started", "ended", "replaced")}
-    ended = {i for i, event in last.items() if event == "ended"}
-    begun = dict.fromkeys(e["id"] for e in ledger.events(folder, "started"))
-    others = [i for i in begun if i not in (job, "0", *ended) and client.JOB_ID.fullmatch(i)]
-    before, end = _written(folder), time.monotonic() + UNKNOWN_S
+    others = [i for i, event in last.items() if event != "ended" and i != job and i != "0"]
+    others = [i for i in others if client.JOB_ID.fullmatch(i)]
+    before, end = _written(folder), time.monotonic() + patience_s
     while others:
         known = dict.fromkeys(others, "")
         with contextlib.suppress(ValueError):
             known = {i: state.state for i, state in client.states(others).items()}
-        if going := [i for i, state in known.items() if state in TRAINING]:
+        if going := [i for i, state in known.items() if state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")]:
             return f"job {going[0]} trains here"
         unknown = [i for i, state in known.items() if state in ("", "COMPLETING")]
         if unknown and _written(folder) != before:
             return f"job {unknown[0]} still writes here"
         if not unknown or time.monotonic() > end:
             break
-        time.sleep(ASK_EVERY_S)
+        time.sleep(every_s)
     return ""
 
 
-def _written(folder: Path) -> dict[Path, int]:
-    """What a training changes: when its log, the files of its ranks and its checkpoints were last written."""
+def _written(folder: Path) -> dict[str, int]:
+    """When a training last wrote: of folders the time of their newest entry, since a look at each file of 1,000 ranks
+    would cost a shared file system as many operations."""
     found = {}
-    for path in (folder / "run.log", folder / "steps.jsonl", *folder.glob("ranks/*"), *folder.glob(f"{FOLDER}/*")):
+    for name in ("run.log", "steps.jsonl", "ranks", FOLDER):
         with contextlib.suppress(FileNotFoundError):
-            found[path] = path.stat().st_mtime_ns
+            found[name] = (folder / name).stat().st_mtime_ns
     return found
 
 
@@ -216,19 +205,22 @@ def _spent(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def pruned(folder: Path, sweep: str) -> str:
     """Which run of the sweep ran out of memory though predicted to need no more than this one; "" where none did."""
-    if not sweep:
-        return ""
-    needs = dict[Path, float]()
-    with contextlib.suppress(ValueError):  # a damaged list prunes nothing
-        needs = {Path(m.folder).resolve(): m.memory_bytes for m in ledger.read_index(Path(sweep)).members}
-    mine = needs.pop(folder.resolve(), 0.0)
-    for other, need in needs.items():
-        written = known_status(other) if need <= mine else None
-        if written and written.status is Status.OOM:
+    mine = _predicted_bytes(folder)
+    for line in read_text(Path(sweep) / RUNS).splitlines() if sweep else ():
+        other, written = Path(sweep) / line, known_status(Path(sweep) / line)
+        need = _predicted_bytes(other) if written and written.status is Status.OOM else float("nan")
+        if need <= mine and other.resolve() != folder.resolve():
             reason = f"pruned: predicted {mine / 2**30:.2f} GiB, and {other.name} ran out with {need / 2**30:.2f} GiB"
-            write_status(folder, RunStatus(status=Status.PRUNED, evidence=reason, rank=None, exit_code=0, seconds=0.0))
+            write_status(folder, replace(_ended(Status.PRUNED, reason), exit_code=0))
             return reason
     return ""
+
+
+def _predicted_bytes(folder: Path) -> float:
+    """The memory that plan.json predicts; NaN, which is less than nothing, where it has no prediction."""
+    found = (json_object(read_text(folder / "plan.json")) or {}).get("prediction")
+    need = found.get("memory_bytes") if isinstance(found, dict) else None
+    return float(need) if isinstance(need, int | float) else float("nan")
 
 
 def _cancel_later(folder: Path, job: str) -> None:

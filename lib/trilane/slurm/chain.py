@@ -1,7 +1,7 @@
 """Chain: a long run as dependent jobs, each resuming where the last one stopped; nodes may follow the batch ramp-up.
 
-A job starts when the one before has ended, however it ended (afterany): its script asks attempt.begin whether
-iterations are left, whether the stop switch is set, and whether the same early failure was repeated.
+SLURM runs one job of a run's name at a time, in the order of submission. Each asks attempt.begin whether iterations are
+left, whether the stop switch is set, and whether the same early failure was repeated.
 """
 
 import json
@@ -15,33 +15,13 @@ from trilane.config.batch_rampup import Phase, Ramp
 from trilane.config.plan import Plan, read_plan
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
-from trilane.slurm import jobs, submission
-from trilane.slurm.script import SCRIPT
+from trilane.slurm import jobs
+from trilane.slurm.script import SCRIPT, files
 from trilane.slurm.sites import JobRequest, Site
-from trilane.utils.validation import (
-    from_mapping,
-    is_count,
-    read_json,
-    require,
-    require_integer,
-    require_label,
-    to_mapping,
-)
+from trilane.utils.validation import is_count, read_object, require, require_integer, require_label
 from trilane.workspace.run_folder import is_completed, write_text
 
-INDEX = "chain.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainIndex:
-    """What chain.json holds: the name of the site, and the names of the stages' run folders in order."""
-
-    site: str
-    links: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for label in self.links:
-            require_label("chain.links", label)
+INDEX = "chain.json"  # the site's name, and the names of the stages' run folders in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +33,16 @@ class Stage:
     mbs: int
 
     def __post_init__(self) -> None:
-        for name in ("gbs", "nodes", "mbs"):
-            require_integer(name, getattr(self, name), 1)
+        for name, value in vars(self).items():
+            require_integer(name, value, 1)
 
 
 def parse_stages(text: str) -> list[Stage]:
-    """The stages in "GBS:NODES:MBS,...", such as document 004's "32:8:1,64:16:1,128:32:1"; ValueError otherwise."""
-    stages = []
-    for part in text.split(","):
-        numbers = part.strip().split(":")
-        ok = len(numbers) == 3 and all(map(is_count, numbers))
-        require(ok, "stages", text, "must be GBS:NODES:MBS,GBS:NODES:MBS,...")
-        gbs, nodes, mbs = map(int, numbers)
-        stages.append(Stage(gbs=gbs, nodes=nodes, mbs=mbs))
-    return stages
+    """The stages in "GBS:NODES:MBS,...", such as the BLOOM chronicles' "32:8:1,64:16:1,128:32:1"."""
+    parts = [part.strip().split(":") for part in text.split(",")]
+    is_form = all(len(numbers) == 3 and all(map(is_count, numbers)) for numbers in parts)
+    require(is_form, "stages", text, "must be GBS:NODES:MBS,GBS:NODES:MBS,...")
+    return [Stage(gbs=int(gbs), nodes=int(nodes), mbs=int(mbs)) for gbs, nodes, mbs in parts]
 
 
 def first_iteration(plan: Plan, gbs: int) -> int:
@@ -100,10 +76,9 @@ def _link(plan: Plan, stage: Stage, start: int, end: int, folder: Path, made: Se
     rule = f"{gpus} GPUs are not a multiple of tp x pp = {model_gpus}"
     require(gpus % model_gpus == 0, "nodes", stage.nodes, rule)
     before = str(folder.resolve() / made[-1].label) if made else plan.run.load
-    last = 0 if end == plan.run.train_iters else end
     window = plan.run.profile_window
-    within = window is not None and start < window.first <= window.last <= end
-    profile = plan.run.profile if within else ""
+    profile = plan.run.profile if window and start < window.first <= window.last <= end else ""
+    last = 0 if end == plan.run.train_iters else end
     run = replace(plan.run, load=before, start_iteration=start, exit_iteration=last, profile=profile)
     topology = replace(plan.topology, dp=gpus // model_gpus, mbs=stage.mbs)
     return replace(plan, label=f"{plan.label}-{len(made) + 1}-n{stage.nodes}", topology=topology, run=run)
@@ -118,13 +93,10 @@ def _parts(plan: Plan, stages: Sequence[Stage], start: int, end: int) -> list[tu
 
     phases = plan.run.ramp.between(plan.topology.gbs, start, end)
     failing = [place for place, phase in enumerate(phases) if not shares(stage, phase.gbs)]
-    if not failing or not failing[0]:
-        return [(stage, start, end)]  # the plan itself refuses the stage's own batch size
-    first, last = failing[0], failing[-1] + 1
-    sizes = [phase.gbs for phase in phases[first:last]]
-    able = [one for one in stages[:-1] if all(shares(one, size) for size in sizes)]
-    if not able:
-        return [(stage, start, end)]
+    first, last = (failing[0], failing[-1] + 1) if failing else (0, 0)
+    able = [one for one in stages[:-1] if all(shares(one, phase.gbs) for phase in phases[first:last])]
+    if not first or not able:
+        return [(stage, start, end)]  # where its own batch size is at fault, the plan itself refuses it
     begin = start + sum(phase.iterations for phase in phases[:first])
     until = begin + sum(phase.iterations for phase in phases[first:last])
     parts = [(stage, start, begin), (able[-1], begin, until), (stage, until, end)]
@@ -154,24 +126,27 @@ def create(
 ) -> list[Path]:
     """Write a new chain; its stages' run folders, in order. Raises ValueError where one exists.
 
-    `beside` goes into each plan.json, such as the constants that predicted the plan.
-    Without stages the chain is one run folder, in which each job resumes the run.
+    `beside` goes into each plan.json, such as the constants that predicted the plan. Without stages the chain is one run
+    folder, in which each job resumes the run.
     """
     plans = links(plan, stages, folder) if stages else [plan]
     for link in plans:
         require(not (folder / link.label).exists(), "run folder", folder / link.label, "exists; take a new one")
     for link in plans:
-        for name, text in jobs.files(link, site, request, beside).items():
+        for name, text in files(link, site, request, beside).items():
             write_text(folder / link.label / name, text)
-    index = ChainIndex(site=site.name, links=tuple(link.label for link in plans))
-    write_text(folder / INDEX, json.dumps(to_mapping(index), indent=1) + "\n")
+    index = {"site": site.name, "links": [link.label for link in plans]}
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return stages_of(folder)
 
 
 def stages_of(folder: Path) -> list[Path]:
     """The run folders of a chain, in order."""
     require((folder / INDEX).exists(), "chain", folder, "is not the folder of a chain")
-    return [folder / label for label in from_mapping(ChainIndex, read_json(folder / INDEX, "chain"), "chain").links]
+    labels = read_object(folder / INDEX, "chain", links=list)["links"]
+    for label in labels:
+        require_label("chain.links", str(label))
+    return [folder / str(label) for label in labels]
 
 
 def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
@@ -184,12 +159,11 @@ def submit(folder: Path, site: Site, times: int = 1) -> list[str]:
     ids: list[str] = []
     home = folder.resolve()
     stages = stages_of(home)
-    with submission.exclusive(stages) as lock:
+    with jobs.submitting(stages):
         left = [stage for stage in stages if not is_completed(stage)]
         for stage in [stage for stage in left for _ in range(times)]:
-            # a job that depends on one that SLURM has forgotten would wait forever
-            after = [f"--dependency=afterany:{ids[-1]}", "--kill-on-invalid-dep=yes"] if ids else []
-            ids.append(submission.submit_script(stage / SCRIPT, {stage: ""}, site.name, after, lock, home))
+            after = f"afterany:{ids[-1]}" if ids else ""
+            ids.append(jobs.accept(stage / SCRIPT, {stage: ""}, site.name, after=after, home=home))
     return ids
 
 
@@ -206,8 +180,8 @@ def predicted_s(plan: Plan, calibration: Calibration | None = None) -> float:
     """
 
     def of(gbs: int) -> float:
-        full = replace(plan, run=replace(plan.run, ramp=Ramp()), topology=replace(plan.topology, gbs=gbs))
-        return predict(full, calibration).sec_per_it
+        topology, run = replace(plan.topology, gbs=gbs), replace(plan.run, ramp=Ramp())
+        return predict(replace(plan, run=run, topology=topology), calibration).sec_per_it
 
     return sum(phase.iterations * of(phase.gbs) for phase in phases(plan))
 
@@ -238,12 +212,9 @@ def link_records(
 
 def link_line(row: Mapping[str, Any]) -> str:
     """A link's record in one line for the terminal."""
-    sizes = row["batches"]
-    batches = f"batch {sizes[0]}" if len(sizes) == 1 else f"batches {sizes[0]} to {sizes[-1]}"
-    return (
-        "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, {of}, {hours:.2f} h, "
-        "{gpu_hours:.2f} GPU hours, {begins} to {ends}"
-    ).format(**row, of=batches)
+    batches = " to ".join(dict.fromkeys(str(row["batches"][place]) for place in (0, -1)))
+    text = "{run}: iterations {first}-{last}, {nodes} nodes, {gpus} GPUs, mbs {mbs}, batch {of}, {hours:.2f} h, "
+    return (text + "{gpu_hours:.2f} GPU hours, {begins} to {ends}").format(**row, of=batches)
 
 
 def parse_date(text: str) -> datetime:

@@ -1,36 +1,29 @@
 """SLURM's commands (sbatch, squeue, sacct, scontrol, scancel, sinfo) and their output as values."""
 
+import functools
 import getpass
+import hashlib
 import re
 import shutil
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trilane.utils.validation import require
 
-DOWN = re.compile(
-    r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
-)
-
-QUERIES = ("squeue", "sacct", "sinfo")  # one that dies without a word changed nothing, and is tried again
+JOB_ID = re.compile(r"\d+(_\d+)?")
 DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # between two tries: a restarted controller is back within their sum
 TIMEOUT_S = 60.0
-ANSWER_S = 3.0  # of a ping, which a busy controller answers at once, unlike other requests
-MESSAGE_LENGTH = 400  # characters of a command's error text
-JOB_ID = re.compile(r"\d+(_\d+)?")
-
+FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
+ENDED_HERE = "ENDED HERE"  # a run on this machine, without SLURM
+ENDED_BY_LEDGER = "ENDED"  # by the ledger, while SLURM does not answer
 ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
     *("PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
 )
-
-FORGOTTEN = "FORGOTTEN"  # neither squeue nor sacct knows the job, as on a cluster without accounting after a while
-ENDED_HERE = "ENDED HERE"  # a run on this machine, without SLURM
-ENDED_BY_LEDGER = "ENDED"  # by the ledger, while SLURM does not answer
 
 
 class SlurmError(ValueError):
@@ -53,6 +46,7 @@ class JobState:
     elapsed: str = ""
     limit: str = ""
     nodes: str = ""
+    name: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -65,28 +59,27 @@ def is_installed() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True) -> str:
-    """The command's standard output; tried again while the controller cannot be reached, unless `again` is False.
+def call(command: Sequence[str], *, cwd: Path | None = None, again: bool = True, stream: str = "stdout") -> str:
+    """The command's output; tried again while the controller cannot be reached, unless `again` is False.
 
     Raises SlurmError with the command's error text where it fails, SlurmUnreachable where the controller stays
     unreachable, ValueError where the command is not installed.
     """
-    return _completed(command, cwd, again).stdout
-
-
-def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subprocess.CompletedProcess[str]":
     require(shutil.which(command[0]) is not None, "slurm", command[0], "is not installed here; use site local")
     for delay in (*DELAYS_S, None):
         try:
-            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            error = done.stderr.strip()
+            run = functools.partial(subprocess.run, command, cwd=cwd, capture_output=True, text=True, check=False)
+            # in a session of its own: Ctrl-C at a terminal does not end an sbatch that is being answered
+            done = run(timeout=TIMEOUT_S, start_new_session=True)
         except subprocess.TimeoutExpired:
             error = f"{command[0]}: Socket timed out after {TIMEOUT_S:.0f} s"
         else:
             if done.returncode == 0:
-                return done
-        died = not error and command[0] in QUERIES and delay is not None and again
-        if DOWN.search(error) is None and not died:
+                return str(getattr(done, stream))
+            error = done.stderr.strip()
+        # a query that dies without a word (seen: SIGSEGV of squeue) changed nothing, and is made again
+        died = not error and command[0] in ("squeue", "sacct", "sinfo") and delay is not None and again
+        if not _is_away(error) and not died:
             raise SlurmError(f"slurm={command[0]}: {_message(error)}")
         if delay is None or not again:
             break
@@ -95,50 +88,95 @@ def _completed(command: Sequence[str], cwd: Path | None, again: bool) -> "subpro
     raise SlurmUnreachable(f"slurm={command[0]}: {reason}")
 
 
-def require_answer(then: str = "") -> None:
-    """Raise SlurmUnreachable, with `then` in its message, where no controller answers a ping within ANSWER_S seconds.
+def _is_away(error: str) -> bool:
+    words = (
+        r"[Uu]nable to contact slurm controller|Connection (refused|reset)|[Ss]ocket timed out|Zero Bytes were trans"
+    )
+    return re.search(words, error) is not None
 
-    For the commands that a person waits for; jobs wait for a controller that restarts. Nothing where SLURM is not
-    installed.
+
+def require_answer(then: str = "", within_s: float = 3.0) -> None:
+    """Raise SlurmUnreachable, with `then` in its message, where no controller answers a ping within `within_s`.
+
+    For the commands that a person waits for: a busy controller answers a ping at once, unlike other requests. Jobs wait
+    for a controller that restarts. Nothing where SLURM is not installed.
     """
     if shutil.which("scontrol") is None:
         return
     try:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=within_s, check=False)
         error = _message(done.stdout.partition("\n*")[0] + done.stderr)
         is_down = " is DOWN" in done.stdout and " is UP" not in done.stdout  # a backup controller may answer
     except subprocess.TimeoutExpired:
-        error, is_down = f"nothing within {ANSWER_S:g} s", True
-    if is_down or DOWN.search(error):
+        error, is_down = f"nothing within {within_s:g} s", True
+    if is_down or _is_away(error):
         raise SlurmUnreachable(f"slurm=scontrol ping: SLURM does not answer ({error}){then}")
 
 
-def comment(job: str) -> str:
-    """The first word of the comment of a job that squeue knows: the token of its submission, before the user's own."""
-    _checked([job])
-    return call(["squeue", "-h", "-t", "all", "-j", job, "-o", "%k"]).strip().partition("\n")[0].partition(" ")[0]
+def job_name(folder: Path) -> str:
+    """The name of all jobs of a run or sweep, by which SLURM finds them: its folder's, and its path's hash.
+
+    job_name(Path("runs/1b3")) is such as "1b3-5f0c9a31".
+    """
+    digits = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.resolve().name)[:40].lstrip('-')}-{digits}"
+
+
+def sbatch(
+    script: Path, *options: str, name: str = "", known: Collection[str] = (), arguments: Sequence[str] = ()
+) -> str:
+    """Submit `script` with its arguments from its folder, as a job of that name; the job's id.
+
+    A controller that failed during the call may have accepted the job: before another try, a job of the name that is
+    none of the `known` ones is looked for. Where even that fails, SlurmUnreachable has the command that looks.
+    """
+    name = name or job_name(script)
+    command = ["sbatch", "--parsable", f"--job-name={name}", *options, "--", script.name, *arguments]
+    for delay in (*DELAYS_S, None):
+        try:
+            return _job_of(call(command, cwd=script.parent, again=False), name)
+        except SlurmUnreachable as error:
+            reason = str(error).removesuffix("; nothing was changed")
+        try:
+            time.sleep(delay or 0.0)
+            found = [job for job in states((), [name]) if job.partition("_")[0] not in known]
+        except SlurmUnreachable:
+            break
+        if found:
+            return found[-1].partition("_")[0]
+    raise SlurmUnreachable(f"{reason}; the job may have been accepted: look with: squeue -u $USER -t all --name={name}")
+
+
+def _job_of(output: str, name: str) -> str:
+    """The id that sbatch --parsable prints as ID[;CLUSTER], in the last line: a site's own sbatch may print others."""
+    job = (output.strip().splitlines() or [""])[-1].split(";")[0].strip()
+    if JOB_ID.fullmatch(job) is None:
+        look = f"look with: squeue -u $USER -t all --name={name}"
+        raise SlurmError(f"slurm=sbatch: printed {job[:400]!r}, which is not a job id; {look}")
+    return job
 
 
 def test_only(script: Path, *options: str) -> str:
     """Where and when the job could start, as `sbatch --test-only` prints it; SlurmError if never."""
-    done = _completed(["sbatch", "--test-only", *options, "--", script.name], script.parent, again=True)
-    return _message(done.stderr)
+    return _message(call(["sbatch", "--test-only", *options, "--", script.name], cwd=script.parent, stream="stderr"))
 
 
-def states(ids: Iterable[str]) -> dict[str, JobState]:
-    """The state of each job, in one call of squeue and one of sacct for the rest; FORGOTTEN where neither knows it."""
+def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, JobState]:
+    """The state of each job of `ids`, FORGOTTEN where SLURM does not know it, and of one's own jobs of these names.
+
+    One call of squeue, and one of sacct for ids that it lacks.
+    """
     wanted = _checked(dict.fromkeys(ids))
-    if not wanted:
+    if not wanted and not names:
         return {}
-    found = _queued(wanted)
-    missing = [job for job in wanted if job not in found]
-    if missing:
+    queued = _queued()
+    found = {job: state for job, state in queued.items() if job in wanted or state.name in names}
+    if missing := [job for job in wanted if job not in found]:
         accounted = _accounted(missing)
-        going = [job for job, state in accounted.items() if not state.has_ended]
-        known = owners(going)  # of any user, whom the list of one's own jobs lacks
+        known = owners([job for job, state in accounted.items() if not state.has_ended])
         # the controller runs no job that it does not know: the accounting is late, or never heard of its end
         found |= {job: state for job, state in accounted.items() if state.has_ended or job in known}
-    return {job: found.get(job, JobState(id=job, state=FORGOTTEN)) for job in wanted}
+    return {job: JobState(id=job, state=FORGOTTEN) for job in wanted} | found
 
 
 def _checked(ids: Iterable[str]) -> list[str]:
@@ -149,16 +187,12 @@ def _checked(ids: Iterable[str]) -> list[str]:
     return wanted
 
 
-def _queued(ids: Sequence[str]) -> dict[str, JobState]:
+def _queued() -> dict[str, JobState]:
     # `squeue -j` fails if it has forgotten one of the ids, so all jobs of this user are listed
-    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N"]
-    jobs: dict[str, JobState] = {}
-    for line in call(command).splitlines():
-        job, state, reason, elapsed, limit, nodes = line.split("|")
-        if job in ids:
-            reason = "" if reason == "None" else reason
-            jobs[job] = JobState(id=job, state=state, reason=reason, elapsed=elapsed, limit=limit, nodes=nodes)
-    return jobs
+    command = ["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%M|%l|%N|%j"]
+    names = ("id", "state", "reason", "elapsed", "limit", "nodes", "name")
+    rows = [dict(zip(names, line.split("|", 6), strict=True)) for line in call(command).splitlines()]
+    return {row["id"]: JobState(**row | {"reason": row["reason"].removeprefix("None")}) for row in rows}
 
 
 def _accounted(ids: Sequence[str]) -> dict[str, JobState]:
@@ -208,12 +242,6 @@ def cancel(ids: Iterable[str]) -> None:
         call(["scancel", *jobs])
 
 
-def send(job: str, signal: str) -> None:
-    """Send a signal, such as USR1, to the steps of a job."""
-    require_own([job])
-    call(["scancel", f"--signal={signal}", job])
-
-
 def raw_id(job: str) -> str:
     """The number that srun --jobid takes: an array's job has its own besides ARRAY_INDEX; unchanged without SLURM."""
     if "_" not in job or not is_installed():
@@ -222,12 +250,6 @@ def raw_id(job: str) -> str:
     found = call(["squeue", "-h", "-j", job, "-o", "%A"]).split()
     require(bool(found), "job", job, "is no longer running")
     return found[0]
-
-
-def max_array() -> int | None:
-    """The largest index of a job array, None where SLURM does not report it."""
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", call(["scontrol", "show", "config"]), re.M)
-    return int(found[1]) - 1 if found else None
 
 
 def hostnames(nodelist: str) -> list[str]:
@@ -246,9 +268,8 @@ def down_nodes() -> dict[str, str]:
 
 def _message(text: str) -> str:
     """The error lines (a site may explain a refusal there), an option that this SLURM does not know, and the last line;
-    unprefixed, joined and shortened.
-    """
+    unprefixed, joined and shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     chosen = [line for line in lines if re.match(r"\w+: (error: |unrecognized option)", line)] + lines[-1:]
     chosen = list(dict.fromkeys(re.sub(r"^\w+: (error: )?", "", line) for line in chosen))
-    return textwrap.shorten("; ".join(chosen), MESSAGE_LENGTH, placeholder=" ...") if chosen else "no error text"
+    return textwrap.shorten("; ".join(chosen), 400, placeholder=" ...") if chosen else "no error text"

@@ -1,27 +1,218 @@
 """Jobs: the files of run folders, their submission, status and cancellation; on SLURM or on this machine."""
 
 import contextlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import glob
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trilane.config.plan import Plan, read_plan
-from trilane.interop.deepspeed_config import deepspeed_config
-from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
+from trilane.config.plan import read_plan
 from trilane.launch import local
-from trilane.slurm import client, frozen_code, ledger
-from trilane.slurm.job_status import decisive, status_of
-from trilane.slurm.script import SCRIPT, render
+from trilane.launch.outcome import last_log
+from trilane.slurm import attempt, client, copies, ledger
+from trilane.slurm.script import SCRIPT, directives, render, rewrite
 from trilane.slurm.sites import JobRequest, Site
-from trilane.slurm.submission import exclusive, job_ids, states_of, submit_script
-from trilane.utils.tables import Columns, DataFrame, Table, short
+from trilane.utils.files import read_text
+from trilane.utils.folder_lock import FolderLock
+from trilane.utils.tables import DataFrame, Table, as_json, frame_of, short
 from trilane.utils.validation import require
 from trilane.workspace import run_folder
 from trilane.workspace.checkpoints import FOLDER, latest
+from trilane.workspace.prepared_corpora import SMALL_BYTES, unprepared
 from trilane.workspace.run_folder import is_completed, write_text
-from trilane.workspace.status import Status, known_status
+from trilane.workspace.status import Status, known_status, status_problem
+
+PATIENCE_S = 15.0  # for the lock of a folder, which a submission holds for a second or two
+SETTLE_S = 10.0  # in which a controller still accepts the request of an sbatch that was killed (MessageTimeout)
+HERE = "here"  # in place of the id of a job that prepares a corpus
+
+
+class ActiveJob(ValueError):
+    """A run has jobs that have not ended: their ids are the second argument."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = (), after: str = "") -> str:
+    """Submit the run of a folder with its job.sbatch, written from the template where there is none; the job's id.
+
+    It starts once job `after` has succeeded, and is cancelled where that fails. At site `local` the plan trains here,
+    to its end, and the id begins with "local". Raises ValueError where the run is completed, ActiveJob where it has a
+    job that has not ended.
+    """
+    folder = Path(folder).resolve()
+    read_plan(folder / "plan.json")
+    with submitting([folder], is_local=site.is_local):
+        require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
+        if site.is_local:
+            return _train_here(folder)
+        if not (folder / SCRIPT).exists():
+            rewrite(folder, site, request)
+        return accept(folder / SCRIPT, {folder: ""}, site.name, options, after=f"afterok:{after}" if after else "")
+
+
+@contextlib.contextmanager
+def submitting(folders: Iterable[Path], is_local: bool = False) -> Iterator[None]:
+    """The run folders locked, none of which has a job that has not ended.
+
+    SLURM alone knows what it has accepted, and finds it by the jobs' name. Only what is on its way it does not know: a
+    process that was killed may have left an sbatch. It leaves its lock, too; where one is there, SLURM is asked again
+    after SETTLE_S.
+    """
+    wanted = list(folders)
+    was_locked = any((folder / "run.lock").exists() for folder in wanted)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(FolderLock(wanted).held(0.0))
+        except ValueError:
+            was_locked = True
+            held.enter_context(FolderLock(wanted).held(PATIENCE_S))
+        _require_idle(wanted, is_local)
+        if was_locked and not is_local:
+            time.sleep(SETTLE_S)
+            _require_idle(wanted, is_local)
+        yield
+
+
+def _require_idle(folders: Sequence[Path], is_local: bool) -> None:
+    """ActiveJob where a run has a job that has not ended; the ledger gets the jobs that it lacks."""
+    for folder, states in states_of(folders, must_ask=not is_local).items():
+        known, active = ledger.job_ids(folder), [state for state in states if not state.has_ended]
+        for state in states:
+            if state.id not in known:  # its submission was killed before it could record it
+                ledger.note(folder, "submitted", state.id, site="", script="")
+        if active:
+            ids, words = [state.id for state in active], ", ".join(state.state for state in active)
+            raise ActiveJob(f"run folder={folder}: has job {', '.join(ids)} already ({words}); cancel it first", ids)
+
+
+def accept(
+    script: Path, runs: Mapping[Path, str], site: str, options: Sequence[str] = (), after: str = "", home: Path = Path()
+) -> str:
+    """Submit a script for run folders that are locked; the id of its job, to which each adds its suffix ("", "_3").
+
+    A run's jobs begin one after another (singleton, by their name), and `after` another one such as "afterany:5".
+
+    The code is frozen in `home` below the script's folder or above, and its folder is the script's argument: a job has
+    that from its start, whatever `--export` or a site's own sbatch do with the environment, and keeps it in the queue.
+    Ctrl-C waits until the ledgers have the job.
+    """
+    text = read_text(script)
+    code = copies.freeze(script.parent / home) if copies.USED_BY in text else None
+    common = {"site": site, "script": ledger.fingerprint(text), "code": code.name if code else "", "after": after}
+    waits = [*["singleton"] * ("" in runs.values()), *[after] * bool(after)]
+    options = [*([f"--dependency={','.join(waits)}", "--kill-on-invalid-dep=yes"] if waits else []), *options]
+    known = {job.partition("_")[0] for folder in runs for job in ledger.job_ids(folder)}
+    name, arguments = client.job_name(script.parent), [str(code)] if code else []
+    with signals_deferred():
+        job = client.sbatch(script, *options, name=name, known=known, arguments=arguments)
+        for folder, suffix in runs.items():
+            ledger.note(folder, "submitted", f"{job}{suffix}", **common)
+    return job
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP take effect at the end of the block; only in the main thread, where Python handles
+    signals."""
+    caught = list[int]()
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    before = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for one in caught[:1]:
+            signal.raise_signal(one)
+
+
+def _train_here(folder: Path) -> str:
+    job = f"local-{1 + len(ledger.job_ids(folder))}"
+    has_checkpoint = latest(folder / FOLDER) is not None
+    run_folder.put_aside(folder, keep=has_checkpoint)
+    # it starts now, with the installed code
+    ledger.note(folder, "submitted", job, site="local", script="", code=copies.fingerprint())
+    ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
+    outcome = local.train_local(folder, resume=has_checkpoint)
+    ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
+    return job
+
+
+def prepare(folders: Iterable[Path], site: Site, request: JobRequest, above: int = 0) -> dict[Path, str]:
+    """Tokenize the corpora of runs by a job of one core for each corpus, so that no node with GPUs waits for it; the
+    id of the job by run folder, without those prepared.
+
+    Relative paths are below the run folder, in which a job runs; at site `local`, where it is done at once and the id
+    is HERE, where the command was called. Raises ValueError where a job is not accepted.
+    """
+    groups: dict[tuple[Path, ...], list[Path]] = {}
+    for folder in (Path(folder).resolve() for folder in folders):
+        data = read_plan(folder / "plan.json").data
+        if unprepared(data.parts, Path() if site.is_local else folder, above):
+            # runs that read the same data share one job
+            names = [
+                data.folder,
+                *[data.tokenizer] * (data.tokenizer != "bytes"),
+                *(part.source for part in data.parts),
+            ]
+            groups.setdefault(tuple((folder / name).resolve() for name in names), []).append(folder)
+    return {folder: job for group in groups.values() for folder, job in _prepare(group, site, request).items()}
+
+
+def prepare_first(folders: Iterable[Path], site: Site, request: JobRequest) -> dict[Path, str]:
+    """As prepare() for training jobs of that request: what they would refuse to tokenize, and not on their nodes."""
+    return prepare(folders, site, replace(request, partition="", reservation=""), SMALL_BYTES)
+
+
+def corpus_lines(made: Mapping[Path, str]) -> list[str]:
+    """A line for each run whose corpus is prepared."""
+    return [f"corpus of {folder}: " + ("prepared" if job == HERE else f"job {job}") for folder, job in made.items()]
+
+
+def _prepare(folders: list[Path], site: Site, request: JobRequest) -> dict[Path, str]:
+    """Prepare the corpus of these runs, which is one; by a job that does so already, where there is one."""
+    first = folders[0]
+    if site.is_local:
+        local.prepare_data(first / "plan.json")
+        return dict.fromkeys(folders, HERE)
+    asked = [e["id"] for folder in folders for e in ledger.events(folder, "preparing")]
+    if going := [job for job, state in client.states(asked).items() if not state.has_ended]:
+        return dict.fromkeys(folders, going[0])
+    # the options that concern a job of one core
+    kept = ("account", "time_limit", "partition", "reservation", "mail", "comment", "environment")
+    own = JobRequest(**{name: getattr(request, name) for name in kept}, signal_s=0)
+    script = write_text(first / "prepare.sbatch", render("prepare", read_plan(first / "plan.json"), site, own))
+    job = client.sbatch(script, arguments=[str(copies.freeze(first))])
+    for folder in folders:
+        ledger.note(folder, "preparing", job, site=site.name, place=str(first))
+    return dict.fromkeys(folders, job)
+
+
+def cancel(folders: Iterable[Path]) -> list[str]:
+    """Cancel every job of the runs that squeue lists and that has not ended; their ids.
+
+    A job that only the accounting lists as running no longer exists. Raises ValueError, and cancels none, where one
+    belongs to another user.
+    """
+    client.require_answer(
+        "; nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends by itself"
+    )
+    known = states_of(folders)
+    live = list(client.owners([s.id for states in known.values() for s in states if not s.has_ended]))
+    client.cancel(live)
+    for folder, states in known.items():
+        for state in states:
+            if state.id in live:
+                ledger.note(folder, "cancelled", state.id)
+    return live
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,80 +238,17 @@ class JobStatus(client.JobState):
         return self.status.has_failed
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `trilane slurm status`; the key of the status is `verdict`."""
-        return {"verdict" if name == "status" else name: value for name, value in asdict(self).items()}
+        """The JSON object of `trilane slurm status`, in which the key of our status is `verdict`."""
+        return {"verdict" if name == "status" else name: v for name, v in as_json(self).items() if name != "name"}
 
 
 class JobTable(list[JobStatus], Table):
     """The status of several runs."""
 
     def to_frame(self) -> DataFrame:
-        names = ("run", "job", "state", "status", "iteration", "waits for", "evidence")
-        rows = [
-            (j.run, j.id, j.state, str(j.status), f"{j.iteration} of {j.iterations}", j.reason, short(j.evidence))
-            for j in self
-        ]
-        return Columns.of_rows(names, rows).to_frame()
-
-
-def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """A run folder's files by name: plan.json, job.sbatch, and ds_config.json or megatron_args.txt where it has one.
-
-    `beside` is what plan.json has beside the plan's own fields: its prediction, and the constants that made it.
-    """
-    texts = {
-        "plan.json": json.dumps({**plan.to_json(), **(beside or {})}, indent=1),
-        SCRIPT: render("train", plan, site, request),
-    }
-    if plan.engine.startswith("deepspeed"):
-        texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
-    for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:
-        with contextlib.suppress(ValueError):
-            texts["megatron_args.txt"] = megatron_text(megatron_args(plan, flavour)) + "\n"
-    return texts
-
-
-def submit(folder: Path, site: Site, request: JobRequest, options: Sequence[str] = (), after: str = "") -> str:
-    """Submit the run of a folder with its job.sbatch, written from the template where there is none; the job's id.
-
-    It starts once job `after` has succeeded, and is cancelled where that fails. At site `local` the plan trains here,
-    to its end, and the id begins with "local". Raises ValueError where the run
-    is completed, has a job that has not ended, or another process submits or trains it now.
-    """
-    folder = Path(folder).resolve()
-    read_plan(folder / "plan.json")
-    with exclusive([folder], takes_more=bool(options)) as lock:
-        require(not is_completed(folder), "run folder", folder, "holds a completed run; take a new one")
-        if site.is_local:
-            return _train_here(folder)
-        if not (folder / SCRIPT).exists():
-            rewrite(folder, site, request)
-        waits = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
-        facts: dict[str, Any] = {"after": after} if after else {}
-        return submit_script(folder / SCRIPT, {folder: ""}, site.name, [*options, *waits], lock, **facts)
-
-
-def rewrite(folder: Path, site: Site, request: JobRequest) -> None:
-    """Write job.sbatch from its template; the one before, edited or not, is kept in earlier/."""
-    write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
-
-
-def cancel(folders: Iterable[Path]) -> list[str]:
-    """Cancel every job of the runs that squeue lists and that has not ended; their ids.
-
-    A job that only the accounting lists as running no longer exists. Raises ValueError, and cancels none, where one
-    belongs to another user.
-    """
-    wanted = list(folders)
-    then = "; nothing was cancelled: try again, or `touch RUN/stop`, with which a run saves and ends by itself"
-    client.require_answer(then)
-    known = job_ids(wanted, wait=True)
-    live = [job for job, state in states_of(known).items() if not state.has_ended]
-    live = list(client.owners(live))
-    client.cancel(live)
-    for folder, job in ((folder, job) for folder, mine in known.items() for job in mine if job in live):
-        ledger.note(folder, "cancelled", job)
-    return live
+        columns: dict[str, str | Callable[[JobStatus], str]] = {"run": "run", "job": "id", "state": "state"}
+        columns |= {"status": lambda j: str(j.status), "iteration": lambda j: f"{j.iteration} of {j.iterations}"}
+        return frame_of(self, columns | {"waits for": "reason", "evidence": lambda j: short(j.evidence)})
 
 
 def current_status(folders: Iterable[Path]) -> tuple[JobTable, str]:
@@ -137,31 +265,67 @@ def _status_by_ledger(folder: Path) -> JobStatus:
     """The status of a run by what its ledger and its files record."""
     of_event = {"submitted": "PENDING", "started": "RUNNING", "cancelled": "CANCELLED"}
     last = {e["id"]: e for e in ledger.events(folder, *of_event, "ended", "refused")}
-    states = {job: of_event.get(e["event"], client.ENDED_BY_LEDGER) for job, e in last.items()}
-    known = {job: client.JobState(id=job, state=state) for job, state in states.items()}
-    found = _status(folder, ledger.job_ids(folder), known)
+    ids = ledger.job_ids(folder)
+    states = [client.JobState(id=i, state=of_event.get(last[i]["event"], client.ENDED_BY_LEDGER)) for i in ids]
+    found = _status(folder, states)
     return replace(found, as_of=str(last[found.id].get("time", "")) if found.id in last else "")
 
 
 def job_status(folders: Iterable[Path]) -> JobTable:
     """The status of each run folder: of its job that runs, else of the next that waits, else of the last."""
-    jobs = job_ids(folders)
-    known = states_of(jobs)
-    return JobTable(_status(folder, ids, known) for folder, ids in jobs.items())
+    return JobTable(_status(folder, states) for folder, states in states_of(folders).items())
 
 
-def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState]) -> JobStatus:
-    states = [known.get(job) or _unknown(job) for job in ids]
+def states_of(folders: Iterable[Path], must_ask: bool = False) -> dict[Path, list[client.JobState]]:
+    """The jobs of each run folder, oldest first: those of its ledger, and those that squeue has by their name.
+
+    Raises SlurmError where SLURM does not answer, unless no ledger has a job and it need not be asked.
+    """
+    ids = {Path(folder): ledger.job_ids(Path(folder)) for folder in folders}
+    of_slurm = [job for mine in ids.values() for job in mine if client.JOB_ID.fullmatch(job)]
+    places = {place: folder for folder in ids for place in _places(folder)}
+    found = dict[str, client.JobState]()
+    try:
+        found = client.states(of_slurm, {name for name, _ in places}) if client.is_installed() else {}
+    except client.SlurmError:  # SLURM's commands may be installed here, and not configured
+        if of_slurm or must_ask:
+            raise
+    for job, state in found.items():
+        folder = places.get((state.name, job.partition("_")[2]))
+        if folder and job not in ids[folder]:
+            ids[folder].append(job)
+    return {folder: [found.get(job) or _unknown(job) for job in mine] for folder, mine in ids.items()}
+
+
+def active_jobs(folder: Path) -> list[str]:
+    """Ids of the folder's jobs that have not ended: waiting, running, held or suspended."""
+    return [state.id for state in states_of([folder])[Path(folder)] if not state.has_ended]
+
+
+def _places(folder: Path) -> Iterator[tuple[str, str]]:
+    """The names and indices that jobs of a run can have: its own, and those of its line in a sweep."""
+    yield client.job_name(folder), ""
+    sweep = folder.resolve().parent.parent
+    lines = read_text(sweep / attempt.RUNS).splitlines()
+    yield from [(client.job_name(sweep), str(n)) for n, line in enumerate(lines, 1) if sweep / line == folder.resolve()]
+
+
+def _unknown(job: str) -> client.JobState:
+    """The state of a job that SLURM has forgotten, or never had."""
+    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
+
+
+def _status(folder: Path, states: Sequence[client.JobState]) -> JobStatus:
     live = [s for s in states if not s.has_ended]
     running = [s for s in live if s.state != "PENDING"]
     none = client.JobState(id="", state="NOT SUBMITTED")
-    current = next(iter(running or live), None) or decisive(folder, states) or none
-    word, evidence = status_of(folder, current)
+    current = next(iter(running or live), None) or _decisive(folder, states) or none
+    status, evidence = _verdict(folder, current)
     written = known_status(folder)
     return JobStatus(
-        **asdict(current),
+        **vars(current),
         run=folder.name,
-        status=word,
+        status=status,
         evidence=evidence,
         exclude=written.exclude if written and written.evidence == evidence else "",
         iteration=run_folder.iteration(folder),
@@ -170,18 +334,115 @@ def _status(folder: Path, ids: Sequence[str], known: dict[str, client.JobState])
     )
 
 
-def _unknown(job: str) -> client.JobState:
-    """The state of a job that SLURM has forgotten, or never had."""
-    return client.JobState(id=job, state=client.FORGOTTEN if client.JOB_ID.fullmatch(job) else client.ENDED_HERE)
+def _decisive(folder: Path, states: Sequence[client.JobState]) -> client.JobState | None:
+    """Of jobs that have ended the last that trained, or failed before it could; None where there is no job.
+
+    The later jobs of a chain only find that nothing is left to do, or are cancelled before they start.
+    """
+    began, refused = _ids(folder, "started"), _ids(folder, "refused")
+
+    def trained_or_failed(job: client.JobState) -> bool:
+        if job.id in began or job.id in refused or job.state == "COMPLETED":
+            return job.id in began
+        return job.state not in ("CANCELLED", client.FORGOTTEN, client.ENDED_HERE) or output(folder, job.id) is not None
+
+    return next(filter(trained_or_failed, reversed(states)), states[-1] if states else None)
 
 
-def _train_here(folder: Path) -> str:
-    job = f"local-{1 + len(ledger.job_ids(folder))}"
-    has_checkpoint = latest(folder / FOLDER) is not None
-    run_folder.put_aside(folder, keep=has_checkpoint)
-    # it starts now, with the installed code
-    ledger.note(folder, "submitted", job, site="local", script="", code=frozen_code.fingerprint())
-    ledger.note(folder, "started", job, nodes="", iteration=run_folder.iteration(folder), restarts=0)
-    outcome = local.train_local(folder, resume=has_checkpoint)
-    ledger.note(folder, "ended", job, status=outcome.status, evidence=outcome.evidence)
-    return job
+def _verdict(folder: Path, job: client.JobState) -> tuple[Status, str]:
+    """The job's status, and the line that proves it."""
+    written, problem = known_status(folder), status_problem(folder)
+    if job.state == "NOT SUBMITTED":
+        found = (written.status, written.evidence) if written else (Status.NOT_SUBMITTED, "")
+        return (Status.UNFINISHED, problem) if problem else found
+    if not job.has_ended:
+        return (Status.WAITING, job.reason) if job.state == "PENDING" else (Status.RUNNING, last_line(folder))
+    # the files in the folder are of the last job that started, ended or was refused there; without such events in the
+    # ledger (a script written by hand) a failed job is assumed to have left none
+    events = ledger.events(folder, "started", "ended", "refused")
+    is_last = events[-1]["id"] == job.id if events else job.state != "FAILED"
+    is_completed = written is not None and written.status is Status.COMPLETED
+    log = last_log(folder) if is_last and not is_completed and job.state not in attempt.REASONS else None
+    if outcome := attempt.verdict(written if is_last or is_completed else None, log, state=job.state):
+        return outcome.status, outcome.evidence + ("" if outcome is written else _corpus_failure(folder, job))
+    if job.state in ("COMPLETED", client.FORGOTTEN) and (done := attempt.finished(folder)):
+        return Status.COMPLETED, done
+    refused = ledger.events(folder, "refused")
+    if refused and refused[-1]["id"] == job.id:
+        return Status.STOPPED, refused[-1]["says"]
+    printed = output(folder, job.id)
+    lines = [line.strip() for line in _tail(printed, 20) if line.strip()] if printed else []
+    evidence = f"{printed.name}: {lines[-1]}" if printed and lines else f"SLURM: {job.state}; the log gives no reason"
+    return Status.UNFINISHED if job.state == client.FORGOTTEN else Status.CRASHED, evidence
+
+
+def _corpus_failure(folder: Path, job: client.JobState) -> str:
+    """What the job printed last that was to prepare the corpus, where SLURM cancelled this one before it began."""
+    after = {e.get("after") for e in ledger.events(folder, "submitted") if e["id"] == job.id}
+    for event in ledger.events(folder, "preparing"):
+        printed = Path(str(event.get("place"))) / f"prepare-{event['id']}.out"
+        if f"afterok:{event['id']}" in after and printed.is_file() and job.id not in _ids(folder, "started"):
+            return f"; {printed.name}: {next(iter(_tail(printed, 1)), '')}"
+    return ""
+
+
+def output(folder: Path, job: str) -> Path | None:
+    """The output file of the job, by the --output of its script, which may be edited; None where there is none.
+
+    The array of a sweep writes into the sweep's folder, two above the run's.
+    """
+    sweep = folder.resolve().parent.parent
+    scripts = [folder / SCRIPT, *(sorted(sweep.glob("sweep-*.sbatch")) if (sweep / attempt.RUNS).exists() else ())]
+    found = [path for script in scripts for path in _outputs(job, script) if path.is_file()]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _outputs(job: str, script: Path) -> list[Path]:
+    """The files that the script's --output may mean for the job (man sbatch, "filename pattern"): its number is known,
+    and what is not, such as its node, stands for any text."""
+    array, _, index = job.partition("_")
+    try:
+        asked = directives(read_text(script))
+    except ValueError:  # an unclosed quote
+        asked = {}
+    pattern, known = asked.get("output") or f"slurm-{job}.out", {"A": array, "a": index, "j": job, "%": "%"}
+    if index and re.search(r"%[0-9]*[jJ]", pattern):  # the job's own number, which is not that of the array
+        return []
+    if "\\" in pattern:  # then sbatch replaces nothing
+        return [script.parent / pattern.replace("\\", "")]
+
+    def value(found: re.Match[str]) -> str:
+        width, letter = found.groups()
+        return glob.escape(known[letter].zfill(int(width or 0))) if known.get(letter) else "*"
+
+    words = re.split(r"(%[0-9]{0,2}[A-Za-z%])", pattern)
+    name = "".join(re.sub(r"%(\d*)(.)", value, w) if i % 2 else glob.escape(w) for i, w in enumerate(words))
+    return [Path(path) for path in glob.glob(str(Path(glob.escape(str(script.parent)), asked.get("chdir", ""), name)))]
+
+
+def logs(folder: Path, lines: int = 20) -> list[str]:
+    """The last lines of a run's log, or of the output of its last job where this failed before it wrote a log.
+
+    Raises ValueError where there is neither.
+    """
+    began, refused = _ids(folder, "started"), _ids(folder, "refused")
+    outputs = ((job, output(folder, job)) for job in reversed(ledger.job_ids(folder)) if job not in refused)
+    job, printed = next(((job, path) for job, path in outputs if path), ("", None))
+    path = folder / "run.log"
+    if printed and (job not in began or not path.exists()):
+        return _tail(printed, lines)
+    require(path.exists(), "run folder", folder, "has no run.log yet")
+    return _tail(path, lines)
+
+
+def _ids(folder: Path, kind: str) -> set[str]:
+    return {e["id"] for e in ledger.events(folder, kind)}
+
+
+def last_line(folder: Path) -> str:
+    """The last line of run.log; "" where there is none."""
+    return next(iter(logs(folder, 1)), "") if (folder / "run.log").exists() else ""
+
+
+def _tail(path: Path, lines: int) -> list[str]:
+    return read_text(path, 400 * lines).splitlines()[-lines:]

@@ -1,28 +1,147 @@
-"""Monitor: attach to a running job, and report when jobs start, fail, stall or make progress."""
+"""Monitor: report when jobs start, fail, stall or make progress, and look into a running one."""
 
+import json
+import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
 from trilane.diagnose.hang.capture import capture
-from trilane.slurm import client, job_status, jobs, ledger
-from trilane.slurm.alerting import alerts
-from trilane.slurm.alerting.alerts import Alert, SaveCheck
-from trilane.slurm.alerting.delivery import Sender
+from trilane.slurm import client, jobs, ledger
 from trilane.slurm.jobs import JobStatus
-from trilane.slurm.nodes import node_failure
+from trilane.slurm.nodes.node_failure import step_options
+from trilane.utils.files import read_text
 from trilane.utils.process import python
+from trilane.utils.tables import short
 from trilane.utils.validation import require, require_known
+from trilane.workspace.checkpoints import FOLDER, iteration_of, latest
 from trilane.workspace.heartbeat import read_beats
+from trilane.workspace.status import Status
 
-STALL_S = 600.0  # without a new iteration; saving a large checkpoint or a slow start takes less
-GOING = ("RUNNING", "COMPLETING")
+WEBHOOK = "TRILANE_WEBHOOK"
+
+
+def watch(folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = 600.0) -> Iterator[str]:
+    """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
+
+    What a person should know is also sent to the webhook, once by each watch; a failure to send is a line too. While
+    SLURM does not answer, one line reports it, and the polling goes on. 600 s without an iteration are a stall: saving
+    a large checkpoint or a slow start takes less.
+    """
+    url = os.environ.get(WEBHOOK, "").strip()
+    require(not url or url.startswith(("http://", "https://")), WEBHOOK, "(not shown)", "must be an http or https URL")
+    end, watched, is_down = time.monotonic() + seconds, [_Watched(Path(f), stall_s) for f in folders], False
+    while True:
+        is_active = True
+        try:
+            client.require_answer()
+            found = jobs.job_status([one.folder for one in watched])
+        except client.SlurmError as error:
+            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
+            is_down = True
+        else:
+            yield from ["SLURM answers again"] if is_down else []
+            is_down, is_active = False, any(job.status.is_active for job in found)
+            for one, job in zip(watched, found, strict=True):
+                for kind, text in one.news(job):
+                    yield text
+                    if problem := post(url, kind, job.run, job.id, text) if kind and url else "":
+                        yield problem
+        if not is_active or time.monotonic() + every_s > end:
+            return
+        time.sleep(every_s)
+
+
+class _Watched:
+    """A run that is watched: what was reported of it."""
+
+    def __init__(self, folder: Path, stall_s: float) -> None:
+        self.folder, self._stall_s = folder, stall_s
+        self._before: JobStatus | None = None
+        self._events = len(ledger.events(folder))
+        self._reported = set[str]()
+
+    def news(self, job: JobStatus) -> Iterator[tuple[str, str]]:
+        """What is new since the last call: its kind, "" where nobody need be alerted, and a line."""
+        old, self._before = self._before, job
+        events = ledger.events(self.folder)
+        for event in events[self._events :]:
+            if event["event"] == "replaced":
+                nodes = ", ".join(event["nodes"])
+                yield "replaced", f"{job.run}: REPLACED: job {event['id']} lost {nodes}, and goes on with a spare node"
+            if event["event"] == "started" and event.get("restarts"):
+                where = f"goes on from iteration {event['iteration']} on {event['nodes']}"
+                yield "requeued", f"{job.run}: REQUEUED: job {event['id']} was put back into the queue, and {where}"
+        self._events = len(events)
+        if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
+            kind = "died" if job.has_failed else "finished" if job.status is Status.COMPLETED else ""
+            word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
+            yield kind, f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip()
+        elif old.iteration != job.iteration:
+            yield "", f"{job.run}: iteration {job.iteration} of {job.iterations}"
+        for key, kind, text in self._troubles(job) if job.state == "RUNNING" else ():
+            if key not in self._reported:
+                self._reported.add(key)
+                yield kind, f"{job.run}: {kind.upper()}: {text}"
+
+    def _troubles(self, job: JobStatus) -> Iterator[tuple[str, str, str]]:
+        """What is wrong with a running job: a key, its kind and a text."""
+        if (seconds := idle_s(self.folder)) > self._stall_s:
+            last = jobs.last_line(self.folder) or "(nothing)"
+            text = f"no iteration for {seconds:.0f} s; the log's last line: {last}"
+            yield f"stalled:{job.id}:{job.iteration}", "stalled", text
+        run, newest = read_plan(self.folder / "plan.json").run, latest(self.folder / FOLDER)
+        saved = max(iteration_of(newest) if newest else 0, run.start_iteration)
+        # a save ends before the next one begins, so that only the last one that was due may be missing
+        due = (job.iteration // run.save_interval - 1) * run.save_interval if run.save_interval else 0
+        if due > saved:
+            # the engine prints the reason, unless the disk is full, too
+            log = read_text(self.folder / "run.log", 1 << 20).splitlines()
+            said = [line.partition("CHECKPOINT NOT SAVED: ")[2] for line in log if "CHECKPOINT NOT SAVED: " in line]
+            text = f"iteration {job.iteration}, and the newest checkpoint is of iteration {saved}"
+            yield f"unsaved:{due}", "checkpoint not saved", "; ".join([text, *said[-1:]])
+
+
+def idle_s(folder: Path) -> float:
+    """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
+    steps = folder / "steps.jsonl"
+    ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
+    return min([*ages, *(ledger.age_s(event) for event in ledger.events(folder)[-1:])], default=0.0)
+
+
+def post(url: str, kind: str, run: str, job: str, text: str, within_s: float = 8.0) -> str:
+    """POST an event as JSON in the form of Slack's webhooks; why that failed in one line, "" otherwise.
+
+    The URL is a secret, which an exception's text may hold: only the exception's kind is shown.
+    """
+    answers = list[str]()
+    # a log's `<!channel>` or link stays text: https://docs.slack.dev/messaging/formatting-message-text
+    shown = short(text, 600).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    body = json.dumps({"text": shown, "kind": kind, "run": run, "job": job, "source": "trilane"}).encode()
+
+    def send() -> None:
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=within_s):
+                answers.append("")
+        except Exception as error:
+            answers.append(f"{type(error).__name__} {getattr(error, 'code', '')}".strip())
+
+    # a thread, since an answer may come byte by byte, each within the time-out
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    sending.join(within_s)
+    problem = answers[0] if answers else f"no answer within {within_s:g} s"
+    return f"alert {kind!r} of {run} not sent: {problem}" if problem else ""
+
 
 # The ranks of this job. A launcher, shell or srun with a similar command line has no RANK; a rank of another job of the
 # same user on the node has another SLURM_JOB_ID.
@@ -34,7 +153,6 @@ for pid in $(pgrep -f -- "trilane.engine plan.json"); do
   [ -z "$rank" ] || [ "$job" != "$SLURM_JOB_ID" ] || { echo "== $(hostname) rank $rank pid $pid"; %s; }
 done
 """
-
 WHAT = {
     "memory": "echo == $(hostname); "
     "nvidia-smi --query-gpu=index,memory.used,memory.total,utilization.gpu --format=csv || true",
@@ -44,9 +162,9 @@ WHAT = {
 
 
 def srun_command(job: str, nodes: int, words: Sequence[str], version: str = "") -> list[str]:
-    """A further step of a running job, as in document 003: one task per node, without a GPU, within the job's share."""
+    """A further step of a running job: one task per node, without a GPU, within the job's share."""
     require(client.JOB_ID.fullmatch(job) is not None, "job", job, "must be a job's number")
-    head = ["srun", f"--jobid={job}", *node_failure.step_options(version), f"--nodes={nodes}", f"--ntasks={nodes}"]
+    head = ["srun", f"--jobid={job}", *step_options(version), f"--nodes={nodes}", f"--ntasks={nodes}"]
     return [*head, "--ntasks-per-node=1", *words]
 
 
@@ -62,7 +180,8 @@ def attach(job: str, what: str) -> list[str]:
     require_known("what", what, WHAT)
     client.require_own([job])
     state = client.states([job])[job]
-    require(state.state in GOING, "job", job, f"is {state.state}; a step can only be attached to a running job")
+    is_going = state.state in ("RUNNING", "COMPLETING")
+    require(is_going, "job", job, f"is {state.state}; a step can only be attached to a running job")
     words = ["bash", "-c", WHAT[what].replace("PY_SPY", shlex.quote(str(Path(sys.executable).with_name("py-spy"))))]
     nodes, version = len(client.hostnames(state.nodes)), client.call(["srun", "--version"])
     return srun_command(client.raw_id(job), nodes, words, version)
@@ -74,109 +193,12 @@ def hostfile(job: str, slots: int) -> str:
     return "".join(f"{host} slots={slots}\n" for host in client.hostnames(client.states([job])[job].nodes))
 
 
-def watch(
-    folders: Sequence[Path], every_s: float, seconds: float, stall_s: float = STALL_S, sender: Sender | None = None
-) -> Iterator[str]:
-    """A line for each change, until all runs have ended or `seconds` have passed; it polls every `every_s` seconds.
-
-    `sender` sends the alerts, in a thread of its own, and its failures are lines too. While SLURM does not answer, one
-    line reports it, the polling goes on, and the alerts are those of the ledgers.
-    """
-    end, round_ = time.monotonic() + seconds, Round(folders, stall_s)
-    is_down = False
-    while True:
-        is_active = True
-        try:
-            lines, found = round_.look()
-        except client.SlurmError as error:
-            yield from [f"SLURM does not answer, asked again every {every_s:g} s: {error}"] if not is_down else []
-            is_down, found = True, {Path(f): alerts.recorded(Path(f), alerts.UNSURE_S) for f in folders}
-        else:
-            yield from ["SLURM answers again"] if is_down else []
-            is_down, is_active = False, round_.is_active
-            yield from lines
-        for folder, news in found.items():
-            sender.offer(folder, news) if sender else None
-        yield from sender.problems() if sender else ()
-        if not is_active or time.monotonic() + every_s > end:
-            break
-        time.sleep(every_s)
-    yield from sender.close() if sender else ()
-
-
-PRINTED = ("checkpoint not saved", "requeued", "replaced", "stalled")  # what changes() has no line for
-
-
-class Round:
-    """What is new in the run folders since the last look."""
-
-    def __init__(self, folders: Sequence[Path], stall_s: float) -> None:
-        self._folders, self._stall_s = [Path(folder) for folder in folders], stall_s
-        self._before: dict[str, JobStatus] = {}
-        self._saves = dict[Path, SaveCheck]()
-        self._seen = dict[Path, set[str]]()
-        self.is_active = True
-
-    def look(self) -> tuple[list[str], dict[Path, list[Alert]]]:
-        """A line for each change, and all alerts of each folder, old and new. Raises SlurmError."""
-        client.require_answer()
-        jobs_now = dict(zip(self._folders, jobs.job_status(self._folders), strict=True))
-        now = {str(folder): job for folder, job in jobs_now.items()}
-        lines = changes(self._before, now)
-        found = {folder: self._alerts(folder, job) for folder, job in jobs_now.items()}
-        for folder, all_of_it in found.items():
-            # what happened before the first look is sent, if nobody has, but only what still holds is printed
-            old = self._seen.get(folder, {a.key for a in all_of_it if a.kind in ("requeued", "replaced")})
-            lines += [str(a) for a in all_of_it if a.kind in PRINTED and a.key not in old]
-            self._seen[folder] = old | {a.key for a in all_of_it}
-        self._before, self.is_active = now, any(job.status.is_active for job in now.values())
-        return lines, found
-
-    def _alerts(self, folder: Path, job: JobStatus) -> list[Alert]:
-        found = [*alerts.recorded(folder, alerts.UNSURE_S), *alerts.of_job(folder, job)]
-        if job.state == "RUNNING":
-            self._saves.setdefault(folder, SaveCheck(folder))
-            if idle_s(folder) > self._stall_s:
-                key = f"stalled:{job.id}:{job.iteration}"
-                found.append(Alert(kind="stalled", run=folder.name, job=job.id, key=key, text=idle_text(folder)))
-        if folder in self._saves:
-            found += self._saves[folder].failed(job.id, job.iteration)
-        return found
-
-
-def changes(before: Mapping[str, JobStatus], now: Mapping[str, JobStatus]) -> list[str]:
-    """A line for each job that started, made progress, failed or completed."""
-    lines = []
-    for folder, job in now.items():
-        old = before.get(folder)
-        if old is None or (old.id, old.state, old.status) != (job.id, job.state, job.status):
-            word, where = "DIED: " if job.has_failed else "", job.reason or job.nodes
-            lines.append(f"{job.run}: job {job.id} {job.state} {where}: {word}{job.status} {job.evidence}".rstrip())
-        elif old.iteration != job.iteration:
-            lines.append(f"{job.run}: iteration {job.iteration} of {job.iterations}")
-    return lines
-
-
-def idle_s(folder: Path) -> float:
-    """Seconds since the last iteration or event of the ledger, whichever is later; 0 where there is neither."""
-    steps = folder / "steps.jsonl"
-    ages = [time.time() - steps.stat().st_mtime] if steps.exists() else []
-    return min([*ages, *(ledger.age_s(event) for event in ledger.events(folder)[-1:])], default=0.0)
-
-
-def idle_text(folder: Path) -> str:
-    """The seconds without an iteration, and the log's last line."""
-    return (
-        f"no iteration for {idle_s(folder):.0f} s; the log's last line: {job_status.last_line(folder) or '(nothing)'}"
-    )
-
-
-CAPTURE_S = 120.0
-# any other program: the stacks of all python processes of the user, as in document 003
-ANY_PROGRAM = (
-    "srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out "
-    "sh -c 'pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}'"
-)
+def look(job: str, what: str, plan: Plan) -> str:
+    """What `attach` prints of a running job, or its hostfile."""
+    client.require_answer()
+    if what == "hostfile":
+        return hostfile(job, min(plan.topology.gpus, plan.cluster.gpus_per_node))
+    return client.call(attach(job, what))
 
 
 def here_command(folder: Path, stacks: Path) -> list[str]:
@@ -190,8 +212,11 @@ def capture_commands(folder: Path, plan: Plan, job: str) -> str:
     step = srun_command(client.raw_id(job) if job else "0", nodes_of_plan(plan), ["--input=none", *words])
     by_hostfile = shlex.quote(shlex.join(words))
     lines = [shlex.join(step), f"pdsh -R ssh -w ^hostfile {by_hostfile}", f"ds_ssh -f hostfile {by_hostfile}"]
-    comment = "# a program that is not trilane's, then `trilane debug hang` on the folder:"
-    return "\n".join([*lines, comment, ANY_PROGRAM])
+    lines.append("# a program that is not trilane's, then `trilane debug hang` on the folder:")
+    # the step of the BLOOM chronicles: the stacks of all python processes of the user
+    lines.append("srun --jobid=JOB --overlap --gres=gpu:0 --ntasks-per-node=1 --output=trace-%N.out sh -c ")
+    lines[-1] += "'pgrep -u $USER -f python | xargs -I {} py-spy dump --pid {}'"
+    return "\n".join(lines)
 
 
 def capture_job(folder: Path, plan: Plan, job: str) -> Path:
@@ -206,8 +231,7 @@ def capture_job(folder: Path, plan: Plan, job: str) -> Path:
     stacks = folder / "stacks" / f"job-{job}"
     stacks.mkdir(parents=True, exist_ok=True)
     words = ["--input=none", *here_command(folder, stacks)]
-    command = srun_command(client.raw_id(job), nodes_of_plan(plan), words)
-    subprocess.run(command, check=False, timeout=CAPTURE_S)
+    subprocess.run(srun_command(client.raw_id(job), nodes_of_plan(plan), words), check=False, timeout=120)
     return stacks
 
 

@@ -1,23 +1,29 @@
 """Job scripts: a template of slurm_templates/ rendered for a plan, a site and a request; #SBATCH lines read back."""
 
+import contextlib
+import json
 import re
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import jinja2.meta
 
 from trilane.config import cluster as hardware
 from trilane.config.cluster import Cluster
-from trilane.config.plan import Plan
+from trilane.config.plan import Plan, read_plan
+from trilane.interop.deepspeed_config import deepspeed_config
+from trilane.interop.megatron_args import ENGINE_OF, megatron_args, megatron_text
 from trilane.slurm.site_options import directives_of, image_file, plain, srun_arguments
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.tables import Html
 from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import checkout, shipped
+from trilane.workspace.run_folder import write_text
 
 NAMES = ("train", "sweep", "bench", "monitor", "prepare", "interactive")
 SCRIPT = "job.sbatch"  # the file name in a run folder
@@ -50,6 +56,26 @@ def render(name: str, plan: Plan, site: Site, request: JobRequest, *, array: str
         is_used = option in wanted or option in OPTIONAL or option in ("environment", "time_limit")
         require(is_used, option, getattr(request, option), f"template {name} does not use it")
     return environment.get_template(text).render({blank: values[blank] for blank in wanted})
+
+
+def files(plan: Plan, site: Site, request: JobRequest, beside: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """A run folder's files by name: plan.json, job.sbatch, and ds_config.json or megatron_args.txt where it has one.
+
+    `beside` is what plan.json has beside the plan's own fields: its prediction, and the constants that made it.
+    """
+    values = {**plan.to_json(), **(beside or {})}
+    texts = {"plan.json": json.dumps(values, indent=1), SCRIPT: render("train", plan, site, request)}
+    if plan.engine.startswith("deepspeed"):
+        texts["ds_config.json"] = json.dumps(deepspeed_config(plan, compiler=True), indent=1)
+    for flavour in [name for name, engine in ENGINE_OF.items() if engine == plan.engine]:
+        with contextlib.suppress(ValueError):
+            texts["megatron_args.txt"] = megatron_text(megatron_args(plan, flavour)) + "\n"
+    return texts
+
+
+def rewrite(folder: Path, site: Site, request: JobRequest) -> None:
+    """Write job.sbatch from its template; the one before, edited or not, is kept in earlier/."""
+    write_text(folder / SCRIPT, render("train", read_plan(folder / "plan.json"), site, request))
 
 
 def own_environment() -> str:

@@ -14,7 +14,7 @@ from trilane.config.training import Data, Optimizer, Run
 from trilane.costmodel.calibration import Calibration
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import calibration_of
-from trilane.slurm import chain, job_status, jobs, monitor, script, sites, submission
+from trilane.slurm import chain, jobs, monitor, script, sites
 from trilane.slurm.preflight.check import check_job
 from trilane.slurm.preflight.finding import REFUSAL, Findings, JobFinding
 from trilane.slurm.sites import JobRequest, Site
@@ -65,7 +65,7 @@ class StudyRuns(Table):
     def files(self) -> Html:
         """The files of the first run folder, with the values filled into its job script on yellow."""
         job = self.rows[0].plan, script_site(self.site), self.request
-        others = {name: text for name, text in jobs.files(*job).items() if name != script.SCRIPT}
+        others = {name: text for name, text in script.files(*job).items() if name != script.SCRIPT}
         return Html.joined("", [script.folded(others), script.as_html(script.render("train", *job, marked=True))])
 
     def refused_example(self) -> Text:
@@ -119,7 +119,7 @@ class StudyRuns(Table):
             return "completed before"
         try:
             return jobs.submit(run.folder, self.site, self.request)
-        except submission.ActiveJob as error:
+        except jobs.ActiveJob as error:
             return f"has job {', '.join(error.args[1])} already"
 
     def watch(self, seconds: float) -> None:
@@ -134,7 +134,7 @@ class StudyRuns(Table):
     def log(self, lines: int = 4) -> Html:
         """The last lines of the last run's log."""
         logs = [folder for folder in self.folders if (folder / "run.log").exists()]
-        found = job_status.logs(logs[-1], lines) if logs else ["no log yet"]
+        found = jobs.logs(logs[-1], lines) if logs else ["no log yet"]
         return Html.pre("\n".join(short(line, 160) for line in found))
 
     def summary(self) -> Text:
@@ -188,8 +188,8 @@ def prepare_runs(
         known = calibration_of(entries[i], plan.cluster)
         prediction = entries[i]["prediction"] if plan.id == plans[i].id else predict(plan, known).to_json()
         kept = {"prediction": prediction, "calibration": known.kept()}
-        texts = jobs.files(plan, script_site(where), request, kept)
-        folder, is_completed = study.run_folder(plan, texts, submission.active_jobs)
+        texts = script.files(plan, script_site(where), request, kept)
+        folder, is_completed = study.run_folder(plan, texts, jobs.active_jobs)
         reason = "fastest predicted" if i < count else "control: TP and PP at work"
         by: dict[str, Any] = {"prediction": prediction, "calibration": known, "reason": reason}
         rows.append(StudyRun(plan=plan, folder=folder, is_completed=is_completed, **by))

@@ -1,6 +1,5 @@
 """Sweep: many plans as one job array; only failures run again, and no plan larger than one that ran out of memory."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +9,15 @@ from trilane.analysis.measure import Measurement, measure
 from trilane.analysis.tables import frame
 from trilane.config.plan import Plan, plan_from_json, read_plan
 from trilane.costmodel.predict import predict_on
-from trilane.slurm import jobs, submission
-from trilane.slurm.ledger import INDEX, Member, SweepIndex, read_index
-from trilane.slurm.script import directives, node_count, nodes_of, render
+from trilane.slurm import jobs
+from trilane.slurm.attempt import RUNS
+from trilane.slurm.script import directives, files, node_count, nodes_of, render
 from trilane.slurm.sites import JobRequest, Site
 from trilane.utils.files import read_text
 from trilane.utils.tables import DataFrame
-from trilane.utils.validation import read_json, require, to_mapping
+from trilane.utils.validation import read_json, require, require_label
 from trilane.workspace.run_folder import write_text
 from trilane.workspace.status import Status
-
-LIST = "runs.txt"
 
 
 def read_plans(path: Path) -> list[dict[str, Any]]:
@@ -38,42 +35,41 @@ def create(folder: Path, plans: Iterable[Mapping[str, Any]], site: Site, request
     Raises ValueError where the folder holds a sweep already, or two plans have the same label.
     """
     kept = ("prediction", "calibration")
-    members = [(plan_from_json(dict(v)), {name: v[name] for name in kept if v.get(name)}) for v in plans]
-    require(not (folder / INDEX).exists(), "sweep", folder, "holds a sweep already; take a new folder")
-    labels = [plan.label for plan, _ in members]
-    made = [folder / "runs" / label for label in labels]
-    for label, path in zip(labels, made, strict=True):
+    pairs = [(plan_from_json(dict(v)), {name: v[name] for name in kept if v.get(name)}) for v in plans]
+    require(not (folder / RUNS).exists(), "sweep", folder, "holds a sweep already; take a new folder")
+    labels = [plan.label for plan, _ in pairs]
+    for label in labels:
         require(labels.count(label) == 1, "label", label, "must be unique in a sweep")
-        require(not path.exists(), "run folder", path, "exists; take a new folder for the sweep")
-    needs = [_memory_bytes(beside.get("prediction"), plan, site) for plan, beside in members]
-    runs = [Member(folder=str(path.resolve()), memory_bytes=n) for path, n in zip(made, needs, strict=True)]
-    index = SweepIndex(site=site.name, members=tuple(runs))
-    for path, (plan, beside) in zip(made, members, strict=True):
-        for name, text in jobs.files(plan, site, request, beside).items():
-            write_text(path / name, text)
-    for name, lines in _by_script([plan for plan, _ in members], site).items():
-        first = replace(members[lines[0] - 1][0], label="sweep")
-        array = ",".join(map(str, lines))
-        write_text(folder / name, render("sweep", first, site, request, array=array))
-    write_text(folder / LIST, "".join(f"runs/{label}\n" for label in labels))
-    write_text(folder / INDEX, json.dumps(to_mapping(index), indent=1) + "\n")
-    return made
+        require(not (folder / "runs" / label).exists(), "run folder", folder / "runs" / label, "exists; take a new one")
+    texts = [files(plan, site, request, _with_memory(beside, plan, site)) for plan, beside in pairs]
+    for label, named in zip(labels, texts, strict=True):
+        for name, text in named.items():
+            write_text(folder / "runs" / label / name, text)
+    for name, lines in _by_script([plan for plan, _ in pairs], site).items():
+        first = replace(pairs[lines[0] - 1][0], label="sweep")
+        write_text(folder / name, render("sweep", first, site, request, array=",".join(map(str, lines))))
+    write_text(folder / RUNS, "".join(f"runs/{label}\n" for label in labels))
+    return [folder / "runs" / label for label in labels]
 
 
-def _memory_bytes(prediction: object, plan: Plan, site: Site) -> float:
-    """The bytes of the fullest GPU by the prediction that came with the plan, else by the site's nodes."""
-    if not prediction:
-        return predict_on(plan, nodes_of(plan, site)).memory_bytes
-    rule = "must be a JSON object with memory_bytes, a number"
-    found = prediction.get("memory_bytes") if isinstance(prediction, Mapping) else None
-    require(isinstance(found, int | float), "prediction", prediction, rule)
-    return float(found)  # type: ignore[arg-type]
+def _with_memory(beside: dict[str, Any], plan: Plan, site: Site) -> dict[str, Any]:
+    """What came with the plan, with a prediction: a run asks it whether a smaller one ran out of memory."""
+    if "prediction" not in beside:
+        return {**beside, "prediction": predict_on(plan, nodes_of(plan, site)).to_json()}
+    found, rule = beside["prediction"], "must be a JSON object with memory_bytes, a number"
+    ok = isinstance(found, Mapping) and isinstance(found.get("memory_bytes"), int | float)
+    require(ok, "prediction", found, rule)
+    return beside
 
 
 def members(folder: Path) -> list[Path]:
     """The run folders, in the order of runs.txt."""
-    require((folder / INDEX).exists(), "sweep", folder, "is not the folder of a sweep")
-    return [Path(member.folder) for member in read_index(folder).members]
+    require((folder / RUNS).exists(), "sweep", folder, "is not the folder of a sweep")
+    labels = [line.removeprefix("runs/") for line in read_text(folder / RUNS).splitlines()]
+    require(bool(labels), "sweep", folder / RUNS, "names no run")
+    for label in labels:
+        require_label("sweep.runs", label)
+    return [folder.resolve() / "runs" / label for label in labels]
 
 
 def scripts(folder: Path, site: Site) -> dict[int, Path]:
@@ -91,14 +87,13 @@ def submit(folder: Path, site: Site, parallel: int | None = None, lines: Iterabl
     paths = members(folder)
     wanted = sorted(lines) or range(1, len(paths) + 1)
     arrays = []
-    with submission.exclusive([folder, *(paths[n - 1] for n in wanted)]) as lock:
+    with jobs.submitting([paths[n - 1] for n in wanted]):
         for name, group in _by_script([read_plan(p / "plan.json") for p in paths], site).items():
-            chosen = [n for n in group if n in wanted]
-            if chosen:
-                runs = {folder: ""} | {paths[n - 1]: f"_{n}" for n in chosen}
+            if chosen := [n for n in group if n in wanted]:
                 limit = str(parallel or directives(read_text(folder / name)).get("array", "").partition("%")[2])
                 array = f"--array={','.join(map(str, chosen))}{'%' * bool(limit)}{limit}"
-                arrays.append(submission.submit_script(folder / name, runs, site.name, [array], lock, lines=chosen))
+                runs = {paths[n - 1]: f"_{n}" for n in chosen}
+                arrays.append(jobs.accept(folder / name, runs, site.name, [array]))
     return arrays
 
 

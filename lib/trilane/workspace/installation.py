@@ -11,7 +11,7 @@ import trilane
 from trilane.utils.files import read_text
 
 HERE = Path(__file__).resolve()
-# of a frozen copy of the code (slurm/frozen_code.py): the hashes of its files, and the revision that it was made of
+# of a frozen copy of the code (slurm/copies.py): the hashes of its files, and the revision that it was made of
 SUMS, REVISION = "SHA256SUMS", "REVISION"
 
 

@@ -37,7 +37,6 @@ RULES = (
         "checkpoints",
         "site",
         "script",
-        "array",
         "spares",
         "kill-on-bad-exit",
         "pipefail",

@@ -12,13 +12,12 @@ from trilane.config.engines import untrainable_reason
 from trilane.config.topology_rules import CLUSTER_RULES
 from trilane.costmodel.predict import IMPOSSIBLE
 from trilane.planning.space import divisors
-from trilane.slurm import preparation
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.sites import seconds_of
 from trilane.utils.validation import require_known
 from trilane.workspace.checkpoints import FOLDER, checkpoint_bytes, found_in, latest
 from trilane.workspace.continuation import require_continuable
-from trilane.workspace.prepared_corpora import BUILT_IN
+from trilane.workspace.prepared_corpora import BUILT_IN, unprepared
 from trilane.workspace.run_folder import is_completed, is_started
 
 VOLTA, AMPERE = (7, 0), (8, 0)
@@ -169,7 +168,7 @@ def corpus(case: JobCheck) -> Iterator[JobFinding]:
     """A large corpus is prepared: otherwise one process would tokenize it while all nodes wait."""
     if case.site.is_local:
         return
-    for source, size in preparation.wanted(case.plan, case.folder).items():
+    for source, size in unprepared(case.plan.data.parts, case.folder.resolve()).items():
         message = (
             f"data.source={source}: {size / 1e9:.3g} GB of text are not prepared, and {case.nodes} nodes would wait"
         )

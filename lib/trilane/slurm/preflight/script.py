@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trilane.slurm import client
-from trilane.slurm.frozen_code import USED_BY
+from trilane.slurm.copies import USED_BY
 from trilane.slurm.preflight.finding import JobCheck, JobFinding, Rule, refuse, warn
 from trilane.slurm.script import SCRIPT, gres_gpus
 from trilane.slurm.site_options import image_file
@@ -115,20 +115,6 @@ def spares(case: JobCheck) -> Iterator[JobFinding]:
         yield warn("spares", message, remedy)
 
 
-def array(case: JobCheck) -> Iterator[JobFinding]:
-    """The indices of the array are within SLURM's limit."""
-    lines = [int(n) for n in re.findall(r"\d+", case.directives.get("array", "").partition("%")[0])]
-    if not lines or case.site.is_local or case.slurm_problem:
-        return
-    try:
-        largest = client.max_array()
-    except client.SlurmError:
-        return  # `accepted` reports it
-    if largest is not None and max(lines) > largest:
-        message = f"--array goes up to {max(lines)}, SLURM here allows {largest} (MaxArraySize={largest + 1})"
-        yield refuse("array", message, f"sweeps of at most {largest} runs each")
-
-
 def dead_ends(case: JobCheck) -> Iterator[JobFinding]:
     """Nothing keeps a failed job running, hides its failure, or makes two jobs collide."""
     text = case.script
@@ -221,7 +207,6 @@ RULES: tuple[Rule, ...] = (
     lacking,
     requested,
     spares,
-    array,
     dead_ends,
     internet,
     container,

@@ -1,0 +1,233 @@
+"""Copies: the installed code frozen next to a submission, and the Python environment unpacked on each node.
+
+A job may wait for days, and goes back into the queue when a node fails: it runs what was installed when it was
+submitted, from code/HASH below the folder that was submitted. With site.stage_env each node of a job unpacks one
+archive of the environment and imports from there: a process that imports torch and DeepSpeed opens 8,075 files.
+
+    python -m trilane.slurm.copies pack            makes the archive of the active environment, where packages changed
+    python -m trilane.slurm.copies unpack FOLDER   on each node, makes FOLDER/trilane-env-USER-JOB with a file `use`,
+                                                   which a shell sources to put the copy in place of the environment
+
+Whatever fails there is one line, and that node imports from the shared environment. Left out: the standard library of a
+venv, which is that of the interpreter it was made with; conda's is in the copy.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trilane.utils.files import read_text
+from trilane.utils.validation import require
+from trilane.workspace.installation import REVISION, SUMS, package, revision, shipped
+
+USED_BY = "TRILANE_CODE"  # what a script that runs the frozen code mentions
+ARCHIVE, STATE = "trilane-env.tar", "trilane-env.state"
+USE = "use"  # the last file of a copy: where it is, the copy is complete
+CODE = "trilane-code"
+
+
+def freeze(home: Path) -> Path:
+    """The copy of the installed code below `home`, made where it is not there or damaged.
+
+    It holds plain files, not one archive: data files are read by their paths, a traceback shows its lines, and a person
+    can compare two copies. Raises ValueError where it cannot be read or written, or is being changed.
+    """
+    require(":" not in str(home), "run folder", home, "must hold no colon, which separates the folders of PYTHONPATH")
+    try:
+        files = _installed()
+        # an update of the installation takes seconds, in which half of it is old
+        require(files == _installed(), "code", package(), "is being changed; submit when that has ended")
+        sums = _sums(files)
+        target = home / "code" / _digits(sums)
+        if not _is_whole(target, sums):
+            _write(target, {**files, SUMS: sums.encode(), REVISION: f"{revision()}\n".encode()})
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        raise ValueError(f"code={home / 'code'}: cannot be written ({error.strerror}{where})") from None
+    return target
+
+
+def fingerprint() -> str:
+    """The hash of the code that is installed now."""
+    return _digits(_sums(_installed()))
+
+
+def _installed() -> dict[str, bytes]:
+    """The files of the package and of its templates, by their path in a copy; without what Python compiled."""
+    found = {}
+    for name, root in {"trilane": package(), "share/trilane/slurm_templates": shipped("slurm_templates")}.items():
+        for path in sorted(root.rglob("*")):
+            inner = path.relative_to(root)
+            # sha256sum escapes other names, which are no part of trilane
+            is_ours = re.fullmatch(r"[\w.@+=,~/-]+", str(inner)) and "__pycache__" not in inner.parts
+            if is_ours and path.is_file():
+                found[f"{name}/{inner}"] = path.read_bytes()
+    return found
+
+
+def _sums(files: dict[str, bytes]) -> str:
+    """The files in the form of sha256sum, which the job checks them with."""
+    return "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items()))
+
+
+def _digits(sums: str) -> str:
+    return hashlib.sha256(sums.encode()).hexdigest()[:16]
+
+
+def _is_whole(copy: Path, sums: str) -> bool:
+    pairs = (line.split("  ", 1) for line in sums.splitlines())
+    with contextlib.suppress(OSError):
+        return (copy / SUMS).read_text() == sums and all(
+            hashlib.sha256((copy / name).read_bytes()).hexdigest() == digest for digest, name in pairs
+        )
+    return False
+
+
+def _write(target: Path, files: dict[str, bytes]) -> None:
+    """Write a copy under another name, then rename it; a damaged one in its place is removed."""
+    part = target.with_name(f"new-{os.getpid()}-{target.name}")
+    try:
+        for name, data in files.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            (part / name).write_bytes(data)
+        shutil.rmtree(target, ignore_errors=True)
+        part.rename(target)
+    except OSError:
+        if not (target / SUMS).is_file():  # else another process was first
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def pack(prefix: Path) -> Path:
+    """The archive of the environment `prefix`, made again where packages changed; ValueError where it cannot be."""
+    archive, now = prefix / ARCHIVE, state(prefix)
+    if archive.is_file() and read_text(prefix / STATE) == now:
+        return archive
+    part = prefix / f"{ARCHIVE}.{platform.node()}.{os.getpid()}"
+    own = [f"--exclude=./{name}" for name in (f"{ARCHIVE}*", STATE)]
+    try:
+        _tar("-cf", str(part), *own, "-C", str(prefix), ".")
+        (prefix / STATE).unlink(missing_ok=True)
+        part.replace(archive)
+        (prefix / STATE).write_text(now, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"stage_env={archive}: cannot be written ({error.strerror})") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    return archive
+
+
+def state(prefix: Path) -> str:
+    """A hash that changes when a package is installed, updated or removed."""
+    names = ("lib/python*/site-packages/*.dist-info", "lib/python*/site-packages/*.pth", "conda-meta/*.json")
+    found = [path for name in (*names, "pyvenv.cfg") for path in prefix.glob(name)]
+    lines = sorted(f"{path.relative_to(prefix)} {path.stat().st_mtime_ns}" for path in found)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def folder_of(base: Path, job: str) -> Path:
+    """Where a job's copy lies on a node."""
+    return base / f"trilane-env-{os.geteuid()}-{job}"
+
+
+def unpack(prefix: Path, base: Path, job: str, code: str = "") -> Path:
+    """The copy of the environment and of the code below the node-local `base`; ValueError where it cannot be made."""
+    require(base.is_absolute() and base.is_dir(), "stage_env", base, "is no folder")
+    _remove_left(base, job)
+    target, now, archive = folder_of(base, job), state(prefix), prefix / ARCHIVE
+    if (target / USE).is_file() and read_text(target / STATE) == now and not target.is_symlink():
+        return target
+    require(archive.is_file(), "stage_env", archive, "is missing")
+    # a tenth more than the archive, for blocks that files fill in part
+    need, free = archive.stat().st_size * 1.1, shutil.disk_usage(base).free
+    require(need <= free, "stage_env", base, f"{need / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+    try:
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(mode=0o700)
+    except OSError as error:
+        raise ValueError(f"stage_env={target}: {error.strerror}") from None
+    try:
+        _tar("-xf", str(archive), "--no-same-owner", "-C", str(target))
+        target.chmod(0o700)
+        if code:
+            shutil.copytree(code, target / CODE, ignore=shutil.ignore_patterns("__pycache__"))
+        _relocate(prefix, target)
+        (target / STATE).write_text(now, encoding="utf-8")
+        (target / USE).write_text(_use(prefix, target, code), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        shutil.rmtree(target, ignore_errors=True)
+        own = getattr(error, "strerror", None)
+        raise ValueError(f"stage_env={base}: {own}" if own else str(error)) from None
+    return target
+
+
+def _relocate(prefix: Path, target: Path) -> None:
+    """Let scripts such as bin/deepspeed start the copy's Python."""
+    old, new = str(prefix).encode(), str(target).encode()
+    for path in (target / "bin").iterdir():
+        data = b"" if path.is_symlink() or not path.is_file() else path.read_bytes()
+        if data.startswith(b"#!") and old in data.split(b"\n", 1)[0]:
+            path.write_bytes(data.replace(old, new, 1))
+
+
+def _use(prefix: Path, target: Path, code: str) -> str:
+    """Lines of shell that put the copy in place of the environment."""
+    new = shlex.quote(str(target))
+    variable = "CONDA_PREFIX" if (prefix / "conda-meta").is_dir() else "VIRTUAL_ENV"
+    path = f"export PYTHONPATH={new}/{CODE}${{PYTHONPATH#{shlex.quote(code)}}}\n" if code else ""
+    return f"export {variable}={new} PATH={new}/bin:$PATH\n{path}"
+
+
+def _remove_left(base: Path, job: str) -> None:
+    """Remove this user's copies of killed jobs: an hour old or more, and of a job without a process on this node."""
+    for path in base.glob(f"trilane-env-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError):
+            other = path.name.rpartition("-")[2]
+            if other != job and time.time() - path.lstat().st_mtime > 3600 and not _has_process(other):
+                shutil.rmtree(path)
+
+
+def _has_process(job: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"SLURM_JOB_ID={job}\0".encode() in path.read_bytes():
+                return True
+    return False
+
+
+def _tar(*words: str) -> None:
+    """Run tar; ValueError with its last line where it fails."""
+    try:
+        done = subprocess.run(["tar", *words], capture_output=True, text=True, timeout=900, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"stage_env={words[1]}: tar: {type(error).__name__}") from None
+    # 1: a file changed while it was read, such as one that another process compiles
+    is_done = done.returncode == 0 or (words[0] == "-cf" and done.returncode == 1)
+    require(is_done, "stage_env", words[1], (done.stderr.strip().splitlines() or ["tar failed"])[-1])
+
+
+def main(argv: list[str]) -> int:
+    """`pack`, or `unpack FOLDER`; 1 with one line where the shared environment is used instead."""
+    begin, prefix, job = time.monotonic(), Path(sys.prefix), os.environ.get("SLURM_JOB_ID", "0")
+    try:
+        is_pack = argv == ["pack"]
+        made = pack(prefix) if is_pack else unpack(prefix, Path(argv[1]), job, os.environ.get(USED_BY, ""))
+    except (ValueError, OSError) as error:
+        print(f"trilane: {error}; {platform.node()} imports from {prefix}", flush=True)
+        return 1
+    print(f"trilane: {made} on {platform.node()}, {time.monotonic() - begin:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""Watching runs: what a person should know is sent once; a webhook that does not answer holds nobody up."""
+
+import json
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import plan, run_folder
+from webhook_receiver import SECRET, Receiver
+
+from trilane.cli.app import main
+from trilane.slurm import client, ledger, monitor
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The run folder of job 77, which has started."""
+    made = run_folder(tmp_path, plan("one", tmp_path / "data", nodes=1, iters=100, save_interval=10))
+    ledger.note(made, "submitted", "77", site="test", script="")
+    ledger.note(made, "started", "77", nodes="n[1-4]", iteration=0, restarts=0)
+    return made
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """SLURM's state of job 77."""
+    known = {"77": "RUNNING"}
+
+    def states(ids: Iterable[str], names: Collection[str] = ()) -> dict[str, client.JobState]:
+        return {i: client.JobState(id=i, state=known[i], nodes="n[1-4]") for i in ids}
+
+    for name, value in (("is_installed", lambda: True), ("require_answer", lambda: None), ("states", states)):
+        monkeypatch.setattr(client, name, value)
+    return known
+
+
+def saved(folder: Path, iteration: int) -> None:
+    (folder / f"checkpoints/iter_{iteration:07d}").mkdir(parents=True)
+    (folder / "checkpoints/latest").write_text(f"iter_{iteration:07d}\n")
+
+
+def test_a_watch_sends_what_a_person_should_know_once(
+    folder: Path, receiver: Receiver, state: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that failed, a stall, a requeue, a spare, a death that only SLURM tells of."""
+    monkeypatch.setenv(monitor.WEBHOOK, receiver.url)
+    lines = monitor.watch([folder], 0.01, 60.0, stall_s=0.5)
+    assert next(lines).startswith("one: job 77 RUNNING n[1-4]: running")
+    (folder / "run.log").write_text("0: trilane: CHECKPOINT NOT SAVED: iter_0000020: rank 3: No space left\n")
+    saved(folder, 10)
+    (folder / "steps.jsonl").write_text('{"iteration": 29}\n')
+    assert next(lines) == "one: iteration 29 of 100", "the save of 20 may be going on"
+    (folder / "steps.jsonl").write_text('{"iteration": 30}\n')
+    assert next(lines) == "one: iteration 30 of 100"
+    unsaved = next(lines)
+    assert unsaved.startswith("one: CHECKPOINT NOT SAVED: iteration 30, and the newest checkpoint is of iteration 10; ")
+    assert unsaved.endswith("iter_0000020: rank 3: No space left")
+    assert next(lines).startswith("one: STALLED: no iteration for ")
+    ledger.note(folder, "replaced", "77", nodes=["n4"], iteration=30)
+    ledger.note(folder, "started", "77", nodes="n[1-3]", iteration=20, restarts=1)
+    assert next(lines) == "one: REPLACED: job 77 lost n4, and goes on with a spare node"
+    assert next(lines).startswith("one: REQUEUED: job 77 was put back into the queue, and goes on from iteration 20 on")
+    state["77"] = "TIMEOUT"
+    assert list(lines) == ["one: job 77 TIMEOUT n[1-4]: DIED: time limit SLURM: TIMEOUT"]
+    kinds = [body["kind"] for body in receiver.bodies]
+    assert kinds == ["checkpoint not saved", "stalled", "replaced", "requeued", "died"]
+    assert {(body["run"], body["job"]) for body in receiver.bodies} == {("one", "77")}
+
+
+def test_what_a_log_says_can_neither_command_slack_nor_fill_a_screen(receiver: Receiver) -> None:
+    said = "<!channel> <http://evil|click> & \x1b[2J\u202e\r\n" + "x" * 5000
+    assert monitor.post(receiver.url, "died", "one", "77", said) == ""
+    (text,) = receiver.texts()
+    assert "&lt;!channel&gt; &lt;http://evil|click&gt; &amp;" in text and "<" not in text
+    assert text.isprintable() and len(text) < 700
+
+
+@pytest.mark.parametrize("answer", [500, "hang", "drip", "nonsense", "refuse"])
+def test_a_webhook_that_does_not_answer_never_holds_up_and_its_secret_is_not_shown(
+    answer: int | str, receiver: Receiver
+) -> None:
+    receiver.answer, begin = answer, time.monotonic()
+    url = f"http://127.0.0.1:9/{SECRET}" if answer == "refuse" else receiver.url
+    problem = monitor.post(url, "died", "one", "77", "it died", within_s=0.3)
+    assert problem.startswith("alert 'died' of one not sent: ") and time.monotonic() - begin < 2
+    assert SECRET not in problem and "127.0.0.1" not in problem
+
+
+@pytest.mark.parametrize("url", ["ftp://host/SECRET", "file:///SECRET"])
+def test_a_url_that_is_none_is_one_line_without_it(
+    url: str, folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(monitor.WEBHOOK, url)
+    assert main(["slurm", "watch", str(folder)]) == 2
+    assert capsys.readouterr().err == "trilane: TRILANE_WEBHOOK=(not shown): must be an http or https URL\n"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"event": "submitted", "id": "8", "ti',
+        b'{"event": "submitted", "id": "\xc3',
+        b"\0\0\0\0",
+        b'{"event": ["started"], "id": "8"}',
+        b'{"event": "started", "id": "8", "nodes": "n1"}',
+        b'{"event": "ended", "id": 8, "status": "OOM", "evidence": "x"}',
+        b'{"event": "node failure", "id": "8", "nodes": [{"n1": 1}]}',
+        b"null",
+    ],
+)
+def test_a_damaged_line_of_the_ledger_costs_itself_and_nothing_after_it(damage: bytes, tmp_path: Path) -> None:
+    """A process or the node died while it wrote."""
+    good = {"event": "started", "id": "7", "time": "2026-11-22T00:00:00+00:00", "nodes": "n1", "iteration": 3}
+    ledger.note(tmp_path, "submitted", "7", site="test", script="")
+    with (tmp_path / ledger.NAME).open("ab") as file:
+        file.write(json.dumps(good).encode() + b"\n" + damage)
+    ledger.note(tmp_path, "ended", "7", status="OOM", evidence="é")
+    found = [(e["event"], e["id"]) for e in ledger.events(tmp_path)]
+    assert found == [("submitted", "7"), ("started", "7"), ("ended", "7")]
+    assert ledger.job_ids(tmp_path) == ["7"] and ledger.events(tmp_path, "started") == [good]
