@@ -126,8 +126,8 @@ def create(
 ) -> list[Path]:
     """Write a new chain; its stages' run folders, in order. Raises ValueError where one exists.
 
-    `beside` goes into each plan.json, such as the constants that predicted the plan. Without stages the chain is one run
-    folder, in which each job resumes the run.
+    `beside` goes into each plan.json, such as the constants that predicted the plan. Without stages the chain is one
+    run folder, in which each job resumes the run.
     """
     plans = links(plan, stages, folder) if stages else [plan]
     for link in plans:
