@@ -11,7 +11,7 @@ from test_collect import LINE
 from trilane.analysis.studies import compare_studies
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.report.plots import studies as figures
+from trilane.report.plots import losses
 from trilane.utils.tables import Text
 from trilane.workspace.study import Study
 
@@ -52,8 +52,8 @@ def test_speed_is_compared_by_the_test_of_faster_and_losses_are_drawn_together(o
     study("b", one=0.5, two=0.505)
     found = compare_studies(here, "a,b")
     assert "B is 50.0% faster" in found.faster() and "measured between 2 and 2 runs" in found.faster()
-    spec = figures.losses(found.curves()).spec  # type: ignore[union-attr]
-    assert {(v["study"], v["run"]) for v in spec["data"]["values"]} == {(s, r) for s in "ab" for r in ("one", "two")}
+    spec = losses.studies(found.curves()).spec  # type: ignore[union-attr]
+    assert {v["run"] for v in spec["data"]["values"]} == {f"{s}: {r}" for s in "ab" for r in ("one", "two")}
 
 
 def test_plans_that_both_have_are_compared_by_their_times(outputs: Path) -> None:

@@ -1,4 +1,4 @@
-"""The figures of the notebooks, one module a subject, loaded when it is first used: `plots.calendar.gantt(...)`."""
+"""The figures of the notebooks, one module a subject, loaded when it is first used: `plots.forecast.gantt(...)`."""
 
 from importlib import import_module, util
 from types import ModuleType

@@ -1,47 +1,25 @@
 """The explorer of a search: its plans by speed and memory, and the picked one with its parts, stages and schedule."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 import altair as alt
 
-from trilane.costmodel.iteration import IterationTime
+from trilane.analysis.study_parts import StudyParts, plan_point
 from trilane.costmodel.memory import StageMemory
+from trilane.costmodel.pipeline import PipelineSchedule, pipeline_schedule
+from trilane.costmodel.predict import RISKY
 from trilane.forecasting.request import TOKENS_PER_PARAMETER
+from trilane.planning.proposals import training_days
 from trilane.planning.search_result import Candidate, SearchResult
-from trilane.report.plots.explorer_rows import (
-    RISKS,
-    STAGES,
-    Drawn,
-    Row,
-    four,
-    lines,
-    plan_rows,
-    ranks_by_id,
-    shown_plans,
-    spread,
-)
-from trilane.report.plots.interactive import Interactive
-from trilane.report.plots.style import COLORS, GIB, INK, LIMIT
-from trilane.utils.numbers import with_bounds
+from trilane.report.plots.interactive import Interactive, card, chart, rounded, tooltips, wrapped
+from trilane.report.plots.style import COLORS, INK, LIMIT, plain
+from trilane.utils.numbers import amount, with_bounds
+from trilane.utils.tables import Text
 
-PASSES = 20000  # that are drawn, of all plans together: 5 bytes each
-WIDTH, HEIGHT = 380, 230  # pixels of a panel
-WIDE = 2 * WIDTH + 90
-KINDS = {"forward": COLORS[0], "backward": COLORS[2], "gradients": COLORS[1], "optimizer": COLORS[3]}
-TOOLTIPS = {
-    "label": "plan",
-    "rank": "rank",
-    "id": "id",
-    "gpus": "GPUs",
-    "s": "seconds",
-    "lo": "90 % from",
-    "hi": "to",
-    "gib": "GiB",
-}
-TOOLTIPS |= {"oom": "P(out of memory)"}
+RISKS = ("below 1 %", "1 to 10 %", "above 10 %")  # of running out of memory
+Row = dict[str, Any]
 
 
 def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
@@ -53,209 +31,245 @@ def explorer(found: SearchResult, tokens: float = 0.0) -> Interactive:
     """
     shown = shown_plans(found)
     tokens = tokens or TOKENS_PER_PARAMETER * shown[0].plan.shape.parameters
-    drawn = [Drawn(c, PASSES // len(shown)) for c in shown]
-    rows, limit = plan_rows(shown, ranks_by_id(found)), shown[0].plan.cluster.gpu.memory_bytes / GIB
-    names = [f"{row['s']} s, {row['label']}" for row in rows]
-    box = alt.binding_select(options=[row["id"] for row in rows], labels=names, name="Plan ")
-    # without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick
-    on = "click[event.item && event.item.datum.id]"
-    click: Any = {"fields": ["id"], "bind": box, "on": on, "clear": False, "empty": False}
-    pick = alt.selection_point(name="plan", value=[{"id": rows[0]["id"]}], **click)
-    cell = alt.selection_point(name="cell", fields=["tp", "pp"])
-    panels = [
-        _speed(rows, pick, cell, limit),
-        _heat(rows, cell),
-        _words([line for c, d in zip(shown, drawn, strict=True) for line in lines(c, tokens, d)], pick),
-        _time(shown, pick),
-        _memory(shown, pick, limit),
-        _pace(drawn, pick),
-    ]
+    table = found.best_per_sizes(40).to_frame()
+    rank = dict(zip(table["id"], table["rank"], strict=True))
+    schedules = [Drawn(c) for c in shown]
+    rows = [plan_row(c, rank.get(c.plan.id, ""), tokens, d) for c, d in zip(shown, schedules, strict=True)]
+    labels = [f"{row['s']} s, {row['label']}" for row in rows]
+    box = alt.binding_select(options=[row["id"] for row in rows], labels=labels, name="Plan ")
+    # Without `nearest`, whose tooltips have no words in Vega-Lite 6.4; the limit's line has no id and is no pick.
+    on, first = "click[event.item && event.item.datum.id]", [{"id": rows[0]["id"]}]
+    pick = alt.selection_point("plan", fields=["id"], value=first, bind=box, on=on, clear=False, empty=False)
+    cell = alt.selection_point("cell", fields=["tp", "pp"])
+    limit = shown[0].plan.cluster.gpu.memory_bytes / 2**30
+    panels = [_speed(rows, pick, cell, limit), _heat(cell), _words(pick), _time(rows, pick)]
+    panels += [_memory(rows, pick, limit), _pace(pick)]
     apart: Any = dict.fromkeys(("color", "opacity", "shape", "size"), "independent")
     grid = alt.concat(*panels, columns=2, spacing=26).resolve_scale(**apart)
-    chart = alt.concat(grid, _schedule(drawn, pick), columns=1).resolve_scale(**apart)
-    return Interactive(chart, _text(found, shown))
+    whole = alt.concat(grid, _schedule(schedules, pick), columns=1, data=alt.Data(values=rows))
+    every = len(found.candidates) + len(found.risky)
+    text = f"{len(shown)} of the {every} best of {found.runnable:,} topologies that can run, by seconds and memory"
+    best = f"{labels[0]}, {rows[0]['gib']} GiB, of which the parts and the pipeline schedule are shown"
+    return Interactive(whole.resolve_scale(**apart), f"{text}. The best: {best}.")
 
 
-def _text(found: SearchResult, shown: list[Candidate]) -> str:
-    """What is drawn and what it says, for screen readers."""
-    p, most = shown[0].prediction, len(found.candidates) + len(found.risky)
-    of = f"{len(shown)} of the {most} best of {found.runnable:,} topologies that can run" * (most > len(shown))
-    return (
-        "The plans of the search by seconds and memory, and one of them with its parts and its pipeline schedule: "
-        f"{of or 'all'}. The best, {shown[0].label}, takes {with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} s "
-        f"an iteration and {p.memory_bytes / GIB:.3g} GiB; {p.time.bubble / p.sec_per_it:.1%} is "
-        "the bubble."
-    )
+def shown_plans(found: SearchResult, most: int = 40) -> list[Candidate]:
+    """The plans of the explorer, the best first: three quarters of `most` by speed, then of the front and the risky."""
+    chosen = {c.plan.id: c for c in found.best(3 * most // 4).rows}
+    risky = {(c.topology.tp, c.topology.pp, c.topology.dp): c for c in reversed(found.risky)}
+    free = most - len(chosen)
+    # a front of thousands is thinned evenly: its fastest and its smallest plan stay
+    for c in [*spread(found.pareto, free - min(len(risky), free // 3)), *reversed(risky.values())]:
+        if len(chosen) < most:
+            chosen.setdefault(c.plan.id, c)
+    return sorted(chosen.values(), key=lambda c: (c.prediction.is_risky, c.prediction.sec_per_it))
 
 
-def _of(rows: Iterable[Row], width: int = WIDTH, height: int = HEIGHT, title: str = "") -> Any:
-    return alt.Chart(alt.Data(values=list(rows)), width=width, height=height, title=title)
+def spread(values: Iterable[Any], most: int) -> list[Any]:
+    """At most `most` of the values, evenly chosen, the first and the last among them."""
+    every = list(values)
+    count = min(most, len(every))
+    return [every[round(i * (len(every) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-def _tooltips(names: dict[str, str]) -> list[alt.Tooltip]:
-    return [alt.Tooltip(f"{name}:N", title=title) for name, title in names.items()]
+class Drawn:
+    """The part of a plan's schedule that is drawn: some of its microbatches, on some of its stages."""
+
+    def __init__(self, candidate: Candidate, passes: int = 500, stages: int = 16):
+        t = candidate.topology
+        self.id, self.of, self.chunks = candidate.plan.id, t.microbatches, t.interleaving
+        # twice the stages show how the pipeline fills, its steady state, and how it drains; the rest repeats the middle
+        self.microbatches = min(self.of, max(2 * t.pp, 8))
+        if 2 * t.pp * self.microbatches * t.interleaving > passes:
+            self.microbatches = min(self.of, max(t.pp, 4))
+        if t.interleaving > 1:
+            self.microbatches -= self.microbatches % t.pp  # an interleaved schedule has rounds of pp
+        self.made: PipelineSchedule = pipeline_schedule(t, candidate.prediction, self.microbatches)
+        most = max(min(passes // (2 * self.microbatches * t.interleaving), stages), 2)
+        self.stages = sorted({*spread(range(t.pp), most), self.made.slowest})
+
+    def rows(self) -> Iterator[Row]:
+        """A row for each stage, kind and model chunk, with the start of each pass in seconds; then what follows."""
+        groups: dict[tuple[int, bool, int], Row] = {}
+        for p in (p for p in self.made.passes if p.stage in self.stages):
+            row = {"id": self.id, "stage": p.stage, "kind": "forward" if p.is_forward else "backward", "start": []}
+            row |= {"chunk": p.chunk, "length": rounded(p.end - p.start, 4), "shade": 1 - 0.6 * p.chunk / self.chunks}
+            groups.setdefault((p.stage, p.is_forward, p.chunk), row)["start"].append(rounded(p.start, 4))
+        yield from groups.values()
+        start = self.made.pipeline_end
+        for kind, seconds in (("gradients", self.made.data_parallel), ("optimizer", self.made.optimizer)):
+            row = {"id": self.id, "kind": kind, "start": [rounded(start, 4)], "length": rounded(seconds, 4), "shade": 1}
+            yield from ({**row, "stage": stage, "chunk": 0} for stage in self.stages * (seconds > 0))
+            start += seconds
 
 
-def _speed(rows: list[Row], pick: Any, cell: Any, limit: float) -> Any:
+def plan_row(c: Candidate, rank: str, tokens: float, drawn: Drawn) -> Row:
+    """All that the panels show of a plan but its schedule; lists have a value for each part or stage."""
+    p, t, seconds = c.prediction, c.topology, drawn.made.stage_seconds
+    row: Row = {"id": c.plan.id, "label": plain(c.label), "gpus": t.gpus, "tp": t.tp, "pp": t.pp, "dp": t.dp}
+    row |= {"rank": rank, "oom": f"{p.oom_probability:.1%}", "card": wrapped(lines(c, tokens, drawn))}
+    row |= {name: rounded(v, 4) for name, v in (("s", p.sec_per_it), ("lo", p.sec_lo), ("hi", p.sec_hi))}
+    row |= {"gib": rounded(p.memory_bytes / 2**30, 4)}
+    row |= {"risk": RISKS[(p.oom_probability >= 0.01) + (p.oom_probability > RISKY)]}
+    parts = {name.replace("_", " "): v for name, v in vars(p.time).items()}
+    row |= {"part": [*parts], "part_s": [rounded(v, 4) for v in parts.values()]}
+    row |= {"share": [f"{v / p.time.total:.1%}" for v in parts.values()]}
+    stages = sorted({*spread(range(t.pp), 32), drawn.made.slowest})
+    row |= {"stage": stages, "ms": [rounded(1e3 * seconds[i], 4) for i in stages]}
+    memory = {name: [rounded(getattr(p.stages[i], name) / 2**30, 4) for i in stages] for name in vars(p.stages[0])}
+    return {**row, "slow": [seconds[i] > 0.999 * max(seconds) for i in stages], **memory}
+
+
+def lines(c: Candidate, tokens: float, drawn: Drawn) -> Iterator[str]:
+    """What is written about a plan, line by line."""
+    p, t, made = c.prediction, c.topology, drawn.made
+    days = [training_days(c.plan.shape, t, seconds, tokens) for seconds in (p.sec_per_it, p.sec_lo, p.sec_hi)]
+    yield plain(c.label)
+    yield f"{t.gpus} GPUs = TP {t.tp}{f' x CP {t.cp}' * (t.cp > 1)} x PP {t.pp} x DP {t.dp}; id {c.plan.id}"
+    yield f"{t.gbs} sequences an iteration: {t.microbatches} microbatches of {t.mbs}"
+    yield f"{with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)} s an iteration (90 %)"
+    yield f"{p.memory_bytes / 2**30:.3g} GiB on the fullest stage, out of memory with {p.oom_probability:.1%}"
+    yield f"{amount(tokens / 1e9)} billion tokens: {with_bounds(*days)} days, no interruptions"
+    slowest = made.stage_seconds[made.slowest] * len(made.stage_seconds) / sum(made.stage_seconds) - 1
+    yield f"Bubble {p.time.bubble / p.sec_per_it:.1%}; stage {made.slowest} is {slowest:.1%} slower than the mean"
+    yield f"Drawn: {drawn.microbatches} of {drawn.of} microbatches, {len(drawn.stages)} of {t.pp} stages"
+    yield f"Evidence: {p.support.words}"
+
+
+def _speed(rows: Sequence[Row], pick: Any, cell: Any, limit: float) -> Any:
     """Seconds over memory, a point a plan with its interval; the ring is the plan that the other panels show."""
-    most = max(r["gib"] for r in rows)
-    near = limit < 1.5 * most
-    ends = [0.95 * min(r["gib"] for r in rows), 1.05 * max(most, limit * near)]
-    x, wide = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(domain=ends, nice=False)), ends
-    ends = [0.95 * min(r["lo"] for r in rows), 1.02 * max(r["hi"] for r in rows)]
-    up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(domain=ends, nice=False)}
-    scale = alt.Scale(domain=RISKS, range=[COLORS[0], COLORS[5], LIMIT])
-    color = alt.Color("risk:N", title="out of memory", scale=scale, legend=alt.Legend(orient="bottom"))
-    base = _of(rows, title="Speed and memory: pick a plan").transform_filter(cell).encode(x=x)
+    x = alt.X("gib:Q", title="GiB on the fullest stage", scale=alt.Scale(zero=False, nice=False, padding=12))
+    up: Any = {"title": "seconds an iteration (bars: 90 %)", "scale": alt.Scale(zero=False, padding=8)}
+    below, scale = alt.Legend(orient="bottom"), alt.Scale(domain=RISKS, range=[COLORS[0], COLORS[5], LIMIT])
+    color = alt.Color("risk:N", title="out of memory", scale=scale, legend=below)
+    base = chart(title="Speed and memory: pick a plan", width=380, height=230).transform_filter(cell).encode(x=x)
+    titles = {"label": "plan", "rank": "rank", "id": "id", "gpus": "GPUs", "s": "seconds", "lo": "90 % from"}
+    titles |= {"hi": "to", "gib": "GiB", "oom": "P(out of memory)"}
     points = base.mark_point(filled=True, opacity=1, strokeWidth=2.5).encode(
         y=alt.Y("s:Q", **up),
         color=color,
-        tooltip=_tooltips(TOOLTIPS),
+        tooltip=tooltips(titles),
         size=alt.condition(pick, alt.value(230), alt.value(90)),
         stroke=alt.condition(pick, alt.value(INK), alt.value("transparent")),
     )
-    if len({r["gpus"] for r in rows}) > 1:
-        points = points.encode(shape=alt.Shape("gpus:N", title="GPUs", legend=alt.Legend(orient="bottom")))
+    if len({row["gpus"] for row in rows}) > 1:
+        points = points.encode(shape=alt.Shape("gpus:N", title="GPUs", legend=below))
     bars = base.mark_rule().encode(y=alt.Y("lo:Q", **up), y2="hi:Q", color=color)
-    free = _of([r for r in rows if r["tie"] and not is_covered(r, rows, wide, ends)]).transform_filter(cell).encode(x=x)
-    ties = free.mark_text(dx=8, dy=-9, fontSize=10, align="left").encode(y=alt.Y("s:Q", **up), text="tie:N")
-    card = _of([{"gib": limit, "what": f"memory of the card: {limit:.4g} GiB"}])
-    line = card.mark_rule(color=LIMIT, strokeDash=[5, 3]).encode(x=x, tooltip="what:N")
-    return alt.layer(bars, points.add_params(pick), ties, *[line] * near)
+    line = chart([{"gib": limit, "what": f"memory of the card: {limit:.4g} GiB"}]).mark_rule(color=LIMIT)
+    near = limit < 1.5 * max(row["gib"] for row in rows)
+    return alt.layer(bars, points.add_params(pick), *[line.encode(x=x, tooltip="what:N")] * near)
 
 
-def is_covered(row: Row, rows: list[Row], x: list[float], y: list[float]) -> bool:
-    """Whether the label of a tie would lie on the dot of another plan; its tooltip and the table have it, too."""
-
-    def place(r: Row) -> tuple[float, float]:
-        return WIDTH * (r["gib"] - x[0]) / (x[1] - x[0]), HEIGHT * (y[1] - r["s"]) / (y[1] - y[0])
-
-    left, height = place(row)
-    for other in rows:
-        across, down = place(other)[0] - left, place(other)[1] - height
-        aside = max(8 - across, 0, across - 8 - 6 * len(row["tie"]))  # pixels from the label, and from its lines
-        if math.hypot(aside, max(-15 - down, 0, down + 3)) < 8:  # a dot's radius is at most 8.6
-            return True
-    return False
-
-
-def _heat(rows: list[Row], cell: Any) -> Any:
-    """The fastest plan of each TP and PP; a click leaves its plans in the first panel."""
-    best: dict[tuple[int, int], Row] = {}
-    for row in rows:  # the safe ones first, each the fastest first
-        best.setdefault((row["tp"], row["pp"]), row)
-    base = _of(best.values(), title="Best seconds: pick a cell").encode(
-        x=alt.X("tp:O", title="tensor parallel (TP)", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("pp:O", title="pipeline stages (PP)"),
+def _heat(cell: Any) -> Any:
+    """The best plan of each TP and PP; a click leaves its plans in the first panel."""
+    base = chart(title="Best seconds: pick a cell", width=380, height=230)
+    # the rows stand in their order, the safe ones first, the fastest first
+    base = (
+        base.transform_window(nth="row_number()", groupby=["tp", "pp"])
+        .transform_filter("datum.nth == 1")
+        .encode(
+            x=alt.X("tp:O", title="tensor parallel (TP)", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("pp:O", title="pipeline stages (PP)"),
+        )
     )
-    scale = alt.Scale(range=["#5fa3c9", "#eef5f9"], type="log")
     rect = base.mark_rect(strokeWidth=3).encode(
-        color=alt.Color("s:Q", scale=scale, legend=None),
+        color=alt.Color("s:Q", scale=alt.Scale(range=["#5fa3c9", "#eef5f9"], type="log"), legend=None),
         stroke=alt.condition(cell, alt.value(INK), alt.value("transparent"), empty=False),
-        tooltip=_tooltips({"tp": "TP", "pp": "PP", **TOOLTIPS, "risk": "out of memory"}),
+        tooltip=tooltips(
+            {"tp": "TP", "pp": "PP", "label": "plan", "s": "seconds", "gib": "GiB", "risk": "out of memory"}
+        ),
     )
     return alt.layer(rect.add_params(cell), base.mark_text(color="#10202c", fontSize=11).encode(text="s:Q"))
 
 
-def _words(rows: list[Row], pick: Any) -> Any:
-    """The picked plan in words."""
-    chart = (
-        _of(rows, height=300, title="The picked plan").transform_filter(pick).mark_text(align="left", baseline="middle")
-    )
-    return chart.encode(
-        size=alt.condition("datum.n == 0", alt.value(13), alt.value(12)),
-        x=alt.value(0),
-        y=alt.Y("n:O", axis=None, scale=alt.Scale(domain=list(range(1 + max(r["n"] for r in rows))))),
-        text="line:N",
-    )
+def _words(pick: Any) -> Any:
+    return card(chart(title="The picked plan"), pick, 17, width=380)
 
 
-def _time(shown: list[Candidate], pick: Any) -> Any:
+def _time(rows: Sequence[Row], pick: Any) -> Any:
     """Seconds of an iteration by part, the picked plan's."""
-    names, rows = [f.name.replace("_", " ") for f in fields(IterationTime)], list[Row]()
-    for c in shown:
-        id, total = c.plan.id, c.prediction.time.total
-        parts = {name.replace("_", " "): value for name, value in vars(c.prediction.time).items() if value}
-        rows += [{"id": id, "part": n, "s": four(v), "share": f"{v / total:.1%}"} for n, v in parts.items()]
+    base = chart(title="Time by part", width=380, height=230).transform_filter(pick)
     return (
-        _of(rows, title="Time by part")
-        .transform_filter(pick)
+        base.transform_flatten(["part", "part_s", "share"])
+        .transform_filter("datum.part_s > 0")
         .mark_bar()
         .encode(
-            x=alt.X("s:Q", title="seconds an iteration"),
-            y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=names)),
+            x=alt.X("part_s:Q", title="seconds an iteration"),
+            y=alt.Y("part:N", title=None, axis=alt.Axis(labelFontSize=9), scale=alt.Scale(domain=rows[0]["part"])),
             color=alt.condition("datum.part == 'bubble'", alt.value(COLORS[1]), alt.value(COLORS[0])),
-            tooltip=_tooltips({"part": "part", "s": "seconds", "share": "of the iteration"}),
+            tooltip=tooltips({"part": "part", "part_s": "seconds", "share": "of the iteration"}),
         )
     )
 
 
-def _memory(shown: list[Candidate], pick: Any, limit: float) -> Any:
+def _by_stage(pick: Any, title: str, fields: Sequence[str]) -> Any:
+    """A bar for each stage of the picked plan."""
+    x = alt.X("stage:O", title="pipeline stage", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+    base = chart(title=title, width=380, height=230).transform_filter(pick).transform_flatten(["stage", *fields])
+    return base.mark_bar().encode(x=x)
+
+
+def _memory(rows: Sequence[Row], pick: Any, limit: float) -> Any:
     """What fills a GPU of each stage, against the card."""
-    names, rows = [f.name for f in fields(StageMemory)], list[Row]()
-    for c in shown:
-        id, chosen = c.plan.id, spread(range(c.topology.pp), 2 * STAGES)
-        for n, name in enumerate(names):
-            sizes = [four(getattr(c.prediction.stages[i], name) / GIB) for i in chosen]
-            rows += [{"id": id, "n": n, "part": name, "gib": sizes, "stage": chosen}] if any(sizes) else []
-    stage = alt.X("stage:O", title="pipeline stage", axis=alt.Axis(labelAngle=0, labelOverlap=True))
-    base = _of(rows, title="Memory by stage (line: the card)")
-    bars = (
-        base.transform_filter(pick)
-        .transform_flatten(["gib", "stage"])
-        .mark_bar()
-        .encode(
-            x=stage,
-            y=alt.Y("gib:Q", title="GiB on a GPU"),
-            color=alt.Color(
-                "part:N", title=None, scale=alt.Scale(domain=names), legend=alt.Legend(orient="bottom", columns=3)
-            ),
-            order=alt.Order("n:Q"),
-            tooltip=_tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
-        )
+    names = [f.name for f in fields(StageMemory) if any(any(row[f.name]) for row in rows)]
+    below = alt.Legend(orient="bottom", columns=3)
+    base = _by_stage(pick, "Memory by stage (line: the card)", names).transform_fold(names, as_=["part", "gib"])
+    bars = base.encode(
+        y=alt.Y("gib:Q", title="GiB on a GPU"),
+        color=alt.Color("part:N", title=None, scale=alt.Scale(domain=names), legend=below),
+        tooltip=tooltips({"stage": "stage", "part": "part", "gib": "GiB"}),
     )
-    near = limit < 2 * max(c.prediction.memory_bytes for c in shown) / GIB
-    line = _of([{"gib": limit}]).mark_rule(color=LIMIT, strokeWidth=1.5).encode(y="gib:Q")
-    return alt.layer(bars, *[line] * near)
+    line = chart([{"gib": limit}]).mark_rule(color=LIMIT, strokeWidth=1.5).encode(y="gib:Q", tooltip=alt.value(None))
+    return alt.layer(bars, *[line] * (limit < 2 * max(row["gib"] for row in rows)))
 
 
-def _pace(drawn: list[Drawn], pick: Any) -> Any:
-    """Seconds that a microbatch takes on each stage; the slowest sets the pace."""
-    rows = list[Row]()
-    for d in drawn:
-        seconds = d.made.stage_seconds
-        chosen = sorted({*spread(range(len(seconds)), 2 * STAGES), d.made.slowest})
-        slow = [seconds[i] > 0.999 * max(seconds) for i in chosen]
-        rows.append({"id": d.id, "stage": chosen, "ms": [four(1e3 * seconds[i]) for i in chosen], "slow": slow})
-    chart = _of(rows, title="Time by stage (orange: slowest)").transform_filter(pick)
-    return (
-        chart.transform_flatten(["stage", "ms", "slow"])
-        .mark_bar()
-        .encode(
-            x=alt.X("stage:O", title="pipeline stage", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-            y=alt.Y("ms:Q", title="ms a microbatch"),
-            color=alt.condition("datum.slow", alt.value(COLORS[1]), alt.value(COLORS[0])),
-            tooltip=_tooltips({"stage": "stage", "ms": "ms, forward and backward"}),
-        )
+def _pace(pick: Any) -> Any:
+    """Milliseconds that a microbatch takes on each stage; the slowest sets the pace."""
+    return _by_stage(pick, "Time by stage (orange: slowest)", ["ms", "slow"]).encode(
+        y=alt.Y("ms:Q", title="ms a microbatch"),
+        color=alt.condition("datum.slow", alt.value(COLORS[1]), alt.value(COLORS[0])),
+        tooltip=tooltips({"stage": "stage", "ms": "ms, forward and backward"}),
     )
 
 
-def _schedule(drawn: list[Drawn], pick: Any) -> Any:
+def _schedule(drawn: Iterable[Drawn], pick: Any) -> Any:
     """The passes of each stage from the predicted times, to scale; what is white is the bubble."""
-    scale = alt.Scale(domain=list(KINDS), range=list(KINDS.values()))
-    color = alt.Color("kind:N", title=None, scale=scale, legend=alt.Legend(orient="bottom"))
-    x = alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False))
-    y = alt.Y("stage:O", title="pipeline stage")
-    chart = _of((row for d in drawn for row in d.passes), WIDE, 280, "Pipeline schedule (gaps: bubble)")
-    chart = chart.transform_filter(pick).transform_flatten(["start"])
-    chart = chart.transform_calculate(end="datum.start + datum.length")
-    chart = chart.transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
+    kinds = {"forward": COLORS[0], "backward": COLORS[2], "gradients": COLORS[1], "optimizer": COLORS[3]}
     titles = {"stage": "stage", "kind": "pass", "number": "microbatch", "chunk": "model chunk", "length": "seconds"}
-    shade = alt.Opacity("shade:Q", scale=None, legend=None)
-    bars = chart.mark_bar(stroke="white", strokeWidth=0.3).encode(
-        x=x, x2="end:Q", y=y, color=color, tooltip=_tooltips(titles), opacity=shade
+    scale = alt.Scale(domain=[*kinds], range=[*kinds.values()])
+    base = chart(
+        (row for d in drawn for row in d.rows()), title="Pipeline schedule (gaps: bubble)", width=850, height=280
     )
-    after = _of((row for d in drawn for row in d.after), WIDE, 280).transform_filter(pick).transform_flatten(["stage"])
-    titles = {"stage": "stage", "kind": "what", "length": "seconds"}
-    tail = after.mark_bar().encode(x=x, x2="end:Q", y=y, color=color, tooltip=_tooltips(titles))
-    return alt.layer(bars, tail)
+    base = (
+        base.transform_filter(pick).transform_flatten(["start"]).transform_calculate(end="datum.start + datum.length")
+    )
+    base = base.transform_window(number="row_number()", groupby=["stage", "kind", "chunk"])
+    return base.mark_bar(stroke="white", strokeWidth=0.3).encode(
+        x=alt.X("start:Q", title="seconds since the iteration began", scale=alt.Scale(nice=False)),
+        x2="end:Q",
+        y=alt.Y("stage:O", title="pipeline stage"),
+        color=alt.Color("kind:N", title=None, scale=scale, legend=alt.Legend(orient="bottom")),
+        opacity=alt.Opacity("shade:Q", scale=None, legend=None),
+        tooltip=tooltips(titles),
+    )
+
+
+def studies(found: Sequence[StudyParts]) -> Interactive | Text:
+    """Tokens a second of each study's plans over their GPUs, with the 90 % interval; the best 200 of each."""
+    points = {s.name: [plan_point(plan) for plan in s.plans[:200]] for s in found if s.plans}
+    if not points:
+        return Text("No study has plans.")
+    picked = alt.selection_point(fields=["study"], bind="legend")
+    speed: Any = {"title": "predicted tokens per second", "scale": alt.Scale(type="log")}
+    base = chart(({"study": name, **p} for name, own in points.items() for p in own), width=420, height=260).encode(
+        x=alt.X("gpus:Q", title="GPUs", scale=alt.Scale(type="log", base=2, nice=False, padding=20)),
+        color=alt.Color("study:N", title="study (click to pick)", sort=None),
+        opacity=alt.condition(picked, alt.value(0.9), alt.value(0.1)),
+    )
+    titles = {"study": "study", "plan": "plan", "seconds": "seconds an iteration", "interval": "90 % interval"}
+    titles |= {"oom": "P(out of memory)", "gpus": "GPUs", "tokens_per_s": "tokens/s"}
+    bars = base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", **speed), y2="high:Q")
+    dots = base.mark_point(filled=True, size=60).encode(y=alt.Y("tokens_per_s:Q", **speed), tooltip=tooltips(titles))
+    firsts = "; ".join(f"{name}: {p[0]['tokens_per_s']:,.0f} on {p[0]['gpus']} GPUs" for name, p in points.items())
+    text = f"Predicted tokens per second of the plans of each study over GPUs. The best plan of each: {firsts}."
+    return Interactive(alt.layer(bars, dots.add_params(picked)), text)

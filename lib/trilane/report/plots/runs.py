@@ -1,22 +1,23 @@
-"""Figures of measured runs: time, rates, memory, predictions (a Text if there is nothing to draw); of a hang."""
+"""Figures of measured runs: their time, rates, memory and predictions; of the ranks of a hang."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import altair as alt
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from trilane.analysis.measure import Measurement
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
-from trilane.analysis.recalibrate import NOTHING
+from trilane.analysis.phase_times import ORDER, phases
+from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang.verdict import Verdict
-from trilane.report.plots.style import COLORS, GIB, LIMIT, figure, finished, plain, title
+from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
+from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
+from trilane.utils.numbers import with_bounds
 from trilane.utils.tables import Text
-
-NAMED = len(COLORS)  # groups of a hang's ranks with a colour of their own; the others share a grey
-GREY = "#c4ccd3"
 
 
 def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -27,47 +28,41 @@ def seconds_per_iteration(measurements: Sequence[Measurement]) -> Figure | Text:
     for i, m in enumerate(measurements):
         table, color = m.log.iterations, COLORS[i % len(COLORS)]
         at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
-        out = ~m.window.counts
         axes.plot(at, seconds, color=color, lw=1.2, label=plain(m.name))
-        axes.plot(at[out], seconds[out], "o", ms=4, mfc="white", mec=color, mew=1, ls="")
+        hollow: Any = {"ms": 4, "mfc": "white", "mec": color, "ls": "", "label": "left out" if i == 0 else None}
+        axes.plot(at[~m.window.counts], seconds[~m.window.counts], "o", **hollow)
         axes.axhline(m.sec_per_it, color=color, lw=0.8, ls=":")
-    axes.plot([], [], "o", ms=4, mfc="white", mec=COLORS[4], ls="", label="left out")
-    if _far_apart([m.sec_per_it for m in measurements]):
+    medians = [m.sec_per_it for m in measurements]
+    if max(medians) > 20 * min(medians):
         axes.set_yscale("log")
     else:
+        # one slow iteration, such as one that saves, would flatten all others
         highest = max(float(m.log.iterations["sec_per_it"].quantile(0.95)) for m in measurements)
         axes.set_ylim(bottom=0, top=1.5 * highest)
-    return finished(made, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
-
-
-def _far_apart(values: Sequence[float]) -> bool:
-    """Whether the values need a logarithmic axis."""
-    return max(values) > 20 * min(values)
+    finished(axes, "Time (dotted: the median)", xlabel="iteration", ylabel="seconds per iteration")
+    return made
 
 
 def rates_by_definition(measurements: Sequence[Measurement]) -> Figure | Text:
     """FLOP/s per GPU of each run by every definition that could be computed; the card's peak where in range."""
     rated = [m for m in measurements if m.flops_per_s]
+    names = list(dict.fromkeys(name for m in rated for name in m.flops_per_s))
     if not rated:
-        return Text("The logs give neither shape nor FLOPs.")
-    every = list(dict.fromkeys(name for m in rated for name in m.flops_per_s))
-    names = sorted(every, key=lambda name: name in ("printed", "profiler"))
+        return Text("No rate can be computed: the logs give neither a shape nor a number of parameters.")
     highest = max(rate for m in rated for rate in m.flops_per_s.values())
     scale, unit = (1e12, "TFLOP/s") if highest >= 1e12 else (1e9, "GFLOP/s")
-    made, axes = figure(8.0, 1.1 + 0.17 * (len(names) + 1) * len(rated))
+    made, axes = figure(8.0, 1.1 + 0.14 * len(names) * len(rated))
     for i, name in enumerate(names):
-        places = [row + (i - (len(names) - 1) / 2) * 0.8 / len(names) for row in range(len(rated))]
-        # logs print one decimal, which is too few below a TFLOP/s
-        rates = [m.flops_per_s.get(name, 0.0) for m in rated]
-        widths = [rate / scale if name != "printed" or rate >= 1e12 else 0.0 for rate in rates]
-        axes.barh(places, widths, height=0.8 / len(names), color=COLORS[i], label=plain(name.replace("_", " ")))
-    peaks = {m.config.peak_flops_per_s for m in rated if m.config.peak_flops_per_s}
-    if len(peaks) == 1 and (peak := peaks.pop()) < 3 * highest:
-        axes.axvline(peak / scale, color=LIMIT, lw=1.5, label="the card's peak")
-    axes.set_yticks(range(len(rated)), [plain(m.name) for m in rated])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    return finished(made, "One run, several definitions", xlabel=f"{unit} per GPU (process)")
+        # Megatron prints TFLOPs with one decimal, which is too few below one
+        rates = [r if name != "printed" or r >= 1e12 else 0.0 for m in rated for r in [m.flops_per_s.get(name, 0.0)]]
+        places = [row + 0.8 * ((i + 0.5) / len(names) - 0.5) for row in range(len(rated))]
+        axes.barh(places, np.array(rates) / scale, 0.8 / len(names), color=COLORS[i % 8], label=name.replace("_", " "))
+    peaks = {m.config.peak_flops_per_s for m in rated}
+    if len(peaks) == 1 and (peak := peaks.pop()) and peak < 3 * highest:
+        axes.axvline(peak / scale, color=LIMIT, label="the card's peak")
+    name_rows(axes, [m.name for m in rated])
+    finished(axes, "One run, several definitions", xlabel=f"{unit} per GPU (process)")
+    return made
 
 
 def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
@@ -75,21 +70,17 @@ def memory_by_rank(measurements: Sequence[Measurement]) -> Figure | Text:
     known = [m for m in measurements if m.memory_bytes > 0]
     if not known:
         return Text("No log prints memory.")
-    cards = {m.config.card_bytes for m in known}
-    limit = max(cards) if len(cards) == 1 else 0.0
     made, axes = figure(8.0, 1.1 + 0.42 * len(known))
     for row, m in enumerate(known):
-        held = np.array([*bytes_by_rank(m.log).values()]) / GIB
-        axes.plot(held, np.full(len(held), row), "o", ms=6, mfc="none", mec=COLORS[0], mew=1.2)
+        held = np.array([*bytes_by_rank(m.log).values()]) / 2**30
+        axes.plot(held, np.full(len(held), row), "o", mfc="none", mec=COLORS[0])
         axes.annotate(f"{held.max():.3g}", (held.max(), row), (7, -3), textcoords="offset points", fontsize=8)
-    if limit:
-        axes.axvline(limit / GIB, color=LIMIT, lw=1.5)
-        spot = (limit / GIB, 1.0)
-        axes.annotate("limit ", spot, xycoords=("data", "axes fraction"), color=LIMIT, fontsize=8, ha="right")
-    axes.set_yticks(range(len(known)), [plain(m.name) for m in known])
-    end = 1.12 * max([limit / GIB, *(m.memory_bytes / GIB for m in known)])
-    axes.set(xlim=(0, end), ylim=(len(known) - 0.5, -0.5), xlabel="GiB, peak of a rank (a dot)")
-    title(axes, "Measured memory")
+    cards = {m.config.card_bytes for m in known}
+    if len(cards) == 1 and (card := cards.pop()):
+        axes.axvline(card / 2**30, color=LIMIT, label="the card")
+    axes.set_xlim(left=0)
+    name_rows(axes, [m.name for m in known])
+    finished(axes, "Measured memory", xlabel="GiB, peak of a rank (a dot)")
     return made
 
 
@@ -98,58 +89,148 @@ def next_runs(choice: NextRuns) -> Figure | Text:
     if not choice.decision:
         return NOTHING
     made, axes = figure(8.0, 3.4)
-    runs, now = choice.runs, 100 * float(np.expm1(choice.decision.half_width))
-    cost = [run.gpu_hours for run in runs]
-    after = [100 * float(np.expm1(run.half_width_after)) for run in runs]
+    cost = [run.gpu_hours for run in choice.runs]
+    after = [100 * float(np.expm1(run.half_width_after)) for run in choice.runs]
     axes.scatter(cost, after, s=36, color=COLORS[0], label="a possible run")
     axes.scatter(cost[:1], after[:1], s=110, facecolors="none", edgecolors=COLORS[1], linewidths=1.8, label="the best")
-    axes.axhline(now, color=LIMIT, lw=1.2, ls="--", label="now")
-    if _far_apart(cost):
-        axes.set_xscale("log")
-    name = runs[0].label
-    axes.annotate(plain(name), (cost[0], after[0]), (0, -16), textcoords="offset points", fontsize=8, ha="center")
-    axes.margins(x=0.15)
-    axes.set_ylim(0, 1.15 * now)
+    axes.axhline(100 * float(np.expm1(choice.decision.half_width)), color=LIMIT, ls="--", label="now")
+    axes.set_xscale("log" if max(cost) > 20 * min(cost) else "linear")
+    axes.set_ylim(bottom=0)
     labels = {"xlabel": "GPU-hours (process-hours) of the run", "ylabel": "uncertainty left (± %, 90 %)"}
-    return finished(made, "How well the winner's time is known after one more run", **labels)
+    finished(axes, "How well the winner's time is known after one more run", **labels)
+    return made
 
 
 def hang_grid(verdict: Verdict) -> Figure:
     """Every rank as a square: replica and tensor rank to the right, stage downwards; suspects framed."""
-    tp, pp, dp = verdict.grid.sizes
-    made, axes = figure(min(13.0, 4.5 + 0.16 * tp * dp), 1.9 + 0.32 * pp + 0.22 * min(NAMED, len(verdict.groups)))
-    colour = {r: _colour(i) for i, group in enumerate(verdict.groups) for r in group.ranks}
+    (tp, pp, dp), groups = verdict.grid.sizes, verdict.groups[: len(COLORS)]
+    made, axes = figure(min(13.0, 4.5 + 0.16 * tp * dp), 1.9 + 0.32 * pp + 0.22 * len(groups))
+    colour = dict.fromkeys(verdict.grid.ranks, "#c4ccd3") | {
+        r: c for g, c in zip(groups, COLORS, strict=False) for r in g.ranks
+    }
+    waiting = {rank for group in verdict.groups for rank in group.ranks}
     for place in verdict.grid.places:
-        _square(axes, place.dp * (tp + 0.6) + place.tp, place.pp, colour.get(place.rank, "white"))
-    for rank in verdict.suspects:
-        place = verdict.grid[rank]
-        x = place.dp * (tp + 0.6) + place.tp
-        axes.add_patch(Rectangle((x + 0.02, place.pp + 0.02), 0.96, 0.96, fill=False, ec="black", lw=2.2))
-    axes.set(xlim=(-0.2, dp * (tp + 0.6) - 0.4), ylim=(pp + 0.2, -0.2), ylabel="pipeline stage")
+        corner = place.dp * (tp + 0.6) + place.tp + 0.05, place.pp + 0.05
+        framed: Any = (
+            {"ec": "black", "lw": 2.2, "zorder": 2} if place.rank in verdict.suspects else {"ec": "#8b98a3", "lw": 0.4}
+        )
+        axes.add_patch(
+            Rectangle(corner, 0.9, 0.9, fc=colour[place.rank] if place.rank in waiting else "white", **framed)
+        )
     axes.set_xticks([k * (tp + 0.6) + tp / 2 for k in range(dp)], [f"dp {k}" for k in range(dp)])
     axes.set_yticks([k + 0.5 for k in range(pp)], [str(k) for k in range(pp)])
-    axes.set_xlabel(f"replica, and in each its {tp} tensor rank{'s' if tp > 1 else ''}")
-    title(axes, f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks")
     axes.grid(False)
-    made.legend(
-        handles=_legend(verdict), loc="outside lower left", frameon=False
-    )  # long names take no width of the grid
+    heading = f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks"
+    limits: Any = {"xlim": (-0.2, dp * (tp + 0.6) - 0.4), "ylim": (pp + 0.2, -0.2), "ylabel": "pipeline stage"}
+    finished(axes, heading, **limits, xlabel=f"replica, and in each its {tp} tensor ranks")
+    names = [(c, f"{len(g.ranks)} ranks: {g.site or g.text}") for g, c in zip(groups, COLORS, strict=False)]
+    rest = sum(len(g.ranks) for g in verdict.groups[len(COLORS) :])
+    names += [("#c4ccd3", f"{rest} ranks elsewhere")] * (rest > 0)
+    handles = [Patch(fc=c, label=plain(name)) for c, name in names]
+    handles += [Patch(fill=False, ec="black", lw=2.2, label="suspects")] * bool(verdict.suspects)
+    # off the axes, where long names take no width of the grid
+    made.legend(handles=handles, loc="outside lower left", frameon=False)
     return made
 
 
-def _legend(verdict: Verdict) -> list[Patch]:
-    handles = [
-        Patch(color=_colour(i), label=plain(f"{len(g.ranks)} ranks: {g.site or g.text}"))
-        for i, g in enumerate(verdict.groups[:NAMED])
-    ]
-    rest = sum(len(g.ranks) for g in verdict.groups[NAMED:])
-    handles += [Patch(color=GREY, label=f"{rest} ranks elsewhere")] if rest else []
-    return handles + ([Patch(fill=False, ec="black", lw=2.2, label="suspects")] if verdict.suspects else [])
+def phases_measured(measurements: Sequence[Measurement]) -> Interactive | Text:
+    """An iteration of each run along its time by the log's own timers; what is left is covered by no timer.
+
+    Each phase is the sum over the microbatches, which in truth alternate; they stand in the order of their beginnings.
+    """
+    timed = [(m.name, found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))]
+    if not timed:
+        return Text("No log has timers of an iteration, so only the prediction splits it (below).")
+    order = dict.fromkeys(["data", *ORDER], 0.0)
+    rows = {
+        name: {**order, **found, "covered by no timer": max(s - sum(found.values()), 0.0)} for name, found, s in timed
+    }
+    return _timeline(rows, "Measured time of an iteration, by the timers of the printing rank")
 
 
-def _colour(index: int) -> str:
-    return COLORS[index] if index < NAMED else GREY
+def phases_predicted(recalibration: Recalibration) -> Interactive | Text:
+    """An iteration of each run by the parts of its prediction after calibration."""
+    if not recalibration:
+        return NOTHING
+    pairs = zip(recalibration.runs, recalibration.after, strict=True)
+    return _timeline({m.name: vars(p.time) for m, p in pairs}, "Predicted time of an iteration, after calibration")
 
 
-def _square(axes: Axes, x: float, y: float, colour: str) -> None:
-    axes.add_patch(Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, fc=colour, ec="#8b98a3", lw=0.4))
+def _timeline(rows: Mapping[str, Mapping[str, float]], words: str) -> Interactive:
+    """A bar a run of its parts in their order, as percent of an iteration or in seconds."""
+    values, names = (
+        list[dict[str, Any]](),
+        [part for part in next(iter(rows.values())) if any(r[part] for r in rows.values())],
+    )
+    for number, (run, parts) in enumerate(rows.items()):
+        whole, end = sum(parts.values()), 0.0
+        for part in (part for part in names if parts[part]):
+            row = {"row": number, "run": f"{plain(run)}, {whole:.3g} s", "part": part.replace("_", " ")}
+            row |= {"begin": rounded(end), "end": rounded(end := end + parts[part]), "seconds": f"{parts[part]:.3g}"}
+            values.append({**row, "share": f"{parts[part] / whole:.1%}", "whole": rounded(whole)})
+    percent = alt.param("percent", value=True, bind=alt.binding_checkbox(name="percent of an iteration "))
+    picked = alt.selection_point("picked", fields=["part"], bind="legend")
+    scale = alt.Scale(domain=[name.replace("_", " ") for name in names], range=[*COLORS, "#b9c3cb"])
+    base = chart(values, width=640, height=alt.Step(46), title=axis_name("percent ? '% of an iteration' : 'seconds'"))
+    for name in ("begin", "end"):
+        base = base.transform_calculate(name, f"percent ? 100 * datum.{name} / datum.whole : datum.{name}")
+    bars = base.mark_bar(height=18).encode(
+        x=alt.X("begin:Q", title=None, scale=alt.Scale(nice=False)),
+        x2="end:Q",
+        y=rows_above("run", "row"),
+        color=alt.Color("part:N", scale=scale, title="a click picks a part"),
+        opacity=alt.condition(picked, alt.value(1), alt.value(0.15)),
+        tooltip=tooltips({"run": "run", "part": "part", "seconds": "seconds", "share": "share of the iteration"}),
+    )
+    largest = "; ".join(f"{plain(run)}: {max(parts, key=parts.__getitem__)}" for run, parts in [*rows.items()][:6])
+    return Interactive(bars.add_params(percent, picked), f"{words}, of {len(rows)} runs. The largest: {largest}.")
+
+
+def rows_above(field: str, order: str) -> Any:
+    """The rows of a figure with their names above them: next to them they would take the width of a telephone."""
+    look: Any = {"labelAlign": "left", "labelOffset": -17, "labelPadding": -4, "labelLimit": 420}
+    axis = alt.Axis(ticks=False, domain=False, grid=False, **look)
+    return alt.Y(f"{field}:N", title=None, sort=alt.EncodingSortField(order, op="min"), axis=axis)
+
+
+def predicted_over_measured(recalibration: Recalibration) -> Interactive | Text:
+    """Predicted / measured seconds per iteration with its 90 % interval, a row a run, before and after calibration.
+
+    On the dashed line a prediction is exact; what was measured lies outside the interval with a diamond.
+    """
+    if not recalibration:
+        return NOTHING
+    when, rows = {"before these runs": recalibration.before, "after them": recalibration.after}, list[dict[str, Any]]()
+    for name, predictions in when.items():
+        for number, (m, p) in enumerate(zip(recalibration.runs, predictions, strict=True)):
+            seconds, inside = m.sec_per_it, p.sec_lo <= m.sec_per_it <= p.sec_hi
+            row = {
+                "row": number,
+                "run": f"{plain(m.name)}, {seconds:.3g} s",
+                "when": name,
+                "inside": "yes" if inside else "no",
+            }
+            row |= {"predicted": with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi), "measured": f"{seconds:.3g}"}
+            ratios = {"ratio": p.sec_per_it, "low": p.sec_lo, "high": p.sec_hi}
+            rows.append({**row, **{key: rounded(value / seconds) for key, value in ratios.items()}})
+    picked = alt.selection_point("picked", fields=["when"], bind="legend")
+    scale = alt.Scale(domain=[*when], range=[COLORS[4], COLORS[0]])
+    base = chart(rows, width=640, height=alt.Step(46, **{"for": "position"})).encode(
+        y=rows_above("run", "row"),
+        yOffset=alt.YOffset("when:N", sort=[*when]),
+        color=alt.Color("when:N", scale=scale, title="prediction; a click picks it"),
+        opacity=alt.condition(picked, alt.value(1), alt.value(0.12)),
+        tooltip=tooltips(
+            {"run": "run", "when": "when", "predicted": "predicted (s)", "measured": "measured (s)"}
+            | {"ratio": "predicted / measured", "inside": "measured is inside the 90 % interval"}
+        ),
+    )
+    x = alt.X("low:Q", title="predicted / measured (bars: 90 % interval)", scale=alt.Scale(zero=True))
+    bars = base.mark_rule(strokeWidth=2).encode(x=x, x2="high:Q").add_params(picked)
+    shapes = alt.Scale(domain=["yes", "no"], range=["circle", "diamond"])
+    dots = base.mark_point(size=70, filled=True).encode(
+        x="ratio:Q", shape=alt.Shape("inside:N", scale=shapes, title="inside it")
+    )
+    exact = chart([{"one": 1}]).mark_rule(strokeDash=[4, 3], color=INK, tooltip=None).encode(x="one:Q")
+    text = "Predicted over measured seconds of {0} runs. Before them {1} of {0} lay inside the 90 % interval."
+    return Interactive(alt.layer(exact, bars, dots), text.format(len(recalibration.runs), recalibration.inside))

@@ -1,0 +1,239 @@
+"""The figures show what was predicted or measured, stay small whatever there is, and hold names as data alone."""
+
+import base64
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import pytest
+from markup import HOSTILE
+
+from trilane.analysis.loss_curve import join
+from trilane.analysis.recalibrate import NOTHING
+from trilane.config.cluster import cluster
+from trilane.config.model import parse_shape
+from trilane.costmodel.pipeline import pipeline_schedule
+from trilane.logs.run import RunLog
+from trilane.planning.proposals import training_days
+from trilane.planning.search import search
+from trilane.planning.search_result import SearchResult
+from trilane.report.plots import explorer, losses, runs
+from trilane.report.plots.interactive import MIME, Interactive, embedded
+from trilane.utils.tables import Text
+
+MACHINE, SHAPE = cluster("jz-a100-80g"), parse_shape("24,2048,16,2048,50304")
+
+
+def test_a_notebook_gets_the_specification_its_picture_and_its_text(tmp_path):
+    rows = [{"x": 1, "y": 2.5, "name": HOSTILE[0]}, {"x": 2, "y": float("nan"), "name": "</script><b>"}]
+    dots = alt.Chart(alt.Data(values=rows)).mark_point().encode(x="x:Q", y="y:Q", tooltip="name:N")
+    figure = Interactive(dots, "Two dots, of which one has no height.")
+    shown = figure._repr_mimebundle_()
+    assert json.loads(json.dumps(shown[MIME], allow_nan=False)) == shown[MIME], "JSON that a browser reads"
+    assert shown[MIME]["description"] == shown["text/plain"] == figure.text
+    figure.savefig(tmp_path / "x.png", dpi=150)
+    assert (tmp_path / "x.png").read_bytes() == base64.b64decode(shown["image/png"])
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_text_in_a_specification_ends_its_element(value):
+    text = embedded({"name": value})
+    assert json.loads(text) == {"name": value} and not set(text) & set("<>&\u2028")
+
+
+@pytest.fixture(scope="module")
+def found() -> SearchResult:
+    return search(SHAPE, MACHINE, gpus=(16, 32), gbs=128, mbs=(1, 2, 4), recompute="none")
+
+
+def plans(found: SearchResult) -> list[dict]:
+    return explorer.explorer(found).spec["data"]["values"]
+
+
+def test_the_explorers_first_plan_is_the_best_of_the_table_and_every_plan_is_shown_once(found):
+    shown, rows = explorer.shown_plans(found), plans(found)
+    assert shown[0] == found.best(1).rows[0]
+    assert [row["id"] for row in rows] == [c.plan.id for c in shown]
+    assert len({row["id"] for row in rows}) == len(rows) <= 40
+    assert {found.pareto[0].plan.id, found.pareto[-1].plan.id} <= {row["id"] for row in rows}
+
+
+def test_numbers_and_ties_are_those_of_the_table(found):
+    table, rows = found.best(12).to_frame(), {row["id"]: row for row in plans(found)}
+    for id, rank, seconds in zip(table["id"], table["rank"], table["s/it"], strict=True):
+        assert rows[id]["rank"].rstrip("=") == rank.rstrip("=") and rows[id]["s"] == pytest.approx(seconds, abs=2e-3)
+        assert rows[id]["lo"] < rows[id]["s"] < rows[id]["hi"]
+
+
+def test_a_plan_that_may_run_out_of_memory_has_its_own_colour_and_no_rank():
+    narrow = replace(MACHINE, gpu=replace(MACHINE.gpu, memory_bytes=int(9e9)))
+    risky = [row for row in plans(search(SHAPE, narrow, gpus=16, gbs=128, mbs=(1, 2))) if row["risk"] == "above 10 %"]
+    assert risky and all(float(row["oom"].rstrip("%")) > 10 and not row["rank"] for row in risky)
+
+
+def test_parts_of_time_and_memory_are_those_of_the_prediction(found):
+    for c, row in zip(explorer.shown_plans(found), plans(found), strict=True):
+        assert sum(row["part_s"]) == pytest.approx(c.prediction.sec_per_it, rel=2e-3)
+        fullest = max(sum(parts) for parts in zip(*(row[part] for part in vars(c.prediction.stages[0])), strict=True))
+        assert fullest == pytest.approx(row["gib"], rel=2e-3) and row["stage"] == list(range(c.topology.pp))
+
+
+def test_the_drawn_schedule_is_that_of_the_plan_and_its_words_name_what_is_left_out(found):
+    c = max(found.candidates, key=lambda c: c.topology.microbatches * c.topology.pp)
+    drawn, whole = explorer.Drawn(c, 40), explorer.Drawn(c, 10**9, 10**9)
+    made = pipeline_schedule(c.topology, c.prediction, drawn.microbatches)
+    first = [p.start for p in made.passes if p.stage == 0 and p.is_forward and p.chunk == 0]
+    rows = list(drawn.rows())
+    assert rows[0]["start"] == pytest.approx(first, rel=1e-3, abs=1e-6)
+    assert sum(len(row["start"]) for row in rows) < sum(len(row["start"]) for row in whole.rows())
+    assert rows[-1]["start"][0] + rows[-1]["length"] == pytest.approx(made.end, rel=1e-3)
+    words = "\n".join(explorer.lines(c, 3e11, drawn))
+    assert f"{drawn.microbatches} of {c.topology.microbatches} microbatches" in words
+    days = training_days(SHAPE, c.topology, c.prediction.sec_per_it, 3e11)
+    assert float(re.findall(r"tokens: ([\d.]+) \(", words)[0]) == pytest.approx(days, rel=0.01)
+    assert c.plan.id in words and c.prediction.support.words in words
+
+
+def test_ten_thousand_plans_make_no_larger_figure_one_is_enough_and_none_is_one_line(found):
+    many = replace(found, candidates=found.candidates * 20, front=lambda: list(found.candidates) * 20)
+    assert len(many.candidates) >= 10_000 and len(json.dumps(explorer.explorer(many).spec)) < 400_000
+    alone = found.candidates[:1]
+    assert len(plans(replace(found, candidates=alone, risky=(), front=lambda: list(alone)))) == 1
+    with pytest.raises(ValueError, match="gpus=16,32: no topology can run"):
+        explorer.explorer(replace(found, candidates=(), risky=(), front=list))
+
+
+def log(rows=30, first=1, **columns):
+    """A log of `rows` iterations of 4 sequences and 3,600 seconds each."""
+    at = np.arange(first, first + rows)
+    given = {"lm_loss": 3 - at / 100, "grad_norm": 1 + at % 3, "sec_per_it": 3600.0, "consumed_samples": 4 * at}
+    table = pd.DataFrame({"iteration": at, **{k: np.broadcast_to(v, rows) for k, v in {**given, **columns}.items()}})
+    return RunLog(source=Path("a.log"), iterations=table, status="completed", evidence="")
+
+
+def drawn(curves):
+    """The series, the whole specification, and the controls by name."""
+    spec = losses.explorer(curves).spec
+    return spec["data"]["values"], spec, {p["name"]: p for p in spec["params"]}
+
+
+def of_layers(panel, field):
+    """The rows of a panel's layers that have their own data with that field."""
+    found = [row for layer in panel["layer"] for row in layer.get("data", {}).get("values", []) if field in row]
+    return list({json.dumps(row): row for row in found}.values())
+
+
+def test_a_spike_of_one_line_in_a_long_log_is_drawn():
+    loss = np.full(100_000, 2.0)
+    loss[71_234] = 9.0
+    curves = {"a": join([log(100_000, lm_loss=loss)])}
+    (series,), _, _ = drawn(curves)
+    assert len(series["iterations"]) <= 2500 and series["iterations"][-1] == 100_000
+    assert series["loss0"][series["iterations"].index(71_235)] == 9.0
+    assert f"Of 100,000 lines {len(series['iterations']):,} are drawn" in losses.explorer(curves).text
+
+
+def test_short_logs_are_drawn_line_by_line_and_lines_without_a_number_are_gaps():
+    (series,), _, _ = drawn({"a": join([log(4, lm_loss=np.array([3.0, np.nan, 2.0, 1.0]))])})
+    assert series["loss0"] == [3, None, 2, 1]
+
+
+def test_smoothing_is_the_unbiased_exponential_average_and_keeps_gaps():
+    """Two lines: the first weighs half of the second, the third is missing: 4 / 3 of 2 * 1/3 + 1 * 2/3."""
+    found = losses.smoothed(pd.Series([2.0, 1.0, np.nan, 1.0]), 2)
+    assert found.to_numpy() == pytest.approx([2, 4 / 3, np.nan, 8 / 7], nan_ok=True)
+
+
+def test_all_axes_that_all_logs_have_are_offered():
+    both = {"a": join([log()], seq_length=10), "b": join([log(5)])}
+    assert drawn({"a": both["a"]})[2]["across"]["bind"]["options"] == ["iterations", "samples", "tokens", "hours"]
+    series, _, picks = drawn(both)
+    assert picks["across"]["bind"]["options"] == ["iterations", "samples", "hours"], "b does not know its tokens"
+    assert series[0]["samples"][-1] == 120 and series[0]["hours"][-1] == 30
+
+
+def test_a_restart_is_marked_and_what_was_trained_again_is_drawn_as_it_was_the_first_time():
+    series, spec, _ = drawn({"a": join([log(20), log(20, first=11, lm_loss=5.0)])})
+    assert [(s["piece"], s["iterations"][0], s["iterations"][-1]) for s in series] == [(0, 1, 30), (1, 11, 20)]
+    assert series[1]["hours"] == [*range(11, 21)], "over the hours of the second time"
+    (mark,) = of_layers(spec["concat"][0], "again")
+    assert (mark["first"], mark["again"], mark["hours"]) == (11, 10, 11)
+
+
+def test_validation_losses_are_dots_on_every_axis_of_the_loss_alone():
+    held_out = pd.DataFrame({"iteration": [10, 30], "lm_loss": [2.95, 2.75]})
+    first, other = drawn({"a": join([replace(log(), validation=held_out)]), "b": join([log()])})[1]["concat"]
+    dots = of_layers(first, "value")
+    assert dots[0] == {"run": "a", "iterations": 10, "samples": 40, "hours": 10, "value": 2.95} and len(dots) == 2
+    assert not of_layers(other, "value")
+
+
+def test_trainings_that_coincide_are_drawn_thick_to_thin():
+    same, other = join([log()]), join([log(lm_loss=4.0)])
+    assert losses.widths({"a": same, "b": same}) == [7, 1] and len({*losses.widths({"a": same, "b": other})}) == 1
+
+
+def test_a_loss_that_falls_far_begins_logarithmic_and_a_quantity_that_no_log_has_gets_no_panel():
+    assert drawn({"a": join([log(lm_loss=np.linspace(11, 2, 30))])})[2]["as_log"]["value"] is True
+    assert drawn({"a": join([log()])})[2]["as_log"]["value"] is False
+    assert len(drawn({"a": join([log(grad_norm=0.0)])})[1]["concat"]) == 1
+    assert losses.explorer({}) == losses.explorer({"a": join([log(lm_loss=np.nan)])}) == Text("No log prints a loss.")
+
+
+def test_names_are_data_and_never_part_of_an_expression(found):
+    name = "'] + alert(1) + ['"
+    specs = [losses.explorer({name: join([log(20), log(20, first=11)])}).spec]
+    specs.append(explorer.explorer(replace(found, candidates=tuple(renamed(c, name) for c in found.candidates))).spec)
+    for text in (text for spec in specs for text in expressions(spec)):
+        assert "alert" not in text
+
+
+def renamed(candidate, name):
+    return replace(candidate, plan=replace(candidate.plan, label=name))
+
+
+def expressions(part):
+    """What Vega evaluates: filters, calculated fields, conditions and expressions of axes and controls."""
+    if isinstance(part, dict):
+        names = ("calculate", "filter", "expr", "test", "labelExpr", "on")
+        yield from (str(part[name]) for name in names if name in part)
+        part = [value for name, value in part.items() if name not in ("values", "labels", "domain")]
+    if isinstance(part, list):
+        for each in part:
+            yield from expressions(each)
+
+
+def run(name, seconds, **timers):
+    """A measurement with the medians of some timers, in seconds."""
+    table = pd.DataFrame({"iteration": [1, 2], **{k.replace("_", "-"): [v, v] for k, v in timers.items()}})
+    iterations = pd.DataFrame({"iteration": [1, 2]})
+    own = SimpleNamespace(timers=table if timers else pd.DataFrame(), iterations=iterations)
+    return SimpleNamespace(name=name, log=own, window=SimpleNamespace(counts=[True, True]), sec_per_it=seconds)
+
+
+def test_phases_follow_each_other_and_what_no_timer_covers_ends_the_iteration():
+    timers = {"forward_compute": 1.0, "backward_compute": 2.0, "optimizer": 0.5}
+    shown = runs.phases_measured([run("a", 4.0, **timers), run("b", 3.0)]).spec["data"]["values"]
+    parts = [(v["part"], v["begin"], v["end"], v["share"]) for v in shown]
+    assert parts[:2] == [("forward", 0, 1, "25.0%"), ("backward", 1, 3, "50.0%")]
+    assert parts[2:] == [("optimizer", 3, 3.5, "12.5%"), ("covered by no timer", 3.5, 4, "12.5%")]
+    assert isinstance(runs.phases_measured([run("b", 3.0)]), Text), "one line, no empty figure"
+
+
+class Recalibrated(SimpleNamespace):
+    def __bool__(self):
+        return bool(self.runs)
+
+
+def test_a_run_outside_its_interval_is_distinguished_from_one_inside():
+    (before, after) = ([SimpleNamespace(sec_per_it=s, sec_lo=s - 0.5, sec_hi=s + 0.7)] for s in (2.0, 3.5))
+    found = runs.predicted_over_measured(Recalibrated(runs=[run("a", 4.0)], before=before, after=after, inside=0))
+    shown = [row for layer in found.spec["layer"] for row in layer["data"]["values"] if "ratio" in row][:2]
+    assert [(v["ratio"], v["low"], v["inside"]) for v in shown] == [(0.5, 0.375, "no"), (0.875, 0.75, "yes")]
+    nothing = Recalibrated(runs=[])
+    assert runs.predicted_over_measured(nothing) is runs.phases_predicted(nothing) is NOTHING
