@@ -49,7 +49,7 @@ _MODULES = {
     "planning.what_if": ("what_if",),
     "report": ("plots",),
     "report.index": ("save_fleet",),
-    "report.session": ("export_report",),
+    "report.notebook": ("export_report",),
     "report.widgets": ("explore",),
     "slurm.jobs": ("job_status", "submit"),
     "slurm.preflight.check": ("check_job",),

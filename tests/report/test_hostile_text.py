@@ -17,7 +17,7 @@ from trilane.costmodel.measured_rows import shipped_rows
 from trilane.report import notebook
 from trilane.report.html import DATA, POLICY
 from trilane.report.index import write_index
-from trilane.report.parameters import notebook_names
+from trilane.report.notebook import notebook_names
 from trilane.report.plots.interactive import script
 from trilane.utils.validation import to_mapping
 from trilane.workspace.study import Study

@@ -35,6 +35,15 @@ def test_a_damaged_file_of_a_study_leaves_its_index_readable(outputs: Path, name
     assert Path(name).name in Page(write_index(study).read_text()).text
 
 
+def test_an_index_lists_the_decision_first_and_links_what_is_there(outputs: Path) -> None:
+    study = Study.create("s")
+    for name in ("02_topology", "08_decision"):
+        (study.folder / f"{name}.ipynb").write_text("{}")
+    page = Page(write_index(study).read_text())
+    links = [value for value in page.values if value.endswith((".html", ".ipynb"))]
+    assert links == ["../index.html", "08_decision.ipynb", "02_topology.ipynb"]
+
+
 def test_an_index_shows_names_as_text_and_links_below_its_folder(outputs: Path) -> None:
     study = Study.create("s")
     run = study.folder / "runs" / "a#b?c%20 <u>"

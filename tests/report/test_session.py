@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from markup import Page
 
-from trilane.report.session import export_report
+from trilane.report.notebook import export_report
 from trilane.workspace.study import Study
 
 

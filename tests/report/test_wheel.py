@@ -11,7 +11,7 @@ from support import REPOSITORY
 from trilane.workspace import installation
 
 ASK = """
-from trilane.report.parameters import notebook_names
+from trilane.report.notebook import notebook_names
 from trilane.slurm import script
 from trilane.workspace.installation import checkout, outputs_root, shipped, stamp
 print(checkout(), outputs_root(), notebook_names()[0], (shipped("slurm_templates") / "parts/training").is_file())

@@ -21,7 +21,7 @@ from trilane.diagnose.hang.capture import _write_topology
 from trilane.diagnose.study import write_restart_example
 from trilane.experiments import benchmark
 from trilane.launch.follow import Tail
-from trilane.report import html, index, parameters
+from trilane.report import html, index, notebook
 from trilane.slurm import attempt, client, jobs, ledger, sites
 from trilane.utils.validation import shipped_json
 from trilane.workspace import checkpoints, phase_times, run_folder, status
@@ -185,7 +185,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "measure plan": of_run(lambda run: benchmark.text(benchmark.result(run))),
     "headline": of_study(index.headline),
     "notebook": lambda study: html.read_notebook(study / "01_sizing.ipynb"),
-    "parameters": lambda study: parameters.read_parameters(study / "01_sizing.ipynb"),
+    "parameters": lambda study: notebook.read_parameters(study / "01_sizing.ipynb"),
     "model": of_study(lambda study: study.model()),
     "plans": of_study(lambda study: study.plans()),
     "calibration": lambda study: calibration_for(load_cluster("jz-h100"), "s"),

@@ -29,7 +29,7 @@ class RunCommand(Command):
     """`run NOTEBOOK --help` also lists the notebook's parameters."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from trilane.report.parameters import described_parameters, notebook_names
+        from trilane.report.notebook import described_parameters, notebook_names
 
         names = notebook_names()
         with formatter.section("Notebooks"):
@@ -37,7 +37,10 @@ class RunCommand(Command):
         for name in (word for word in sys.argv[1:] if word in names):
             with formatter.section(f"Parameters of {name}, set by -p NAME VALUE"):
                 formatter.write_dl(
-                    [(f"{p.name} {p.kind}", f"{p.comment} [{p.default}]") for p in described_parameters(name)]
+                    [
+                        (f"{p.name} {p.inferred_type_name}", f"{p.help} [{p.default}]")
+                        for p in described_parameters(name)
+                    ]
                 )
 
 
@@ -48,7 +51,7 @@ class RunCommand(Command):
 @option("--resume", is_flag=True, help="go on in a study that exists")
 @option("--fresh", is_flag=True, help="take the next free name if the study exists")
 @option("--lab", is_flag=True, help="open JupyterLab on copies in the study instead, with its parameters set")
-@option("--pdf", is_flag=True, help="also print each report to PDF, with a Chromium that is installed")
+@option("--pdf", is_flag=True, hidden=True)  # gone: it names its successor until 0.1.0 is released
 @JSON
 def run(
     notebook: str,
@@ -63,15 +66,13 @@ def run(
     """Execute NOTEBOOK, such as 02_topology, or all of the demo in order, and print the path of its report.
 
     With --lab `all` means every notebook; copies that exist in the study's folder lab/ are kept as they are.
-    Exit code 1 where a notebook or the printing fails, 2 where its parameters are the reason.
+    Exit code 1 where a notebook fails, 2 where its parameters are the reason.
     """
     from trilane.report import notebook as notebooks
-    from trilane.report.pdf import find_browser
     from trilane.workspace.study import Study
 
     require(not (resume and fresh), "resume", True, "contradicts --fresh")
-    require(not (lab and pdf), "pdf", True, "contradicts --lab; a session's report is made by export_report(here)")
-    browser = find_browser() if pdf else ""  # refused before anything runs
+    require(not pdf, "option", "--pdf", "is now `chromium --headless --no-sandbox --print-to-pdf=OUT.pdf REPORT.html`")
     given = dict(parameter)
     if lab:
         return _lab(notebook, Study(study), given)
@@ -87,27 +88,12 @@ def run(
         print("trilane:", printable(str(error)), file=sys.stderr)
         print(f"the executed copy with the traceback: {where.folder / error.notebook}.ipynb", file=sys.stderr)
         return 2 if error.is_input else 1
-    return _shown([where.folder / f"{name}.html" for name in chosen], report, browser, as_json)
-
-
-def _shown(reports: list[Path], main: Path, browser: str, as_json: bool) -> int:
-    """Print the path of the main report, and with a browser those of the PDFs of all; the exit code."""
-    from trilane.report.pdf import print_pdf
-
-    try:
-        printed = [str(print_pdf(path, browser)) for path in reports] if browser else []
-    except RuntimeError as error:
-        print("trilane:", printable(str(error)), file=sys.stderr)
-        print(f"the report: {main}", file=sys.stderr)
-        return 1
-    values = {"study": str(main.parent), "report": str(main), **({"pdf": printed} if browser else {})}
-    return emit(as_json, values, "\n".join([str(main), *printed]))
+    return emit(as_json, {"study": str(report.parent), "report": str(report)}, str(report))
 
 
 def _lab(notebook: str, study: "Study", given: dict[str, str]) -> int:
     """JupyterLab on the study's own copies of the notebooks; its exit code."""
-    from trilane.report.notebook import distribute
-    from trilane.report.parameters import copy_into, notebook_names
+    from trilane.report.notebook import copy_into, distribute, notebook_names
 
     values = distribute(notebook_names() if notebook == "all" else [notebook], given)
     study.folder.mkdir(parents=True, exist_ok=True)

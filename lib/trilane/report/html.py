@@ -1,4 +1,4 @@
-"""Reports: an executed notebook as one HTML file; text from files is never markup in it."""
+"""The report of a notebook: one HTML file that loads nothing, in which text from files is never markup."""
 
 import json
 import re
@@ -7,10 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import bleach
 import mistune
 import nbformat
-from bleach.css_sanitizer import CSSSanitizer
+import nh3
 from nbconvert import HTMLExporter
 
 from trilane.report.plots.interactive import MIME, embedded, script
@@ -22,103 +21,61 @@ DATA = Path(str(resources.files("trilane"))) / "data/report"
 # The pages load nothing, and run no script but the one that draws their figures (by its hash); CSP Level 3,
 # https://www.w3.org/TR/CSP3/
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-SCRIPT = "<!-- script -->"  # stands for the script in the template
-ONE_PAGE = "08_decision"  # its print has to fit a sheet
-SHOWN = ("text/html", "text/markdown", "image/png", "text/plain")  # outputs that a report holds
-TAGS = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
-TAGS |= {"table", "tbody", "td", "th", "thead", "tr"}
-STYLES = ("background-color", "line-height", "min-width", "text-align", "white-space")
 
 
 def notebook_html(executed: Path, file: Path | None = None, about: Mapping[str, str] | None = None) -> str:
     """The executed notebook as one HTML text: code folded, figures inline, no external resources.
 
-    It says what it is: study, date, revision, parameters and what it read; no path of the machine that made it. Where
+    It has what it is: study, date, revision, parameters and what it read; no path of the machine that made it. Where
     the notebook is in another `file`, `executed` is its place in the study; `about` replaces lines of its foot.
     """
-    exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
-    exporter.register_filter("markdown2html", markdown_html)
-    css = (DATA / "report.css").read_text(encoding="utf-8")
-    notebook, headings, last, drawn = read_notebook(file or executed), dict[str, str](), "figure", False
+    notebook = read_notebook(file or executed)
     facts = {**_about(notebook, executed), **(about or {})}
-    notebook.metadata = {}  # without the state of widgets
-    notebook.cells = [
-        cell for cell in notebook.cells if "papermill-error-cell-tag" not in cell.metadata.get("tags", [])
-    ]
+    report: dict[str, Any] = {"study": executed.parent.name, "title": title(notebook), "about": facts, "headings": {}}
+    report |= {"css": (DATA / "report.css").read_text(encoding="utf-8"), "policy": POLICY, "script": ""}
+    report["kind"] = "one-page" if executed.stem == "08_decision" else "report"  # whose print has to fit a sheet
+    notebook.metadata, heading = {}, "figure"  # without the state of widgets
+    # papermill's own cell on top of a notebook that failed
+    notebook.cells = [c for c in notebook.cells if "papermill-error-cell-tag" not in c.metadata.get("tags", [])]
     for cell in notebook.cells:
-        found = [line[3:].strip() for line in cell.source.splitlines() if line.startswith("## ")]
-        headings |= {anchor(heading): heading for heading in found if cell.cell_type == "markdown"}
-        last = found[-1] if found and cell.cell_type == "markdown" else last
+        lines = cell.source.splitlines() if cell.cell_type == "markdown" else []
+        for heading in (line[3:].strip() for line in lines if line.startswith("## ")):
+            report["headings"][anchor(heading)] = heading
         for output in (o for o in cell.get("outputs", []) if "data" in o):
-            output["metadata"] = _figure(output["data"], last)
-            drawn = drawn or "spec" in output["metadata"]
-            output["data"] = {kind: value for kind, value in output["data"].items() if kind in SHOWN}
+            output["metadata"] = {"alt": f"Figure: {heading}"}
+            if isinstance(spec := output["data"].get(MIME), dict) and "image/png" in output["data"]:
+                output["metadata"] = {"alt": str(spec.get("description") or heading), "spec": embedded(spec)}
+                report["script"], digest = script()
+                report["policy"] = f"{POLICY}; script-src {digest}"
+            shown = ("text/html", "text/markdown", "image/png", "text/plain")
+            output["data"] = {kind: output["data"][kind] for kind in shown if kind in output["data"]}
             if "text/html" in output["data"]:
                 output["data"]["text/html"] = plain_html(output["data"]["text/html"])
-    report = {"title": title(notebook), "study": executed.parent.name, "pages": _neighbours(executed)}
-    made = f"Study {executed.parent.name}, executed {facts['executed']}, made by {facts['made by']}"
-    report |= {"kind": "one-page" if executed.stem == ONE_PAGE else "report"}
-    report |= {"headings": list(headings.items()), "about": list(facts.items()), "made": made}
-    code, digest = script() if drawn else ("", "")
-    policy = f"{POLICY}; script-src {digest}" if drawn else POLICY
-    given = {"trilane_css": css, "policy": policy, "report": report}
-    text = _without_paths(exporter.from_notebook_node(notebook, resources=given)[0], executed.parent)
-    return text.replace(SCRIPT, f'<script type="module">{code}</script>' if drawn else "", 1)
-
-
-def _figure(data: Mapping[str, Any], heading: str) -> dict[str, str]:
-    """What the template needs of an output's figure: its text, and the specification of one that can be drawn."""
-    spec = data.get(MIME)
-    if not isinstance(spec, dict) or "image/png" not in data:
-        return {"alt": f"Figure: {heading}"}
-    return {"alt": str(spec.get("description") or f"Figure: {heading}"), "spec": embedded(spec)}
+    exporter = HTMLExporter(template_file=str(DATA / "notebook.html.j2"))
+    exporter.register_filter("markdown2html", markdown_html)
+    text = exporter.from_notebook_node(notebook, resources={"report": report})[0]
+    for place in filter(None, (executed.parent, executed.parent.parent, checkout())):
+        text = text.replace(f"{place.absolute()}/", "") if len(place.parts) > 1 else text
+    return text
 
 
 def _about(notebook: Any, executed: Path) -> dict[str, str]:
-    """What the foot of a report says: name and text."""
-    made = notebook.metadata.get("papermill", {})
-    made = made if isinstance(made, dict) else {}
+    """The foot of a report: name and text."""
     of = {**stamp(), **(dict(by) if isinstance(by := notebook.metadata.get("trilane"), dict) else {})}
-    values = found if isinstance(found := made.get("parameters"), dict) else {}
-    files = {path.name: read_field(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))}
-    mine = [by for by in files.values() if isinstance(by, dict) and by.get("notebook") == executed.stem]
-    read = {name: str(key) for by in mine if isinstance(by.get("read"), dict) for name, key in by["read"].items()}
-    given = ", ".join(f"{name} = {value!r}" for name, value in values.items())
+    made = by if isinstance(by := notebook.metadata.get("papermill"), dict) else {}
+    values = by if isinstance(by := made.get("parameters"), dict) else {}
+    files = [read_field(path, lambda v: v["made_by"]) for path in sorted(executed.parent.glob("*.json"))]
+    mine = [
+        by["read"] for by in files if isinstance(by, dict) and by.get("notebook") == executed.stem and by.get("read")
+    ]
+    read = {name: str(key) for by in mine if isinstance(by, dict) for name, key in by.items()}
     return {
         "executed": str(made.get("end_time") or made.get("start_time") or "not recorded")[:16].replace("T", " "),
         "notebook": executed.stem,
-        "parameters": given or "as the notebook has them",
+        "parameters": ", ".join(f"{n} = {v!r}" for n, v in values.items()) or "as the notebook has them",
         "read": ", ".join(f"{name} {key}" for name, key in read.items()) or "no result file of the study",
         "made by": f"trilane {of['trilane']}, revision {of['revision']}, Python {of['python']}",
     }
-
-
-def _notebooks(executed: Path) -> list[Path]:
-    """The executed notebooks of the study, in their order."""
-    return sorted({*executed.parent.glob("[0-9]*.ipynb"), executed})
-
-
-def with_predecessor(executed: Path) -> list[Path]:
-    """The executed notebook, and the one before it, whose report links to it."""
-    found = _notebooks(executed)
-    at = found.index(executed)
-    return found[max(0, at - 1) : at + 1]
-
-
-def _neighbours(executed: Path) -> list[tuple[str, str]]:
-    """The notebooks of the study before and after this one: word and name."""
-    names = [path.stem for path in _notebooks(executed)]
-    at = names.index(executed.stem)
-    near = (("←", names[at - 1] if at else ""), ("→", names[at + 1] if at + 1 < len(names) else ""))
-    return [(word, name) for word, name in near if re.fullmatch(r"[\w.-]+", name)]
-
-
-def _without_paths(text: str, folder: Path) -> str:
-    """The HTML without the folder of the study, of all studies and of the checkout, which say nothing elsewhere."""
-    for place in (folder, folder.parent, checkout()):
-        if place and len(place.parts) > 1:
-            text = text.replace(f"{place.absolute()}/", "")
-    return text
 
 
 def anchor(heading: str) -> str:
@@ -145,17 +102,26 @@ def markdown_html(text: str) -> str:
 
 
 def plain_html(text: str) -> str:
-    """HTML of an output with tables, text and pictures alone; any other element is shown as its source."""
-    text = re.sub(r"<style\b.*?</style>", "", text, flags=re.DOTALL)  # of a DataFrame
-    allowed = CSSSanitizer(allowed_css_properties=STYLES)
-    return bleach.clean(text, TAGS, _is_plain_attribute, protocols=["https", "data"], css_sanitizer=allowed)
+    """HTML of an output, with tables, text and pictures alone: nothing in it runs, loads, or covers the page."""
+    tags = {"a", "b", "br", "code", "details", "div", "em", "i", "img", "mark", "p", "pre", "span", "strong", "summary"}
+    tags |= {"table", "tbody", "td", "th", "thead", "tr"}
+    attributes = {"*": {"class", "style", "width", "colspan", "rowspan", "border"}, "a": {"href"}, "img": {"src"}}
+    return nh3.clean(
+        text,
+        tags=tags,
+        clean_content_tags={"style"},  # of a DataFrame
+        attributes=attributes,
+        attribute_filter=_attribute,
+        filter_style_properties={"background-color", "line-height", "min-width", "text-align", "white-space"},
+        url_schemes={"data"},
+        link_rel=None,
+    )
 
 
-def _is_plain_attribute(tag: str, name: str, value: str) -> bool:
-    if name in ("href", "src"):
-        pattern = {"a": r"[\w.%~-]+", "img": r"data:image/png;base64,[\w+/=\s]+"}.get(tag, "")
-        return re.fullmatch(pattern, value) is not None
-    return name in ("class", "style", "width", "colspan", "rowspan", "border")
+def _attribute(tag: str, name: str, value: str) -> str | None:
+    """The value of an attribute; None where it leads out of the study's folder."""
+    patterns = {"href": r"[\w.%~-]+", "src": r"data:image/png;base64,[\w+/=\s]+"}
+    return value if name not in patterns or re.fullmatch(patterns[name], value) else None
 
 
 def title(notebook: Any) -> str:
@@ -173,9 +139,7 @@ def read_notebook(path: Path) -> Any:
     """The notebook in a file; ValueError where it is damaged."""
     try:
         notebook = nbformat.read(path, as_version=4)
-        assert all(
-            isinstance(cell.source, str) and cell.cell_type and cell.metadata is not None for cell in notebook.cells
-        )
+        assert all(isinstance(c.source, str) and c.cell_type and c.metadata is not None for c in notebook.cells)
     except Exception as error:  # of a damaged file nbformat raises anything, also AssertionError and UnboundLocalError
         raise ValueError(f"notebook={path}: is damaged ({short(str(error), 80)})") from None
     return notebook

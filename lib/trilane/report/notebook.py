@@ -1,56 +1,35 @@
-"""Execute the notebooks of a study with checked parameters; write their HTML and the study's index."""
+"""The notebooks: their parameters, their execution in a study, copies to work on by hand, and reports of those."""
 
 import ast
 import contextlib
-import glob
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import nbformat
 import papermill
-from jupyter_client import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
-from traitlets import Unicode
+from papermill.models import Parameter
+from papermill.translators import PythonTranslator
+from traitlets.config import Config
 
-from trilane.report.html import read_notebook, with_predecessor, write_notebook_report
+from trilane.report.html import notebook_html, read_notebook, write_notebook_report
 from trilane.report.index import write_index
-from trilane.report.parameters import described_parameters, edited_parameters, path_of
 from trilane.utils.folder_lock import FolderLock
 from trilane.utils.process import SAFE_PATH, environment_set
 from trilane.utils.progress import BATCH
-from trilane.utils.validation import require_known
+from trilane.utils.tables import Text
+from trilane.utils.validation import require, require_known
 from trilane.workspace.installation import outputs_root, shipped, stamp
-from trilane.workspace.run_folder import keep_earlier
+from trilane.workspace.run_folder import keep_earlier, write_text
 from trilane.workspace.study import Study
 
 DEMO = ("01_sizing", "02_topology", "03_launch", "04_analyze")  # the notebooks of `all`, in order
-
-
-def kernel_manager(stderr: IO[bytes], sockets: str) -> type[AsyncKernelManager]:
-    """A manager of kernels that listen on socket files: any user of a shared node can connect to a TCP port.
-
-    The files are in the folder `sockets`, by default in the working directory, where two kernels started at once would
-    share them. The kernel process writes its own stderr to the file `stderr`; the notebook's stderr is an output of its
-    cell.
-    """
-
-    class SocketFileKernelManager(AsyncKernelManager):
-        transport = Unicode("ipc")
-
-        async def start_kernel(self, **options: Any) -> None:  # type: ignore[override]
-            self.ip = f"{sockets}/kernel"
-            await super().start_kernel(**{**options, "stderr": stderr})
-
-    return SocketFileKernelManager
-
-
-def socket_folder() -> str:
-    """The folder for temporary files, or /tmp where its path is too long for a socket: 107 bytes, man 7 unix."""
-    return folder if len(os.fsencode(folder := tempfile.gettempdir())) < 70 else "/tmp"
 
 
 class NotebookError(Exception):
@@ -62,37 +41,37 @@ class NotebookError(Exception):
         self.is_input = is_input
 
 
-def typed(field: str, text: object, kind: str) -> Any:
-    """`text` as a value of type `kind`; ValueError where it is not one. An int is also a float."""
-    if not isinstance(text, str):
-        ok = type(text).__name__ == kind or (kind == "float" and isinstance(text, int) and not isinstance(text, bool))
-        value: Any = text
-    elif kind == "str":
-        return text if field == "study" else located(text)
-    else:
-        try:
-            value = {"true": True, "false": False}.get(text.lower()) if kind == "bool" else ast.literal_eval(text)
-            ok = type(value).__name__ == kind or (kind == "float" and type(value) is int)
-        except (ValueError, SyntaxError):
-            ok = False
-    if not ok:
-        raise ValueError(f"{field}={text}: must be of type {kind}")
-    return float(value) if kind == "float" else value
+def notebook_names() -> list[str]:
+    """The names of all notebooks, such as `01_sizing`."""
+    return sorted(path.stem for path in shipped("notebooks").glob("*.ipynb"))
 
 
-def located(text: str) -> str:
-    """An existing relative path or glob as an absolute one, since a kernel's working directory is notebooks/.
+def path_of(name: str) -> Path:
+    """The source notebook of that name; ValueError for an unknown one."""
+    require_known("notebook", name, notebook_names())
+    return shipped("notebooks") / f"{name}.ipynb"
 
-    A path that exists in notebooks/ too, and a bare word (which may be a name), stay as they are.
-    """
 
-    def exists(folder: Path) -> bool:
-        return os.path.exists(folder / text) or any(glob.iglob(text, root_dir=folder, recursive=True))
+def described_parameters(name: str) -> list[Parameter]:
+    """The parameters of a notebook, in the order of their lines; ValueError where it is unknown or damaged."""
+    return read_parameters(path_of(name))
 
-    like_a_path = glob.has_magic(text) or os.sep in text or Path(text).suffix
-    if not like_a_path or os.path.isabs(text) or exists(shipped("notebooks")) or not exists(here := Path.cwd()):
-        return text
-    return os.path.normpath(here / text if os.path.exists(here / text) else Path(glob.escape(str(here))) / text)
+
+def read_parameters(path: Path) -> list[Parameter]:
+    """The parameters of a notebook's file, each with name, type, default and help; ValueError where it is damaged."""
+    tagged = [cell for cell in read_notebook(path).cells if "parameters" in cell.metadata.get("tags", [])]
+    return [parameter for cell in tagged for parameter in PythonTranslator.inspect(cell)]
+
+
+def typed(field: str, given: object, kind: str) -> Any:
+    """`given`, which may be text of a command line, as a value of type `kind`; ValueError where it is not one."""
+    value: Any = given
+    if isinstance(given, str) and kind != "str":
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(given.title() if kind == "bool" else given)
+    value = float(value) if kind == "float" and type(value) is int else value
+    require(type(value).__name__ == kind, field, given, f"must be of type {kind}")
+    return value
 
 
 def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, dict[str, Any]]:
@@ -101,7 +80,7 @@ def distribute(chosen: Sequence[str], given: Mapping[str, object]) -> dict[str, 
     for field in given:
         require_known("parameter", field, sorted({p.name for found in known.values() for p in found}))
     return {
-        name: {p.name: typed(p.name, given[p.name], p.kind) for p in found if p.name in given}
+        name: {p.name: typed(p.name, given[p.name], p.inferred_type_name) for p in found if p.name in given}
         for name, found in known.items()
     }
 
@@ -112,77 +91,50 @@ def run(name: str, study: Study, **given: object) -> Path:
     The executed copy, HTML and index are written even where a cell fails; then NotebookError names the cell. ValueError
     where another process executes that notebook in the study now.
     """
-    values = {**_as_committed(name), **distribute([name], given)[name]}
+    values = distribute([name], given)[name]
     with FolderLock([study.folder], f".{name}.lock", f"notebook={name}, study").held(0.0):
-        return _run(name, study, values)
-
-
-def _run(name: str, study: Study, values: Mapping[str, Any]) -> Path:
-    """As run(), while no other process executes that notebook in the study."""
-    source, executed = path_of(name), study.folder / f"{name}.ipynb"
-    keep_earlier(executed)
-    executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
-    # the kernel runs in another folder
-    inherited = {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute()), **SAFE_PATH}
-    kernel_stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed below
-    sockets = tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder())  # removed below
-    options = {"stdout_file": sys.stderr, "request_save_on_cell_execute": True, "cwd": str(source.parent)}
-    try:
-        with environment_set(inherited):
-            papermill.execute_notebook(
-                source,
-                executed,
-                parameters={**values, "study": study.name},
-                kernel_name="python3",
-                kernel_manager_class=kernel_manager(kernel_stderr, sockets.name),
-                progress_bar={"desc": name, "unit": "cell"},
-                **options,
-            )
-    except PapermillExecutionError as error:
-        cell = cell_name(source, error.source)
-        raise NotebookError(name, cell, error.evalue or error.ename, error.ename == "ValueError") from None
-    except BaseException as error:  # a dead kernel, Ctrl-C: papermill keeps the copy as if it were complete
-        unfinished = mark_failed(executed)
-        if not isinstance(error, RuntimeError):
-            raise
-        cell = cell_name(source, unfinished) if unfinished is not None else "before its first cell"
-        kernel_stderr.seek(0)
-        last = kernel_stderr.read().decode(errors="replace").strip().splitlines()[-1:]
-        raise NotebookError(name, cell, "; ".join([str(error), *last]), is_input=False) from None
-    finally:
-        kernel_stderr.close()
-        sockets.cleanup()
-        _write_reports(study, executed)
+        executed = study.folder / f"{name}.ipynb"
+        keep_earlier(executed)
+        executed.unlink(missing_ok=True)  # papermill would write into the kept copy: the two names are one file
+        try:
+            _execute(name, executed, {**values, "study": study.name})
+        finally:
+            if executed.exists():
+                made = nbformat.read(executed, as_version=4)
+                made.metadata["trilane"] = stamp()
+                nbformat.write(made, executed)
+                write_notebook_report(executed)
+                write_index(study)
     return executed.with_suffix(".html")
 
 
-def _write_reports(study: Study, executed: Path) -> None:
-    """The executed copy with the software that made it, its page, and the study's index, where there is a copy."""
-    if executed.exists():
-        made = nbformat.read(executed, as_version=4)
-        made.metadata["trilane"] = stamp()
-        nbformat.write(made, executed)
-        *before, own = with_predecessor(executed)
-        for report in before:
-            with contextlib.suppress(
-                ValueError
-            ):  # another process may be executing it: half written, and its own to report
-                write_notebook_report(report)
-        write_notebook_report(own)
-        write_index(study)
+def _execute(name: str, executed: Path, values: Mapping[str, Any]) -> None:
+    source, inherited = path_of(name), {BATCH: "1", "TRILANE_OUTPUTS": str(outputs_root().absolute()), **SAFE_PATH}
+    with tempfile.TemporaryDirectory(prefix="trilane-", dir=socket_folder()) as sockets, environment_set(inherited):
+        options = {
+            # a port of TCP could be used by everybody on a shared node; a folder for each kernel, or two share files
+            "config": Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
+            # modules of the current folder would go before ours
+            "extra_arguments": ["--InteractiveShellApp.ignore_cwd=True"],
+            "progress_bar": {"desc": name, "unit": "cell"},
+            "stdout_file": sys.stderr,
+            "request_save_on_cell_execute": True,
+        }
+        try:
+            papermill.execute_notebook(source, executed, parameters=dict(values), kernel_name="python3", **options)
+        except PapermillExecutionError as error:
+            cell, is_input = cell_name(source, error.source), error.ename == "ValueError"
+            raise NotebookError(name, cell, error.evalue or error.ename, is_input) from None
+        except BaseException as error:  # a dead kernel, Ctrl-C: papermill keeps the copy as if it were complete
+            cell = cell_name(source, mark_failed(executed))
+            if not isinstance(error, RuntimeError):
+                raise
+            raise NotebookError(name, cell, str(error), is_input=False) from None
 
 
-def _as_committed(name: str) -> dict[str, Any]:
-    """The committed defaults of parameters that were edited in the notebook itself, which is said on stderr."""
-    edited = edited_parameters(name)
-    if edited:
-        which = ", ".join(f"{field} is {value!r}" for field, value in edited.items())
-        print(
-            f"trilane: notebooks/{name}.ipynb was edited; this run takes its parameters as committed ({which}). Set "
-            f"them with -p, or work on a copy: trilane run {name} --lab",
-            file=sys.stderr,
-        )
-    return edited
+def socket_folder() -> str:
+    """The folder for temporary files, or /tmp where its path is too long for a socket: 107 bytes, man 7 unix."""
+    return folder if len(os.fsencode(folder := tempfile.gettempdir())) < 70 else "/tmp"
 
 
 def cell_name(notebook: Path, source: str) -> str:
@@ -193,29 +145,33 @@ def cell_name(notebook: Path, source: str) -> str:
             heading = cell.source.splitlines()[0].lstrip("# ")
         elif cell.cell_type == "code" and cell.source == source:
             return f"cell {number} ({heading})"
-    return "a cell"
+    return "before its first cell"
 
 
-def mark_failed(executed: Path) -> str | None:
+def mark_failed(executed: Path) -> str:
     """Record in the executed copy that it is incomplete; the source of its first unfinished code cell."""
     if not executed.exists():
-        return None
+        return ""
     made = nbformat.read(executed, as_version=4)
     made.metadata.setdefault("papermill", {})["exception"] = True
     nbformat.write(made, executed)
     code = [cell for cell in made.cells if cell.cell_type == "code"]
-    return next((cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})), None)
+    return next((cell.source for cell in code if "iopub.status.idle" not in cell.metadata.get("execution", {})), "")
 
 
 def is_done(name: str, study: Study, values: Mapping[str, Any]) -> bool:
     """Whether the study holds a completed execution of that notebook with the same parameters."""
-    executed = study.folder / f"{name}.ipynb"
-    try:
-        made = read_notebook(executed).metadata.get("papermill", {})
-    except ValueError:  # missing, damaged, or half written by another process
-        return False
+    made = _executed_with(study.folder / f"{name}.ipynb")
     same = made.get("parameters") == {**values, "study": study.name}
     return bool(same and made.get("end_time") and not made.get("exception"))
+
+
+def _executed_with(executed: Path) -> dict[str, Any]:
+    """What papermill wrote about an execution; nothing where it is missing, damaged, or half written."""
+    try:
+        return dict(read_notebook(executed).metadata["papermill"])
+    except (ValueError, KeyError, TypeError):
+        return {}
 
 
 def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = DEMO) -> Path:
@@ -225,9 +181,62 @@ def run_all(study: Study, given: Mapping[str, object], chosen: Sequence[str] = D
     """
     plan = distribute(chosen, given)
     for number, name in enumerate(chosen, start=1):
-        if is_done(name, study, plan[name]):
-            print(f"[{number}/{len(chosen)}] {name}: completed before, kept", file=sys.stderr)
-            continue
-        print(f"[{number}/{len(chosen)}] {name}", file=sys.stderr)
-        run(name, study, **plan[name])
+        done = is_done(name, study, plan[name])
+        print(f"[{number}/{len(chosen)}] {name}{': completed before, kept' * done}", file=sys.stderr)
+        if not done:
+            run(name, study, **plan[name])
     return write_index(study)
+
+
+def copy_into(study: Study, name: str, values: Mapping[str, Any]) -> tuple[Path, bool]:
+    """The study's copy of a notebook to work on by hand, lab/NAME.ipynb, and whether it is new: one that exists stays.
+
+    Its parameters are `values`, then those with which the study ran the notebook, then the defaults.
+    """
+    path = study.folder / "lab" / f"{name}.ipynb"
+    if path.exists():
+        return path, False
+    notebook, before = read_notebook(path_of(name)), _executed_with(study.folder / f"{name}.ipynb").get("parameters")
+    given = {**(before if isinstance(before, dict) else {}), **values, "study": study.name}
+    for cell in (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])):
+        for field, value in given.items():
+            line = re.search(rf"^{re.escape(field)}: \w+ = (.*?)(  #.*)?$", cell.source, re.MULTILINE)
+            if line:
+                cell.source = f"{cell.source[: line.start(1)]}{value!r}{cell.source[line.end(1) :]}"
+    return write_text(path, nbformat.writes(notebook) + "\n"), True
+
+
+def export_report(study: Study, notebook: str = "") -> Text:
+    """Write the report of the notebook in which this is called, as it was last saved, into the study.
+
+    `notebook` is its path, where it is not that of the session (an editor that tells the kernel nothing, a renamed
+    file). A later report replaces an earlier one. Raises ValueError where the file cannot be found or read.
+
+        export_report(here)
+    """
+    if os.environ.get(BATCH):
+        return Text("A batch run writes its report itself.")
+    # the notebook's path in the environment of its kernel: jupyter_server, services/sessions/sessionmanager.py
+    given = notebook or os.environ.get("JPY_SESSION_NAME", "")
+    path = Path(given).absolute()
+    rule = "is not this kernel's notebook; save it, or pass its path: export_report(here, 'mine.ipynb')"
+    require(path.suffix == ".ipynb" and path.is_file(), "notebook", given, rule)
+    saved = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    behind = _executed() - max(cell.get("execution_count") or 0 for cell in read_notebook(path).cells)
+    late = f"; cells executed later are missing: {behind}" if behind > 0 else ""
+    parameters = ", ".join(f"{p.name} = {p.default}" for p in read_parameters(path)) or "none"
+    about = {"parameters": parameters, "executed": f"in a session, as saved at {saved:%Y-%m-%d %H:%M:%S} (UTC){late}"}
+    made = notebook_html(study.folder / path.name, path, about)
+    written = write_text(study.folder / f"{path.stem}-session.html", made, derived=True)
+    write_index(study)
+    again = " Save the notebook, and export it again." * bool(late)
+    return Text.of("{}, {}.{}", str(written), about["executed"], again)
+
+
+def _executed() -> int:
+    """How many cells this kernel executed before the one that runs now; 0 outside of IPython."""
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()
+    # In holds "", the earlier cells, and this one; execution_count is already the next one's in IPython 9
+    return len(shell.user_ns["In"]) - 2 if shell else 0

@@ -250,7 +250,7 @@ def _causes(record: Record) -> list[dict[str, Any]]:
         lost = days.get(cause, {"mean_days": 0.0, "days_95": 0.0})
         numbers = {"hours": hours.get(cause, 0.0), "mean": lost["mean_days"], "high": lost["days_95"]}
         words = [f"{title}: {amount(numbers[name])}" for name, title in MEASURES.items()]
-        words += [f"What helps: {remedies[cause]}."] * (cause in remedies)
+        words += [f"What helps: {remedies.get(cause)}."] * (cause in remedies)
         words += [f"Assumed rate: {sources.get(cause)}."] * (cause in sources)
         rows.append({"cause": cause, "card": wrapped([cause, *words]), **{n: rounded(v) for n, v in numbers.items()}})
     return sorted(rows, key=lambda row: (-row["hours"], -row["mean"]))
