@@ -21,7 +21,7 @@ from trilane.costmodel.predict import Prediction, predict
 from trilane.costmodel.shipped import default
 from trilane.planning.search import search
 from trilane.report.widgets import explore
-from trilane.utils.numbers import with_interval
+from trilane.utils.numbers import with_bounds
 from trilane.workspace.study import Study
 
 matplotlib.use("Agg")
@@ -131,7 +131,7 @@ def test_every_notebook_shows_the_prediction_of_the_plan(case, tmp_path: Path) -
             explore(plan, default(plan.cluster))
     else:
         text = explore(plan, default(plan.cluster)).caption.value
-        seconds, *_ = with_interval(expected.sec_per_it, expected.sec_lo, expected.sec_hi)
+        seconds = with_bounds(expected.sec_per_it, expected.sec_lo, expected.sec_hi)
         assert f"<b>{seconds} s</b>" in text
         assert f"<b>{expected.memory_bytes / 2**30:.3g} GiB</b>" in text
     study = {"study": "one"}

@@ -72,7 +72,7 @@ def test_the_report_is_whole_and_loads_nothing_from_elsewhere(demo):
         html = (demo / f"{name}.html").read_text()
         assert "data:image/png;base64" in html or name == "03_launch"
         assert not re.search(r'(src|href)="https?://', html)
-    assert set(re.findall(r'class="text status-(\w+)"', index)) == {"completed"}
+    assert set(re.findall(r'class="status-(\w+)"', index)) == {"completed"}
 
 
 def test_a_second_run_of_the_study_is_refused_and_resume_keeps_what_is_done(demo):

@@ -18,7 +18,7 @@ from trilane.costmodel.shipped import default
 from trilane.forecasting.plan_source import study_plan
 from trilane.planning.vary import use_plan, varied
 from trilane.report.widgets import Editor, explore, sentence
-from trilane.utils.numbers import with_interval
+from trilane.utils.numbers import with_bounds
 from trilane.workspace.study import Study
 
 MACHINE = cluster("jz-a100-80g")
@@ -45,7 +45,7 @@ def editor(study: Study) -> Iterator[Editor]:
 
 def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
     (text, chosen), p = sentence(BASE, KNOWN), predict(PLAN)
-    seconds, *_ = with_interval(p.sec_per_it, p.sec_lo, p.sec_hi)
+    seconds = with_bounds(p.sec_per_it, p.sec_lo, p.sec_hi)
     assert f"<b>{seconds} s</b> an iteration" in text and f"<b>{p.memory_bytes / 2**30:.3g} GiB</b>" in text
     assert PLAN.id in text and "on 384 GPUs" in text and p.support.words in text
     assert chosen is not None and chosen.prediction == p
@@ -55,14 +55,9 @@ def test_a_plan_that_can_be_is_the_prediction_that_every_command_shows():
     "choices, rule",
     [
         ({"tp": 3, "gbs": 2112, "dp": 11}, "tp=3: must divide num_attention"),
-        ({"mbs": 3}, "gbs=2048: must be a multiple"),
-        ({"tp": 16, "pp": 3}, "must stay inside a node"),
         ({"dp": 16}, "gpus=768: must not exceed the cluster"),
         ({"pp": 1}, "GiB: must fit the card"),
         ({"engine": "deepspeed-zero"}, "engine deepspeed-zero has no pipeline"),
-        ({"precision": "fp8"}, "fp8"),
-        ({"zero": 7}, "zero=7: ZeRO stages are 0, 1, 2 and 3"),
-        ({"interleaving": 5}, "must divide the 72 layers"),
         ({"pp": 0}, "pp=0"),
         ({"first_stage_layers": 71}, "first_stage_layers=71"),
     ],
@@ -81,12 +76,12 @@ def test_a_refusal_names_what_would_be_possible():
 def test_every_field_of_a_plan_has_a_control_that_begins_at_its_value(editor):
     assert set(editor.boxes) == {"engine", *(f.name for f in fields(Topology))}
     assert {n: b.value for n, b in editor.boxes.items()} == {"engine": "megatron", **vars(TOPOLOGY)}
-    assert editor.gpus.value == 384 and BASE.plan.id in editor.caption.value
+    assert BASE.plan.id in editor.caption.value
 
 
 def test_a_change_is_predicted_and_a_refused_one_cannot_be_pinned(editor):
     editor.boxes["dp"].value = 4
-    assert "on 192 GPUs" in editor.caption.value and editor.gpus.value == 192
+    assert "on 192 GPUs" in editor.caption.value
     assert "on 192 GPUs" in editor._repr_mimebundle_()["text/html"], "in a report without a kernel too"
     editor.boxes["tp"].value = 3
     assert editor.caption.value.startswith("<b>refused</b>: tp=3")
@@ -95,13 +90,6 @@ def test_a_change_is_predicted_and_a_refused_one_cannot_be_pinned(editor):
     assert not editor.pinned and "not written" in editor.message.value
     editor.buttons["first plan"].click()
     assert editor.chosen.plan == PLAN
-
-
-def test_gpus_are_spread_over_replicas_or_refused(editor):
-    editor.gpus.value = 96
-    assert editor.boxes["dp"].value == 2 and "on 96 GPUs" in editor.caption.value
-    editor.gpus.value = 100
-    assert "gpus=100: must be a multiple of tp x cp x pp = 48" in editor.caption.value and editor.chosen is None
 
 
 def test_pinned_plans_stand_side_by_side_with_what_differs_marked(editor):
