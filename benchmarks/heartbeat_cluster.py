@@ -32,7 +32,7 @@ from dumps import pyspy_json
 from job import Stack, elsewhere, first, program, stand
 from support import small_plan
 
-from trilane.diagnose.hang import capture
+from trilane.diagnose import capture
 from trilane.launch import watchdog
 from trilane.utils.files import replace_text
 from trilane.utils.process import die_with

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trilane.diagnose.hang.call_trace import groups, last_calls
+from trilane.diagnose.stacks import last_calls
 
 FILES, SIZE = 320, 45_000_000
 CALL = " --- modulename: {m}, funcname: {f}\n{m}.py({n}):         work.wait()\n"
@@ -32,9 +32,9 @@ def main() -> None:
             Path("/proc/sys/vm/drop_caches").write_text("1")
         begin = time.perf_counter()
         calls = last_calls(Path(place))
-        first = groups(calls)[0]
+        first = calls.groups[0]
         seconds = time.perf_counter() - begin
-        print(f"{len(calls)} traces, {sum(c.bytes for c in calls) / 1e9:.1f} GB: {seconds:.2f} s; rarest: {first}")
+        print(f"{len(calls.calls)} traces in {seconds:.2f} s; rarest: {first}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engine"
 from plans import ELSEWHERE, small_plan  # noqa: E402
 from pool import engine_pool  # noqa: E402
 
-from trilane.diagnose.restart.compare import RestartComparison  # noqa: E402
+from trilane.diagnose.restart import RestartComparison  # noqa: E402
 from trilane.experiments import rehearse  # noqa: E402
 from trilane.experiments.parity import WorkerPool, machine  # noqa: E402
 
@@ -205,10 +205,10 @@ BUGS = {
     "generators not restored": Bug(plant=generators_forgotten, kind="generators"),
     "data order not restored": Bug(plant=data_anew, kind="data", topology={"dp": 2}),
     "learning rate from zero": Bug(plant=rate_from_zero, kind="rate"),
-    "the first samples again": Bug(plant=data_replayed, kind="replayed"),
-    "accumulation halved": Bug(plant=accumulation_halved, kind="accumulation"),
-    "another beta1": Bug(plant=other_betas(0, 0.5), kind="beta"),
-    "another beta2": Bug(plant=other_betas(1, 0.9), kind="beta"),
+    "the first samples again": Bug(plant=data_replayed, kind="gradients"),
+    "accumulation halved": Bug(plant=accumulation_halved, kind="gradients"),
+    "another beta1": Bug(plant=other_betas(0, 0.5), kind="moments"),
+    "another beta2": Bug(plant=other_betas(1, 0.9), kind="moments"),
     "masters rebuilt from bf16": Bug(
         plant=masters_rounded, kind="masters", topology={"tp": 2, "pp": 2, "precision": "bf16"}
     ),

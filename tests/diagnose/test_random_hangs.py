@@ -11,8 +11,8 @@ import pytest
 from dumps import recording, topology
 from job import Op, program, stand
 
-from trilane.diagnose.hang.suspects import OPEN
-from trilane.diagnose.hang.verdict import diagnose_hang
+from trilane.diagnose.hang import diagnose_hang
+from trilane.diagnose.suspects import OPEN
 from trilane.workspace.rank_grid import Grid, regular
 
 SIZES = ((1, 1, 4), (2, 1, 4), (2, 2, 2), (1, 4, 2), (4, 2, 1), (2, 2, 4), (1, 1, 8), (2, 4, 2))

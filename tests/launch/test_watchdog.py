@@ -17,9 +17,9 @@ from plans import changed, run_folder
 from plans import small_plan as small
 from support import small_plan, wait_until
 
-from trilane.diagnose.hang import capture
-from trilane.diagnose.hang.evidence import read_folder
-from trilane.diagnose.hang.verdict import diagnose_hang
+from trilane.diagnose import capture
+from trilane.diagnose.evidence import read_folder
+from trilane.diagnose.hang import diagnose_hang
 from trilane.slurm.monitor import srun_command
 from trilane.workspace import flight_recorder, heartbeat, node_folder, stall_detector
 from trilane.workspace.heartbeat import Heartbeat, NodeReport, Progress, encode, place, read_beats
@@ -88,7 +88,7 @@ def test_off_looks_at_nothing(tmp_path: Path) -> None:
 
 STUCK = """
 import faulthandler, sys, time
-from trilane.diagnose.hang.capture import STACKS
+from trilane.diagnose.capture import STACKS
 faulthandler.register(STACKS, file=open(sys.argv[1], "ab"), all_threads=True)
 def waits_for_ever():
     print("ready", flush=True)
@@ -110,7 +110,7 @@ def test_where_py_spy_may_not_attach_faulthandler_answers(tmp_path: Path, monkey
         finally:
             child.kill()
     assert "waits_for_ever" in (stacks / "rank_0.txt").read_text()
-    assert diagnose_hang(stacks).groups[0].frames[0].function == "waits_for_ever"
+    assert diagnose_hang(stacks).groups[0].condition.frames[0].function == "waits_for_ever"
 
 
 RECORDER = """

@@ -9,7 +9,7 @@ import pytest
 from dumps import topology, write_all
 from plants import PLANTS, write
 
-from trilane.diagnose.hang.verdict import diagnose_hang
+from trilane.diagnose.hang import diagnose_hang
 from trilane.diagnose.study import study_hang, study_restart
 from trilane.report import notebook
 from trilane.report.plots.runs import hang_grid

@@ -17,7 +17,7 @@ from support import small_plan
 
 from trilane.cli.app import main
 from trilane.costmodel.shipped import calibration_for
-from trilane.diagnose.hang.capture import _write_topology
+from trilane.diagnose.capture import write_topology
 from trilane.diagnose.study import write_restart_example
 from trilane.experiments import benchmark
 from trilane.launch.follow import Tail
@@ -204,7 +204,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "beats": of_run(read_beats),
     "stall of a node": of_run(lambda run: StallDetector(run, 9, 5.0, places=lambda: [run]).stalled()),
     "stall": of_run(lambda run: StallDetector(run, 1, 5.0).stalled()),
-    "topology": of_run(lambda run: _write_topology(run / "stacks/now", small_plan(), read_beats(run))),
+    "topology": of_run(lambda run: write_topology(run / "stacks/now", small_plan(), read_beats(run))),
     "phases": of_run(phase_times.read_phase_times),
 }
 RUN = "s/runs/r/"

@@ -18,8 +18,6 @@ GRID = together(
     option("--gpus-per-node", type=whole(), default=8, help="with --tp, --pp, --dp"),
 )
 PREPARE = option("--prepare", type=FILE, metavar="FOLDER", help="only write both runs, and print their commands")
-SPARES = option("--spares", type=whole(), help="spare nodes: plan the search for one bad node, too")
-RESULTS = option("--results", default="", metavar="good,bad,...", help="the results of the restarts so far")
 debug = Group("debug", help="Find the cause of a hang, a slow node, a loss spike after a restart.")
 
 
@@ -34,7 +32,7 @@ def hang(folder: Path, as_json: bool, **grid: Any) -> None:
 
     FOLDER is a run folder, or holds dumps of py-spy, faulthandler or NCCL.
     """
-    from trilane.diagnose.hang.verdict import diagnose_hang
+    from trilane.diagnose.hang import diagnose_hang
 
     verdict = diagnose_hang(folder, grid_of(**grid))
     emit(as_json, verdict.to_json(), verdict.to_text())
@@ -54,8 +52,8 @@ def capture(folder: Path, job: str, commands: bool, here: Path | None, what: str
 
     With --job also the GPUs' memory, the ranks' processes, or the nodes as a hostfile of DeepSpeed and pdsh.
     """
-    from trilane.diagnose.hang.capture import capture_here
-    from trilane.diagnose.hang.verdict import diagnose_hang
+    from trilane.diagnose.capture import capture_here
+    from trilane.diagnose.hang import diagnose_hang
     from trilane.slurm import monitor
 
     folder = folder.resolve()
@@ -74,39 +72,33 @@ def capture(folder: Path, job: str, commands: bool, here: Path | None, what: str
         emit(as_json, verdict.to_json(), f"{stacks}\n{verdict.to_text()}")
 
 
-@command(debug, FOLDER, GRID, SPARES, RESULTS, JSON)
-def stragglers(folder: Path, spares: int | None, results: str, as_json: bool, **grid: Any) -> None:
+@command(debug, FOLDER, GRID, JSON)
+def stragglers(folder: Path, as_json: bool, **grid: Any) -> None:
     """Print which rank, node or link makes the others wait, from a run folder with phase times (run.timers)."""
-    from trilane.diagnose.stragglers import find_stragglers, resume_search
+    from trilane.diagnose.stragglers import find_stragglers
     from trilane.workspace.phase_times import read_phase_times
 
-    require(bool(spares) or not results, "results", results, "needs --spares")
     ranks, seconds = read_phase_times(folder, grid_of(**grid))
     slow = find_stragglers(ranks, seconds)
-    search = resume_search(slow.nodes(ranks), spares, [*filter(None, results.split(","))]) if spares else None
-    values = {"ranks": len(seconds), "stragglers": [asdict(one) for one in slow]}
-    values["search"] = search.to_json() if search else None
-    emit(as_json, values, "\n".join([slow.to_text(), *([search.to_text()] if search else [])]))
+    emit(as_json, {"ranks": len(seconds), "stragglers": [one.to_json() for one in slow]}, slow.to_text())
 
 
 @command(debug, FOLDER, JSON)
 def calls(folder: Path, as_json: bool) -> None:
-    """Print the last call of each rank, from traces of Python's trace module of any size, or a run's ranks/*.calls."""
-    from trilane.diagnose.hang.call_trace import calls_text, groups, last_calls
+    """Print the last call of each rank, from traces of Python's trace module of any size."""
+    from trilane.diagnose.stacks import last_calls
 
     found = last_calls(folder)
-    places = [{"function": f, "line": line, "ranks": ranks} for f, line, ranks in groups(found)]
-    values = {"groups": places, "calls": [asdict(call) for call in found]}
-    emit(as_json, values, calls_text(found))
+    emit(as_json, found.to_json(), found.to_text())
 
 
 @command(debug, click.argument("before", metavar="A", type=FILE), click.argument("after", metavar="B", type=FILE), JSON)
 def restart(before: Path, after: Path, as_json: bool) -> int:
     """Compare what was saved (A) with what a restart loaded (B), by rank and tensor; exit code 1 where they differ.
 
-    Each is a run folder, a checkpoint, or a folder of fingerprints; or both are weights written as text.
+    Each is a run folder, a checkpoint, or a folder of fingerprints.
     """
-    from trilane.diagnose.restart.compare import compare_restart
+    from trilane.diagnose.restart import compare_restart
 
     found = compare_restart(before, after)
     return emit(as_json, found.to_json(), found.to_text(), failed=found.findings)

@@ -1,18 +1,15 @@
-"""The hang and the restart of a study; where it has none, the examples in data/examples, made up from document 003.
-
-An example is shown and saved nowhere: its dumps and states are in a temporary folder while it is read.
-"""
+"""The hang and the restart of a study; where it has none, the examples in data/examples, made up from the BLOOM
+chronicles: shown and saved nowhere."""
 
 import json
 import tempfile
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from trilane.diagnose.hang.verdict import Verdict, diagnose_hang
-from trilane.diagnose.restart.compare import RestartComparison, compare_restart
+from trilane.diagnose.hang import Verdict, diagnose_hang
+from trilane.diagnose.restart import RestartComparison, compare_restart
 from trilane.utils.tables import Text
+from trilane.utils.validation import shipped_json
 from trilane.workspace.fingerprints import file_of
 from trilane.workspace.study import Study
 
@@ -32,11 +29,10 @@ def study_hang(study: Study, dumps: str = "") -> Verdict:
 def study_restart(study: Study, before: str = "", after: str = "") -> RestartComparison:
     """The comparison of `before` with `after` (by default the same folder), else of the study's last restart, else of
     the example. Raises ValueError where one of them holds no state."""
-    if before:
-        return compare_restart(Path(before), Path(after or before))
     restarted = [folder for folder in study.run_folders() if list(folder.glob("fingerprints/load_*"))]
-    if restarted:
-        return compare_restart(restarted[-1], restarted[-1])
+    if before or restarted:
+        first = Path(before) if before else restarted[-1]
+        return compare_restart(first, Path(after) if before and after else first)
     with tempfile.TemporaryDirectory() as folder:
         return replace(compare_restart(*write_restart_example(Path(folder))), example=True)
 
@@ -46,21 +42,22 @@ def save_diagnosis(study: Study, hang: Verdict, restart: RestartComparison) -> T
 
     Of an example nothing is written.
     """
-    found: dict[str, Verdict | RestartComparison] = {"hang.json": hang, "restart.json": restart}
-    saved = [study.save(name, each.record(), "05_diagnose") for name, each in found.items() if not each.example]
-    return Text.joined("\n\n", [*saved, *(["Examples are not saved."] if len(saved) < len(found) else [])])
+    where = {"before": str(restart.before), "after": str(restart.after)}
+    found = {"hang.json": {"folder": str(hang.folder), **hang.to_json()}} if not hang.example else {}
+    found |= {"restart.json": {**where, **restart.to_json()}} if not restart.example else {}
+    saved = [study.save(name, values, "05_diagnose") for name, values in found.items()]
+    return Text.joined("\n\n", [*saved, *(["Examples are not saved."] if len(saved) < 2 else [])])
 
 
 def write_hang_example(folder: Path) -> Path:
     """Write the example's 320 dumps and topology.json into a new folder; its path."""
-    example = _example("hang")
+    example = shipped_json("examples/hang")
     stacks = {rank: stack["frames"] for stack in example["stacks"].values() for rank in stack.get("ranks", ())}
     sizes = example["topology"]
     folder.mkdir(parents=True)
     for rank in range(sizes["tp"] * sizes["pp"] * sizes["dp"]):
-        pid, frames = 800000 + rank, stacks.get(rank, example["stacks"]["done"]["frames"])
-        lines = [f"Process {pid}: python -u pretrain_gpt.py", "Python v3.8.12 (python3.8)", ""]
-        lines += [f'Thread {pid} (active): "MainThread"', *(f"    {frame}" for frame in frames)]
+        frames = stacks.get(rank, example["stacks"]["done"]["frames"])
+        lines = [f'Thread {800000 + rank} (active): "MainThread"', *(f"    {frame}" for frame in frames)]
         (folder / f"rank_{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / "topology.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
     return folder
@@ -71,10 +68,6 @@ def write_restart_example(folder: Path) -> tuple[Path, Path]:
     places = folder / "save_805", folder / "load_805"
     for place, name in zip(places, ("before", "after"), strict=True):
         place.mkdir(parents=True)
-        for values in _example("restart")[name]:
+        for values in shipped_json("examples/restart")[name]:
             (place / file_of(values["rank"])).write_text(json.dumps(values) + "\n", encoding="utf-8")
     return places
-
-
-def _example(name: str) -> dict[str, Any]:
-    return json.loads(resources.files("trilane").joinpath(f"data/examples/{name}.json").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from trilane.config.model import ModelShape, padded_vocab_size
 from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.config.training import Data, Dropout, Optimizer, Run
-from trilane.diagnose.restart.compare import RestartComparison, compare_restart
+from trilane.diagnose.restart import RestartComparison, compare_restart
 from trilane.experiments.parity import machine
 from trilane.launch.local import train_local
 from trilane.utils.validation import require

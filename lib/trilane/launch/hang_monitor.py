@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trilane.config.plan import Plan
-from trilane.diagnose.hang.capture import capture
-from trilane.diagnose.hang.verdict import diagnose_hang
+from trilane.diagnose.capture import capture
+from trilane.diagnose.hang import diagnose_hang
 from trilane.workspace import node_folder
 from trilane.workspace.heartbeat import NodeReport, forget_reports, keep_rings
 from trilane.workspace.stall_detector import StallDetector, report_every_s

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.diagnose.hang.capture import OTHERS_S, capture_here
+from trilane.diagnose.capture import OTHERS_S, capture_here
 from trilane.launch.hang_monitor import Hang, HangMonitor, Node
 from trilane.utils.process import die_with
 from trilane.workspace import node_folder

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trilane.config.plan import Plan, read_plan
-from trilane.diagnose.hang.capture import capture
+from trilane.diagnose.capture import capture
 from trilane.slurm import client, jobs, ledger
 from trilane.slurm.jobs import JobStatus
 from trilane.slurm.nodes.node_failure import step_options

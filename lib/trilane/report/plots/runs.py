@@ -13,7 +13,7 @@ from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
 from trilane.analysis.phase_times import ORDER, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
-from trilane.diagnose.hang.verdict import Verdict
+from trilane.diagnose.hang import Verdict
 from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
 from trilane.report.plots.style import COLORS, INK, LIMIT, figure, finished, name_rows, plain
 from trilane.utils.numbers import with_bounds
@@ -123,7 +123,7 @@ def hang_grid(verdict: Verdict) -> Figure:
     heading = f"{'Example: t' if verdict.example else 'T'}he stacks of {len(verdict.grid.ranks)} ranks"
     limits: Any = {"xlim": (-0.2, dp * (tp + 0.6) - 0.4), "ylim": (pp + 0.2, -0.2), "ylabel": "pipeline stage"}
     finished(axes, heading, **limits, xlabel=f"replica, and in each its {tp} tensor ranks")
-    names = [(c, f"{len(g.ranks)} ranks: {g.site or g.text}") for g, c in zip(groups, COLORS, strict=False)]
+    names = [(c, f"{len(g.ranks)} ranks: {g.site}") for g, c in zip(groups, COLORS, strict=False)]
     rest = sum(len(g.ranks) for g in verdict.groups[len(COLORS) :])
     names += [("#c4ccd3", f"{rest} ranks elsewhere")] * (rest > 0)
     handles = [Patch(fc=c, label=plain(name)) for c, name in names]

@@ -10,25 +10,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from trilane.config.plan import Plan
 from trilane.utils.files import json_object, read_text, replace_text
+from trilane.utils.tables import as_json
 from trilane.workspace import flight_recorder, node_folder, rank_grid
-from trilane.workspace.heartbeat import (
-    STACKS,
-    Heartbeat,
-    beats_in,
-    keep_rings,
-    process_state,
-    read_beats,
-    read_calls,
-)
+from trilane.workspace.heartbeat import STACKS, Heartbeat, beats_in, process_state, read_beats
 
-PYSPY_S = 20.0  # py-spy takes milliseconds; a process that dies under it must not hold up the others
-FAULTHANDLER_S = 3.0
-OTHERS_S = 30.0  # for the other nodes of the job
-ANSWERED_S = 0.25  # between two looks at which of them have answered
+OTHERS_S = 30.0  # for the other nodes of the job to dump their ranks
 
 
 def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
@@ -42,43 +31,32 @@ def capture(folder: Path, plan: Plan, hosts: set[str] | None = None) -> Path:
         stacks = stacks.with_name(stacks.name + "b")
     stacks.mkdir(parents=True)
     beats = read_beats(folder)
-    _write_topology(stacks, plan, beats)  # now, since the job may end while this process waits for other nodes
+    write_topology(stacks, plan, beats)  # now, since the job may end while this process waits for other nodes
     capture_here(folder, stacks)
     expected = (hosts if hosts is not None else {beat.host for beat in beats.values()}) | {platform.node()}
     answers, end = {f"states-{host}.json" for host in expected}, time.monotonic() + OTHERS_S
     while time.monotonic() < end and not answers <= set(os.listdir(stacks)):
-        time.sleep(ANSWERED_S)
-    _write_topology(stacks, plan, beats | read_beats(folder))
+        time.sleep(0.25)
+    write_topology(stacks, plan, beats | read_beats(folder))
     return stacks
 
 
 def capture_here(folder: Path, stacks: Path) -> None:
-    """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by faulthandler; the last
-    calls where the plan traces them, and NCCL's Flight Recorder dump where there is one. states-<host>.json holds the
-    state of each process."""
-    host = platform.node()
-    own = beats_here(folder)
-    keep_rings(node_folder.find(folder), folder)
+    """Dump the ranks of this host into `stacks`: rank_<n>.json by py-spy, else rank_<n>.txt by faulthandler; and NCCL's
+    Flight Recorder dump where there is one. states-<host>.json holds the state of each process."""
+    # Where the heartbeats of this host cannot be seen, as from outside a container, the run folder has the last ones.
+    places = node_folder.find(folder)
+    beats = {rank: beat for place in places for rank, beat in beats_in(place).items()} or read_beats(folder)
+    own = [beat for beat in beats.values() if beat.host == platform.node()]
     states = {beat.rank: process_state(beat.pid) for beat in own}
     asked = flight_recorder.ask(folder / "ranks", states)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda beat: _dump_rank(folder, stacks, beat, states[beat.rank]), own))
     flight_recorder.collect(folder / "ranks", asked, stacks)
-    replace_text(stacks / f"states-{host}.json", json.dumps({str(rank): state for rank, state in states.items()}))
-
-
-def beats_here(folder: Path) -> list[Heartbeat]:
-    """The ranks of this host: by the heartbeats on it, else, where these cannot be seen (as from outside a container),
-    by what the run folder holds."""
-    places = node_folder.find(folder)
-    beats = {rank: beat for place in places for rank, beat in beats_in(place).items()} or read_beats(folder)
-    return [beat for beat in beats.values() if beat.host == platform.node()]
+    replace_text(stacks / f"states-{platform.node()}.json", json.dumps(as_json(states)))
 
 
 def _dump_rank(folder: Path, stacks: Path, beat: Heartbeat, state: str) -> None:
-    calls = folder / "ranks" / f"{beat.rank}.calls"
-    if calls.exists():
-        replace_text(stacks / f"rank_{beat.rank}.calls", "\n".join(read_calls(calls)) + "\n")
     if state in ("gone", "Z", "X"):
         return
     text, error = pyspy_dump(beat.pid, stopped=state in ("T", "t"))
@@ -98,25 +76,25 @@ def pyspy_dump(pid: int, *, stopped: bool = False) -> tuple[str, str]:
     # A process that is stopped already cannot be paused: py-spy would fail.
     command = [program, "dump", "--json", "--pid", str(pid), *(["--nonblocking"] if stopped else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PYSPY_S, check=False)
+        # It takes milliseconds; a process that dies under it must not hold up the others.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
-        return "", f"no answer within {PYSPY_S:.0f} s"
+        return "", "no answer within 20 s"
     error = (done.stderr.strip().splitlines() or ["no output"])[0]
     return (done.stdout, "") if done.returncode == 0 and done.stdout.strip() else ("", error)
 
 
 def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
-    """What faulthandler writes on the signal STACKS; "" where the rank does not respond."""
+    """What faulthandler writes on the signal STACKS; "" where the rank does not respond within 3 s."""
     path = folder / "ranks" / f"{beat.rank}.stack"
     if not path.exists():
         return ""
-    before, end = path.stat().st_size, time.monotonic() + FAULTHANDLER_S
+    size = before = path.stat().st_size
     try:
         os.kill(beat.pid, STACKS)
     except (ProcessLookupError, PermissionError):
         return ""
-    size = before
-    while time.monotonic() < end:
+    for _ in range(30):
         time.sleep(0.1)
         if path.stat().st_size == size > before:
             break
@@ -124,18 +102,14 @@ def _faulthandler_dump(folder: Path, beat: Heartbeat) -> str:
     return path.read_bytes()[before:].decode("utf-8", "replace")
 
 
-def _write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> None:
-    states: dict[str, str] = {}
-    for path in stacks.glob("states-*.json"):
-        found = json_object(read_text(path)) if path.is_file() else None
-        states |= {rank: state for rank, state in (found or {}).items() if isinstance(state, str)}
-    t = plan.topology
-    grid = rank_grid.regular(t.tp, t.pp, t.dp, min(plan.cluster.gpus_per_node, t.gpus))
-    ranks = []
-    for place in grid.places:
-        facts: dict[str, Any] = {"rank": place.rank, "tp": place.tp, "pp": place.pp, "dp": place.dp}
-        if (beat := beats.get(place.rank)) is not None:  # the host is known only from a heartbeat
-            facts |= {"host": beat.host, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "time": beat.time}
-        ranks.append({**facts, "state": states.get(str(place.rank), "")})
+def write_topology(stacks: Path, plan: Plan, beats: dict[int, Heartbeat]) -> None:
+    """Write topology.json: each rank's place, its last heartbeat, and the state of its process."""
+    found = [json_object(read_text(path)) or {} for path in stacks.glob("states-*.json") if path.is_file()]
+    states = {rank: state for values in found for rank, state in values.items() if isinstance(state, str)}
+    t, ranks = plan.topology, []
+    for place in rank_grid.regular(t.tp, t.pp, t.dp, min(plan.cluster.gpus_per_node, t.gpus)).places:
+        facts = {axis: getattr(place, axis) for axis in ("rank", "tp", "pp", "dp")}
+        beat = as_json(beats[place.rank]) if place.rank in beats else {}  # which alone has the host
+        ranks.append({**facts, **beat, "state": states.get(str(place.rank), "")})
     sizes = {"tp": t.tp, "pp": t.pp, "dp": t.dp, "gpus_per_node": plan.cluster.gpus_per_node}
     replace_text(stacks / "topology.json", json.dumps({**sizes, "ranks": ranks}, indent=1) + "\n")

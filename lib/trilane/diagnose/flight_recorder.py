@@ -1,0 +1,208 @@
+"""PyTorch's Flight Recorder dumps: which collectives a rank entered and finished, per process group."""
+
+import io
+import json
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from struct import error as StructError
+from typing import Any, NoReturn
+
+from trilane.diagnose.stacks import DAMAGED, patterns
+from trilane.utils.tables import short
+from trilane.utils.validation import require
+from trilane.workspace.rank_grid import MOST
+
+
+def refused(reader: Any) -> NoReturn:
+    """Raise ValueError for what runs code when it is read, or reserves as much memory as the file asks for."""
+    raise ValueError("asks for an object or a call, which no Flight Recorder dump needs")
+
+
+class Plain(pickle._Unpickler):
+    """Reads pickles of lists, dicts, texts and numbers, in memory in proportion to their size; refuses all others.
+
+    Python's reader and not the one in C, which reserves memory for any index of its memo.
+    """
+
+    # CPython, Lib/pickle.py: protocol, frame, mark, stop, None, booleans, numbers, texts, lists, dicts, the memo.
+    dispatch = defaultdict(lambda: refused) | {
+        code: pickle._Unpickler.dispatch[code] for code in b"\x80\x95(.N\x88\x89JKM\x8aGX\x8c\x8d]ae}su\x94qrhj"
+    }
+    # Tuples become lists: as the key of a dict, one that holds another twice, and so on, is hashed for ever.
+    dispatch |= {ord(")"): dispatch[ord("]")], ord("t"): pickle._Unpickler.dispatch[ord("l")]}
+    for size in (1, 2, 3):
+        dispatch[0x84 + size] = lambda self, n=size: self.append([self.stack.pop() for _ in range(n)][::-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective as a rank recorded it. `group` is the process group's name, `ranks` its members; `sizes` and
+    `types` are of its inputs, `outputs` the sizes of its outputs."""
+
+    group: str
+    desc: str
+    ranks: tuple[int, ...]
+    sequence: int
+    p2p: bool
+    op: str
+    sizes: str
+    types: str
+    outputs: str
+    state: str
+    done: bool
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What must be equal on all ranks of the group."""
+        # Operations in which each rank may have sizes of its own, all_gather and reduce_scatter those on lists:
+        # https://github.com/pytorch/pytorch/blob/main/torch/distributed/flight_recorder/components/types.py
+        if re.fullmatch(r"all_to_all\w*|all_gather(?:_v)?|reduce_scatter(?:_v)?|gather|scatter", self.op):
+            return self.op, self.types
+        return self.op, self.types, self.sizes, "" if self.is_rooted else self.outputs
+
+    @property
+    def is_rooted(self) -> bool:
+        """Whether one rank sends to, or receives from, all others."""
+        return bool(patterns("functions")["rooted"].fullmatch(self.op.removesuffix("_oop").lstrip("_")))
+
+    @property
+    def peer(self) -> int | None:
+        """The other end of a send or a receive, which names group members by their index in the group."""
+        match = re.search(r"recv \d+<-(\d+)|send \d+->(\d+)", self.op)
+        number = int(match[1] or match[2]) if match else None
+        return sorted(self.ranks)[number] if number is not None and number < len(self.ranks) else number
+
+    def __str__(self) -> str:
+        return f"{self.op} number {self.sequence} of group {self.desc or self.group}, sizes {self.sizes} ({self.types})"
+
+    @property
+    def number(self) -> tuple[str, bool, int]:
+        """Identifies the batch of the call."""
+        return self.group, self.p2p, self.sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The calls of one rank, oldest first; `entered` is the last sequence number that it entered in each group,
+    `members` are the ranks of each group. Where `begins` is above 0, as many calls were pushed out of the ring before
+    the oldest one."""
+
+    calls: tuple[Call, ...]
+    entered: dict[str, int]
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    begins: int = 0
+
+    @cached_property
+    def collectives(self) -> dict[tuple[str, int], Call]:
+        """The calls that are no sends or receives, by group and number."""
+        return {(c.group, c.sequence): c for c in reversed(self.calls) if not c.p2p}
+
+    def knows(self, group: str) -> bool:
+        """Whether the recording shows how far its rank is in the group."""
+        return group in self.entered or not self.begins
+
+    @property
+    def waiting(self) -> Call | None:
+        """The oldest unfinished call, which all later ones wait for; None where all are done."""
+        return next((call for call in self.calls if not call.done), None)
+
+
+def read_recording(data: bytes) -> Recording:
+    """The recording in a dump, pickle or JSON (`_dump_nccl_trace`, `_dump_fr_trace_json`); ValueError for other data,
+    also truncated.
+
+    Format 2.x of torch 2.3 to 2.13 (torch/csrc/distributed/c10d/FlightRecorder.hpp). Left out: C++ stacks, timings.
+    """
+    try:
+        values = json.loads(data) if data.lstrip()[:1] == b"{" else Plain(io.BytesIO(data)).load()
+        # torch keeps 2,000 entries by default, and may dump those alone that have not ended: of none JSON has no list
+        entries = (values.get("entries", []) if "pg_config" in values else values["entries"])[-100_000:]
+        # torch names the default group "" in pg_config and "0" in the entries of gloo
+        config = {_word(name): _ranks(group.get("ranks")) for name, group in (values.get("pg_config") or {}).items()}
+        members = {"0": config[""], **config} if "" in config else config
+        calls = _in_order([_call(entry, members) for entry in entries])
+        first = entries[0].get("record_id") if entries else None
+        entered = _entered(values.get("pg_status") or {}, entries, members)
+    except (*DAMAGED, pickle.PickleError, StructError) as error:
+        raise ValueError(f"no Flight Recorder dump, or truncated ({short(str(error))})") from None
+    return Recording(calls=calls, entered=entered, members=members, begins=first if type(first) is int else 0)
+
+
+def _entered(given: dict[Any, Any], entries: list[dict[str, Any]], members: Iterable[str]) -> dict[str, int]:
+    """The last collective that the rank entered in each group, by its status or its latest entry."""
+    names = [_word(entry["process_group"][0]) for entry in entries]
+    # pg_status numbers the groups of this rank (pg_id); the rest has their names, which all ranks share
+    numbers = {_word(entry["pg_id"]): name for entry, name in zip(entries, names, strict=True) if "pg_id" in entry}
+    rest, left = [k for k in given if k not in numbers], [name for name in members if name not in numbers.values()]
+    if len(rest) == len(left) == 1:  # the only group of which no entry is left
+        numbers[rest[0]] = left[0]
+    # The count is that of the last call, in a group with sends and receives maybe of these, which number their own.
+    mixed = {name for entry, name in zip(entries, names, strict=True) if entry.get("is_p2p")}
+    counts = {numbers[k]: v["last_enqueued_collective"] for k, v in given.items() if k in numbers}
+    # JSON has text here
+    found = {name: _whole(int(n) if isinstance(n, str) else n) for name, n in counts.items() if name not in mixed}
+    for entry, name in zip(entries, names, strict=True):
+        # a send or a receive has the number of the collective before it, too
+        number = entry.get("collective_seq_id", 0 if entry.get("is_p2p") else entry.get("seq_id", 0))
+        found[name] = max(found.get(name, 0), number if type(number) is int else 0)
+    return found
+
+
+def _in_order(calls: list[Call]) -> tuple[Call, ...]:
+    """The calls; a "scheduled" one counts as done where a later one of its group is, since NCCL keeps order.
+
+    The calls of a batch (batch_isend_irecv, a coalescing manager) stay "scheduled": only the entry `nccl:coalesced`
+    that closes the batch is timed, with their group and number (torch/distributed/flight_recorder/components/utils.py,
+    find_coalesced_group).
+    """
+    done, found = set[str](), list[Call]()
+    for call in reversed(calls):
+        found.append(replace(call, done=call.done or (call.state == "scheduled" and call.group in done)))
+        done |= {call.group} if call.state == "completed" else set()  # gloo, which keeps no order, never reports that
+    return tuple(reversed(found))
+
+
+def _call(entry: dict[str, Any], members: Mapping[str, tuple[int, ...]]) -> Call:
+    group, desc = [*map(_word, entry["process_group"][:2]), ""][:2]
+    p2p, state, op = bool(entry.get("is_p2p")), _word(entry.get("state", "")), _word(entry["profiling_name"])
+    return Call(
+        group=group,
+        desc=desc,
+        ranks=members.get(group, ()),
+        sequence=_whole(entry.get("p2p_seq_id" if p2p else "collective_seq_id", entry.get("seq_id", 0)) or 0),
+        p2p=p2p,
+        op=op.partition(":")[2] or op,
+        sizes=_sizes(entry.get("input_sizes", ())),
+        types=", ".join(sorted({_word(name) for name in entry.get("input_dtypes", ())[:64]})),
+        outputs=_sizes(entry.get("output_sizes", ())),
+        state=state,
+        # NCCL reports "completed", and retires what timed out; gloo only retires the entry
+        done=state == "completed" or (bool(entry.get("retired")) and state != "started" and not op.startswith("nccl:")),
+    )
+
+
+def _word(value: Any) -> str:
+    require(type(value) in (str, int), "dump", type(value).__name__, "a name is text")
+    return short(value) if isinstance(value, str) and (len(value) > 100 or not value.isprintable()) else str(value)
+
+
+def _whole(value: Any) -> int:
+    require(type(value) is int and abs(value) < 1 << 63, "dump", type(value).__name__, "a number is whole")
+    return int(value)
+
+
+def _sizes(value: Any) -> str:
+    """The sizes of a call's first tensors, such as [[4096], [8, 2]], as text."""
+    return str([[_whole(size) for size in tensor[:16]] for tensor in value[:64]])
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """The ranks of a group, which torch writes as text "[0, 1]", other tools as a list."""
+    value = json.loads(value) if isinstance(value, str) and value else value or ()
+    ranks = tuple(value[:MOST]) if isinstance(value, list | tuple) else (-1,)
+    require(all(type(rank) is int and 0 <= rank < MOST for rank in ranks), "dump", "ranks", "a group's are damaged")
+    return ranks

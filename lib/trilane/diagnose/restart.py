@@ -1,0 +1,316 @@
+"""Comparison of a restart: the fingerprints of a save against those of the load, by rank and tensor."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trilane.config.plan import read_plan
+from trilane.diagnose.snapshot import (
+    LOADED,
+    SAVED,
+    Findings,
+    RankPrint,
+    RestartFinding,
+    Snapshot,
+    State,
+    read_snapshot,
+    share,
+    states,
+    within,
+)
+from trilane.utils.tables import DataFrame, Table, Text, frame_of, grouped
+from trilane.utils.validation import require
+from trilane.workspace import checkpoints
+from trilane.workspace.checkpoints import KINDS
+from trilane.workspace.continuation import identity
+from trilane.workspace.fingerprints import COPY, Mark, default_of, must_decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartComparison(Table):
+    """What was compared, the findings, and notes; as a table the findings. `example`: the states are made up."""
+
+    before: Path
+    after: Path
+    compared: tuple[str, ...]
+    findings: tuple[RestartFinding, ...]
+    notes: tuple[str, ...]
+    example: bool = False
+
+    def to_frame(self) -> DataFrame:
+        """A row per finding: its kind, the tensor, the ranks, the difference."""
+        return frame_of(self.findings, {"finding": "kind", "tensor": "tensor", "where": "where", "difference": "what"})
+
+    def summary(self) -> Text:
+        """What was compared, the number of findings, and the notes, as Markdown."""
+        example = "**No run of this study was restarted.** Shown is an example, made up from the BLOOM chronicles."
+        notes = Text.joined("\n- ", ["", *self.notes])
+        values = Text(example if self.example else ""), "; ".join(self.compared), len(self.findings), notes
+        return Text.of("{}\n\nCompared: {}. {} findings.\n{}", *values)
+
+    def to_text(self) -> str:
+        """The comparison for a terminal: what was compared, the largest findings of each kind, the notes."""
+        lines = [f"compared {line}" for line in self.compared]
+        for kind, same in grouped(self.findings, lambda f: f.kind).items():
+            lines += [f"  {finding.line()}" for finding in sorted(same, key=lambda f: -(f.size or 0))[:6]]
+            lines += [f"  ... and {len(same) - 6} more {kind}; --json has them all"] if len(same) > 6 else []
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, f"{len(self.findings)} findings" if self.findings else "nothing is wrong"])
+
+    def to_json(self) -> dict[str, Any]:
+        findings = [finding.to_json() for finding in self.findings]
+        return {"compared": self.compared, "findings": findings, "notes": self.notes}
+
+
+def compare_restart(before: Path, after: Path) -> RestartComparison:
+    """Compare what one folder saved with what the other loaded or saved: `compare_restart(first, second).findings`.
+
+    Each is a run folder, a checkpoint or a folder of fingerprints. Raises ValueError where one holds no state, is
+    damaged, or holds another model.
+    """
+    findings, compared, notes, restored = list[RestartFinding](), list[str](), list[str](), True
+    for one, two in pairs(before, after):
+        a, b = read_snapshot(one), read_snapshot(two)
+        for field, value in a.shape.items():
+            rule = f"{a.name} has {value}: two models cannot be compared; these are two different runs"
+            require(b.shape.get(field) == value, f"B {field}", b.shape.get(field), rule)
+        compared.append(f"{a.name} ({a.moment}) with {b.name} ({b.moment})")
+        notes += [*a.notes, *b.notes, *_notes(a, b)]
+        found = [*within(a), *within(b)]
+        if apart := _two_runs(a, b, one.path, two.path):
+            found, restored = [apart, *found], False
+        elif a.iteration == b.iteration:
+            moved = merged(changed(a, b))
+            # What a bug changed shows in every tensor once the training goes on.
+            if b.moment == SAVED and len(moved) > 1 and all(f.kind == "not-restored" for f in moved):
+                notes.append(f"{b.name} differs from {a.name} in {len(moved)} tensors: the largest difference is shown")
+                moved = [] if findings else [max(moved, key=lambda f: f.size or 0.0)]
+            settings = [*_generators(a, b), *_data(a, b), *_optimizer(a, b)]
+            moved = _masters(a, b, moved) or moved
+            restored = restored and not (b.moment == LOADED and [*moved, *_generators(a, b)])
+            found += [*moved, *settings]
+        findings = merged([*findings, *found])
+    # What another step after the load leads to.
+    implied = [f for f in findings if f.kind in ("not-restored", "clipping", "generators")]
+    cause = _after_load(before, after) if restored and len(implied) == len(findings) else []
+    notes += [f"implied by the {cause[0].kind} of the step after the load: {f.what}" for f in implied if cause]
+    return RestartComparison(
+        before=before,
+        after=after,
+        compared=tuple(compared),
+        findings=tuple(cause or findings),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def pairs(before: Path, after: Path) -> list[tuple[State, State]]:
+    """The states to compare: each that `after` loaded or saved, with what `before` saved after the same iteration.
+
+    Where they have no iteration in common, the newest of both.
+    """
+    a, b = states("A", before), states("B", after)
+    saved = {s.iteration: s for s in sorted(a, key=lambda s: s.moment == SAVED)}
+    found = [(saved[s.iteration], s) for s in b if s.iteration in saved and saved[s.iteration].path != s.path]
+    return found or [(next((s for s in a[::-1] if s.moment == SAVED), a[-1]), b[-1])]
+
+
+def merged(findings: Iterable[RestartFinding]) -> list[RestartFinding]:
+    """One finding for each kind and tensor, the largest, with the ranks of all; a reset is no other difference."""
+    same = grouped(findings, lambda f: (f.kind if f.kind != "reset" else "not-restored", f.tensor))
+    joined = []
+    for found in same.values():
+        worst = max(found, key=lambda f: (f.kind == "reset", f.size or 0.0))
+        ranks = {r.rank: r for f in found for r in f.ranks}
+        joined.append(replace(worst, ranks=tuple(ranks[n] for n in sorted(ranks))))
+    return joined
+
+
+def _notes(a: Snapshot, b: Snapshot) -> Iterator[str]:
+    if a.iteration != b.iteration:
+        yield f"{a.name} is after iteration {a.iteration}, {b.name} after {b.iteration}: each is checked by itself"
+    elif a.layout != b.layout:
+        rest = "tensors that are cut differently are compared as wholes, random number generators start again"
+        yield f"{a.name} and {b.name} have different layouts {list(a.layout)} and {list(b.layout)}: {rest}"
+
+
+def changed(before: Snapshot, after: Snapshot) -> Findings:
+    """A finding for every rank's part of a tensor that differs.
+
+    After a load, bits are compared. Between two runs only matrices count, and only beyond rounding: the gradient of a
+    key bias is 0 but for rounding, which Adam scales to the size of any other step.
+    """
+    # By rounding two trainings on the same samples differ this far. With three replicas the copies of a tied embedding
+    # differ, and a load merges them: 8e-6 after 5 steps.
+    drift = 1e-3 if _alike(before, after) else 1e-2
+    for name, kind, ranks, old, new in _marks(before, after):
+        size = old.apart(new)
+        beyond = kind == "weight" and must_decay(name) and size > drift
+        if old.hash != new.hash if after.moment == LOADED else beyond:
+            value = default_of(name) if kind in ("weight", COPY) else None
+            reset = new.constant(value) and not old.constant(value)
+            what = f"{kind} is {share(size)} away from what was saved (norm {old.norm:.6g}, now {new.norm:.6g})"
+            what += f": every element is {new.low:g}, its default" * reset
+            short = "reset" if reset else "not-restored"
+            yield RestartFinding(kind=short, tensor=name, ranks=ranks, what=what, size=size)
+    old_names, names = ({name for name, _ in s.holders} for s in (before, after))
+    # the tensors of ranks without fingerprints are no findings
+    for name in sorted(old_names - names) if not (before.notes or after.notes) else ():
+        yield RestartFinding(kind="missing", tensor=name, what=f"is in {before.name}, not in {after.name}")
+
+
+def _marks(before: Snapshot, after: Snapshot) -> Iterator[tuple[str, str, tuple[RankPrint, ...], Mark, Mark]]:
+    """Pairs of marks in both snapshots: of the same rank in the same layout, else of the part, else of the whole."""
+    kinds = (*KINDS, COPY) if before.precision == after.precision else KINDS
+    for (name, box), held in after.holders.items():
+        there = before.holders.get((name, box), [])
+        for rank, part in held if there else ():
+            same = [p for r, p in there if r.rank == rank.rank and _alike(before, after)]
+            old = same[0] if same else there[0][1]
+            for kind in (kind for kind in kinds if kind in part.marks and kind in old.marks):
+                # Where another rank held exactly these bits, replicas differed before, which is another finding.
+                if part.marks[kind].hash not in {p.marks[kind].hash for _, p in there if kind in p.marks}:
+                    yield name, kind, (rank,), old.marks[kind], part.marks[kind]
+    for name in sorted({name for name, box in after.holders if (name, box) not in before.holders}):
+        old_whole, whole = before.wholes.get(name, {}), after.wholes.get(name, {})
+        yield from ((name, k, (), old_whole[k], whole[k]) for k in KINDS if k in old_whole and k in whole)
+
+
+def _alike(before: Snapshot, after: Snapshot) -> bool:
+    return before.layout == after.layout and before.precision == after.precision
+
+
+def _masters(a: Snapshot, b: Snapshot, found: list[RestartFinding]) -> list[RestartFinding]:
+    """One finding in place of `found` where all that differs after a load is the rounding of master weights."""
+    pairs_ = [(a.wholes.get(f.tensor, {}), b.wholes.get(f.tensor, {})) for f in found]
+    sizes = [f.size or 0.0 for f in found]
+    kept = all(one.get(kind) == two.get(kind) for one, two in pairs_ for kind in KINDS[1:])
+    # |rounding error| / |weights|: 2^-9 / 1.7 for bf16, 2^-12 / 1.7 for fp16; sketches estimate it within a quarter
+    for name, low, high in (("bf16", 4e-4, 3e-3), ("fp16", 4e-5, 4e-4)) if kept and len(found) > 1 else ():
+        if b.moment == LOADED and low < float(np.median(sizes)) < high and max(sizes) < 2 * high:
+            what = f"{len(sizes)} weights differ from what was saved by the rounding of {name}, at most by "
+            what += f"{share(max(sizes))}, and both moments came back: rebuilt from the {name} weights of the model"
+            return [RestartFinding(kind="masters", what=what, size=max(sizes))]
+    return []
+
+
+def _generators(a: Snapshot, b: Snapshot) -> Findings:
+    """Random number generators, per rank; not compared between layouts."""
+    before = {r.rank: r.generators for r in a.ranks if a.layout == b.layout}
+    for r in b.ranks:
+        for name, state in r.generators.items():
+            if before.get(r.rank, {}).get(name, state) != state:
+                what = f"the state of generator {name} is not the one that was saved"
+                yield RestartFinding(kind="generators", ranks=(r,), what=what)
+
+
+def _data(a: Snapshot, b: Snapshot) -> Findings:
+    """The consumed samples, and those of the next iteration, which ranks of one layout have in common."""
+    before = {r.rank: r.samples for r in a.ranks if a.layout == b.layout}
+    odd = tuple(r for r in b.ranks if None not in (r.samples, before.get(r.rank)) and r.samples != before[r.rank])
+    if a.consumed != b.consumed:
+        what = f"{b.consumed} samples are counted as consumed, {a.consumed} were"
+        yield RestartFinding(kind="data", what=what, size=abs(b.consumed - a.consumed))
+    elif odd:
+        what = f"the next iteration, after {b.consumed} samples, gets other samples than without the restart"
+        yield RestartFinding(kind="data", ranks=odd if len(odd) < len(b.ranks) else (), what=what)
+
+
+def _optimizer(a: Snapshot, b: Snapshot) -> Findings:
+    """Adam's step, the loss scale and its counters, the next learning rate, and the optimizer's settings."""
+    names = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "z_loss")
+    settings = [{n: s.optimizer[n] for n in names if n in s.optimizer} for s in (a, b)]
+    rates = [{} if s.next_lr is None else {"the next learning rate": s.next_lr} for s in (a, b)]
+    old, new = {**a.scalars, **settings[0], **rates[0]}, {**b.scalars, **settings[1], **rates[1]}
+    for name, value in old.items():
+        now = new.get(name, value)
+        # a schedule that is computed in another order may differ in the last place
+        if abs(now - value) > 1e-9 * abs(value) * (name in rates[0]):
+            what = f"{name} is {now:.6g}, it was {value:.6g}"
+            yield RestartFinding(kind="optimizer", what=what, size=abs(now - value))
+
+
+def _two_runs(a: Snapshot, b: Snapshot, *places: Path) -> RestartFinding | None:
+    """A finding where seed, data or shape differ by what the states record of their runs, or where matrices have
+    nothing in common."""
+    held, other = map(_recorded, places)
+    changes = [f"{n}: {held[n]} and {other[n]}" for n in held if n in other and held[n] != other[n]]
+    if changes:
+        return RestartFinding(kind="run", what=f"{b.name} does not continue {a.name}; {'; '.join(changes)}")
+    matrices = [n for n in a.wholes.keys() & b.wholes.keys() if must_decay(n)]
+    weights = [(a.wholes[n].get("weight"), b.wholes[n].get("weight")) for n in matrices]
+    # Of two tensors that have nothing in common the difference is 1.4 of the norm, estimated within a quarter.
+    unrelated = len(weights) > 1 and all(one and two and one.apart(two) > 0.5 for one, two in weights)
+    if a.iteration != b.iteration or not unrelated:
+        return None
+    what = f"no matrix of {b.name} has anything in common with that of {a.name}: another run, or nothing was restored"
+    return RestartFinding(kind="run", what=what)
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """What a state records of its run: a checkpoint in its manifest, fingerprints by the plan of their run folder."""
+    plan, found = path.parent.parent / "plan.json", dict[str, Any]()
+    try:
+        if (path / checkpoints.MANIFEST).exists():
+            found = checkpoints.read_manifest(path).get("identity", {})
+        elif plan.is_file():
+            found = identity(read_plan(plan))
+        return {name: found[name] for name in ("shape", "seed", "data") if name in found}
+    except (ValueError, TypeError):
+        return {}
+
+
+def _after_load(before: Path, after: Path) -> list[RestartFinding]:
+    """What differs in the step after a load, where `before` saved at the load's iteration and at the next, and `after`
+    at the next."""
+    saved = {s.iteration: s for s in states("A", before) if s.moment == SAVED}
+    others = states("B", after)
+    for load in (s.iteration for s in others if s.moment == LOADED):
+        mine = [s for s in others if s.moment == SAVED and s.iteration == load + 1]
+        if mine and {load, load + 1} <= {*saved} and mine[0].path != saved[load + 1].path:
+            return list(first_step(*map(read_snapshot, (saved[load], saved[load + 1], mine[0]))))
+    return []
+
+
+def first_step(start: Snapshot, usual: Snapshot, other: Snapshot) -> Findings:
+    """What differs in the step of `other` after the load, relative to that of `usual` without it.
+
+    After one step Adam's moments are m = b1 m0 + (1 - b1) g and v = b2 v0 + (1 - b2) g^2 (Kingma and Ba 2015). Of m0
+    and both m the sketches are known, which are linear in the values: so g, and what was kept of m0, follow without a
+    tensor; and with equal moments the weights move equally, times the ratio of the rates. Left out: why gradients
+    differ (other samples, fewer microbatches), and whether a moment was lost or decays by another beta.
+    """
+    trio, kinds = (start, usual, other), {"weight", "exp_avg", "exp_avg_sq"}
+    names = [name for name in start.wholes if all(kinds <= {*s.wholes.get(name, ())} for s in trio)]
+    beta1, beta2 = (usual.optimizer.get(name, math.nan) for name in ("adam_beta1", "adam_beta2"))
+    if not names or not 0 < beta1 < 1:
+        return
+    w0, w, w_other = (np.ravel([s.wholes[n]["weight"].sketch for n in names]) for s in trio)
+    m0, m, m_other = (np.ravel([s.wholes[n]["exp_avg"].sketch for n in names]) for s in trio)
+    _, v, v_other = (np.array([s.wholes[n]["exp_avg_sq"].total for n in names]) for s in trio)
+    known = np.stack([m0, (m - beta1 * m0) / (1 - beta1)], axis=1)
+    (kept, added), *_ = np.linalg.lstsq(known, m_other, rcond=None)
+    kind, size, what = "", 0.0, ""
+    if (size := _misfit(m_other, known @ np.array([kept, added]))) > 2e-3:  # more than the rounding of sketches
+        kind, what = "gradients", f"{share(size)} of the first moment is new: other samples, or fewer microbatches"
+    elif (size := abs(kept - beta1)) > 0.02 * (1 - beta1) + 2e-3:
+        kind, what = (
+            "moments",
+            f"the first moment keeps {kept:.4g} of what it was, not {beta1:g}: lost, or another beta",
+        )
+    elif abs((size := added / (1 - beta1)) - 1) > 0.01:
+        kind, what = "gradients", f"the gradients are {size:.4g} times what they were: another mean, or clipping"
+    elif (size := float(np.max(np.abs(v_other / v - 1)))) > 2e-3 * (1 - beta2):
+        kind, what = "moments", f"the second moment is {100 * size:.2g} % away: lost, or another beta"
+    elif abs((size := float((w_other - w0) @ (w - w0) / ((w - w0) @ (w - w0) or 1.0))) - 1) > 0.01:
+        kind, what = "rate", f"the weights move {size:.4g} times as far: another learning rate, or count of steps"
+        kind *= _misfit(w_other - w0, size * (w - w0)) < 0.05
+    if kind:
+        yield RestartFinding(kind=kind, what=what, size=size)
+
+
+def _misfit(values: np.ndarray, fit: np.ndarray) -> float:
+    return float(np.linalg.norm(values - fit) / (np.linalg.norm(values) or 1.0))

@@ -1,0 +1,310 @@
+"""Suspects of a hang: who waits for whom, and the ranks that others wait for and that wait for none, or elsewhere."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from trilane.diagnose.evidence import Evidence
+from trilane.diagnose.flight_recorder import Call
+from trilane.diagnose.stacks import Frames
+from trilane.diagnose.waits import HARD, NO_EVIDENCE, OTHER, Conditions, Wait
+from trilane.workspace.rank_grid import Grid
+
+OPEN = "cannot be determined"  # in each reason that leaves open whether the rank is at fault
+WHICH = f"; which of them is wrong {OPEN}"
+AT_LINE = f"; whether it computes or waits at this line (for its GPU, a lock, a file), {OPEN} from stacks"
+Edges = dict[int, set[int]]  # for each waiting rank, those that it waits for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspects:
+    """The suspect ranks, strongest evidence first, with the reason for each; `edges` is the wait graph, `axes` the
+    group axis of each waiting rank's collective; `complete`: every member of every group is in its call; `moves`: every
+    rank has another stack than in an earlier dump."""
+
+    reasons: dict[int, str]
+    edges: Edges
+    axes: dict[int, str]
+    complete: bool = False
+    moves: bool = False
+
+
+def find_suspects(evidence: Evidence, found: Conditions) -> Suspects:
+    """The suspects of a hang.
+
+    Suspect are ranks that are gone, stopped, crashed or locked; ranks without a dump where most have one; and ranks
+    that do something else while members of their groups wait. Where all wait, a group whose members are in different
+    collectives is a mismatch: in the smallest cycle of the wait graph, the ranks that are behind, or the fewest.
+    """
+    axes = axes_of(evidence.grid, found)
+    edges = wait_edges(evidence, found, axes)
+    hard = [r for r, c in found.items() if c.kind in HARD]
+    if evidence.earlier and not hard and all(found[r].moves for r in evidence.dumps):
+        return Suspects(reasons={}, edges=edges, axes=axes, moves=True)
+    silent = [r for r, c in found.items() if c.kind == "silent"]
+    held = _busy(found, edges, hard, silent)
+    proven = [r for r in (*hard, *held) if found[r].on_host or found[r].kind in ("gone", "crashed", "stopped")]
+    if proven and set(edges) <= reaching(edges, proven):
+        silent = []
+    reasons = {r: found[r].text + AT_LINE * (r in held and not found[r].on_host) for r in (*hard, *held, *silent)}
+    reasons |= {r: _recorded_reason(evidence, found, edges, r) for r in held if not found[r].frames}
+    gone = [r for r in hard if found[r].kind == "gone"]
+    if 2 * len(gone) > len(found):
+        reasons |= {r: f"{found[r].text}; which rank was the first to end {OPEN} from dumps" for r in gone}
+    left = set(edges) - reaching(edges, reasons)
+    reasons = _mismatch(evidence, found, edges, left, alone=not reasons) | reasons
+    waiting = [c.wait is not None for c in found.values() if c.frames]
+    if not (hard or silent or evidence.earlier) and 2 * sum(waiting) < len(waiting):
+        between = f"; most ranks do not wait: whether the job is between two steps {OPEN} from one dump"
+        reasons = {r: text + between for r, text in reasons.items()}
+    # A rank without a dump is the weakest evidence, a lock may be held for an instant.
+    order = {kind: 0 if kind in HARD[:3] else 2 if kind == "silent" else 1 for kind in {c.kind for c in found.values()}}
+    ranks = sorted(reasons, key=lambda r: (order[found[r].kind], "ring" in reasons[r], -held.get(r, 0), r))
+    complete = not ranks and bool(edges) and not any(edges.values())
+    complete = complete and not any(c.kind in NO_EVIDENCE for c in found.values())
+    return Suspects(reasons={r: reasons[r] for r in ranks}, edges=edges, axes=axes, complete=complete)
+
+
+def _busy(found: Conditions, edges: Edges, hard: list[int], silent: list[int]) -> dict[int, int]:
+    """The ranks outside communication that hold up others, with how many they hold up; where none is waited for, those
+    that work on the host."""
+    waited = set().union(*edges.values())
+    # A recording alone shows that a rank is outside any collective, not that it should be in one.
+    idle = [r for r, c in found.items() if c.kind == "busy" and not edges.get(r) and (c.frames or r in waited)]
+    held = {r: len(reaching(edges, {r})) for r in idle if r in waited}
+    # A rank that is known to work on the host is more suspect than those that may wait for their GPUs, as for it.
+    sure = reaching(edges, {r for r in held if found[r].on_host})
+    held = {r: n for r, n in held.items() if found[r].on_host or any(r in edges[w] and w not in sure for w in edges)}
+    # Those that hold up at least half as many as the one that holds up most.
+    busy = {r: n for r, n in held.items() if 2 * n >= max(held.values())}
+    busy = busy or {r: 0 for r in idle if found[r].on_host and not held}
+    if all(found[r].kind == "locked" for r in hard):
+        return busy
+    # Suspect only for those that do not wait for a rank that is gone.
+    excused = reaching(edges, {*hard, *silent})
+    return {r: n for r, n in busy.items() if any(r in edges[w] and w not in excused for w in edges)}
+
+
+def _mismatch(evidence: Evidence, found: Conditions, edges: Edges, left: set[int], *, alone: bool) -> dict[int, str]:
+    """Suspects among ranks that all wait, with reasons; unless `alone` (no other suspects), only cycles count."""
+    seen = left | {t for r in left for t in edges[r]}
+    inside = {r: edges.get(r, set()) & seen for r in seen}
+    waited = set().union(*inside.values())
+    reasons = _strays(evidence, found, inside, waited) or _ahead(evidence, inside) if alone else {}
+    for cycle in [] if reasons else final_components(inside):
+        counts = len(cycle) > 1 or (alone and cycle <= waited)
+        if counts and not any(found[r].kind in NO_EVIDENCE for r in cycle):
+            reasons |= _odd_ones(evidence, found, edges, cycle)
+    return reasons
+
+
+def _strays(evidence: Evidence, found: Conditions, inside: Edges, waited: set[int]) -> dict[int, str]:
+    """Suspects, with reasons, where the groups at the end of the graph have all come together: none of these is late.
+
+    A rank that left the order of collectives is in the rarest one, waits there for ranks that have not reached it, and
+    keeps its own group waiting. Where it receives from a neighbour that has gone on, either may be wrong.
+    """
+    waits = {r: w for r in inside if (w := found[r].wait) and not w.is_blind and r not in evidence.recordings}
+    if len(waits) < len(inside) or any(len(end) > 1 or inside[min(end)] for end in final_components(inside)):
+        return {}
+    stray = {r for r in _rare(waits) if inside[r] and r in waited}
+    sources = {s for r in stray if waits[r].p2p for s in inside[r]} - stray
+    return {r: f"in {waits[r]}, others in another{WHICH * bool(sources)}" for r in sorted(stray | sources)}
+
+
+def _ahead(evidence: Evidence, inside: Edges) -> dict[int, str]:
+    """Suspects, with reasons, among ranks whose recorders all wait in one group: a minority in a later call of it, for
+    which the others, still in an earlier one, would count as late."""
+    calls = {r: call for r in inside if (rec := evidence.recordings.get(r)) and (call := rec.waiting)}
+    counts = Counter(call.sequence for call in calls.values())
+    usual, most = max(counts.items(), key=lambda item: item[1], default=(0, 0))
+    # A root may have sent its part, or received all, and gone on.
+    apart = len({c.group for c in calls.values()}) != 1 or any(c.is_rooted for c in calls.values())
+    if apart or len(calls) < len(inside) or 2 * most <= len(calls) or min(counts) < usual:
+        return {}
+    return {r: f"in {c}, while most are still in number {usual}" for r, c in calls.items() if c.sequence > usual}
+
+
+def _odd_ones(evidence: Evidence, found: Conditions, edges: Edges, cycle: set[int]) -> dict[int, str]:
+    """Of ranks that wait for each other, those that differ, with reasons."""
+    steps = {r: evidence.grid[r].progress for r in cycle}
+    counts = Counter(p.progress for p in evidence.grid.places if p.step >= 0)
+    usual = max(counts, key=counts.__getitem__, default=-1)
+    apart = [r for r in cycle if steps[r] >= 0 and steps[r] != usual]
+    if 0 < len(apart) < len(cycle) or (apart and len(apart) * 2 < len(evidence.grid.ranks)):
+        return {r: f"is in iteration {steps[r]} while most are in {usual}" for r in sorted(apart)}
+    calls = {r: call for r in cycle if (rec := evidence.recordings.get(r)) and (call := rec.waiting) and not call.p2p}
+    kinds = {r: call.kind for r, call in calls.items()}
+    if len(calls) == len(cycle) and len({c.number for c in calls.values()}) == 1 < len({*kinds.values()}):
+        few = _fewest(kinds)
+        return {r: f"entered {calls[r]}, others another{WHICH * (not few)}" for r in few or calls}
+    waits = {r: w for r in cycle if (w := found[r].wait) is not None}
+    if any(wait.is_blind for wait in waits.values()):
+        return _left_behind(found, waits)
+    if len(cycle) == 1:
+        # By its stack such a rank is where its whole group is: their operation does not end, and none of them is late.
+        there = not evidence.recordings and not any(c.kind in NO_EVIDENCE for c in found.values())
+        is_there = (waits and there) or (min(cycle) in calls and not edges.get(min(cycle)))
+        return {} if is_there else {r: _recorded_reason(evidence, found, edges, r) for r in cycle}
+    few = _rare(waits)
+    # Sends and receives are rare by nature: a rank that waits for all is more suspect than one that waits for one.
+    few = [r for r in few if not waits[r].p2p] or few
+    few = few if 3 * len(few) <= len(cycle) else []
+    which = "" if few and evidence.grid.known else WHICH
+    reasons = {r: f"in {waits[r]}, others in another{which}" for r in sorted(few or cycle) if r in waits}
+    # The innermost line of a "soft" wait communicates by its name alone.
+    return {r: f"at {waits[r].site}{AT_LINE}" if found[r].kind == "soft" else text for r, text in reasons.items()}
+
+
+def _left_behind(found: Conditions, waits: Mapping[int, Wait]) -> dict[int, str]:
+    """Suspects, with reasons, where some ranks wait for what their stacks do not show: the few in a collective that all
+    of these have left, since they are at a later line of a function that called it; else none."""
+    blind = [r for r, wait in waits.items() if wait.is_blind]
+    few = sorted(waits.keys() - blind)
+    before = all(_is_before(found[r].frames, found[b].frames) for r in few for b in blind)
+    if not before or any(waits[b].op == "device" for b in blind) or not 0 < 2 * len(few) < len(waits):
+        return {}
+    return {r: f"in {waits[r]}, while most are at a later line, {waits[blind[0]].site}" for r in few}
+
+
+def _is_before(frames: Frames, others: Frames) -> bool:
+    """Whether a stack is in an earlier line of the function in which it and another one part."""
+    pairs = zip(reversed(frames), reversed(others), strict=False)
+    one, other = next(((a.key, b.key) for a, b in pairs if a.key != b.key), (("", "", 0), ("", "", 0)))
+    return one[:2] == other[:2] and one[2] < other[2]
+
+
+def _recorded_reason(evidence: Evidence, found: Conditions, edges: Edges, rank: int) -> str:
+    """The reason for a rank that others wait for, by their recorders, and that waits for none that can be seen."""
+    for waiter in (w for w, targets in edges.items() if rank in targets and w in evidence.recordings):
+        if (call := evidence.recordings[waiter].waiting) is not None:
+            own = evidence.recordings.get(rank)
+            lost = own is not None and not own.knows(call.group)
+            return f"others wait for it in {call}" + f"; its ring has lost whether it came, which {OPEN}" * lost
+    return f"{found[rank].text}, others wait for it in another collective"
+
+
+def _rare(waits: Mapping[int, Wait]) -> list[int]:
+    """The ranks in the rarest operation of a line; only where all are at one line, those that came there differently.
+
+    Different layers call the same line: ranks of one group in it are no rarer for being in two layers.
+    """
+    return _fewest({r: (w.op, w.site.key) for r, w in waits.items()}) or _fewest({r: w.call for r, w in waits.items()})
+
+
+def _fewest(kinds: Mapping[int, tuple[object, ...]]) -> list[int]:
+    """The ranks of the rarest kind; none where all kinds are equally frequent."""
+    counts = Counter(kinds.values())
+    least, most = min(counts.values(), default=0), max(counts.values(), default=0)
+    return [r for r, kind in kinds.items() if counts[kind] == least] if least < most else []
+
+
+def axes_of(grid: Grid, found: Conditions) -> dict[int, str]:
+    """The group axis of each waiting rank's collective: by names in its stack, else by which ranks are absent.
+
+    Of all ways to group the ranks, the one is taken with the fewest, but at least one, members absent from that line;
+    among equals one whose absent members do not wait themselves, then the one with the largest groups.
+    """
+    sites, axes = defaultdict[object, list[int]](list), dict[int, str]()
+    for rank, wait in ((r, c.wait) for r, c in found.items() if c.wait is not None):
+        # A group of one does not wait: then the names mislead, or the topology is another.
+        if wait.axis == OTHER or (wait.axis and len(grid.group(wait.axis, rank)) > 1):
+            axes[rank] = wait.axis
+        else:
+            sites[wait.call].append(rank)
+    dumped = {r for r, c in found.items() if c.kind != "unknown"}
+    for ranks in sites.values():
+        latest, best = max(grid[r].progress for r in ranks), ((2, 0, 0), "world")
+        for axis in ("world", "model", "stage", "pp-dp", "dp", "pp", "tp"):
+            absent = {m for r in ranks for m in grid.group(axis, r)} & dumped - {*ranks}
+            # A rank that is an iteration ahead has passed this collective already.
+            ahead = not any(grid[m].progress <= latest for m in absent)
+            waiting = sum(found[m].wait is not None for m in absent)
+            best = min(best, ((int(ahead), len(absent), waiting), axis), key=lambda b: b[0]) if absent else best
+        axes |= dict.fromkeys(ranks, best[1])
+    return axes
+
+
+def wait_edges(evidence: Evidence, found: Conditions, axes: dict[int, str]) -> Edges:
+    """For each waiting rank, the members of its group that are not in the same collective."""
+    recorded = _recorded_edges(evidence, found)
+    known = {m for m, c in found.items() if c.kind != "unknown"}
+    edges: Edges = {}
+    for rank, wait in ((r, c.wait) for r, c in found.items()):
+        if rank in recorded:
+            edges[rank] = recorded[rank]
+        elif wait is not None and axes[rank] == OTHER:  # any rank that waits for none may be a member that has not come
+            edges[rank] = {m for m in known if found[m].wait is None}
+        elif wait is not None:
+            members = evidence.grid.group(axes[rank], rank) & known - {rank}
+            edges[rank] = {m for m in members if not _is_with(evidence.grid, found, rank, m)}
+    return edges
+
+
+def _is_with(grid: Grid, found: Conditions, rank: int, member: int) -> bool:
+    """Whether both are in one collective: the same operation, called by the same lines, in the same iteration."""
+    one, other, steps = found[rank].wait, found[member].wait, {grid[rank].progress, grid[member].progress}
+    if one is None or other is None or one.axis in ("next", "previous") or one.call != other.call:
+        return False
+    # of a line that communicates by its name alone the operation is not known
+    return (one.op == other.op or "wait" in (one.op, other.op)) and (len(steps) == 1 or min(steps) < 0)
+
+
+def _recorded_edges(evidence: Evidence, found: Conditions) -> Edges:
+    """The edges by the Flight Recorder: to the members that never entered the call, or entered another."""
+    edges: Edges = {}
+    for rank, recording in evidence.recordings.items():
+        if (call := recording.waiting) is None or found[rank].kind in HARD:
+            continue
+        group = {*(call.ranks or evidence.grid.ranks)} & found.keys() - {rank}
+        batch = (c.peer for c in recording.calls if not c.done and c.number == call.number)
+        peers = {peer for peer in batch if peer is not None}
+        absent = {m: _is_absent(evidence, found, call, m) for m in group}
+        # Where all ranks of which it is known are there, it is one of the others, or none.
+        late = {m for m in group if absent[m]} or {m for m in group if absent[m] is None}
+        edges[rank] = peers & found.keys() if peers else late
+    return edges
+
+
+def _is_absent(evidence: Evidence, found: Conditions, call: Call, member: int) -> bool | None:
+    """Whether a member never entered the call, or another one in its place; None where nothing shows it."""
+    recording, kind = evidence.recordings.get(member), found[member].kind
+    if recording is None:
+        return None if kind in NO_EVIDENCE else kind in (*HARD, "silent", "busy")
+    if not recording.knows(call.group):
+        return None
+    made = recording.collectives.get((call.group, call.sequence))
+    late = not call.p2p and recording.entered.get(call.group, 0) < call.sequence
+    return late or (made is not None and made.kind != call.kind)
+
+
+def reaching(edges: Edges, targets: Iterable[int]) -> set[int]:
+    """The ranks from which a path of edges leads to one of the targets."""
+    back = defaultdict[int, set[int]](set)
+    for rank, others in edges.items():
+        for other in others:
+            back[other].add(rank)
+    return reached(back, targets)
+
+
+def reached(edges: Edges, starts: Iterable[int]) -> set[int]:
+    """The ranks to which a path of edges leads from one of the starts."""
+    found, queue = set[int](), list(starts)
+    while queue:
+        fresh = edges.get(queue.pop(), set()) - found
+        found |= fresh
+        queue += fresh
+    return found
+
+
+def final_components(edges: Edges) -> list[set[int]]:
+    """The strongly connected components of a graph that no edge leaves."""
+    left, found = set(edges), []
+    while left:
+        start = min(left)
+        while beyond := reached(edges, {start}) - reaching(edges, {start}) - {start}:
+            start = min(beyond)
+        component = {start, *reached(edges, {start})}
+        found.append(component)
+        left -= component | reaching(edges, component)
+    return found

@@ -1,0 +1,206 @@
+"""What each rank of a hanging job does, by its stack: it waits (for what), works on the host, has crashed, is gone."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trilane.diagnose.evidence import Evidence
+from trilane.diagnose.stacks import Frame, Frames, patterns
+from trilane.utils.tables import grouped
+
+HARD = ("gone", "crashed", "stopped", "locked")  # kinds of a Condition that prove that the rank does not go on
+NO_EVIDENCE = ("unreadable", "unknown")  # kinds from which nothing is concluded
+OTHER = "other"  # axis of a group that tp, pp and dp do not give: of experts, or of a sequence's parts
+Key = tuple[tuple[str, str, int], ...]  # of frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A wait in `op`, called by `site`; `axis` is the group axis by names in the stack, or OTHER; "" if none shows it.
+
+    `path` are the calling frames outwards, without wrappers and torch's own. `op` "device" is a wait for the GPU, for
+    an operation queued before that the stack does not show; "line" is a line where most ranks are: they compute there,
+    or wait for their GPUs; "wait" is a line that communicates by its names alone.
+    """
+
+    op: str
+    site: Frame
+    axis: str
+    path: Key
+
+    def __str__(self) -> str:
+        return f"{self.op}, called by {self.site}"
+
+    @cached_property
+    def call(self) -> Key:
+        """Identifies the call in the program: its functions and lines, from the caller of the operation outwards."""
+        # The root of a broadcast, and of any other operation that has one, calls it at a line of its own.
+        rooted = bool(patterns("functions")["rooted"].fullmatch(self.op))
+        return tuple((function, file, 0 if rooted else line) for function, file, line in self.path)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the stack does not show which operation it waits for."""
+        return self.op in ("device", "line")
+
+    @property
+    def p2p(self) -> bool:
+        """Whether it waits for one neighbour."""
+        return self.axis in ("next", "previous") or self.op in ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What one rank does: its kind (HARD, NO_EVIDENCE, silent, busy, soft or waiting), a description, its stack, what
+    it waits for, and whether it `moves`: an earlier dump has another stack.
+
+    `on_host`: it is known to work on the host; any other busy rank may wait at its line for its GPU (`.item()`,
+    `.cpu()`, a launch into a full queue are C++).
+    """
+
+    kind: str
+    text: str
+    frames: Frames = ()
+    wait: Wait | None = None
+    moves: bool = False
+    on_host: bool = False
+
+    @cached_property
+    def key(self) -> Key:
+        """Identifies the stack across tools."""
+        return tuple(frame.key for frame in self.frames)
+
+
+Conditions = dict[int, Condition]  # by rank
+
+
+def conditions(evidence: Evidence) -> Conditions:
+    """The condition of every rank of the grid."""
+    ranks, dumped = evidence.grid.ranks, {*evidence.dumps, *evidence.recordings}
+    # Where fewer than half of the dumps are missing each counts against its rank; else those ranks were not dumped.
+    without = "silent" if 2 * len(dumped | {*evidence.unreadable}) > len(ranks) else "unknown"
+    found = {rank: _condition(rank, evidence, without) for rank in ranks}
+    stacks = Counter(c.key for c in found.values() if c.frames)
+    locked = [rank for rank, c in found.items() if c.kind == "locked"]
+    for rank in locked:
+        # Any thread that runs Python holds its lock for that instant: it is a cause neither in many ranks, as of a
+        # profiler's thread, nor where half of the ranks wait.
+        if 2 * stacks[found[rank].key] >= stacks.total() > 1 or len(locked) > max(1, len(dumped) / 8):
+            found[rank] = _by_stack(rank, evidence)
+    # Most ranks at one line outside communication wait for their GPUs.
+    outside = [r for r, c in found.items() if c.kind in ("busy", "soft") and c.frames and not c.on_host]
+    for crowd in grouped(outside, lambda rank: found[rank].key).values():
+        for rank in crowd if 2 * len(crowd) > stacks.total() > 1 else ():
+            wait, text = found[rank].wait or _wait("line", found[rank].frames, ""), "computes, or waits for its GPU"
+            found[rank] = replace(found[rank], kind="waiting", text=text, wait=wait, moves=False)
+    return found
+
+
+def _condition(rank: int, evidence: Evidence, without: str) -> Condition:
+    """The condition of a rank; its kind is `without` where there is no stack of it."""
+    dump, state = evidence.dumps.get(rank), evidence.grid[rank].state
+    frames = dump.main.frames if dump else ()
+    kinds = {"gone": "gone", "X": "gone", "Z": "gone", "T": "stopped", "t": "stopped"}  # of states in proc(5)
+    if state in kinds:
+        return Condition(kind=kinds[state], text=f"the process is {kinds[state]} (state {state})", frames=frames)
+    if not frames and state == "D":
+        return Condition(kind="silent", text="no stack, and in uninterruptible sleep (state D)", on_host=True)
+    if dump is None and rank in evidence.recordings:
+        idle = evidence.recordings[rank].waiting is None
+        text = "outside any collective" if idle else "only its Flight Recorder was dumped"
+        return Condition(kind="busy" if idle else "waiting", text=text, on_host=idle)
+    if (dump is None and rank in evidence.unreadable) or (dump and dump.cut and not frames):
+        return Condition(kind="unreadable", text="its dump cannot be read")
+    if dump is None:
+        return Condition(kind=without, text="no dump: the process has ended, or was not dumped")
+    if not frames:
+        return Condition(kind=without, text=f"its stack could not be taken ({dump.error or 'empty dump'})")
+    # a rank may fail because another is gone
+    if dump.error and not patterns("errors")["follows"].search(dump.error) and "py-spy" not in dump.error:
+        return Condition(kind="crashed", text=f"raised {dump.error[:160]}", frames=frames)
+    holder, before = dump.gil_holder, evidence.earlier.get(rank)
+    if holder is not None and (before is None or before.gil_holder is not None):
+        text = f"its thread {holder.name or '(unnamed)'} holds Python's global lock in {holder.frames[0]}"
+        return Condition(kind="locked", text=text, frames=frames)
+    return _by_stack(rank, evidence)
+
+
+def _by_stack(rank: int, evidence: Evidence) -> Condition:
+    """The condition by the stack alone."""
+    dump, before = evidence.dumps[rank], evidence.earlier.get(rank)
+    frames = dump.main.frames
+    earlier = [frame.key for frame in before.main.frames] if before else []
+    moves = rank in evidence.advanced or (bool(earlier) and earlier != [frame.key for frame in frames])
+    does, on_host = activity(frames)
+    if wait := wait_of(frames):
+        return Condition(kind="waiting", text=f"in {wait.op}", frames=frames, wait=wait, moves=moves)
+    # `handle.wait()`, `.item()` and a launch on a full queue are C++: the innermost Python line is the caller's.
+    if not on_host and (axis := _first_match("axes", frames[:1])):
+        wait = _wait("wait", frames, axis)
+        return Condition(kind="soft", text="at a line that communicates", frames=frames, wait=wait, moves=moves)
+    sleeps = ", in uninterruptible sleep (state D)" if evidence.grid[rank].state == "D" else ""
+    # what waits for a GPU has released the GIL
+    on_host = on_host or bool(sleeps) or bool(dump.main.owns_gil)
+    text = (does or "outside communication") + sleeps
+    return Condition(kind="busy", text=text, frames=frames, moves=moves, on_host=on_host)
+
+
+def wait_of(frames: Frames) -> Wait | None:
+    """What a stack waits for; None where its innermost frame does not communicate."""
+    if frames and frames[0].line == 0 and any(map(_communicates, frames[1:3])):
+        frames = frames[1:]  # the GPU is waited for within the collective
+    inside = [_communicates(f) or _is(f, "wrappers") for f in frames]
+    inner = next((i for i, f in enumerate(frames) if _communicates(f) or not inside[i]), len(frames))
+    if inner == len(frames):
+        return None
+    at, device = frames[inner], patterns("files")["device"]
+    if device.search(at.file) and _is(at, "device_waits"):
+        above = [f for f in frames[inner:] if not (_is(f, "wrappers") or device.search(f.file))] or [at]
+        return _wait("device", above, _first_match("axes", above[:1]))
+    if not inside[inner]:
+        return None
+    end = next((i for i in range(inner, len(frames)) if not inside[i]), len(frames))
+    called, callers = frames[inner:end], frames[end:]
+    op = next((f for f in called if _is(f, "collectives")), at)
+    axis = OTHER if op.function.startswith("all_to_all") else _direction(called)
+    # Four frames show what a collective is for; further out is the training loop.
+    axis = axis or _first_match("axes", callers[:4]) or ("world" if _is(op, "all_ranks") else "")
+    return _wait(op.function, callers or [at], axis)
+
+
+def _wait(op: str, callers: Sequence[Frame], axis: str) -> Wait:
+    own = patterns("files")["torch"]
+    path = tuple(f.key for f in callers if not (_is(f, "wrappers") or own.search(f.file)))
+    return Wait(op=op, site=callers[0], axis=axis, path=path or (callers[0].key,))
+
+
+def activity(frames: Sequence[Frame]) -> tuple[str, bool]:
+    """What a stack outside communication does, "" where its names do not show it, and whether that is on the host."""
+    for table in ("purposes", "calls", "parts"):
+        if found := _first_match(table, frames[:8]):
+            return found, table != "parts"
+    return "", False
+
+
+def _first_match(table: str, frames: Iterable[Frame]) -> str:
+    """The first entry of a table by expressions that matches, from the innermost frame outwards; "" where none does."""
+    names = (f"{frame.function} {frame.file}" for frame in frames)
+    return next((key for name in names for key, pattern in patterns(table).items() if pattern.search(name)), "")
+
+
+def _direction(frames: Sequence[Frame]) -> str:
+    """The neighbour stage ("next", "previous") of pipeline communication; "pp" where unknown, "" for other frames."""
+    names = [f.function for f in frames if "p2p" in f.file]
+    ends = (axis for name in names for axis in ("previous", "next") if patterns("axes")[axis].search(name))
+    return next(ends, "pp" if names else "")
+
+
+def _is(frame: Frame, kind: str) -> bool:
+    """Whether the frame's function is one of the "wrappers", "collectives", "all_ranks" or "device_waits"."""
+    return bool(patterns("functions")[kind].fullmatch(frame.function))
+
+
+def _communicates(frame: Frame) -> bool:
+    known = patterns("files")["communication"].search(frame.file) is not None
+    return known or (_is(frame, "collectives") and "distributed" in frame.file)

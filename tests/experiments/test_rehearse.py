@@ -1,0 +1,63 @@
+"""A plan's save and load are rehearsed at tiny width."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from restart_plants import asked
+from support import REPOSITORY, small_plan
+
+from trilane.cli.app import main
+from trilane.config.plan import read_plan
+from trilane.experiments import rehearse
+from trilane.experiments.parity import machine, rows
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.label)
+def test_a_rehearsal_keeps_the_topology_of_every_plan_of_the_equality_table(row: Any, tmp_path: Path) -> None:
+    plan = row.plan(machine(cards=0, bf16=True), str(tmp_path))
+    tiny = rehearse.shrink(plan, tmp_path, plan.cluster, 8).plan
+    kept = ("tp", "pp", "dp", "zero", "interleaving", "partition", "offload", "precision", "sequence_parallel")
+    assert [getattr(tiny.topology, n) for n in kept] == [getattr(plan.topology, n) for n in kept]
+    assert tiny.engine == plan.engine and tiny.shape.parameters <= plan.shape.parameters
+
+
+def test_a_plan_of_384_gpus_is_refused_here_and_prepared_for_its_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = REPOSITORY / "docs/plan-176b.json"
+    plan = read_plan(path)
+    t = plan.topology
+    assert main(["debug", "rehearse", str(path)]) == 2
+    problem = (
+        f"trilane: tp x pp={t.tp * t.pp}: one replica has more than the 8 processes of this machine; see --prepare"
+    )
+    assert capsys.readouterr().err.startswith(problem)
+    assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 0
+    first = read_plan(tmp_path / "r/first/plan.json")
+    second = read_plan(tmp_path / "r/second/plan.json")
+    assert first.topology.gpus == t.gpus and first.shape.parameters < 1e8
+    assert second.run.load == str(tmp_path / "r/first/checkpoints/iter_0000001")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"srun --ntasks {t.gpus}") and lines[2].startswith("trilane debug restart ")
+    assert main(["debug", "rehearse", str(path), "--prepare", str(tmp_path / "r")]) == 2
+
+
+def test_replicas_that_this_machine_has_no_room_for_are_left_out_and_reported(tmp_path: Path) -> None:
+    plan = small_plan()
+    plan = replace(plan, topology=replace(plan.topology, tp=2, dp=4, gbs=8))
+    made = rehearse.shrink(plan, tmp_path, plan.cluster, 4)
+    assert made.plan.topology.dp == 2 and made.notes == ("dp=2 instead of 4: this machine runs at most 4 processes",)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncounted_processes")
+def test_a_plan_is_rehearsed_in_processes_of_its_own(data: Path, tmp_path: Path) -> None:
+    """As the command does it; a bug in it would be the planted ones' business."""
+    made = asked(data, tmp_path, {})
+    done = rehearse.rehearse(made, tmp_path / "r", rehearse.train_here)
+    assert not done.problem and done.audit and not done.audit.findings
+    assert len(done.audit.compared) == 2
+    shutil.rmtree(tmp_path / "r")
