@@ -1,11 +1,14 @@
 """The cause of a run's end by its log."""
 
+import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trilane.launch.outcome import with_cause
-from trilane.workspace.status import RunStatus, Status
+from trilane.launch.outcome import culprit, judge, last_log
+from trilane.workspace.status import RunStatus, Status, verdict, write_status
 
 CRASH = RunStatus(status=Status.CRASHED, evidence="rank 1: exit", rank=1, exit_code=1, seconds=1.0)
 XID = "n2: NVRM: Xid (PCI:0000:1b:00): 79, pid=8, GPU has fallen off the bus."
@@ -30,7 +33,71 @@ def test_a_crash_has_the_cause_that_its_log_gives(
     text: str, status: str, evidence: str, exclude: str, tmp_path: Path
 ) -> None:
     (tmp_path / "run.log").write_text(f"START a\n{text}\n")
-    found = with_cause(CRASH, tmp_path)
+    found = verdict(code=1, written=None, log=last_log(tmp_path), otherwise=CRASH)
     assert (found.status, found.exclude) == (status, exclude) and found.evidence.startswith(evidence)
-    stopped = RunStatus(status=Status.STOPPED, evidence="", rank=None, exit_code=0, seconds=1.0)
-    assert with_cause(stopped, tmp_path) == stopped and with_cause(CRASH, tmp_path / "none") == CRASH
+    assert last_log(tmp_path / "none") is None
+
+
+STOPPED = RunStatus(status=Status.STOPPED, evidence="stop", rank=None, exit_code=0, seconds=1.0)
+COMPLETED = replace(STOPPED, status=Status.COMPLETED)
+HANG = replace(CRASH, status=Status.HANG)
+LIMIT = replace(CRASH, status=Status.TIME_LIMIT, rank=None)
+OOM = replace(CRASH, status=Status.OOM, evidence="CUDA out of memory", rank=3)
+VAGUE = replace(OOM, status=Status.CRASHED)
+
+
+@pytest.mark.parametrize(
+    ("code", "written", "scheduler", "log", "status"),
+    [
+        (0, COMPLETED, None, None, "completed"),
+        (0, STOPPED, None, OOM, "stopped"),
+        (0, None, None, OOM, "crashed"),
+        (1, HANG, LIMIT, OOM, "hang"),
+        (1, STOPPED, None, OOM, "OOM"),
+        (1, None, LIMIT, OOM, "time limit"),
+        (1, None, None, OOM, "OOM"),
+        (1, None, None, COMPLETED, "crashed"),
+        (None, COMPLETED, LIMIT, None, "completed"),
+        (None, STOPPED, LIMIT, None, "time limit"),
+        (None, STOPPED, None, None, "stopped"),
+        (None, None, None, OOM, "OOM"),
+    ],
+)
+def test_one_verdict_is_made_of_all_that_is_known(code, written, scheduler, log, status) -> None:
+    found = verdict(code=code, written=written, scheduler=scheduler, log=log, otherwise=CRASH)
+    assert found.status == status
+    assert verdict(code=1, written=None, log=VAGUE, otherwise=CRASH) == CRASH, "which names a rank"
+    assert verdict(code=1, written=None, log=VAGUE, otherwise=LIMIT).evidence == "rank 3: CUDA out of memory"
+
+
+def failed(folder: Path, *ranks: tuple[int, int, str]) -> Path:
+    """A run folder with these failures: rank, exit code and last words, in the order in which they were spoken."""
+    (folder / "ranks").mkdir(parents=True)
+    for second, (rank, _, words) in enumerate(ranks):
+        log = folder / "ranks" / f"{rank}.log"
+        log.write_text(f"Traceback ...\n{words}\n\n")
+        os.utime(log, (1000 + second, 1000 + second))
+    failures = [{"rank": rank, "pid": 1, "exitcode": code} for rank, code, _ in sorted(ranks)]
+    (folder / "ranks" / "failures.json").write_text(json.dumps(failures))
+    return folder
+
+
+def test_the_rank_that_broke_first_is_blamed_and_not_those_that_followed(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (2, 1, "OSError: disk"), (0, 1, "Connection closed by peer"))
+    assert judge(folder, 1, 5.0).evidence == "rank 2: OSError: disk"
+
+
+def test_who_was_killed_is_blamed_even_when_others_spoke_before_he_was_found(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (0, 1, "Connection closed by peer"), (3, -9, "iteration 7"))
+    assert culprit(folder) == (3, "killed by SIGKILL after: ")
+
+
+def test_who_aborted_or_was_ended_because_a_peer_was_gone_is_a_follower(tmp_path: Path) -> None:
+    folder = failed(tmp_path, (3, -15, "iteration 7"), (1, 1, "OSError: disk"), (0, -6, "terminate called"))
+    assert culprit(folder)[0] == 1
+
+
+def test_a_run_that_ended_well_has_the_engines_word_and_on_a_full_disk_the_heartbeats(tmp_path: Path) -> None:
+    assert judge(tmp_path, 0, 2.0, done=7).evidence.startswith("iteration 7; the disk was full")
+    write_status(tmp_path, COMPLETED)
+    assert judge(tmp_path, 0, 2.0) == replace(COMPLETED, seconds=2.0)

@@ -21,6 +21,7 @@ from trilane.diagnose.capture import write_topology
 from trilane.diagnose.study import write_restart_example
 from trilane.experiments import benchmark
 from trilane.launch.follow import Tail
+from trilane.launch.outcome import judge
 from trilane.report import html, index, notebook
 from trilane.slurm import attempt, client, jobs, ledger, sites
 from trilane.utils.validation import shipped_json
@@ -197,7 +198,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "reopen": of_run(run_folder.reopen),
     "is completed": of_run(run_folder.is_completed),
     "status": of_run(status.read_status),
-    "judge": of_run(lambda run: [status.judge(run, 1, code, 1.0) for code in (0, 1)]),
+    "judge": of_run(lambda run: [judge(run, code, 1.0) for code in (0, 1)]),
     "tail": of_run(lambda run: Tail(run / "steps.jsonl").lines()),
     "latest": of_run(lambda run: checkpoints.latest(run / "checkpoints")),
     "keep last": of_run(lambda run: checkpoints.keep_last(run / "checkpoints", 1)),

@@ -18,7 +18,7 @@ from trilane.config.engines import require_trainable
 from trilane.config.plan import Plan, locate_plan, plan_from_json, read_plan, read_plan_values
 from trilane.launch.follow import follow
 from trilane.launch.hang_monitor import Hang, HangMonitor, Node
-from trilane.launch.outcome import with_cause
+from trilane.launch.outcome import failed_ranks, judge
 from trilane.utils.process import announced, held_port, python
 from trilane.utils.validation import read_json, require
 from trilane.workspace import node_folder
@@ -26,7 +26,7 @@ from trilane.workspace.checkpoints import found_in, iteration_of
 from trilane.workspace.continuation import require_continuable
 from trilane.workspace.heartbeat import read_beats
 from trilane.workspace.run_folder import STOP, reopen
-from trilane.workspace.status import RunStatus, Status, failed_ranks, judge, write_status
+from trilane.workspace.status import RunStatus, Status, write_status
 
 GRACE_S = 8.0  # from asking torchrun to end its workers to killing them
 WEEK_S = 7 * 86400.0
@@ -75,11 +75,7 @@ def _run(folder: Path, plan: Plan, port: int, show_progress: bool, begin: float,
                     _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
                     raise
             done = max((beat.step for beat in read_beats(folder).values()), default=0)
-            if code == 0 and done < plan.run.goal and not (folder / "status.json").exists():
-                what = f"stopped at iteration {done}; the disk was full, so that status.json did not record it"
-                return replace(_ended(Status.STOPPED, what, begin), exit_code=0)
-            outcome = with_cause(judge(folder, plan.topology.gpus, code, _since(begin)), folder)
-            return monitor.corrected(outcome, failed_ranks(folder))
+            return monitor.corrected(judge(folder, code, _since(begin), done), {*failed_ranks(folder)})
     except KeyboardInterrupt:
         _record(folder, _ended(Status.CANCELLED, "Ctrl-C", begin))
         raise

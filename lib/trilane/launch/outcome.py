@@ -1,11 +1,40 @@
-"""The cause of a run's end by its log, where the launcher knows only an exit code."""
+"""How a run on this machine ended: torchrun's exit code and list of failed ranks, their last lines, the log."""
 
+import json
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from trilane.logs.run import RunLog, read_log
-from trilane.workspace.status import RunStatus, Status
+from trilane.utils.files import read_text
+from trilane.workspace.status import RunStatus, Status, known_status, verdict
+
+
+def judge(folder: Path, code: int, seconds: float, done: int = 0) -> RunStatus:
+    """The status by torchrun's exit code, its list of failed ranks and their last lines, and the log.
+
+    `done` is the last iteration by the heartbeats.
+    """
+    written = known_status(folder)
+    if written:
+        written = replace(written, seconds=seconds)
+    if code == 0:
+        # where a disk stays full the engine cannot write its status.json
+        unsaid = RunStatus(
+            status=Status.STOPPED,
+            evidence=f"iteration {done}; the disk was full, so that status.json does not say more",
+            rank=None,
+            exit_code=0,
+            seconds=seconds,
+        )
+        return verdict(code=code, written=written, otherwise=unsaid)
+    rank, how = culprit(folder)
+    of = "torchrun" if rank is None else f"rank {rank}"
+    evidence = f"{of}: {how}{_last_line(folder, 'torchrun' if rank is None else rank)}"
+    status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
+    crash = RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+    return verdict(code=code, written=written, log=last_log(folder), otherwise=crash)
 
 
 def last_log(folder: Path) -> RunLog | None:
@@ -14,9 +43,8 @@ def last_log(folder: Path) -> RunLog | None:
     if not path.is_file():
         return None
     text = path.read_bytes()
-    begin = max(text.rfind(b"\nSTART "), 0)
     with tempfile.NamedTemporaryFile(suffix=".log") as part:
-        part.write(text[begin:])
+        part.write(text[max(text.rfind(b"\nSTART "), 0) :])
         part.flush()
         try:
             return read_log(part.name)
@@ -24,11 +52,42 @@ def last_log(folder: Path) -> RunLog | None:
             return None
 
 
-def with_cause(outcome: RunStatus, folder: Path) -> RunStatus:
-    """A crash with the cause that the log gives, its line and the nodes at fault; any other outcome as it is."""
-    log = last_log(folder) if outcome.status in (Status.CRASHED, Status.KILLED) else None
-    if log is None or not log.status.has_failed or log.status in (Status.CRASHED, Status.KILLED, Status.NCCL_ERROR):
-        return outcome
-    rank = outcome.rank if log.rank is None else log.rank
-    evidence = log.evidence if rank is None else f"rank {rank}: {log.evidence}"
-    return replace(outcome, status=log.status, evidence=evidence, rank=rank, exclude=log.exclude)
+def culprit(folder: Path) -> tuple[int | None, str]:
+    """The rank that failed first, and how if by a signal; None where torchrun itself failed.
+
+    torchrun polls ten times a second, may find several ranks dead at once, and lists those that it then ended itself.
+    A rank killed by a signal failed first, unless by torchrun's SIGTERM or its own SIGABRT (gloo and NCCL abort when a
+    peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
+    closed; ranks that printed nothing come last.
+    """
+    failures = failed_ranks(folder)
+    if not failures:
+        return None, ""
+    later = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}
+    order = {rank: later.get(code, int(code >= 0)) for rank, code in failures.items()}
+    rank = min(failures, key=lambda r: (order[r], _fell_silent(folder / "ranks" / f"{r}.log")))
+    code = failures[rank]
+    names = {number.value: number.name for number in signal.Signals}
+    return rank, f"killed by {names.get(-code, f'signal {-code}')} after: " if code < 0 else ""
+
+
+def failed_ranks(folder: Path) -> dict[int, int]:
+    """The exit codes of the ranks that torchrun saw fail; {} where its list is missing or damaged."""
+    try:
+        listed = json.loads(read_text(folder / "ranks/failures.json") or "[]")
+        return {int(failure["rank"]): int(failure["exitcode"]) for failure in listed}
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return {}
+
+
+def _last_line(folder: Path, rank: int | str) -> str:
+    """The last line that is not blank in ranks/<rank>.log; "(nothing)" where there is none."""
+    path = folder / "ranks" / f"{rank}.log"
+    lines = read_text(path).split("\n") if path.is_file() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "(nothing)")
+
+
+def _fell_silent(log: Path) -> tuple[bool, int]:
+    """Sort key: ranks that printed something first, by the time of their last line."""
+    facts = log.stat() if log.exists() else None
+    return (True, 0) if facts is None or facts.st_size == 0 else (False, facts.st_mtime_ns)

@@ -3,12 +3,12 @@
 import contextlib
 import errno
 import json
-import signal
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from trilane.utils.files import read_text, replace_text, set_aside
+from trilane.utils.files import replace_text, set_aside
 from trilane.utils.validation import from_mapping, read_json, require_known
 
 
@@ -93,9 +93,6 @@ class Status(StrEnum):
         return {Status.COMPLETED: 0, Status.STOPPED: 3}.get(self, 1)
 
 
-NOTHING = "(nothing)"  # of a rank that printed nothing
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     """How a run ended, the line that proves it, and the rank that printed this line (None: no single rank); nodes at
@@ -116,64 +113,34 @@ class RunStatus:
         object.__setattr__(self, "status", Status(self.status))
 
 
-def judge(folder: Path, ranks: int, code: int, seconds: float) -> RunStatus:
-    """The status by torchrun's exit code, its list of failed ranks (of `ranks`) and their last lines."""
-    if code == 0:
-        return _clean_end(folder, ranks - 1, seconds)
-    rank, how = culprit(folder)
-    of = "torchrun" if rank is None else f"rank {rank}"
-    evidence = f"{of}: {how}{last_line(folder, 'torchrun' if rank is None else rank)}"
-    status = Status.KILLED if how.startswith("killed by SIGKILL") else Status.CRASHED
-    return RunStatus(status=status, evidence=evidence, rank=rank, exit_code=code, seconds=seconds)
+def verdict(
+    *,
+    code: int | None,
+    written: RunStatus | None,
+    otherwise: RunStatus,
+    scheduler: RunStatus | None = None,
+    log: Any = None,
+) -> RunStatus:
+    """How a run ended, by what is known of it: verdict(code=1, written=known_status(folder), log=log, otherwise=crash).
 
-
-def _clean_end(folder: Path, last: int, seconds: float) -> RunStatus:
-    """The engine's own status where it stopped or had nothing left to train; else the last rank's last iteration."""
-    written = known_status(folder)
-    line = last_line(folder, last, "| number of nan iterations")
-    if written and (written.status is Status.STOPPED or line == NOTHING):
-        return replace(written, seconds=seconds)
-    return RunStatus(status=Status.COMPLETED, evidence=f"rank {last}: {line}", rank=last, exit_code=0, seconds=seconds)
-
-
-def culprit(folder: Path) -> tuple[int | None, str]:
-    """The rank that failed first, and how if by a signal; None where torchrun itself failed.
-
-    torchrun polls ten times a second, may find several ranks dead at once, and lists those that it then ended itself.
-    A rank killed by a signal failed first, unless by torchrun's SIGTERM or its own SIGABRT (gloo and NCCL abort when a
-    peer is gone). Among equals it is the one whose log ends first, since the others broke only when its connections
-    closed; ranks that printed nothing come last.
+    code        of torchrun or of the job's step; None where it is unknown
+    written     status.json of this attempt: by the engine, or by who ended a hang, which may be before the exit code
+    scheduler   its own reason, such as a time limit; None where it says no more than that the job failed
+    log         the RunLog of its last attempt, which decides where the others know only that it failed
+    otherwise   what the caller knows without a reason
     """
-    failures = _failures(folder)
-    if not failures:
-        return None, ""
-    later = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}
-    order = {rank: later.get(code, int(code >= 0)) for rank, code in failures.items()}
-    rank = min(failures, key=lambda r: (order[r], _fell_silent(folder / "ranks" / f"{r}.log")))
-    code = failures[rank]
-    names = {number.value: number.name for number in signal.Signals}
-    return rank, f"killed by {names.get(-code, f'signal {-code}')} after: " if code < 0 else ""
-
-
-def failed_ranks(folder: Path) -> set[int]:
-    """The ranks that torchrun saw fail."""
-    return set(_failures(folder))
-
-
-def _failures(folder: Path) -> dict[int, int]:
-    """The exit codes of these ranks; {} where torchrun's list is missing or damaged."""
-    try:
-        listed = json.loads(read_text(folder / "ranks/failures.json") or "[]")
-        return {int(failure["rank"]): int(failure["exitcode"]) for failure in listed}
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return {}
-
-
-def last_line(folder: Path, rank: int | str, words: str = "") -> str:
-    """The last line that is not blank, and holds `words`, in ranks/<rank>.log; "(nothing)" where there is none."""
-    path = folder / "ranks" / f"{rank}.log"
-    lines = read_text(path).splitlines() if path.is_file() else []
-    return next((line.strip() for line in reversed(lines) if line.strip() and words in line), NOTHING)
+    if written and written.status is Status.HANG:  # what was killed for it is in the log
+        return written
+    if written and not code and (written.status is Status.COMPLETED or not scheduler):
+        return written
+    if scheduler or code == 0:
+        return scheduler or otherwise
+    vague = (Status.CRASHED, Status.KILLED, Status.NCCL_ERROR)  # the last words of the rank that failed say more
+    if log is None or not log.status.has_failed or (log.status in vague and otherwise.rank is not None):
+        return otherwise
+    rank = otherwise.rank if log.rank is None else log.rank
+    evidence = log.evidence if rank is None else f"rank {rank}: {log.evidence}"
+    return replace(otherwise, status=log.status, evidence=evidence, rank=rank, exclude=log.exclude)
 
 
 def write_status(folder: Path, status: RunStatus) -> bool:
@@ -213,9 +180,3 @@ def known_status(folder: Path) -> RunStatus | None:
     with contextlib.suppress(ValueError, OSError):
         return read_status(folder)
     return None
-
-
-def _fell_silent(log: Path) -> tuple[bool, int]:
-    """Sort key: ranks that printed something first, by the time of their last line."""
-    facts = log.stat() if log.exists() else None
-    return (True, 0) if facts is None or facts.st_size == 0 else (False, facts.st_mtime_ns)
