@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import pandas as pd
 
-from trilane.analysis.loss_curve import SIGMAS, noise
+from trilane.analysis.loss_curve import SIGMAS, Restart, join, noise
 from trilane.analysis.steady_state import interval
 from trilane.config.plan import read_plan
 from trilane.logs.arguments import Value
@@ -120,8 +119,9 @@ def find_breaks(logs: Sequence[RunLog]) -> Continuity:
     Left out: what changes without a restart (see find_spikes), a schedule that bends right at the restart, a loss that
     is lower unless iterations were repeated, and trainings whose iteration numbers begin again.
     """
-    found, unjudged, restarts = list[Break](), dict[str, None](), list(_restarts(logs))
-    for restart in restarts:
+    found, unjudged = list[Break](), dict[str, None]()
+    restarts = join(logs).restarts if any(log.first_iteration is not None for log in logs) else ()
+    for restart in map(Boundary, restarts):
         for name, rule in RULES.items():
             if restart.has(name) and (broken := rule(restart, name)):
                 found.append(restart.found("iteration" if broken[0] == "iterations-jump" else name, *broken))
@@ -161,27 +161,29 @@ def change(value: float, expected: float) -> str:
     return f"x {ratio:.3g}" if not 0.5 < ratio < 2 else f"{ratio - 1:+.2%}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Boundary:
-    """A restart: the lines before it, with those that it repeats, the lines after it, each rising, and their logs."""
+    """A restart as the rules see it: columns before and after it, where training can have their values."""
 
-    old: DataFrame
-    new: DataFrame
-    logs: tuple[RunLog, RunLog]
+    restart: Restart
 
     @property
-    def first(self) -> float:
+    def first(self) -> int:
         """The first iteration after the restart."""
-        return float(self.new["iteration"].iloc[0])
+        return self.restart.iteration
 
     @property
     def every(self) -> float:
         """Iterations that a line covers, on the side where it covers more."""
-        return max(interval(side["iteration"].to_numpy(float)) for side in (self.old, self.new))
+        sides = (self.restart.before, self.restart.after)
+        return max(interval(side["iteration"].to_numpy(float)) for side in sides)
 
     def numbers(self, name: str) -> tuple[Numbers, Numbers]:
-        """Iterations and values of a column before the restart and after it, where training can have that value."""
-        return _numbers(self.old, name), _numbers(self.new, name)
+        """Iterations and values of a column before the restart and after it; nothing where a log does not print it."""
+        printed = all(name in log.iterations for log in self.restart.logs)
+        sides = (self.restart.before, self.restart.after)
+        before, after = (_numbers(side if printed else side.iloc[:0], name) for side in sides)
+        return before, after
 
     def has(self, name: str) -> bool:
         """Whether both sides print the column."""
@@ -198,34 +200,35 @@ class Boundary:
 
     def changed(self, pattern: str) -> str:
         """ "train_iters 500 -> 800": arguments of such names that both logs print and that differ."""
-        one, two = map(_arguments, self.logs)
+        one, two = map(_arguments, self.restart.logs)
         names = [name for name in one if name in two and one[name] != two[name] and re.search(pattern, name)]
         return ", ".join(f"{n} {short(str(one[n]), 40)} -> {short(str(two[n]), 40)}" for n in names)
 
     def found(self, name: str, cause: str, place: int, expected: float, detail: str) -> Break:
         """The Break at line `place` of the new values of a column, against the last line before the restart."""
-        ((at, values), (at_new, new)), (one, two) = self.numbers(name), (log.source for log in self.logs)
+        ((at, values), (at_new, new)), (one, two) = self.numbers(name), (log.source for log in self.restart.logs)
         last = max(int(np.searchsorted(at, self.first)) - 1, 0)
         before = Line(log=_label(one), iteration=int(at[last]), value=float(values[last]))
         after = Line(log=_label(two), iteration=int(at_new[place]), value=float(new[place]))
         # an iteration that was done again stands twice in one file
-        once = one != two or after.iteration > self.old["iteration"].iloc[-1]
+        once = one != two or after.iteration > self.restart.before["iteration"].iloc[-1]
         lines = {"before": _with_text(before, one), "after": _with_text(after, two) if once else after}
-        start = int(self.first)
+        start = self.first
         return Break(quantity=name, cause=cause, restart=start, expected=float(expected), detail=detail, **lines)
 
 
 def _unjudged(r: Boundary) -> Iterator[str]:
     missing = [WORDS[name] for name in RULES if name != "consumed_tokens" and not r.has(name)]
-    where, before = f"restart at iteration {r.first:.0f}", r.old["iteration"][r.old["iteration"] < r.first]
+    at = r.restart.before["iteration"]
+    where, before = f"restart at iteration {r.first}", at[at < r.first]
     if missing:
         yield f"{', '.join(missing)} (not printed on both sides of the {where})"
-    if len(before) < 6 or len(r.new) < 3:
+    if len(before) < 6 or len(r.restart.after) < 3:
         yield f"loss, gradient norm, speed (too few lines at the {where})"
     if r.differs("global_batch_size"):
         yield f"learning rate, gradient norm, speed (another batch size after the {where})"
     if len(before) and r.first - before.iloc[-1] > r.every:
-        yield f"iterations {before.iloc[-1] + 1:.0f} to {r.first - 1:.0f} (in no log)"
+        yield f"iterations {before.iloc[-1] + 1:.0f} to {r.first - 1} (in no log)"
 
 
 def _rate(r: Boundary, name: str) -> Found | None:
@@ -279,7 +282,7 @@ def _size(r: Boundary, name: str) -> Found | None:
     before, after = x[-1], y[0]
     # the next step of a ramp-up or curriculum: by about the factor of those seen, which falls or stays
     factor = max(float((side[1:] / side[:-1]).max(initial=1.0)) for side in (x, y))
-    planned = name == "global_batch_size" and r.logs[1].arguments.get("rampup_batch_size") not in (None, "None")
+    planned = name == "global_batch_size" and r.restart.logs[1].arguments.get("rampup_batch_size") not in (None, "None")
     grows = before < after and (planned or after <= 1.01 * before * factor**1.5)
     if grows or not r.differs(name):
         return None
@@ -297,7 +300,7 @@ def _scale(r: Boundary, name: str) -> Found | None:
     if 1 / (4 * 2**halvings) < after / before < max(4.0, 2 * float((x[1:] / x[:-1]).max(initial=1.0))):
         return None
     # Megatron begins at 2^32, DeepSpeed at 2^16, where no argument says otherwise
-    initial = (x[0], r.logs[1].arguments.get("initial_loss_scale"), 2.0**16, 2.0**32)
+    initial = (x[0], r.restart.logs[1].arguments.get("initial_loss_scale"), 2.0**16, 2.0**32)
     return "loss-scale-initial" if after in initial else "loss-scale-lost", 0, before, ""
 
 
@@ -337,7 +340,7 @@ def _loss(r: Boundary, name: str) -> Found | None:
     expected, moved = _moved(r, name, 0.01)
     if not moved:
         return None
-    level, size = math.exp(expected), r.logs[1].arguments.get("padded_vocab_size")
+    level, size = math.exp(expected), r.restart.logs[1].arguments.get("padded_vocab_size")
     untrained = float(x[0]) if at[0] <= 2 * r.every else math.log(size) if isinstance(size, int) else 0.0
     if level < 0.85 * untrained and y[0] > 0.93 * untrained:
         return "weights-not-loaded", 0, level, f"an untrained model's is about {untrained:.4g}"
@@ -405,21 +408,3 @@ def _with_text(line: Line, path: Path) -> Line:
     except (OSError, ValueError):  # the file is gone, or the log was never in one
         return line
     return replace(line, number=number, text=short(text.strip(), 160))
-
-
-def _restarts(logs: Sequence[RunLog]) -> Iterator[Boundary]:
-    """Each restart of one training, whose logs are given in the order in which they ran."""
-    kept, last = pd.DataFrame(), None
-    for log, rows in ((log, _rising(log.iterations)) for log in logs if log.first_iteration is not None):
-        for at, again in log.resumes:
-            old, new = pd.concat([rows[rows["iteration"] < at], _rising(again)]), rows[rows["iteration"] >= at]
-            if len(old) and len(new):
-                yield Boundary(old=old, new=new.head(512), logs=(log, log))
-        if last is not None:
-            yield Boundary(old=kept, new=rows.head(512), logs=(last, log))
-            kept = kept[kept["iteration"] < rows["iteration"].iloc[0]]
-        kept, last = pd.concat([kept, rows], ignore_index=True), log
-
-
-def _rising(rows: DataFrame) -> DataFrame:
-    return rows.sort_values("iteration", kind="stable").drop_duplicates("iteration", keep="last")

@@ -14,28 +14,36 @@ from trilane.logs.run import RunLog
 from trilane.logs.run_folder import continued
 from trilane.utils.validation import require
 
-COLUMNS = ("consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "sec_per_it")
 WINDOW = 128  # lines before a line that give its level and its noise
 LEAST = 10  # lines before the first that has a level
 # Of robust noise. False alarms in 10,000 lines: none on Gaussian noise of 0.5 to 10 %, none on noise that remembers 0.7
 # of the line before, one on Student's t with five degrees of freedom.
 SIGMAS = 8.0
-LEAST_NOISE = 2e-3  # of ln(value): losses are printed, and batches differ
-SAME = ("num_layers", "hidden_size", "num_attention_heads")  # in all logs of a training, which may be extended
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Restart:
-    """A log that continues another: its first iteration, and how many iterations of the other it repeated."""
+    """A restart of a training: the lines before it, with those that it repeated, as they were; the first ones after it.
+
+    iteration   the first one after it, `redone` how many lines it repeated
+    logs        the log before it and the one after; a resumed run has one
+    """
 
     iteration: int
     redone: int
-    log: str
+    before: pd.DataFrame
+    after: pd.DataFrame
+    logs: tuple[RunLog, RunLog]
+
+    @property
+    def log(self) -> str:
+        """The name of the log after it."""
+        return self.logs[1].source.name
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """One training. `table` has each iteration once, rising: iteration, log (its number), COLUMNS where they are known.
+    """One training. `table` has each iteration once, rising, with the columns of the logs and `log`, its number.
 
     `redone` has the iterations that a later log repeated, as the earlier one had them: the loss should be the same.
     `validation` has iteration and lm_loss of each evaluation, empty where there was none.
@@ -44,7 +52,6 @@ class Curve:
     table: pd.DataFrame
     redone: pd.DataFrame
     restarts: tuple[Restart, ...]
-    names: tuple[str, ...]
     validation: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def axes(self) -> dict[str, np.ndarray]:
@@ -66,35 +73,40 @@ class Curve:
 
     def axis(self) -> tuple[str, np.ndarray]:
         """The x axis of a loss curve, label and values: samples, tokens, or iterations where neither is known."""
-        axes = self.axes()
-        name = next(name for name in ("samples", "tokens", "iterations") if name in axes)
         words = {"samples": "consumed samples (sequences)", "tokens": "consumed tokens", "iterations": "iteration"}
-        return words[name], axes[name]
+        return next((words[name], values) for name in words if (values := self.axes().get(name)) is not None)
 
 
 def join(logs: Sequence[RunLog], seq_length: int = 0) -> Curve:
     """One curve of the logs of one training, in the order in which they ran; `seq_length` where the logs lack it.
 
+        join([read_log("part1.log"), read_log("part2.log")]).axes()["hours"]
+
     A log that begins at an iteration of an earlier log went back to a checkpoint: from there on its iterations count.
     Raises ValueError where no log has an iteration with a number.
     """
-    tables = [_columns(log, number, seq_length) for number, log in enumerate(logs) if log.first_iteration is not None]
-    require(bool(tables), "logs", ", ".join(log.source.name for log in logs) or "none", "hold no iteration")
-    kept, redone, restarts = tables[0].iloc[:0], list[pd.DataFrame](), list[Restart]()
-    for table in tables:
-        number, first = int(table["log"].iloc[0]), int(table["iteration"].iloc[0])
-        log = logs[number]
-        if again := [(first, kept[kept["iteration"] >= first])] * (table is not tables[0]):
-            kept = kept[kept["iteration"] < first]
-        again += [(at, _columns(replace(log, iterations=rows), number, seq_length)) for at, rows in log.resumes]
-        restarts += [Restart(iteration=at, redone=len(rows), log=log.source.name) for at, rows in again]
-        redone += [rows for _, rows in again]
-        kept = pd.concat([kept, table], ignore_index=True) if len(kept) else table
-    names, validation = tuple(log.source.name for log in logs), pd.DataFrame()
+    numbered = [(number, log) for number, log in enumerate(logs) if log.first_iteration is not None]
+    require(bool(numbered), "logs", ", ".join(log.source.name for log in logs) or "none", "hold no iteration")
+    kept, redone, restarts = pd.DataFrame(), list[pd.DataFrame](), list[Restart]()
+    last: RunLog | None = None
+    for number, log in numbered:
+        table = _rising(log, number, seq_length)
+        first = table["iteration"].iloc[0]
+        resumes = [(at, log, _rising(replace(log, iterations=rows), number, seq_length)) for at, rows in log.resumes]
+        if last:
+            resumes.insert(0, (int(first), last, kept[kept["iteration"] >= first]))
+        for at, old, again in resumes:
+            rows = table if old is log else kept
+            before, after = pd.concat([rows[rows["iteration"] < at], again]), table[table["iteration"] >= at].head(512)
+            restarts.append(Restart(iteration=at, redone=len(again), before=before, after=after, logs=(old, log)))
+            redone.append(again)
+        kept, last = pd.concat([kept[kept["iteration"] < first], table]) if last else table, log
+    validation = pd.DataFrame()
     for log in logs:
         validation = continued(validation, log)
     repeated = pd.concat(redone or [kept.iloc[:0]])
-    return Curve(table=kept, redone=repeated, restarts=tuple(restarts), names=names, validation=validation)
+    whole = kept.reset_index(drop=True)
+    return Curve(table=whole, redone=repeated, restarts=tuple(restarts), validation=validation)
 
 
 def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
@@ -106,46 +118,34 @@ def trainings(logs: Sequence[RunLog]) -> list[list[RunLog]]:
     """
     found: list[list[RunLog]] = []
     for log in (log for log in logs if log.first_iteration is not None):
-        first, every = log.iterations["iteration"].iloc[0], interval(log.iterations["iteration"].to_numpy(float))
-        fitting = [
-            t
-            for t in found
-            if every < first and agree(t[-1], log) and (first <= _last(t) + every or _length(t[-1]) == _length(log))
-        ]
+        at = log.column("iteration")
+        fitting = [t for t in found if interval(at) < at[0] and _continues(t, log, at[0] - interval(at))]
         if fitting:
-            max(fitting, key=lambda t: found.index(t)).append(log)
+            fitting[-1].append(log)
         else:
             found.append([log])
     return found
 
 
-def _columns(log: RunLog, number: int, seq_length: int) -> pd.DataFrame:
-    table = log.iterations
-    chosen = table[["iteration", *(name for name in COLUMNS if name in table)]].assign(log=number)
-    if "consumed_samples" not in table:
-        batch = run_config(log).gbs
-        if batch:  # constant: logs of a ramp-up print samples
-            chosen["consumed_samples"] = table["iteration"] * batch
-    curriculum = "seq_length" in table and table["seq_length"].nunique() > 1
-    length = run_config(log).seq_length or seq_length
-    if "consumed_tokens" not in chosen and "consumed_samples" in chosen and length and not curriculum:
-        chosen["consumed_tokens"] = chosen["consumed_samples"] * length
-    return chosen
+def _continues(training: Sequence[RunLog], log: RunLog, before: float) -> bool:
+    last, same = training[-1], ("num_layers", "hidden_size", "num_attention_heads")  # a training may be extended
+    both = [name for name in same if name in last.arguments and name in log.arguments]
+    lengths = [float(one.column("train_iters")[-1:].sum()) for one in (last, log)]  # 0, or NaN, where not printed
+    reached = max(float(one.column("iteration")[-1]) for one in training)
+    alike = last.dialect == log.dialect and all(last.arguments[name] == log.arguments[name] for name in both)
+    return alike and (before <= reached or lengths[0] == lengths[1] > 0)
 
 
-def _last(training: Sequence[RunLog]) -> float:
-    return max(float(log.iterations["iteration"].iloc[-1]) for log in training)
-
-
-def _length(log: RunLog) -> float:
-    """The number of iterations in all that the log's lines print; NaN, which equals nothing, where they do not."""
-    return float(log.iterations["train_iters"].iloc[-1]) if "train_iters" in log.iterations else math.nan
-
-
-def agree(one: RunLog, other: RunLog) -> bool:
-    """Whether two logs may be of one training: the same program, and the same model where both print it."""
-    both = [name for name in SAME if name in one.arguments and name in other.arguments]
-    return one.dialect == other.dialect and all(one.arguments[name] == other.arguments[name] for name in both)
+def _rising(log: RunLog, number: int, seq_length: int) -> pd.DataFrame:
+    """The log's iterations, each once, with consumed samples and tokens by its arguments where they are not printed."""
+    table = log.iterations.sort_values("iteration", kind="stable").drop_duplicates("iteration", keep="last")
+    table, config = table.assign(log=number), run_config(log)
+    if "consumed_samples" not in table and config.gbs:  # constant: logs of a ramp-up print samples
+        table["consumed_samples"] = table["iteration"] * config.gbs
+    curriculum, length = "seq_length" in table and table["seq_length"].nunique() > 1, config.seq_length or seq_length
+    if "consumed_tokens" not in table and "consumed_samples" in table and length and not curriculum:
+        table["consumed_tokens"] = table["consumed_samples"] * length
+    return table
 
 
 def baseline(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -158,15 +158,14 @@ def baseline(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     level = np.fmin(before.rolling(WINDOW, min_periods=LEAST).median(), before.rolling(3).median())
     steps = before.diff().abs().rolling(WINDOW, min_periods=LEAST - 1).median()
     known = np.minimum(np.arange(len(x)), WINDOW).clip(1)
-    return level.to_numpy(), np.maximum(_sigma(steps.to_numpy(), known), LEAST_NOISE)
+    return level.to_numpy(), _sigma(steps.to_numpy(), known)
 
 
 def noise(x: np.ndarray) -> float:
     """The noise of a whole series of logarithms, as baseline() has it."""
-    steps = np.abs(np.diff(x)) if len(x) > 1 else np.zeros(1)
-    return max(float(_sigma(np.median(steps), len(x))), LEAST_NOISE)
+    return float(_sigma(np.median(np.abs(np.diff(x))) if len(x) > 1 else 0.0, len(x)))
 
 
 def _sigma(step: Any, lines: Any) -> Any:
-    # few lines give a poor estimate of noise: of ten a third of it was seen
-    return 1.4826 / math.sqrt(2) * step * (1 + 2 * LEAST / lines)
+    # Few lines give a poor estimate of noise. Losses are printed, and batches differ: never below 0.2 %.
+    return np.maximum(1.4826 / math.sqrt(2) * step * (1 + 2 * LEAST / lines), 2e-3)

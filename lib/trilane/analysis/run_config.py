@@ -1,7 +1,9 @@
 """RunConfig: what ran, from the plan or else the log's launch arguments: shape, parallelism, batch, card."""
 
+import json
 import math
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -12,26 +14,10 @@ from trilane.config.model import GATED, ModelShape, padded_vocab_size
 from trilane.config.plan import Plan
 from trilane.logs.run import RunLog
 
-# full recomputation, as Megatron before 2022, DeepSpeed and the Trainer call it
-FULL = ("checkpoint_activations", "deepspeed_activation_checkpointing", "gradient_checkpointing")
-# Set where the model is no dense decoder with attention over the whole sequence
-OTHER = (
-    *("num_experts", "multi_latent_attention", "window_size", "mtp_num_layers", "hybrid_override_pattern"),
-    *("heterogeneous_layers_config_path", "experimental_attention_variant", "linear_attention_freq", "quick_geglu"),
-)
-OFF = ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
-# A word of a log for each way of a shape: Megatron's, its forks' (PositionEmbeddingType.alibi) and GPT-NeoX's.
-POSITIONS = {"absolute": "learned", "learned_absolute": "learned", "learned": "learned", "rope": "rotary"}
-POSITIONS |= {"rotary": "rotary", "alibi": "alibi", "none": "none"}
-NORMS = {"LayerNorm": "layernorm", "layernorm": "layernorm", "RMSNorm": "rmsnorm", "rmsnorm": "rmsnorm"}
-
-# Names of one argument, the most reliable first: Megatron, Megatron of 2020, DeepSpeed, the Trainer, a typed table.
-TP = ("tensor_model_parallel_size", "model_parallel_size", "tp")
-PP = ("pipeline_model_parallel_size", "pp")
-MBS = ("micro_batch_size", "deepspeed.train_micro_batch_size_per_gpu", "per_device_train_batch_size", "mbs")
-GBS = ("global_batch_size", "deepspeed.train_batch_size", "total_train_batch_size", "gbs")
-SAME = ("tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving", "precision")  # in Topology and RunConfig
-LAYERS, HIDDEN = ("num_layers", "layers", "n_layer"), ("hidden_size", "hidden", "n_embd")
+# Names of one argument, the most reliable first: Megatron's, those of 2020, DeepSpeed's, the Trainer's, a typed
+# table's; words of Megatron, its forks (PositionEmbeddingType.alibi) and GPT-NeoX for one way of a shape; arguments of
+# models that are no dense decoder with attention over the whole sequence.
+NAMES: dict[str, Any] = json.loads((resources.files("trilane") / "data/log_arguments.json").read_text("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,21 +66,18 @@ def run_config(log: RunLog, plan: Plan | None = None, gpu: Gpu | None = None) ->
 
 def of_window(config: RunConfig, log: RunLog, counts: np.ndarray) -> RunConfig:
     """The configuration with the batch size and the sequence length of the rows that `counts` marks."""
-    sizes = {}
-    for name in ("global_batch_size", "seq_length"):
-        values = log.iterations[name].to_numpy(float)[counts] if name in log.iterations else np.empty(0)
-        sizes[name] = float(np.median(values)) if len(values) else 0.0
-    if sizes["global_batch_size"] > 0:
-        config = replace(config, gbs=sizes["global_batch_size"])
-    if (length := int(sizes["seq_length"] if sizes["seq_length"] > 0 else 0)) and length != config.seq_length:
-        shape = replace(config.shape, seq_length=length) if config.shape else None
-        config = replace(config, seq_length=length, shape=shape)
+    columns = (log.column(name) for name in ("global_batch_size", "seq_length"))
+    batch, length = (float(np.median(x[counts])) if len(x) and counts.any() else 0.0 for x in columns)
+    config = replace(config, gbs=batch) if batch > 0 else config
+    if length >= 1 and int(length) != config.seq_length:
+        shape = replace(config.shape, seq_length=int(length)) if config.shape else None
+        config = replace(config, seq_length=int(length), shape=shape)
     return config
 
 
 def config_of(plan: Plan) -> RunConfig:
     """The configuration that a plan describes."""
-    t, gpu = plan.topology, plan.cluster.gpu
+    t, gpu, same = plan.topology, plan.cluster.gpu, ("tp", "pp", "dp", "mbs", "gbs", "recompute", "interleaving")
     # a process on a CPU machine has a share of the cores, for which the card's peak means nothing
     peak = gpu.flops_per_s(t.precision) if gpu.kind == "cuda" else 0.0
     return RunConfig(
@@ -102,7 +85,7 @@ def config_of(plan: Plan) -> RunConfig:
         parameters=plan.shape.parameters,
         gpus=t.gpus,
         seq_length=plan.shape.seq_length,
-        **{name: getattr(t, name) for name in SAME},
+        **{name: getattr(t, name) for name in (*same, "precision")},
         card=gpu.name,
         card_bytes=gpu.memory_bytes,
         peak_flops_per_s=peak,
@@ -110,18 +93,16 @@ def config_of(plan: Plan) -> RunConfig:
 
 
 def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
-    tp, pp = _whole(log, *TP) or 1, _whole(log, *PP) or 1
+    given = log.arguments
+    tp, pp = _whole(log, *NAMES["tp"]) or 1, _whole(log, *NAMES["pp"]) or 1
     # DeepSpeed's own dump counts replicas, which are the GPUs only where there is no other parallelism
     gpus = _whole(log, "world_size", "gpus") or (_whole(log, "deepspeed.world_size") if tp * pp == 1 else 0)
-    cp = _whole(log, "context_parallel_size") or 1
-    dp = _whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp))
-    per_stage, layers = _whole(log, "num_layers_per_virtual_pipeline_stage"), _whole(log, "num_layers")
-    precision = next((name for name in ("bf16", "fp16") if log.arguments.get(name) is True), "")
-    if {log.arguments.get("fp8"), log.arguments.get("fp8_format")} & {"hybrid", "e4m3"}:
-        precision = "fp8"
-    peak = getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0
+    cp, per_stage = _whole(log, "context_parallel_size") or 1, _whole(log, "num_layers_per_virtual_pipeline_stage")
+    precision = next((name for name in ("bf16", "fp16") if given.get(name) is True), "")
+    precision = "fp8" if {given.get("fp8"), given.get("fp8_format")} & {"hybrid", "e4m3"} else precision
     other = _not_dense(log)
-    shape = None if other else _shape(log)
+    shape, granularity = None if other else _shape(log), given.get("recompute_granularity")
+    full = any(given.get(name) is True for name in NAMES["full_recompute"])
     return RunConfig(
         shape=shape,
         parameters=shape.parameters if shape else 0 if other else _parameters(log),
@@ -129,16 +110,16 @@ def _of_log(log: RunLog, gpu: Gpu | None) -> RunConfig:
         gpus=gpus,
         tp=tp,
         pp=pp,
-        dp=dp,
-        mbs=_whole(log, *MBS),
+        dp=_whole(log, "data_parallel_size", "dp") or max(1, gpus // (tp * cp * pp)),
+        mbs=_whole(log, *NAMES["mbs"]),
         gbs=_batch(log, gpus // (tp * pp)),
         seq_length=_whole(log, "seq_length", "encoder_seq_length"),
-        recompute=_recompute(log),
-        interleaving=max(1, layers // (pp * per_stage)) if per_stage and layers else 1,
+        recompute=str(granularity) if granularity in ("full", "selective") else "full" if full else "none",
+        interleaving=max(1, _whole(log, "num_layers") // (pp * per_stage)) if per_stage else 1,
         precision=precision,
         card=gpu.name if gpu else "",
         card_bytes=gpu.memory_bytes if gpu else 0.0,
-        peak_flops_per_s=peak,
+        peak_flops_per_s=getattr(gpu, f"{precision or 'fp16'}_flops_per_s") if gpu else 0.0,
     )
 
 
@@ -146,91 +127,72 @@ def card(log: RunLog) -> Gpu | None:
     """The catalogue's card that nvidia-smi shows in the log; None where it shows none, or an unknown one."""
     if not log.devices:
         return None
-    device = log.devices[0]
-    known = [cluster.cluster(name).gpu for name in cluster.catalogue()]
+    device, known = log.devices[0], [cluster.cluster(name).gpu for name in cluster.catalogue()]
     fitting = [g for g in known if card_words(device.name.replace(".", "")) - {"PCIE"} <= card_words(g.name)]
     size = device.total_bytes if device.total_bytes == device.total_bytes else math.inf  # a list without the memory
     return min(fitting, key=lambda g: (abs(g.memory_bytes - size), -g.memory_bytes), default=None)
 
 
 def _shape(log: RunLog) -> ModelShape | None:
-    """The model's shape, None where an argument is missing or they do not fit together."""
-    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    sizes: dict[str, Any] = {name: _whole(log, name) for name in names}
-    vocab = _whole(log, "padded_vocab_size")
-    if not vocab and (tokens := _whole(log, "vocab_size")):
-        vocab = padded_vocab_size(tokens, _whole(log, *TP) or 1, _whole(log, "make_vocab_size_divisible_by") or 128)
-    if not vocab or not all(sizes.values()):
-        return None
-    try:
-        return ModelShape(vocab_size=vocab, **sizes, **_kind(log))
-    except ValueError:
-        return None
-
-
-def _kind(log: RunLog) -> dict[str, Any]:
-    """The fields of a ModelShape that may be unlike GPT-2's; GPT-2's where the log has no such argument.
+    """The model's shape, None where an argument is missing or they do not fit together; GPT-2's kind by default.
 
     A dump has the names of arguments as the program holds them (add_bias_linear), a trace as they are given
     (disable_bias_linear). Megatron prints one query group where it uses none.
     """
-    given = log.arguments
+    given, names = log.arguments, ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    sizes: dict[str, Any] = {name: _whole(log, name) for name in names}
+    of, tp = _whole(log, "make_vocab_size_divisible_by") or 128, _whole(log, *NAMES["tp"]) or 1
+    tokens = _whole(log, "vocab_size")
+    vocab = _whole(log, "padded_vocab_size") or (padded_vocab_size(tokens, tp, of) if tokens else 0)
     no_bias = given.get("add_bias_linear") is False or given.get("disable_bias_linear") is True
-    rotary = given.get("use_rotary_position_embeddings") is True
-    position = str(given.get("position_embedding_type") or given.get("pos_emb") or "learned").rpartition(".")[2]
-    gate = given.get("glu_activation")
+    rotary, gate = given.get("use_rotary_position_embeddings") is True, given.get("glu_activation")
+    position = str(given.get("position_embedding_type") or given.get("pos_emb")).rpartition(".")[2]
     activation = gate if gate in GATED else "squared-relu" if given.get("squared_relu") is True else "gelu"
-    groups = given.get("group_query_attention")
-    return {
-        "activation": "swiglu" if given.get("swiglu") is True else activation,
-        "ffn_hidden_size": _whole(log, "ffn_hidden_size") or (4 * _whole(log, "hidden_size") if gate else None),
-        "num_key_value_heads": (_whole(log, "num_query_groups") if groups is True else 0)
-        or _whole(log, "num_key_value_heads", "num_kv_heads")
-        or None,
-        "normalization": NORMS.get(str(given.get("normalization") or given.get("norm")), "layernorm"),
-        "positions": "rotary" if rotary else POSITIONS.get(position, "learned"),
-        "biases": "all" if not no_bias else "qkv" if given.get("add_qkv_bias") is True else "none",
-        "tied_embeddings": not any(
-            given.get(n) is True for n in ("untie_embeddings_and_output_weights", "no_weight_tying")
-        ),
-        "embedding_layernorm": given.get("embed_layernorm") is True,
-    }
+    groups = _whole(log, "num_query_groups") if given.get("group_query_attention") is True else 0
+    named = given.get("position_embedding_type") or given.get("pos_emb")
+    if not vocab or not all(sizes.values()):
+        return None
+    try:
+        return ModelShape(
+            vocab_size=vocab,
+            **sizes,
+            activation="swiglu" if given.get("swiglu") is True else activation,
+            ffn_hidden_size=_whole(log, "ffn_hidden_size") or (4 * sizes["hidden_size"] if gate else None),
+            num_key_value_heads=groups or _whole(log, "num_key_value_heads", "num_kv_heads") or None,
+            normalization=NAMES["norms"].get(str(given.get("normalization") or given.get("norm")), "layernorm"),
+            positions="rotary" if rotary else NAMES["positions"].get(position if named else "", "learned"),
+            biases="all" if not no_bias else "qkv" if given.get("add_qkv_bias") is True else "none",
+            tied_embeddings=not any(given.get(name) is True for name in NAMES["untied"]),
+            embedding_layernorm=given.get("embed_layernorm") is True,
+        )
+    except ValueError:
+        return None
 
 
 def _not_dense(log: RunLog) -> str:
     """The arguments, name=value, of a model that a shape cannot describe; "" where there are none."""
-    given = log.arguments
-    found = [name for name in OTHER if str(given.get(name)).strip("[]()") not in OFF]
-    wide, heads = _whole(log, "kv_channels"), _whole(log, "num_attention_heads")
-    if wide and heads and wide * heads != _whole(log, "hidden_size"):
-        found.append("kv_channels")
+    given, off = log.arguments, ("None", "False", "0", "1", "")  # Megatron-DeepSpeed prints [1] for no experts
+    found = [name for name in NAMES["not_dense"] if str(given.get(name)).strip("[]()") not in off]
+    wide = _whole(log, "kv_channels") * _whole(log, "num_attention_heads")
+    found += ["kv_channels"] if wide and wide != _whole(log, "hidden_size") else []
     return ", ".join(f"{name}={given[name]}" for name in found)
 
 
 def _parameters(log: RunLog) -> float:
     """As ModelShape.parameters counts them, without the number of heads; else the size of a typed table, in 1e9."""
-    L, h = _whole(log, *LAYERS), _whole(log, *HIDDEN)
-    s, V = _whole(log, "seq_length", "seq", "n_positions"), _whole(log, "padded_vocab_size", "vocab_size")
+    L, h, s = (_whole(log, *NAMES[name]) for name in ("layers", "hidden", "sequence"))
+    V, size = _whole(log, "padded_vocab_size", "vocab_size"), log.arguments.get("size")
     if L and h and s and V:
         return L * (12 * h * h + 13 * h) + (V + s + 2) * h
-    size = log.arguments.get("size")
     return size * 1e9 if isinstance(size, int | float) and size > 0 else 0
 
 
 def _batch(log: RunLog, replicas: int) -> float:
     """The full global batch: the argument where the log reaches or names it, else the largest printed."""
-    printed = log.iterations["global_batch_size"].max() if "global_batch_size" in log.iterations else math.nan
-    batch = max(_whole(log, *GBS), 0 if math.isnan(printed) else printed)
-    if not batch and replicas:  # versions of 2020 print only the batch of a replica
-        batch = _whole(log, "batch_size") * max(1, replicas)
-    return float(batch)
-
-
-def _recompute(log: RunLog) -> str:
-    granularity = log.arguments.get("recompute_granularity")
-    if granularity in ("full", "selective"):
-        return str(granularity)
-    return "full" if any(log.arguments.get(name) is True for name in FULL) else "none"
+    printed = np.nan_to_num(log.column("global_batch_size"))
+    batch = max(_whole(log, *NAMES["gbs"]), printed.max(initial=0))
+    # versions of 2020 print only the batch of a replica
+    return float(batch or (_whole(log, "batch_size") * max(1, replicas) if replicas else 0))
 
 
 def _whole(log: RunLog, *names: str) -> int:

@@ -108,7 +108,8 @@ def _logarithms(curve: Curve, name: str) -> tuple[np.ndarray, np.ndarray]:
 def training_record(group: Sequence[RunLog], curve: Curve, continuity: Continuity) -> dict[str, Any]:
     """A training as JSON; a loss that is no number is null."""
     found: dict[str, Any] = {"files": [log.source for log in group], "iterations": len(curve.table)}
-    found |= {"restarts": curve.restarts, "events": find_spikes(curve)}
+    found["restarts"] = [{"iteration": r.iteration, "redone": r.redone, "log": r.log} for r in curve.restarts]
+    found["events"] = find_spikes(curve)
     found |= {"breaks": continuity.breaks, "unjudged": continuity.unjudged}
     found["problems"] = [{"file": log.source, **as_json(problem)} for log in group for problem in log.problems]
     return as_json(found)
