@@ -3,11 +3,9 @@
 10,000 runs of one year each: 384 A100s, a ramp of 116 batch sizes, four kinds of stops, three steps of capacity.
 """
 
-import dataclasses
 import time
 from datetime import date
 
-from trilane.config.batch_rampup import parse_ramp
 from trilane.config.cluster import cluster
 from trilane.config.model import parse_shape
 from trilane.config.parallelism import Topology
@@ -15,7 +13,6 @@ from trilane.config.plan import Plan
 from trilane.costmodel import shipped
 from trilane.forecasting.capacity import Capacity, CapacityStep
 from trilane.forecasting.forecast import forecast
-from trilane.forecasting.request import ForecastRequest
 
 TOPOLOGY = Topology(
     tp=4,
@@ -40,17 +37,10 @@ def main() -> None:
         CapacityStep(first_day=date(2027, 5, 1), gpus=384, shared=True),
     ]
     three = Capacity(steps=(CapacityStep(first_day=start, gpus=144), *more))
-    request = ForecastRequest(
-        plan=plan,
-        calibration=shipped.default(machine),
-        tokens=1.18e12,
-        ramp=parse_ramp("192,16,9765625"),
-        capacity=one,
-        start=start,
-    )
+    asked = {"calibration": shipped.default(machine), "tokens": 1.18e12, "ramp": "192,16,9765625", "start": start}
     for name, capacity in (("one capacity", one), ("three", three)):
         begin, cpu = time.perf_counter(), time.process_time()
-        found = forecast(dataclasses.replace(request, capacity=capacity, runs=10_000))
+        found = forecast(plan, **asked, capacity=capacity, runs=10_000)
         wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
         print(f"{name}: 10,000 runs of {found.days(0.5):.0f} days in {wall:.2f} s ({cpu:.2f} s of one core)")
 

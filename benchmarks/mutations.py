@@ -114,28 +114,31 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("restarted = self.started & active", "restarted = active"),
         ("worked[:, None] - (ends - rest)", "worked[:, None] - ends"),
     ],
-    ("calendar", "forecasting/timeline.py", "forecasting/test_forecast.py"): [
-        ("queue_share = window.shared * risks", "queue_share = risks"),
-        ("for step in steps]) * first", "for step in steps])"),
-        ("spares_of(min(free))", "spares_of(max(free))"),
-    ],
     ("calendar", "forecasting/forecast.py", "forecasting/test_forecast.py"): [
+        ("queue_share=window.shared * risks", "queue_share=risks"),
+        ("* np.diff(same, prepend=-1)", ""),
+        ("spares_of(min(self._free_nodes))", "spares_of(max(self._free_nodes))"),
         ("share = (rest - slower)", "share = rest"),
         (".total_seconds() + 86400", ".total_seconds()"),
+        ("watts * building / 1000", "watts / 1000"),
     ],
     ("calendar", "forecasting/failures.py", "forecasting/test_forecast.py"): [
         ("1 / 4 if topology", "1 / 3 if topology"),
     ],
     ("calendar", "forecasting/request.py", "forecasting/test_forecast.py"): [
-        ("deviation * math.sqrt(1 - common)", "deviation * math.sqrt(common)"),
-        ("watts * PUE / 1000", "watts / 1000"),
+        ("deviation * math.sqrt(1 - r.common)", "deviation * math.sqrt(r.common)"),
     ],
     ("calendar", "forecasting/schedule.py", "forecasting/test_schedule.py"): [
         ("differs[..., :2]", "differs[..., :1]"),
-        ("-(-(samples - consumed) // phase.gbs)", "(samples - consumed) // phase.gbs"),
     ],
     ("calendar", "forecasting/capacity.py", "forecasting/test_forecast.py"): [
         ("earlier < later", "earlier <= later"),
+    ],
+    ("calendar", "forecasting/decision.py", "forecasting/test_decision.py"): [
+        ("figures[chance] for limit, chance in LIMITS.items() if", "0.0 for limit, chance in LIMITS.items() if"),
+        ("changes += [(failed, hours", "changes += [(0, hours"),
+        ('other["oom_probability"] <= SAFE', 'other["oom_probability"] <= 1'),
+        ("max([r[risk]", "min([r[risk]"),
     ],
     ("jobs", "slurm/site_options.py", "slurm/test_site_options.py"): [
         ("if option.startswith(name)", "if option == name"),

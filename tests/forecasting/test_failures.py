@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from scipy.stats import poisson
 
-from trilane.forecasting.failures import FailureModel, Interruption, daly_interval_s, wait_for_node_s, young_interval_s
+from trilane.forecasting.failures import FailureModel, Interruption, daly_interval_s, wait_for_node_s
+from trilane.utils.validation import shipped_json
 
 HOUR, DAY = 3600.0, 86400.0
 NOTHING = FailureModel(stops=(), startup_s=0, queue_s=0)
@@ -16,25 +17,17 @@ def cost(risks: FailureModel, stop: Interruption = STOP, interval_s: float = 12.
     return risks.stop_cost(stop, 1, interval_s, shared, 0)
 
 
-def test_an_interruption_loses_half_an_interval_on_average_and_its_variance_is_that_of_a_uniform() -> None:
-    """Uniform over 12 s: mean 6, variance 144 / 12; all of it is charged."""
-    assert cost(NOTHING) == (6, 12, 1)
-
-
 def test_means_add_and_so_do_variances_of_what_is_independent() -> None:
-    """Start-up, idle time and queue are exponential: the variance is the square of the mean."""
+    """Lost work is uniform over 12 s: variance 144 / 12; start-up, idle time and queue are exponential."""
+    assert cost(NOTHING) == (6, 12, 1)
     starting = replace(NOTHING, startup_s=10)
     assert cost(starting) == (16, 112, 1)
     queued = replace(starting, queue_s=4)
+    assert cost(queued) == (16, 112, 1), "a machine of one's own has no queue"
     assert cost(queued, shared=True) == (20, 12 + 100 + 16, 16 / 20)
     idle = Interruption(name="stop", idle_hours=0.01)  # 36 s
     assert cost(starting, idle) == (52, 112 + 36**2, 1)
     assert cost(starting, replace(idle, charged=False)) == (52, 112 + 36**2, 16 / 52)
-
-
-def test_a_machine_of_ones_own_has_no_queue() -> None:
-    queued = replace(NOTHING, queue_s=1000)
-    assert cost(queued)[0] == 6 and cost(queued, shared=True)[0] == 1006
 
 
 @pytest.mark.parametrize("spares", [0, 1, 2, 3, 7])
@@ -46,17 +39,22 @@ def test_a_node_is_waited_for_where_all_spares_are_under_repair(nodes: int, spar
     assert wait_for_node_s(nodes, 10, 24, spares) == pytest.approx(expected, rel=1e-9)
 
 
-def test_dalys_interval_is_that_of_his_equation_37() -> None:
-    """d = 60 s, M = 20 h: Young's 2939.4 s, times 1.00685, less the save."""
-    assert young_interval_s(60, 20 * HOUR) == pytest.approx(2939.39, rel=1e-5)
+def test_a_wait_is_finite_for_any_number_of_spares_and_failures() -> None:
+    assert wait_for_node_s(48, 10, 24, 10**9) == pytest.approx(0) == wait_for_node_s(48, 1e5, 24, 10**9)
+    assert wait_for_node_s(48, 1e5, 24, 1000) == pytest.approx(DAY / 1001)
+
+
+def test_checkpoints_are_as_often_as_daly_says_for_all_interruptions_together() -> None:
+    """Equation 37: d = 60 s, M = 20 h: Young's 2939.4 s, times 1.00685, less the save."""
     assert daly_interval_s(60, 20 * HOUR) == pytest.approx(2899.53, rel=1e-5)
-
-
-def test_rates_by_node_grow_with_the_nodes_and_others_do_not() -> None:
-    """One failure a node and year, and two a year of the whole job: 102 a year on 100 nodes."""
     risks = replace(NOTHING, stops=(Interruption(name="a", per_node_year=1.0), Interruption(name="b", per_year=2.0)))
     year = 365.25 * DAY
-    assert risks.stops_per_s(100) * year == pytest.approx(102)
+    assert risks.stops_per_s(100) * year == pytest.approx(102), "rates by node grow with the nodes, others do not"
     assert risks.checkpoint_interval_s(60, 100) == pytest.approx(daly_interval_s(60, year / 102))
     assert replace(risks, checkpoint_s=1800).checkpoint_interval_s(60, 100) == 1800
     assert NOTHING.checkpoint_interval_s(60, 100) == NOTHING.job_hours * HOUR, "nothing to save for but the job's end"
+
+
+def test_every_assumption_has_a_source() -> None:
+    assert set(shipped_json("risks")["sources"]) == set(vars(FailureModel())) - {"stops"}
+    assert all(stop.source for stop in FailureModel().stops)

@@ -1,19 +1,20 @@
 """One simulated run with every random number at its mean, counted by hand."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from trilane.forecasting.capacity import FOREVER, CapacityWindow
-from trilane.forecasting.failures import CHANGE, NODE_YEAR_S, QUEUE, FailureModel, Interruption
+from trilane.forecasting.capacity import CapacityWindow
+from trilane.forecasting.failures import NODE_YEAR_S, Cause, FailureModel, Interruption
 from trilane.forecasting.simulation import Outcomes, Simulation, Stretch, Uncertainty
 
 CALM = FailureModel(stops=(), startup_s=0, queue_s=0)
 EVERY_100_S = Interruption(name="stop", per_year=NODE_YEAR_S / 100)
 
 
-def stretch(seconds: list[float], start: float = 0, end: float = FOREVER, shared: bool = False, gpus: float = 8):
+def stretch(seconds: list[float], start: float = 0, end: float = math.inf, shared: bool = False, gpus: float = 8):
     window = CapacityWindow(start_s=start, end_s=end, gpus=int(gpus), shared=shared)
     return Stretch(
         window=window, seconds=np.array(seconds), gpus=np.full(len(seconds), gpus), nodes=np.ones(len(seconds))
@@ -54,14 +55,16 @@ def test_a_change_of_capacity_costs_a_start_up_and_the_queue_only_where_others_s
     """Half of the work on 8 GPUs until second 500, the other half on 16; the first start waits for nobody."""
     risks = replace(CALM, startup_s=20, queue_s=50)
     found = run(risks, stretch([1000.0], end=500), stretch([1000.0], start=500, shared=shared, gpus=16))
-    assert found.lost_s[CHANGE][0] == pytest.approx(20) and found.lost_s[QUEUE][0] == pytest.approx(queued)
+    assert found.lost_s[Cause.CHANGE][0] == pytest.approx(20) and found.lost_s[Cause.QUEUE][0] == pytest.approx(queued)
     assert found.wall_s[0] == pytest.approx(1000 + 20 + queued)
     assert found.gpu_s[0] == pytest.approx(8 * 500 + 16 * 520), "a start-up is charged, a queue is not"
 
 
 def test_the_first_start_is_no_change_of_capacity() -> None:
     found = run(replace(CALM, startup_s=20, queue_s=50), stretch([100.0], shared=True))
-    assert found.wall_s[0] == pytest.approx(100) and not found.lost_s[CHANGE][0] and not found.lost_s[QUEUE][0]
+    assert (
+        found.wall_s[0] == pytest.approx(100) and not found.lost_s[Cause.CHANGE][0] and not found.lost_s[Cause.QUEUE][0]
+    )
 
 
 def test_work_is_done_phase_after_phase_across_windows() -> None:

@@ -15,7 +15,7 @@ from trilane.config.parallelism import Topology
 from trilane.config.plan import Plan
 from trilane.costmodel.predict import predict
 from trilane.costmodel.shipped import default
-from trilane.forecasting.plan_source import study_plan
+from trilane.forecasting.decision import study_plan
 from trilane.planning.vary import use_plan, varied
 from trilane.report.widgets import Editor, explore, sentence
 from trilane.utils.numbers import with_bounds
@@ -110,9 +110,9 @@ def test_pinned_plans_stand_side_by_side_with_what_differs_marked(editor):
 def test_the_used_plan_is_what_03_and_07_begin_with(editor, study):
     editor.set(mbs=1)
     editor.buttons["use this plan"].click()
-    plans, (first, source) = study.plans(), study_plan(study)
+    plans, (first, _, source) = study.plans(), study_plan(study)
     assert plans == [editor.chosen.plan, PLAN] and first == editor.chosen.plan
-    assert source.prediction["sec_per_it"] == editor.chosen.prediction.sec_per_it
+    assert source["prediction"]["sec_per_it"] == editor.chosen.prediction.sec_per_it
     kept = json.loads((study.folder / "earlier/plans.json.1").read_text())
     assert [p["id"] for p in kept["plans"]] == [PLAN.id]
     use_plan(study, BASE, KNOWN)

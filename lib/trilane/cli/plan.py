@@ -168,11 +168,10 @@ def show(plan: Path | None, tokens: float | None, seconds: float | None, as_json
 def calendar(plan: Path, as_json: bool, **options: Any) -> None:
     """Forecast PLAN: the finish date, GPU-hours and days, and the risk of missing a deadline or an allocation."""
     from trilane.forecasting.forecast import forecast
-    from trilane.forecasting.request import forecast_request
 
     read = read_plan(plan)
     options["calibration"] = constants_of(plan, read.cluster, options["calibration"])
-    found = forecast(forecast_request(read, **options))
+    found = forecast(read, **options)
     emit(as_json, found.to_json(), found.as_text())
 
 

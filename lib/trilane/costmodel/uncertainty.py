@@ -16,6 +16,7 @@ from trilane.costmodel.fit import NOISE, deviations, left_out, slopes, time_erro
 MISFIT, MISFIT_ROWS = 0.05, 6
 FOREIGN = 0.12  # the same on a site or stack without rows: leaving out each file misses by 4 to 19 % at the median
 T_QUANTILE = 1.943  # of Student's t with MISFIT_ROWS degrees of freedom, at 95 %
+Z90 = 1.6449  # standard deviations of a normal distribution's 90 % interval, on each side
 NOISE_ROWS = 2  # repeats that the prior noise counts for
 MAX_ERROR = 0.15  # larger errors count as this
 

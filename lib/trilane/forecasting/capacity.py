@@ -6,9 +6,7 @@ from datetime import date
 from itertools import pairwise
 from typing import Any
 
-from trilane.utils.validation import require, require_integer, require_known
-
-FOREVER = float("inf")
+from trilane.utils.validation import from_mapping, require, require_integer, require_known
 
 
 def parse_day(field: str, text: object) -> date:
@@ -26,9 +24,6 @@ class CapacityStep:
     first_day: date
     gpus: int
     shared: bool = False
-
-    def __post_init__(self) -> None:
-        require_integer("capacity.gpus", self.gpus, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,45 +44,32 @@ class Capacity:
 
     def __post_init__(self) -> None:
         require(len(self.steps) > 0, "capacity", "[]", "needs at least one step: a day and a number of GPUs")
-        days = [step.first_day for step in self.steps]
-        for earlier, later in pairwise(days):
+        for step in self.steps:
+            require_integer("capacity.gpus", step.gpus, 0)
+        for earlier, later in pairwise(step.first_day for step in self.steps):
             require(earlier < later, "capacity.from", later, f"must come after {earlier}")
         require(any(step.gpus for step in self.steps), "capacity.gpus", 0, "no step has any GPU")
 
     def windows(self, start: date) -> list[CapacityWindow]:
-        """The steps in seconds after midnight (UTC) of `start`; past ones are left out, the last one never ends."""
+        """The steps in seconds after midnight (UTC) of `start`, without past ones; the last one ends at infinity."""
         edges = [max((step.first_day - start).total_seconds(), 0.0) for step in self.steps]
-        ends = [*edges[1:], FOREVER]
-        found = [
-            CapacityWindow(start_s=a, end_s=b, gpus=step.gpus, shared=step.shared)
-            for step, a, b in zip(self.steps, edges, ends, strict=True)
-            if b > a
-        ]
-        return [CapacityWindow(start_s=0.0, end_s=edges[0], gpus=0, shared=False), *found] if edges[0] > 0 else found
+        found = [CapacityWindow(start_s=0.0, end_s=edges[0], gpus=0, shared=False)]
+        for step, a, b in zip(self.steps, edges, [*edges[1:], float("inf")], strict=True):
+            found.append(CapacityWindow(start_s=a, end_s=b, gpus=step.gpus, shared=step.shared))
+        return [window for window in found if window.end_s > window.start_s]
 
 
-def constant(gpus: int, start: date, shared: bool = False) -> Capacity:
-    """The same number of GPUs from `start` on."""
-    return Capacity(steps=(CapacityStep(first_day=start, gpus=gpus, shared=shared),))
-
-
-def capacity_of(values: object) -> Capacity:
+def capacity_of(values: Any) -> Capacity:
     """The capacity of JSON: a list of {"from": day, "gpus": count, "shared": bool}, or an object with such "steps"."""
     for name in values if isinstance(values, dict) else ():
         require_known("capacity field", name, ("steps",))
-    steps = values.get("steps", []) if isinstance(values, dict) else values
+    steps, found = values.get("steps", []) if isinstance(values, dict) else values, list[CapacityStep]()
     rule = 'must be a list of steps such as {"from": "2026-03-11", "gpus": 384}'
     require(isinstance(steps, list), "capacity", json.dumps(steps)[:60], rule)
-    assert isinstance(steps, list)
-    return Capacity(steps=tuple(_step(step) for step in steps))
-
-
-def _step(values: Any) -> CapacityStep:
-    require(isinstance(values, dict), "capacity step", values, 'must be an object such as {"from": ..., "gpus": ...}')
-    for name in values:
-        require_known("capacity field", name, ("from", "gpus", "shared"))
-    for name in ("from", "gpus"):
-        require(name in values, f"capacity.{name}", "missing", "is required")
-    shared = values.get("shared", False)
-    require(isinstance(shared, bool), "capacity.shared", shared, "must be true or false")
-    return CapacityStep(first_day=parse_day("capacity.from", values["from"]), gpus=values["gpus"], shared=shared)
+    for step in steps:
+        require(isinstance(step, dict), "capacity step", step, 'must be an object such as {"from": ..., "gpus": ...}')
+        require("from" in step, "capacity.from", "missing", "is required")
+        # "from" is a keyword of Python and so no field's name
+        day = {"first_day": parse_day("capacity.from", step["from"])}
+        found.append(from_mapping(CapacityStep, {**{k: v for k, v in step.items() if k != "from"}, **day}, "capacity"))
+    return Capacity(steps=tuple(found))

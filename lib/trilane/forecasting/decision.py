@@ -1,259 +1,328 @@
-"""What a person needs who decides on a run: each figure with its provenance, the largest risks, the alternatives."""
+"""The alternatives to a forecast's plan, whether to start it or one of them, and the page for whoever decides."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Any
 
-from trilane.forecasting.alternatives import Recommendation, recommend
-from trilane.forecasting.record import Described, Record, energy_text, support_of, unlike
+import numpy as np
+
+from trilane.config.plan import Plan, plan_from_json, read_plan_values
+from trilane.config.training import Run
+from trilane.costmodel.calibration import Calibration
+from trilane.costmodel.measured_rows import every_row
+from trilane.costmodel.predict import SAFE
+from trilane.costmodel.shipped import calibration_of
+from trilane.forecasting.forecast import Described, Forecast, Record
+from trilane.forecasting.request import ForecastRequest
+from trilane.planning.search import search
 from trilane.utils.numbers import amount, with_bounds, with_interval
-from trilane.utils.tables import Columns, Html, Table, Text, show
-from trilane.utils.validation import shipped_json
+from trilane.utils.tables import Columns, DataFrame, Html, Table, Text, as_json, short
+from trilane.utils.validation import require, shipped_json
 from trilane.workspace.study import Study
 
-if TYPE_CHECKING:
-    import pandas as pd
+MOST_RISK = 0.2  # a limit is kept where at most one simulated run in five fails it: a choice, not a measurement
+LIMITS = {"deadline": "p_miss_deadline", "allocation": "p_overrun_allocation"}
+# What a decision compares of the plan and of each alternative, by the names that a forecast's JSON has.
+FIGURES = ("ideal", "finish", "days", "days_interval", "gpu_hours", "gpu_hours_interval", "cost", *LIMITS.values())
 
 
-PREDICTED = ("sec_per_it", "memory_bytes")  # what a plan in plans.json and the forecast both predict
-SHOWN, OF_A_KIND = 3, 2  # risks, and shapes and topologies each, that the page lists
+@dataclass(frozen=True, kw_only=True)
+class Alternatives(Table):
+    """Schedules, the first of them the plan's own, and topologies, for the same tokens and ramp on the same capacity.
 
-
-@dataclass(frozen=True)
-class Fact:
-    """A figure, its kind, its source, and the notebook that computed it ("": none).
-
-    Kinds: given, computed, measured, fitted, published, assumed, simulated.
+    Of each the `days` and `gpu_hours` without interruptions (0 where it cannot run), the memory of the fullest GPU at
+    any batch size, and the `forecast` of what is safe to start. `reason` says why it cannot run, or what must change.
     """
 
-    what: str
-    value: str
-    kind: str
-    source: str
-    notebook: str = ""
+    schedules: tuple[Record, ...]
+    topologies: tuple[Record, ...]
+    price: float | None = None
+    digits = 1
+
+    def to_frame(self) -> DataFrame:
+        """A row for each: days, GPU-hours, money where a price is given, restarts, memory, a note."""
+        rows, price = (*self.schedules, *self.topologies), self.price
+        columns = {"what": [r["name"] for r in rows], "days": [r["days"] or None for r in rows]}
+        columns |= {"GPU-hours": [r["gpu_hours"] or None for r in rows]}
+        columns |= {"money": [r["gpu_hours"] * price or None for r in rows]} if price is not None else {}
+        columns |= {"restarts": [r["restarts"] for r in rows]}
+        columns |= {"memory (GiB)": [r["memory_bytes"] / 2**30 or None for r in rows]}
+        return Columns({**columns, "note": [short(r["reason"]) for r in rows]}).to_frame()
 
 
-@dataclass(frozen=True)
-class Facts(Table):
-    """Facts as a table; a notebook's name links to its report where that is one of `reports`."""
+def alternatives(found: Forecast) -> Alternatives:
+    """Schedules in which DP, microbatch and nodes follow the batch, and the fastest other TP x PP x DP of the GPUs."""
+    r, plan, t = found.request, found.request.plan, found.request.plan.topology
+    ways: dict[str, Record] = {"the plan as it is": {}, "fastest at each batch size": {"adapt": "days"}}
+    ways |= {"fastest, TP and PP may change too": {"adapt": "days", "reshape": True}}
+    ways |= {"cheapest at each batch size": {"adapt": "gpu_hours"}}
+    schedules = [_alternative(name, r, "", **way) for name, way in ways.items()]
+    fixed: Record = {name: getattr(t, name) for name in ("precision", "attention", "fp32_gradients", "offload")}
+    fixed |= {"gpus": t.gpus, "gbs": t.gbs, "engine": plan.engine, "calibration": r.calibration}
+    best, rivals = search(plan.shape, plan.cluster, top=60, **fixed).best_per_sizes(5).rows, []
+    for c in [c for c in best if (c.topology.tp, c.topology.pp, c.topology.dp) != (t.tp, t.pp, t.dp)][:4]:
+        failing = r.ramp.failing(t.gbs, c.topology.mbs * c.topology.dp)
+        reason = f"{len(failing)} batch sizes of the ramp need another mbs or dp" if failing else ""
+        changed = replace(plan, topology=c.topology, label=c.label, run=Run())
+        rivals.append(_alternative(c.label, r, reason, plan=changed, adapt="days" if failing else "no"))
+    able = tuple(rival for rival in rivals if rival["days"])
+    return Alternatives(schedules=tuple(schedules), topologies=able, price=r.price)
 
-    facts: tuple[Fact, ...]
-    reports: frozenset[str] = frozenset()
 
-    def to_frame(self) -> "pd.DataFrame":
-        """A row for each fact: value, kind, source, notebook."""
-        import pandas as pd
+def _alternative(name: str, request: ForecastRequest, reason: str, **changes: Any) -> Record:
+    """One alternative, simulated where it is safe to start; without days where it cannot run."""
+    found: Record = {
+        "name": name,
+        "days": 0,
+        "gpu_hours": 0,
+        "memory_bytes": 0.0,
+        "oom_probability": 0.0,
+        "restarts": 0,
+    }
+    found |= {"reason": reason, "forecast": None}
+    try:
+        made = Forecast(request=replace(request, **{"adapt": "no", "day_worth": None, "reshape": False, **changes}))
+        found |= {"days": float(made.ideal.wall_s[0]) / 86400, "gpu_hours": float(made.ideal.gpu_s[0]) / 3600}
+        found |= {"restarts": len(made.jobs(made.ideal)) - 1}
+        choices = [step.choice for _, schedule in made.schedules for step in schedule or ()]
+        found |= {risk: max(getattr(c, risk) for c in choices) for risk in ("memory_bytes", "oom_probability")}
+        if found["oom_probability"] <= SAFE:
+            figures = made.to_json()
+            found |= {"forecast": {name: figures[name] for name in FIGURES}}
+    except ValueError as error:
+        found["reason"] = str(error)
+    return found
 
-        rows = [(f.what, f.value, f.kind, f.source, f.notebook) for f in self.facts]
-        return pd.DataFrame(rows, columns=["", "value", "kind", "from", "computed by"])
 
-    def _repr_html_(self) -> str:
-        frame = self.to_frame()
-        names = frame["computed by"]
-        links = [Html.link(name, f"{name}.html") if name in self.reports else name for name in names]
-        return show(frame.assign(**{"computed by": links}))
+def study_plan(study: Study, name: str = "", calibration: str = "") -> tuple[Plan, Calibration, Record]:
+    """A plan, the constants to use, and the file it comes from: a file's plan, or one of the study's plans.json by id
+    or label ("": the best). The constants are those that predicted it, or what `calibration` names (calibration_for).
+    """
+    if name.endswith(".json"):
+        entry, source = read_plan_values(name), {"file": name, "made_by": {}}
+    else:
+        found = study.load("plans.json", "02_topology")
+        listed = found["plans"] + (found.get("risky", []) if name else [])  # the best plan is a safe one
+        named = [p for p in listed if name in ("", p["id"], p["label"])]
+        require(
+            bool(named), "plan", name, f"no plan of study {study.name} has this id or label; nor is it a .json file"
+        )
+        entry, source = named[0], {"file": "plans.json", "made_by": found["made_by"]}
+    plan = plan_from_json(entry)
+    return (
+        plan,
+        calibration_of(entry, plan.cluster, calibration),
+        source | {"prediction": entry.get("prediction") or {}},
+    )
+
+
+def calendar_record(found: Forecast, source: Record, others: Alternatives) -> Record:
+    """What calendar.json holds: the forecast, its plan with prediction and source, alternatives, causes of delay."""
+    plan, known, p = found.request.plan, found.request.calibration, found.request.prediction
+    values = {**found.record, "plan_json": plan.to_json(), "source": source, "measured": measured_like(plan)}
+    values |= {"sec_per_it": p.sec_per_it, "sec_interval": [p.sec_lo, p.sec_hi], "memory_bytes": p.memory_bytes}
+    values |= {"card_bytes": plan.cluster.gpu.memory_bytes, "oom_probability": p.oom_probability}
+    values |= {"fitted_rows": known.rows, "half_width": known.half_width}
+    return {**values, "schedules": list(others.schedules), "rivals": list(others.topologies)}
+
+
+def measured_like(plan: Plan) -> list[Record]:
+    """Name and seconds of the shipped rows of the plan's model and topology on the same GPU."""
+
+    def identity(case: Any) -> tuple[Any, ...]:
+        s, own = case.shape, {**vars(case.topology), "adam": "", "buckets": ""}  # which measured rows leave open
+        return s.num_layers, s.hidden_size, s.num_attention_heads, s.seq_length, case.cluster.gpu.name, own
+
+    same = [row for row in every_row() if row.seconds == row.seconds and identity(row.case) == identity(plan)]
+    return [{"row": row.row_id, "seconds": row.seconds} for row in same]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """Whether to start a forecast's plan: the verdict, why, the change that it names, and what would change it.
+
+    `figures` are those of the plan with that change: date, days, cost, memory and risks; empty where none is to start.
+    """
+
+    verdict: str
+    reasons: tuple[str, ...]
+    change: str = ""
+    turns: tuple[str, ...] = ()
+    figures: Record = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision(Described):
-    """A study's calendar.json, and what its other files add: proposed shapes, the backtest, the current plans."""
+    """The page for whoever decides, from a study's calendar.json; `is_stale`: plans.json was written again since."""
 
     record: Record
-    plans: Record
-    sizing: Record
-    backtest_error: float | None = None
     title: str = ""
-    reports: frozenset[str] = frozenset()
+    is_stale: bool = False
+
+    @cached_property
+    def recommendation(self) -> Recommendation:
+        """Whether to start the plan, why, and what would change that.
+
+        An alternative is taken where it keeps a limit that the plan does not, or saves 3 % of the GPU-hours
+        (predictions nearer than that are often in the wrong order) without more days, each by its own simulated runs.
+        Nothing is recommended that runs out of memory with a probability above SAFE.
+        """
+        r, changes, turns = self.record, [], []
+        plan: Record = {"name": "", **{name: r[name] for name in FIGURES}}
+        for risk in ("memory_bytes", "oom_probability"):  # the most at any batch size
+            plan[risk] = max([r[risk], *(s[risk] for s in r["schedules"][:1])])
+        own = self._failed(plan)
+        for other in [*r["rivals"], *r["schedules"][1:]]:
+            if other["forecast"] and other["oom_probability"] <= SAFE:
+                figures = {**other, **other["forecast"]}
+                days, hours = (figures["ideal"][unit] - plan["ideal"][unit] for unit in ("days", "gpu_hours"))
+                failed, saves = self._failed(figures), hours < -0.03 * plan["ideal"]["gpu_hours"] and days <= 0
+                changes += [(failed, hours, days, figures)] if failed < own or (saves and failed == own) else []
+        left, hours, days, best = min(changes, default=(own, 0.0, 0.0, {}), key=lambda change: change[:3])
+        verdict, chosen = ("Start, with one change", best) if best else ("Start", plan)
+        if left:
+            verdict, chosen = "Do not start it as planned", {}
+        reasons, change = [*self._limits(plan)], chosen.get("name", "")
+        if best:
+            pairs = ((hours, "GPU-hours"), (days, "days"))
+            fewer = [f"{amount(abs(n))} {unit} {'less' if n < 0 else 'more'}" for n, unit in pairs]
+            late = "" if change else ", which is not enough"
+            reasons.append(f"{best['name']} is predicted to need {' and '.join(fewer)}{late}")
+        turns += [f"a benchmark of {change}, which comes first: its advantage is predicted"] if change else []
+        figures = {name: chosen[name] for name in (*FIGURES, "memory_bytes", "oom_probability") if chosen}
+        made: Record = {"reasons": tuple(reasons), "turns": (*turns, *self._turns(chosen or plan)), "figures": figures}
+        return Recommendation(verdict=verdict, change=change, **made)
+
+    def _failed(self, figures: Record) -> int:
+        """How many of the limits, and of the memory, a plan of these figures fails."""
+        chances = [figures[chance] for limit, chance in LIMITS.items() if self.record[limit] is not None]
+        return sum(chance > MOST_RISK for chance in chances) + (figures["oom_probability"] > SAFE)
+
+    def _limits(self, figures: Record) -> Iterator[str]:
+        """How likely the plan fails each limit, a line each, and its memory where that is likely."""
+        given = {limit: figures[chance] for limit, chance in LIMITS.items() if self.record[limit] is not None}
+        yield from (f"the plan fails the {limit} with a probability of {p:.0%}" for limit, p in given.items())
+        if not given:
+            yield "no deadline and no allocation were given, so that only memory and cost decide"
+        if figures["oom_probability"] > SAFE:
+            yield f"the plan runs out of memory with a probability of {figures['oom_probability']:.0%}"
+
+    def _turns(self, figures: Record) -> Iterator[str]:
+        """What would change the recommendation of a plan with these figures, a line each."""
+        begin, (low, high) = datetime.fromisoformat(self.record["start"]), figures["gpu_hours_interval"]
+        ends = {int(name[1:]) / 100: datetime.fromisoformat(at) - begin for name, at in figures["finish"].items()}
+        days = {share: at / timedelta(days=1) for share, at in ends.items()}
+        hours = {0.05: low, 0.5: figures["gpu_hours"], 0.95: high}
+        for limit, unit, reached in (("deadline", "days", days), ("allocation", "gpu_hours", hours)):
+            if (allowed := self.record[limit]) is None:
+                continue
+            if limit == "deadline":
+                allowed = (datetime.fromisoformat(allowed) - begin).days + 1.0  # the whole last day
+            most = float(np.interp(1 - MOST_RISK, list(reached), list(reached.values())))
+            slower = (allowed - most) / figures["ideal"][unit]
+            side, until = ("slower", "up to") if slower >= 0 else ("faster", "from")
+            much = f"a benchmark whose iterations are {abs(slower):.0%} {side} than predicted"
+            far = f"more GPUs or fewer tokens: no faster iteration alone keeps the {limit}"
+            yield far if slower <= -1 else f"{much}: {until} there four runs of five keep the {limit}"
+        if self.unlike:
+            yield "any benchmark: no measured run like this stands behind the prediction"
 
     def headline(self) -> Text:
         """The title and the forecast's summary."""
         return Text.of("{} {}", self.title, self.summary())
 
-    @property
-    def inconsistencies(self) -> list[str]:
-        """Files of the study that belong to another plan than the forecast, or predict it differently."""
-        source, file, plan = self.record["source"], self.record["source"]["file"], self.record["plan_id"]
-        given, entry, found = source["prediction"], self._entry, []
-        if source["made_by"] and entry is None:
-            found.append(f"{file} was written again and no longer holds plan {plan}; run 07_calendar again")
-        elif source["made_by"] and entry and any(entry["prediction"][n] != given[n] for n in PREDICTED):
-            found.append(f"{file} was written again and predicts plan {plan} differently; run 07_calendar again")
-        if not self._agrees:
-            numbers = " and ".join(f"{name}={given[name]:.6g}" for name in PREDICTED if name in given)
-            found.append(f"{file} predicts {numbers} for plan {plan}, with another calibration")
-        return found
-
     def notes(self) -> Text:
-        """The plan and the file that the figures come from, and what in the study belongs to another plan."""
+        """The plan and the file that the figures come from."""
         source, by = self.record["source"], self.record["source"]["made_by"]
         origin = f", made by {by['notebook']} on {by['time']}" if by else ""
-        text = [Text.of("Plan {:code} of {}{}.", self.record["plan_id"], source["file"], origin)]
-        if not by and self.plans and self._entry is None:
-            other = "The plans of {} in this study are other ones; none of these figures is theirs."
-            text.append(Text.of(other, "02_topology"))
-        return Text.joined("\n\n", [*text, *(Text.of("**Attention:** {}.", note) for note in self.inconsistencies)])
-
-    @property
-    def _entry(self) -> Record | None:
-        """The forecast's plan in plans.json as it is now."""
-        plan = self.record["plan_id"]
-        listed = self.plans.get("plans", []) + self.plans.get("risky", [])
-        return next((p for p in listed if p["id"] == plan), None)
-
-    @property
-    def _agrees(self) -> bool:
-        """Whether the plan's file predicts exactly what the forecast uses."""
-        given = self.record["source"]["prediction"]
-        return all(name not in given or given[name] == self.record[name] for name in PREDICTED)
-
-    @property
-    def _proposals(self) -> list[Record]:
-        """The shapes that 01_sizing proposed, the plan's own among them; none where they are for another model."""
-        own = (self.record["shape"]["num_layers"], self.record["shape"]["hidden_size"])
-        found = self.sizing.get("proposals", [])
-        return found if own in [(p["layers"], p["hidden"]) for p in found] else []
-
-    def risks(self) -> Columns:
-        """The largest causes of delay, and what helps against each."""
-        columns = {head: values[:SHOWN] for head, values in self.delays.columns.items()}
-        remedies = shipped_json("risks")["remedies"]
-        return Columns({**columns, "what helps": [remedies.get(cause, "") for cause in columns["cause"]]}, digits=1)
-
-    def alternatives(self) -> Columns:
-        """Other shapes, topologies and schedules: cost in GPU-hours and days, relative to the plan's.
-
-        OF_A_KIND shapes and topologies; 07_calendar has all. Shapes are not equally large: theirs are per parameter.
-        """
-        c, s = self.record, self.record["shape"]
-        rows: list[tuple[str, str, float, float]] = []
-        own = [p for p in self._proposals if (p["layers"], p["hidden"]) == (s["num_layers"], s["hidden_size"])]
-        for p in [p for p in self._proposals if p not in own][:OF_A_KIND]:
-            name = f"{p['layers']} × {p['hidden']}, {p['params'] / 1e9:.4g} B, {p['label']}"
-            rows.append(("shape, per parameter", name, *_relative(p, own[0], own[0]["params"] / p["params"])))
-        plan = c["schedules"][0] if c["schedules"] and c["schedules"][0]["days"] else c["ideal"]
-        others = [("topology", o) for o in c["rivals"][:OF_A_KIND]] + [("schedule", o) for o in c["schedules"][1:]]
-        rows += [(kind, o["name"], *_relative(o, plan)) for kind, o in others if o["days"]]
-        columns = {
-            "what": [kind for kind, *_ in rows],
-            "alternative": [name for _, name, *_ in rows],
-            "cost (GPU-hours)": [f"{hours - 1:+.1%}" for *_, hours, _ in rows],
-            "days": [f"{days - 1:+.1%}" for *_, days in rows],
-        }
-        return Columns(columns)
+        late = Text("\n\n**Attention:** plans.json was written again since; run 07_calendar again.")
+        given, seconds = source["prediction"].get("sec_per_it"), self.record["sec_per_it"]
+        if given not in (None, seconds):
+            origin += f", which predicts {given:.6g} s by other constants"
+        return Text.of(
+            "Plan {:code} of {}{}.{}", self.record["plan_id"], source["file"], origin, late if self.is_stale else Text()
+        )
 
     def options(self) -> Html:
-        """The risks and the alternatives next to each other where the page is wide enough."""
-        tables = (Html(table._repr_html_()) for table in (self.risks(), self.alternatives()))
-        return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *tables)
+        """The largest causes of delay with what helps, and the alternatives relative to the plan, side by side."""
+        c, remedies = self.record, shipped_json("risks")["remedies"]
+        delays = {head: values[:3] for head, values in self.delays.columns.items()}
+        risks = Columns({**delays, "what helps": [remedies.get(cause, "") for cause in delays["cause"]]}, digits=1)
+        others = [("topology", o) for o in c["rivals"][:2]] + [("schedule", o) for o in c["schedules"][1:]]
+        able = [
+            (kind, o, [o[unit] / c["ideal"][unit] - 1 for unit in ("gpu_hours", "days")])
+            for kind, o in others
+            if o["days"]
+        ]
+        rows = [(kind, o["name"], *(f"{more:+.1%}" for more in relative)) for kind, o, relative in able]
+        tables = risks, Columns.of_rows(("what", "alternative", "cost (GPU-hours)", "days"), rows)
+        return Html.of('<div class="pair"><div>{}</div><div>{}</div></div>', *(Html(t._repr_html_()) for t in tables))
 
     @property
-    def facts(self) -> Facts:
-        """Every figure of the page with its provenance."""
-        made_by = self.record.get("made_by", {}).get("notebook", "07_calendar")
-        planner = (self._agrees and self.record["source"]["made_by"].get("notebook")) or made_by
-        found = [*self._predicted(planner), *self._simulated(made_by)]
-        if self.backtest_error is not None:
-            error, source = f"{self.backtest_error:.1%} (median)", "rows that the constants were not fitted to"
-            found.append(Fact("error of predicted time", error, "measured", source, "06_backtest"))
-        return Facts(tuple(found), self.reports)
-
-    def _predicted(self, planner: str) -> Iterator[Fact]:
-        """The plan and what is predicted for one iteration of it."""
+    def facts(self) -> Columns:
+        """Every figure of the page with its kind (given, computed, measured, fitted, assumed, simulated) and source."""
         c, seconds, (low, high) = self.record, self.record["sec_per_it"], self.record["sec_interval"]
-        kind, fitted = "assumed", "unfitted constants"
-        if c["fitted_rows"]:
-            kind, fitted = "fitted", f"constants fitted to {c['fitted_rows']} measured rows"
-        source = f"{fitted}, 90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}"
-        yield Fact("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}", planner)
-        yield Fact(
-            "tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"
-        )
-        yield Fact("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule")
-        yield Fact("seconds per iteration", with_bounds(seconds, low, high), kind, source, planner)
-        if words := support_of(c):
-            words = (
-                words.split(":")[0].replace("no measured run like this", "none") if unlike(c) else words
-            )  # above it is whole
-            yield Fact("measured runs like it", words, "measured", "the rows that ship; docs/planner.md", planner)
-        for m in c["measured"][:2]:
-            ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
-            source = f"row {m['row']} of the public documents"
-            yield Fact("the same run, measured", ratio, "measured", source, "06_backtest")
+        source = f"90 % interval {low / seconds - 1:+.1%} to {high / seconds - 1:+.1%}, {c['fitted_rows']} rows fitted"
         free, card = (c["card_bytes"] - c["memory_bytes"]) / 2**30, c["card_bytes"] / 2**30
         memory = f"{free:.3g} of {card:.3g} GiB, P(out of memory) {c['oom_probability']:.1%}"
-        yield Fact("free memory", memory, "fitted", "the fullest stage; docs/planner.md", planner)
-
-    def _simulated(self, made_by: str) -> Iterator[Fact]:
-        """What the forecast gives for the whole run."""
-        c, ideal = self.record, self.record["ideal"]
-        days, hours = c["days_interval"], c["gpu_hours_interval"]
-        without, lost = f"{ideal['days']:.4g} without the interruptions below", sum(c["lost_days"].values())
-        yield Fact("days", with_bounds(c["days"], *days), "simulated", without, made_by)
-        text = with_bounds(c["gpu_hours"], *hours)
-        yield Fact("GPU-hours", text, "simulated", f"{amount(ideal['gpu_hours'])} of iterations", made_by)
-        text = f"{lost:.3g} days"
-        yield Fact("lost beside iterations", text, "assumed", "docs/calendar.md", made_by)
-        if c.get("energy_kwh"):
-            source = "maximum of the node's data sheet, building 1.2: an upper bound"
-            yield Fact("energy", energy_text(c["energy_kwh"]), "assumed", source, made_by)
-        if c.get("cost"):
-            yield Fact("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price", made_by)
-
-    @property
-    def recommendation(self) -> Recommendation:
-        """Whether to start, why, and what would turn it."""
-        return recommend(self.record)
+        days, hours = (with_bounds(c[name], *c[f"{name}_interval"]) for name in ("days", "gpu_hours"))
+        rows = [
+            ("plan", c["plan_id"], "given", f"{c['source']['file']}: {c['plan']}"),
+            ("tokens", f"{c['tokens'] / 1e9:,.4g} billion", "given", "the request, as start, ramp and capacity are"),
+            ("iterations", f"{c['iterations']:,}", "computed", "Megatron-LM's ramp rule"),
+            (
+                "seconds per iteration",
+                with_bounds(seconds, low, high),
+                "fitted" if c["fitted_rows"] else "assumed",
+                source,
+            ),
+            ("measured runs like it", c["prediction"]["support"]["words"], "measured", "the rows that ship"),
+            ("free memory", memory, "fitted", "the fullest stage; docs/planner.md"),
+            ("days", days, "simulated", f"{c['ideal']['days']:.4g} without interruptions"),
+            ("GPU-hours", hours, "simulated", f"{amount(c['ideal']['gpu_hours'])} of iterations"),
+            ("lost in addition", f"{sum(c['lost_days'].values()):.3g} days", "assumed", "docs/calendar.md"),
+        ]
+        for m in c["measured"][:2]:
+            ratio = f"{m['seconds']:.4g} s, predicted / measured {seconds / m['seconds']:.3f}"
+            rows.append(("the same run, measured", ratio, "measured", f"row {m['row']} of the public documents"))
+        rows += (
+            [("energy", f"{amount(c['energy_kwh'])} kWh", "assumed", "the node's data sheet")]
+            if c["energy_kwh"]
+            else []
+        )
+        rows += [("money", f"{c['cost']:,.0f}", "given", "GPU-hours at the given price")] if c["cost"] else []
+        return Columns.of_rows(("what", "value", "kind", "source"), rows)
 
     def advice(self) -> Text:
-        """The recommendation as Markdown."""
-        found = self.recommendation
+        """The recommendation as Markdown, with date, cost and memory of the plan that it names."""
+        found, f, numbers = self.recommendation, self.recommendation.figures, Text()
+        if f:
+            numbers = Text.of(
+                "\n\nThat plan is finished by **{}** ({} to {} in nine of ten runs), after {} days and {} GPU-hours{}; "
+                "it takes {:.3g} of {:.3g} GiB and runs out of memory with a probability of **{:.1%}**.",
+                *(f["finish"][name][:10] for name in ("p50", "p05", "p95")),
+                *(with_interval(f[name], *f[f"{name}_interval"])[0] for name in ("days", "gpu_hours")),
+                *(f" ({f['cost']:,.0f} of money)" if f["cost"] else "", f["memory_bytes"] / 2**30),
+                *(self.record["card_bytes"] / 2**30, f["oom_probability"]),
+            )
         change = Text.of(": **{}**", found.change) if found.change else Text()
-        turns = Text.joined("\n- ", ["", *found.turns]) if found.turns else Text("\n- nothing that was counted here")
-        lines = (found.verdict, change, Text.joined("\n- ", ["", *found.reasons]), self._recommended(), turns)
+        why, turns = (Text.joined("\n- ", ["", *lines]) for lines in (found.reasons, found.turns or ["nothing"]))
+        lines = (found.verdict, change, why, numbers, turns)
         return Text.of("**{}**{}, because\n{}{}\n\nWhat would change this recommendation:\n{}", *lines)
-
-    def _recommended(self) -> Text:
-        """Date, cost and memory of the plan that is recommended; nothing where none is."""
-        f, card = self.recommendation.figures, self.record["card_bytes"]
-        if not f:
-            return Text()
-        finish = {name: day[:10] for name, day in f["finish"].items()}
-        return Text.of(
-            "\n\nThat plan is finished by **{}** ({} to {} in nine of ten runs), after {} days and {} GPU-hours{}; it "
-            "takes {:.3g} of {:.3g} GiB and runs out of memory with a probability of **{:.1%}**.",
-            *(finish["p50"], finish["p05"], finish["p95"]),
-            *(with_interval(f[name], *f[f"{name}_interval"])[0] for name in ("days", "gpu_hours")),
-            f" ({f['cost']:,.0f} of money)" if f["cost"] else "",
-            *(f["memory_bytes"] / 2**30, card / 2**30, f["oom_probability"]),
-        )
 
     def to_json(self) -> Record:
         """What decision.json holds."""
-        return {
-            "headline": str(self.summary()),
-            "recommendation": self.recommendation.to_json(),
-            "plan_id": self.record["plan_id"],
-            "inconsistencies": self.inconsistencies,
-            "facts": [vars(fact) for fact in self.facts.facts],
-        }
-
-
-def _relative(other: Record, plan: Record, share: float = 1.0) -> tuple[float, float]:
-    """GPU-hours and days of `other`, relative to the plan's, times `share`."""
-    return other["gpu_hours"] / plan["gpu_hours"] * share, other["days"] / plan["days"] * share
+        values = {"headline": str(self.summary()), "recommendation": as_json(self.recommendation)}
+        values |= {"plan_id": self.record["plan_id"], "is_stale": self.is_stale}
+        return {**values, "facts": self.facts.to_frame().to_dict("records")}
 
 
 def decide(study: Study, title: str = "") -> Decision:
     """The decision on the study's forecast; ValueError where 07_calendar was not run yet."""
-
-    def optional(name: str, made_by: str) -> Record:
-        return study.load(name, made_by) if (study.folder / name).exists() else {}
-
-    return Decision(
-        record=study.load("calendar.json", "07_calendar"),
-        plans=optional("plans.json", "02_topology"),
-        sizing=optional("sizing.json", "01_sizing"),
-        backtest_error=optional("backtest.json", "06_backtest").get("summary", {}).get("median"),
-        title=title,
-        reports=frozenset(path.stem for path in study.folder.glob("*.ipynb")),
-    )
+    record = study.load("calendar.json", "07_calendar")
+    before = record["made_by"]["read"].get("plans.json")
+    if before and (study.folder / "plans.json").exists():
+        study.load("plans.json", "02_topology")
+    return Decision(record=record, title=title, is_stale=bool(before) and study.read.get("plans.json") != before)

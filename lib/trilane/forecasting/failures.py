@@ -3,30 +3,35 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 from trilane.config.parallelism import Topology
 from trilane.utils.validation import require, require_not_negative, require_positive, shipped_json
 
 NODE_YEAR_S = 365.25 * 86400.0
 NODE_FAILURE = "node failure"
-USUAL_SPARE_NODES = 4
-MOST_SPREAD = 3.0
-MOST_UNDER_REPAIR = 700.0  # nodes, on average: above it e^-mean underflows, and the relative spread is a few per cent
-# The other causes that cost time; an interruption may not have one of these names.
-QUEUE, CHANGE = "queue between jobs", "change of capacity"
-CERTAIN = EVALUATION, SAVING, JOB_ENDS = "evaluation", "saving", "ends of jobs"
-OWN_NAMES = (QUEUE, CHANGE, *CERTAIN, "iterations", "slower than a benchmark", "slower than predicted")
+
+
+class Cause(StrEnum):
+    """What costs time beside interruptions; none of these may have such a name."""
+
+    ITERATIONS = "iterations"
+    SLOWDOWN = "slower than a benchmark"
+    PREDICTION = "slower than predicted"
+    QUEUE = "queue between jobs"
+    CHANGE = "change of capacity"
+    EVALUATION = "evaluation"
+    SAVING = "saving"
+    JOB_ENDS = "ends of jobs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """One kind of interruption.
+    """One kind of interruption: its median rates, per year of each node at work and per year of the whole job.
 
-    per_node_year, per_year   median rate, per year of each node at work and per year of the whole job
-    spread                    standard deviation of the logarithm of that rate between runs and clusters
-    idle_hours                mean hours until the restart begins; exponentially distributed
-    charged                   whether these hours are charged as GPU-hours
-    source                    where the figures come from
+    `spread` is the standard deviation of the logarithm of that rate between runs and clusters; `idle_hours` the mean,
+    exponentially distributed, until the restart begins, charged as GPU-hours or not.
     """
 
     name: str
@@ -40,36 +45,23 @@ class Interruption:
     def __post_init__(self) -> None:
         for field in ("per_node_year", "per_year", "spread", "idle_hours"):
             require_not_negative(f"stop.{field}", getattr(self, field))
-        rule = f"must be at most {MOST_SPREAD}: one run in six then has {math.exp(MOST_SPREAD):.0f} times as many stops"
-        require(self.spread <= MOST_SPREAD, "stop.spread", self.spread, rule)
-        require(self.name not in OWN_NAMES, "stop.name", self.name, "names another cause of the forecast")
-
-
-def usual_stops() -> tuple[Interruption, ...]:
-    """The interruptions that published runs report: "stops" of data/risks.json; its "rates" derive them."""
-    return tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
+        # one run in six has exp(3) = 20 times as many stops as the median; no published rates are further apart
+        require(self.spread <= 3.0, "stop.spread", self.spread, "must be at most 3.0, a factor of 20 in one run of six")
+        require(self.name not in set(Cause), "stop.name", self.name, "names another cause of the forecast")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """The costs of a long run that a benchmark does not show; "sources" of data/risks.json says where each is from.
+    """The costs of a long run that a benchmark does not show: "sources" of data/risks.json has where each is from.
 
-    startup_s           from a job's start to its first iteration: launch, checkpoint loading, data index
-    reshape_s           what a change of TP or PP takes in addition to the restart: the checkpoint is converted
-    queue_s             mean wait in the queue before each restart, only where the capacity is shared
-    repair_hours        mean time until a broken node is back
-    spare_nodes         nodes kept in reserve, never more than the jobs leave free; None: at most 4
-    job_hours           the queue's limit of a job; each job ends with a checkpoint
-    evaluation_every    iterations between evaluations
-    evaluation_iters    iterations of one
-    checkpoint_s        seconds between checkpoints; 0: Daly's optimum for these interruptions
-    write_bytes_per_s   what one node writes to storage
-    slowdown, spread    ratio of a long run's time to its benchmark (stragglers, data, heat): median, and standard
-                        deviation of its logarithm
-    common              share of a prediction's error (its variance) that all batch sizes have in common
+    `spare_nodes` None: at most 4; `checkpoint_s` 0: Daly's optimum for these interruptions; `queue_s` counts where the
+    capacity is shared; `common` is the share of a prediction's error (its variance) that all batch sizes have.
     """
 
-    stops: tuple[Interruption, ...] = dataclasses.field(default_factory=usual_stops)
+    # those that published runs report: "rates" of data/risks.json derives them
+    stops: tuple[Interruption, ...] = dataclasses.field(
+        default_factory=lambda: tuple(Interruption(**stop) for stop in shipped_json("risks")["stops"])
+    )
     startup_s: float = 1200.0
     reshape_s: float = 3600.0
     queue_s: float = 7200.0
@@ -85,11 +77,9 @@ class FailureModel:
     common: float = 0.8
 
     def __post_init__(self) -> None:
-        seconds = ("startup_s", "reshape_s", "queue_s", "repair_hours", "checkpoint_s")
-        for name in (*seconds, "evaluation_iters", "slowdown_spread"):
-            require_not_negative(name, getattr(self, name))
-        if self.spare_nodes is not None:
-            require_not_negative("spare_nodes", self.spare_nodes)
+        at_least_0 = ("startup_s", "reshape_s", "queue_s", "repair_hours", "checkpoint_s", "evaluation_iters")
+        for name in (*at_least_0, "slowdown_spread", "spare_nodes"):
+            require_not_negative(name, getattr(self, name) or 0)
         for name in ("job_hours", "evaluation_every", "write_bytes_per_s", "slowdown"):
             require_positive(name, getattr(self, name))
         require(self.slowdown <= 1e6, "slowdown", self.slowdown, "must be at most a million")
@@ -100,14 +90,14 @@ class FailureModel:
 
     def with_failures(self, per_node_year: float) -> "FailureModel":
         """The model with a known rate of node failures, whose own uncertainty is then zero."""
-        require_not_negative("failures-per-node-year", per_node_year)
-        given = {"per_node_year": per_node_year, "spread": 0.0, "source": "given"}
-        stops = (dataclasses.replace(s, **given) if s.name == NODE_FAILURE else s for s in self.stops)  # type: ignore[arg-type]
+        require_not_negative("failures_per_node_year", per_node_year)
+        known: dict[str, Any] = {"per_node_year": per_node_year, "spread": 0.0, "source": "given"}
+        stops = (dataclasses.replace(s, **known) if s.name == NODE_FAILURE else s for s in self.stops)
         return dataclasses.replace(self, stops=tuple(stops))
 
     def spares_of(self, free_nodes: int) -> int:
-        """Nodes in reserve where the jobs leave so many free."""
-        return min(USUAL_SPARE_NODES if self.spare_nodes is None else self.spare_nodes, free_nodes)
+        """Nodes in reserve where the jobs leave so many free: by default 4, as of Jean Zay's 52 in the prequel."""
+        return min(4 if self.spare_nodes is None else self.spare_nodes, free_nodes)
 
     def stops_per_s(self, nodes: float) -> float:
         """Interruptions of all kinds per second of work on so many nodes, at the median rates."""
@@ -145,21 +135,16 @@ def evaluation_s(topology: Topology, batches: float, sec_per_it: float) -> float
     return (1 / 4 if topology.recompute == "full" else 1 / 3) * batches * sec_per_it
 
 
-def young_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Young 1974 (Communications of the ACM 17(9)): sqrt(2 d M), for a save d much shorter than the mean time M."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
 def daly_interval_s(save_s: float, mtbf_s: float) -> float:
-    """Daly 2006 (Future Generation Computer Systems 22), equation 37: Young's interval with two more terms, less d.
+    """Daly 2006 (Future Generation Computer Systems 22), equation 37, for saves of d seconds and a mean time M:
 
     sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d      where d < 2 M, else M
+
+    The first factor is Young's interval (1974, Communications of the ACM 17(9)), for d much shorter than M.
     """
     d, M = save_s, mtbf_s
-    if d >= 2 * M:
-        return M
     x = d / (2 * M)
-    return young_interval_s(d, M) * (1 + math.sqrt(x) / 3 + x / 9) - d
+    return math.sqrt(2 * d * M) * (1 + math.sqrt(x) / 3 + x / 9) - d if x < 1 else M
 
 
 def wait_for_node_s(nodes: float, per_node_year: float, repair_hours: float, spare_nodes: int) -> float:
@@ -169,12 +154,10 @@ def wait_for_node_s(nodes: float, per_node_year: float, repair_hours: float, spa
     more of them under repair no spare is left, and the first is back after repair / (spares + 1).
     """
     mean = nodes * per_node_year / NODE_YEAR_S * repair_hours * 3600
-    if mean > MOST_UNDER_REPAIR:
+    if mean > 700.0:  # e^-mean underflows, and the number scatters by a few per cent only
         return repair_hours * 3600 / (spare_nodes + 1) if spare_nodes < mean else 0.0
     term, below = math.exp(-mean), 0.0
-    for k in range(spare_nodes):
-        if k > mean and term < 1e-18:  # the remaining terms are negligible, and there may be a billion spares
-            break
+    for k in range(min(spare_nodes, 10_000)):  # the terms beyond are negligible
         below += term
         term *= mean / (k + 1)
     return max(0.0, 1 - below) * repair_hours * 3600 / (spare_nodes + 1)

@@ -1,50 +1,191 @@
 """Forecast: from tokens, a ramp, capacity and risks to a finish date, GPU-hours, and the chances to fail a limit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, time, timedelta
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from trilane.config.batch_rampup import Phase
-from trilane.costmodel.predict import Prediction, predict
-from trilane.forecasting import timeline
-from trilane.forecasting.alternatives import Alternatives, alternatives
-from trilane.forecasting.failures import QUEUE
-from trilane.forecasting.record import MEANING, Described, Record, assumptions_of
-from trilane.forecasting.request import Z90, ForecastRequest
-from trilane.forecasting.schedule import first_full_gbs
-from trilane.forecasting.simulation import Outcomes, Simulation
-from trilane.utils.validation import require
+from trilane.config.plan import Plan
+from trilane.costmodel.uncertainty import Z90
+from trilane.forecasting.capacity import CapacityWindow
+from trilane.forecasting.failures import Cause
+from trilane.forecasting.request import ForecastRequest
+from trilane.forecasting.schedule import SOONEST, Schedule, ScheduledTopology, schedule_on
+from trilane.forecasting.simulation import Outcomes, Simulation, Stretch, Uncertainty
+from trilane.utils.numbers import amount, with_interval
+from trilane.utils.tables import Columns, DataFrame, Table, Text
+from trilane.utils.validation import require, shipped_json
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-FAN_ROWS = 41
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the simulated runs
+Record = dict[str, Any]  # a JSON object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job of one topology, in seconds after the start, and the batch sizes that it trains."""
+
+    start_s: float
+    end_s: float
+    choice: ScheduledTopology
+    first_gbs: int
+    last_gbs: int
+
+
+class Described(Table):
+    """The sentences and tables of a forecast's JSON, `record`: of a Forecast, and of a study's calendar.json."""
+
+    record: Record
+
+    def summary(self) -> Text:
+        """The plan, when it is finished, what it costs, and how likely it fails either limit."""
+        r, s, t, end = self.record, self.record["shape"], self.record["topology"], Text()
+        for limit, p in (("deadline", r["p_miss_deadline"]), ("allocation", r["p_overrun_allocation"])):
+            if p is not None:
+                # a few thousand runs resolve nothing below one in a thousand
+                chance = f"{p:.1%}" if p >= 0.001 else "under 0.1 %"
+                end = Text.of("{}; the {} {} is failed with probability **{}**", end, limit, r[limit], chance)
+        if self.unlike:
+            end = Text.of("{}. The prediction has {}", end, self.unlike)
+        return Text.of(
+            "**{} layers × {}** ({:.4g} B parameters, {} heads) as {:code}: TP {} × PP {} × DP {}, microbatch {}, on "
+            "{:code}. {:,.4g} billion tokens are trained by **{}** ({} to {} in nine of ten runs), after **{} days** "
+            "and **{} GPU-hours**{}.",
+            *(s["num_layers"], s["hidden_size"], r["parameters"] / 1e9, s["num_attention_heads"], r["plan"]),
+            *(t["tp"], t["pp"], t["dp"], t["mbs"], r["cluster"], r["tokens"] / 1e9),
+            *(r["finish"][name][:10] for name in ("p50", "p05", "p95")),
+            *(with_interval(r[key], *r[f"{key}_interval"])[0] for key in ("days", "gpu_hours")),
+            end,
+        )
+
+    @property
+    def unlike(self) -> str:
+        """What the plan's prediction rests on, where no measured run is near it, else ""."""
+        words = str(self.record["prediction"].get("support", {}).get("words", ""))
+        return words if words.startswith("no measured run") else ""
+
+    @property
+    def delays(self) -> Columns:
+        """The causes of delay, the worst first: mean days, and the days that one run in twenty exceeds."""
+        names = {"cause": "what", "days on average": "mean_days", "one run in 20 loses more than": "days_95"}
+        return Columns({head: [row[name] for row in self.record["dangers"]] for head, name in names.items()}, digits=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Described):
-    """The schedule of every window, the run without interruptions, the expected run, and the simulated ones.
+    """What follows from a request; it shows itself as a table of date, days, GPU-hours, energy and money.
 
-    `ideal` has no interruptions, `expected` every random number at its mean.
+    ValueError where a batch size of the ramp fits nothing that the capacity allows, or where more spare nodes are asked
+    for than the jobs leave free; of what is simulated, where interruptions leave no progress.
     """
 
     request: ForecastRequest
-    phases: tuple[Phase, ...]
-    schedules: timeline.Schedules
-    spare_nodes: int
-    ideal: Outcomes
-    expected: Outcomes
-    outcomes: Outcomes
+
+    def __post_init__(self) -> None:
+        asked, most = self.request.risks.spare_nodes, max(self._free_nodes)
+        rule = f"must be at most {most}, the nodes that the jobs leave free"
+        require(asked is None or asked <= most, "spare_nodes", asked, rule)
+
+    @cached_property
+    def schedules(self) -> tuple[tuple[CapacityWindow, Schedule | None], ...]:
+        """Each window of the capacity with its schedule; None where nothing can run."""
+        r, windows = self.request, self.request.windows
+        adapts, worth = r.worth is not None, SOONEST if r.worth is None else r.worth
+        given = (r.calibration, r.risks.startup_s, adapts, worth, r.risks.reshape_s if r.reshape else None)
+        found = {gpus: schedule_on(r.plan, r.phases, gpus, *given) for gpus in {window.gpus for window in windows}}
+        rule = "the last step never ends, and no replica on so few GPUs fits the card's memory at every batch size"
+        require(found[windows[-1].gpus] is not None, "capacity.gpus", windows[-1].gpus, rule)
+        return tuple((window, found[window.gpus]) for window in windows)
 
     @property
-    def ramp_phases(self) -> int:
-        """Phases before the constant one."""
-        return sum(phase.gbs < self.request.plan.topology.gbs for phase in self.phases)
+    def _free_nodes(self) -> list[int]:
+        """The nodes, of the stated capacity or of the whole cluster, that the jobs leave free in each busy window."""
+        cluster, found = self.request.plan.cluster, list[int]()
+        for window, schedule in self.schedules:
+            stated = window.gpus // cluster.gpus_per_node if self.request.capacity else cluster.max_nodes
+            if schedule:
+                found.append(max(0, min(stated, cluster.max_nodes) - max(step.choice.nodes for step in schedule)))
+        return found
+
+    @cached_property
+    def stretches(self) -> list[Stretch]:
+        """The windows as the simulation takes them: seconds, GPUs and nodes of each piece."""
+        (iterations, same), risks, free = self.request.pieces, self.request.risks, iter(self._free_nodes)
+        found = [Stretch(window=window) for window, _ in self.schedules]
+        for place, (window, schedule) in enumerate(self.schedules):
+            if not schedule:
+                continue
+            steps = [schedule[i] for i in same]
+            seconds, gpus, nodes = (
+                np.array([float(getattr(s.choice, n)) for s in steps]) for n in ("seconds", "gpus", "nodes")
+            )
+            # a restart is paid once, in the first of the pieces of its phase
+            pauses = np.array([step.pause_s for step in steps]) * np.diff(same, prepend=-1)
+            found[place] = Stretch(
+                **{"window": window, "seconds": iterations * seconds + pauses, "gpus": gpus, "nodes": nodes},
+                queue_share=window.shared * risks.queue_s / (risks.job_hours * 3600),
+                spare_nodes=risks.spares_of(next(free)),
+            )
+        return found
+
+    @cached_property
+    def ideal(self) -> Outcomes:
+        """The run without interruptions: its iterations, the restarts of its schedules, days without GPUs."""
+        calm = [replace(stretch, queue_share=0.0) for stretch in self.stretches]
+        risks = replace(self.request.risks, stops=(), startup_s=0.0, queue_s=0.0)
+        sure = Uncertainty(common=0, independent=0)
+        return Simulation(self.request.pieces[1], sure, risks, {}, 1.0, 1, None).run(calm)
+
+    @cached_property
+    def expected(self) -> Outcomes:
+        """The run with every random number at its mean."""
+        return self._simulated(1, None)
+
+    @cached_property
+    def outcomes(self) -> Outcomes:
+        """The simulated runs."""
+        return self._simulated(self.request.runs, np.random.default_rng(self.request.seed))
+
+    def _simulated(self, runs: int, rng: np.random.Generator | None) -> Outcomes:
+        r = self.request
+        return Simulation(r.pieces[1], r.uncertainty, r.risks, r.shares, r.saving[1], runs, rng).run(self.stretches)
+
+    def jobs(self, run: Outcomes | None = None) -> list[Job]:
+        """The jobs of a run, by default of the expected one, each with one capacity and topology."""
+        spans, found = list(pairwise([0.0, *(run or self.expected).reached_s[0].tolist()])), list[Job]()
+        for window, schedule in self.schedules:
+            for (begin, end), phase in zip(spans, self.request.pieces[1], strict=True) if schedule else ():
+                if end <= window.start_s or begin >= window.end_s:
+                    continue
+                step = schedule[phase]  # type: ignore[index]
+                times = {"start_s": max(begin, window.start_s), "end_s": min(end, window.end_s)}
+                new = Job(choice=step.choice, first_gbs=step.phase.gbs, last_gbs=step.phase.gbs, **times)
+                if found and found[-1].choice.job == step.choice.job and found[-1].end_s >= new.start_s:
+                    new = replace(new, start_s=found[-1].start_s, first_gbs=found.pop().first_gbs)
+                found.append(new)
+        return found
 
     @property
-    def ramp_end(self) -> int:
-        """Index of the piece in `reached_s` that ends the ramp; -1 where the run ends inside the ramp."""
-        return -1 if self.ramp_phases == len(self.phases) else self.ramp_phases - 1
+    def _ramp(self) -> Record:
+        """The batch size's ramp: its iterations and sizes, its days, and their interval with all that may happen.
+
+        Days are those of the iterations at the predicted seconds of each size, and of the restarts, on the capacity
+        that there is; days on which nothing can run do not count. A run may end inside its ramp.
+        """
+        t, phases = self.request.plan.topology, self.request.phases
+        count = sum(phase.gbs < t.gbs for phase in phases)
+        last, end, ends = (-1 if count == len(phases) else count - 1), 0.0, np.zeros(1)
+        if count:
+            end, ends = float(self.ideal.reached_s[0, last]), self.outcomes.reached_s[:, last]
+        idle = [min(w.end_s, end) - w.start_s for w, schedule in self.schedules if schedule is None and w.start_s < end]
+        return {
+            **{"iterations": sum(phase.iterations for phase in phases[:count]), "days": (end - sum(idle)) / 86400},
+            **{"days_interval": (np.nanquantile(ends, (0.05, 0.95)) / 86400).tolist(), "batch_sizes": count},
+            # the prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; later runs start at 192
+            "first_full_gbs": t.pp * t.mbs * t.dp,
+        }
 
     def days(self, quantile: float) -> float:
         """Days from start to end; this share of the runs takes at most as long."""
@@ -61,44 +202,16 @@ class Forecast(Described):
         require(days < (datetime.max - begin).days, "days", f"{days:.0f}", rule)
         return begin + timedelta(days=days)
 
-    def jobs(self) -> list[timeline.Job]:
-        """The jobs of the expected run."""
-        return timeline.jobs_of(self.request, self.schedules, self.expected.reached_s[0])
-
-    @property
-    def ramp_days(self) -> float:
-        """Days of the ramp's iterations at the predicted seconds of each batch size, and of its restarts.
-
-        Where the capacity changes meanwhile, on what there is; days on which nothing can run are left out.
-        """
-        end = float(self.ideal.reached_s[0, self.ramp_end]) if self.ramp_phases else 0.0
-        idle = [w for w, schedule in self.schedules if schedule is None and w.start_s < end]
-        return (end - sum(min(w.end_s, end) - w.start_s for w in idle)) / 86400
-
-    @property
-    def p_miss_deadline(self) -> float | None:
-        """Probability of ending after the deadline's day; None without a deadline."""
-        if self.request.deadline is None:
-            return None
-        end = (self.request.deadline - self.request.start).total_seconds() + 86400
-        return float((self.outcomes.wall_s > end).mean())
-
-    @property
-    def p_overrun_allocation(self) -> float | None:
-        """Probability of using more GPU-hours than the allocation; None without one."""
-        limit = self.request.allocation
-        return None if limit is None else float((self.outcomes.gpu_s / 3600 > limit).mean())
-
     @property
     def pieces(self) -> tuple[np.ndarray, np.ndarray]:
         """Batch size and iterations of each piece whose end `reached_s` dates."""
-        iterations, same = timeline.pieces_of(list(self.phases))
-        return np.array([phase.gbs for phase in self.phases])[same], iterations
+        iterations, same = self.request.pieces
+        return np.array([phase.gbs for phase in self.request.phases])[same], iterations
 
     @property
     def lost_days(self) -> dict[str, float]:
         """Mean days lost to each cause, the largest first."""
-        means = {name: float(seconds.mean()) / 86400 for name, seconds in self.outcomes.lost_s.items()}
+        means = {str(name): float(seconds.mean()) / 86400 for name, seconds in self.outcomes.lost_s.items()}
         return dict(sorted(means.items(), key=lambda pair: -pair[1]))
 
     @property
@@ -107,26 +220,13 @@ class Forecast(Described):
 
         The causes share the rest in proportion to the time that they take.
         """
-        r, work = self.request, float(self.ideal.gpu_s[0]) / 3600
-        free = {stop.name for stop in r.risks.stops if not stop.charged} | {QUEUE}
+        risks, work = self.request.risks, float(self.ideal.gpu_s[0]) / 3600
+        free = {stop.name for stop in risks.stops if not stop.charged} | {Cause.QUEUE}
         days = {name: d for name, d in self.lost_days.items() if name not in free}
         rest = float(self.outcomes.gpu_s.mean()) / 3600 - work
-        slower = min(max(r.risks.slowdown - 1, 0) * work, rest)
+        slower = min(max(risks.slowdown - 1, 0) * work, rest)
         share = (rest - slower) / (sum(days.values()) or 1)
         return {"iterations": work, "slower than a benchmark": slower, **{name: d * share for name, d in days.items()}}
-
-    @property
-    def fan(self) -> Record:
-        """Billions of tokens, rising, and for each the days after which QUANTILES of the simulated runs have them.
-
-        At most FAN_ROWS of the ends of pieces, the last among them.
-        """
-        gbs, iterations = self.pieces
-        tokens = np.concatenate([[0.0], (gbs * iterations).cumsum()]) * self.request.plan.shape.seq_length / 1e9
-        days = np.quantile(self.outcomes.reached_s, QUANTILES, axis=0).T / 86400  # (J, 5)
-        rows = np.unique(np.linspace(0, len(tokens) - 1, FAN_ROWS).astype(int))
-        days = np.concatenate([np.zeros((1, len(QUANTILES))), days])
-        return {"tokens": tokens[rows].tolist(), "days": days[rows].tolist()}
 
     @property
     def dangers(self) -> list[Record]:
@@ -134,91 +234,109 @@ class Forecast(Described):
         high = {name: float(np.quantile(seconds, 0.95)) / 86400 for name, seconds in self.outcomes.lost_s.items()}
         rows = [(name, mean, high[name]) for name, mean in self.lost_days.items() if high[name] > 0]
         u, ideal = self.request.uncertainty, float(self.ideal.wall_s[0]) / 86400
-        slow = u.slowdown * np.exp(Z90 * np.hypot(u.common, u.independent))
+        slow = u.slowdown * float(np.exp(Z90 * np.hypot(u.common, u.independent)))
         rows.append(("slower than predicted", ideal * (u.slowdown - 1), ideal * (slow - 1)))
-        rows.sort(key=lambda row: -row[2])
-        return [{"what": name, "mean_days": mean, "days_95": float(days)} for name, mean, days in rows]
+        return [{"what": name, "mean_days": mean, "days_95": d} for name, mean, d in sorted(rows, key=lambda r: -r[2])]
 
-    @cached_property
-    def prediction(self) -> Prediction:
-        """The plan's prediction at its full batch size."""
-        return predict(self.request.plan, self.request.calibration)
-
-    @cached_property
-    def alternatives(self) -> Alternatives:
-        """Other schedules and topologies for the same tokens, a table."""
-        return alternatives(self.request)
+    @property
+    def fan(self) -> Record:
+        """Billions of tokens, rising, and for each the days after which QUANTILES of the simulated runs have them."""
+        gbs, iterations = self.pieces
+        tokens = np.concatenate([[0.0], (gbs * iterations).cumsum()]) * self.request.plan.shape.seq_length / 1e9
+        days = np.quantile(self.outcomes.reached_s, QUANTILES, axis=0).T / 86400  # (J, 5)
+        days = np.concatenate([np.zeros((1, len(QUANTILES))), days])
+        rows = np.unique(np.linspace(0, len(tokens) - 1, 41).astype(int))  # as many as a figure shows apart
+        return {"tokens": tokens[rows].tolist(), "days": days[rows].tolist()}
 
     def to_json(self) -> Record:
         """Days, GPU-hours, ISO dates, probabilities, jobs, and the assumptions behind them."""
-        r, price = self.request, self.request.price
-        hours = [self.gpu_hours(q) for q in (0.5, 0.05, 0.95)]
-        energy = [price.energy_kwh(h, r.plan.cluster.gpu.name) for h in hours]
+        r, known, missed, overrun = self.request, shipped_json("risks"), None, None
+        if r.deadline:
+            end = (r.deadline - r.start).total_seconds() + 86400
+            missed = float((self.outcomes.wall_s > end).mean())
+        if r.allocation:
+            overrun = float((self.outcomes.gpu_s / 3600 > r.allocation).mean())
+        hours, days = ([of(q) for q in (0.5, 0.05, 0.95)] for of in (self.gpu_hours, self.days))
+        watts = known["energy"]["node_watts_per_gpu"].get(r.plan.cluster.gpu.name.partition("-")[0])
+        watts, building = watts if r.watts is None else r.watts, known["energy"]["building"]
+        energy = [None if watts is None else h * watts * building / 1000 for h in hours]
+        cost = [None if r.price is None else r.price * h for h in hours]
+        sizes, jobs = ("tp", "pp", "dp", "mbs", "nodes", "gpus", "recompute"), list[Record]()
+        for job in self.jobs():
+            span = {"from_day": job.start_s / 86400, "to_day": job.end_s / 86400, "gbs": [job.first_gbs, job.last_gbs]}
+            jobs.append({**span, **{name: getattr(job.choice, name) for name in sizes}})
+        risks = replace(r.risks, spare_nodes=r.risks.spares_of(min(self._free_nodes)))
+        names = ("per_node_year", "per_year", "source")
+        assumed: list[Record] = [{"what": s.name, **{name: getattr(s, name) for name in names}} for s in risks.stops]
+        assumed += [{"what": n, "value": getattr(risks, n), "source": text} for n, text in known["sources"].items()]
         return {
-            "plan": r.plan.label,
-            "plan_id": r.plan.id,
-            "prediction": self.prediction.to_json(),
-            "start": r.start.isoformat(),
-            "tokens": r.tokens,
-            "samples": r.samples,
-            "iterations": sum(phase.iterations for phase in self.phases),
-            "ramp": self._ramp_json(),
-            "days": self.days(0.5),
-            "days_interval": [self.days(0.05), self.days(0.95)],
-            "gpu_hours": hours[0],
-            "gpu_hours_interval": hours[1:],
+            **{"plan": r.plan.label, "plan_id": r.plan.id, "prediction": r.prediction.to_json()},
+            **{"start": r.start.isoformat(), "tokens": r.tokens, "samples": r.samples},
+            **{"iterations": sum(phase.iterations for phase in r.phases), "ramp": self._ramp},
+            **{"days": days[0], "days_interval": days[1:], "gpu_hours": hours[0], "gpu_hours_interval": hours[1:]},
             "ideal": {"days": float(self.ideal.wall_s[0]) / 86400, "gpu_hours": float(self.ideal.gpu_s[0]) / 3600},
             "finish": {f"p{round(100 * q):02}": self.finish(q).isoformat(timespec="minutes") for q in QUANTILES},
-            "deadline": r.deadline.isoformat() if r.deadline else None,
-            "p_miss_deadline": self.p_miss_deadline,
-            "allocation": r.allocation,
-            "p_overrun_allocation": self.p_overrun_allocation,
-            "cost": price.cost(hours[0]),
-            "cost_interval": [price.cost(h) for h in hours[1:]],
-            "energy_kwh": energy[0],
-            "energy_interval": energy[1:],
-            "checkpoint": {"interval_s": r.interval_s, "save_s": r.save_s},
-            "lost_days": self.lost_days,
-            "schedule": [job.to_json() for job in self.jobs()],
-            "assumptions": assumptions_of(r, self.spare_nodes),
-            "meaning": MEANING,
-        }
-
-    def _ramp_json(self) -> Record:
-        """The batch size's ramp: its iterations, days and sizes."""
-        ends = self.outcomes.reached_s[:, self.ramp_end] if self.ramp_phases else self.outcomes.wall_s * 0
-        return {
-            "iterations": sum(phase.iterations for phase in self.phases[: self.ramp_phases]),
-            "days": self.ramp_days,
-            "days_interval": (np.nanquantile(ends, (0.05, 0.95)) / 86400).tolist(),
-            "batch_sizes": self.ramp_phases,
-            "first_full_gbs": first_full_gbs(self.request.plan.topology),
+            **{"deadline": r.deadline and r.deadline.isoformat(), "p_miss_deadline": missed},
+            **{"allocation": r.allocation, "p_overrun_allocation": overrun},
+            **{"cost": cost[0], "cost_interval": cost[1:], "energy_kwh": energy[0], "energy_interval": energy[1:]},
+            "checkpoint": {"interval_s": r.saving[1], "save_s": r.saving[0]},
+            **{"lost_days": self.lost_days, "schedule": jobs, "assumptions": assumed, "meaning": known["meaning"]},
         }
 
     @cached_property
     def record(self) -> Record:  # type: ignore[override]
-        """to_json() and what describes the plan."""
+        """to_json(), what describes the plan, and what figures draw."""
         plan = self.request.plan
         parts = {"shape": vars(plan.shape), "topology": vars(plan.topology), "cluster": plan.cluster.name}
         drawn = {"fan": self.fan, "gpu_hours_by_cause": self.gpu_hours_by_cause, "dangers": self.dangers}
         return {**self.to_json(), **parts, "parameters": plan.shape.parameters, **drawn}
 
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Finish date, days, GPU-hours, energy and money: median, 5 % and 95 % of the simulated runs."""
+        r = self.record
+        units = {"days": "days", "gpu_hours": "GPU-hours", "energy_kwh": "energy (kWh)", "cost": "money"}
+        found = {name: (r[key], *r[f"{key.removesuffix('_kwh')}_interval"]) for key, name in units.items() if r[key]}
+        dates = ("finish", *(r["finish"][name][:10] for name in ("p50", "p05", "p95")))
+        return [dates, *((name, *with_interval(*values)) for name, values in found.items())]
 
-def forecast(request: ForecastRequest) -> Forecast:
-    """Forecast a request.
+    def to_frame(self) -> DataFrame:
+        """The rows as a table, with the work of the ramp and the interval between checkpoints."""
+        ramp, minutes = self.record["ramp"], amount(self.record["checkpoint"]["interval_s"] / 60)
+        more = [("ramp", f"{ramp['iterations']:,} iterations, {ramp['days']:.3g} days of work", "", "")]
+        more += [("from one checkpoint to the next", f"{minutes} minutes", "", "")]
+        return Columns.of_rows(("", "median", "5 % below", "95 % below"), [*self.rows(), *more]).to_frame()
 
-    ValueError where a batch size of the ramp fits nothing that the capacity allows, where the interruptions leave no
-    progress, and where more spare nodes are asked for than the jobs leave free.
+    @property
+    def assumptions(self) -> Columns:
+        """Every assumption with its source; an interval of 0 s between checkpoints is Daly's optimum."""
+        rows, names = (
+            self.record["assumptions"],
+            {"per_node_year": " a node and year", "per_year": " a year", "value": ""},
+        )
+        values = [" and ".join(f"{amount(a[n])}{per}" for n, per in names.items() if a.get(n)) or "0" for a in rows]
+        return Columns({"what": [a["what"] for a in rows], "value": values, "source": [a["source"] for a in rows]})
+
+    def as_text(self) -> str:
+        """The forecast as `trilane plan calendar` prints it."""
+        r = self.record
+        lines = [f"{r['plan']}: {r['tokens']:g} tokens, {r['iterations']} iterations from {r['start']}"]
+        lines += [f"{name:17} {middle} ({low} to {high})" for name, middle, low, high in self.rows()]
+        for limit, p in (("deadline", r["p_miss_deadline"]), ("allocation", r["p_overrun_allocation"])):
+            lines += [] if p is None else [f"{limit:17} {r[limit]}: failed with probability {p:.1%}"]
+        ramp = r["ramp"]
+        lines.append(f"ramp              {ramp['iterations']} iterations, {ramp['days']:.2f} days of work")
+        lines.append(f"without stops     {r['ideal']['days']:.1f} days, {amount(r['ideal']['gpu_hours'])} GPU-hours")
+        lost = ", ".join(f"{name} {lost:.1f}" for name, lost in r["lost_days"].items())
+        return "\n".join(
+            [*lines, f"lost days         {lost}", f"support           {self.request.prediction.support.words}"]
+        )
+
+
+def forecast(plan: Plan, **asked: Any) -> Forecast:
+    """The forecast of a plan; `asked` are the other fields of ForecastRequest.
+
+    forecast(read_plan("plan.json"), tokens=341e9, start="2027-01-04").finish(0.5)
     """
-    r, schedules = request, timeline.schedules_of(request)
-    stretches, same = timeline.stretches_of(r, schedules)
-    given = (same, r.uncertainty, r.risks, r.shares, r.interval_s)
-    return Forecast(
-        request=r,
-        phases=tuple(r.phases),
-        schedules=schedules,
-        spare_nodes=timeline.spare_nodes(r, schedules),
-        ideal=timeline.undisturbed(r, schedules),
-        expected=Simulation(*given, 1, None).run(stretches),
-        outcomes=Simulation(*given, r.runs, np.random.default_rng(r.seed)).run(stretches),
-    )
+    found = Forecast(request=ForecastRequest(plan=plan, **asked))
+    found.finish(0.95)  # what cannot be simulated is refused here
+    return found

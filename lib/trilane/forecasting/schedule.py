@@ -1,14 +1,15 @@
 """The topology and nodes for each batch size of a ramp: predicted seconds, and the cost of each restart included."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from trilane.config.batch_rampup import Phase, Ramp
+from trilane.config.batch_rampup import Phase
 from trilane.config.parallelism import RECOMPUTE, Topology, invalid_reason
 from trilane.config.plan import Plan
 from trilane.costmodel.calibration import Calibration
@@ -21,19 +22,13 @@ from trilane.planning.search import search_space
 from trilane.planning.space import divisors, space_around
 from trilane.utils.validation import require
 
-RECOMPUTED = ("", *RECOMPUTE)  # a measured row may leave it open
-MICROBATCHES = (1, 2, 4, 8)
 SOONEST = 1e9  # GPU-hours that a day is worth where only the days count
-Split = tuple[int, int]  # tp, pp
-OTHER_SIZES = 4  # of the best tp x pp that are tried at the smallest and at the full batch size
+MICROBATCHES = (1, 2, 4, 8)  # that are tried beside the plan's own
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledTopology:
-    """A topology for one batch size: `seconds` per iteration on `gpus` GPUs, in whole `nodes`.
-
-    Of the fullest GPU the bytes, and the probability that they pass the card's.
-    """
+    """A topology for one batch size: `seconds` per iteration in whole `nodes`, and the memory of its fullest GPU."""
 
     tp: int
     pp: int
@@ -41,7 +36,7 @@ class ScheduledTopology:
     mbs: int
     nodes: int
     seconds: float
-    recompute: str = ""
+    recompute: str = ""  # a measured row may leave it open
     memory_bytes: float = 0.0
     oom_probability: float = 0.0
 
@@ -53,7 +48,7 @@ class ScheduledTopology:
     @property
     def job(self) -> tuple[int, ...]:
         """What a job cannot change without a restart; TP and PP, which need a converted checkpoint, come first."""
-        return self.tp, self.pp, self.dp, self.mbs, RECOMPUTED.index(self.recompute)
+        return self.tp, self.pp, self.dp, self.mbs, ("", *RECOMPUTE).index(self.recompute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +62,6 @@ class ScheduleStep:
 
 Schedule = tuple[ScheduleStep, ...]  # every phase of a run
 Options = Sequence[ScheduledTopology]  # for one batch size
-
-
-def phases_of(ramp: Ramp, gbs: int, samples: int) -> list[Phase]:
-    """The phases of a ramp and the constant one after it, cut where `samples` are consumed."""
-    found, consumed = [], 0
-    for phase in ramp.phases(gbs):
-        if consumed < samples:
-            needed = min(phase.iterations, -(-(samples - consumed) // phase.gbs))
-            found.append(Phase(gbs=phase.gbs, iterations=needed, first=consumed))
-            consumed += needed * phase.gbs
-    rest = -(-(samples - consumed) // gbs)
-    return [*found, Phase(gbs=gbs, iterations=rest, first=consumed)] if rest > 0 else found
 
 
 def optimize(
@@ -117,34 +100,7 @@ def _switch_s(before: Options, after: Options, restart_s: float, reshape_s: floa
     return differs.any(axis=-1) * restart_s + differs[..., :2].any(axis=-1) * reshape_s
 
 
-def require_divisible(ramp: Ramp, topology: Topology) -> None:
-    """ValueError that names each batch size of the ramp that mbs x dp does not divide."""
-    failing = ramp.failing(topology.gbs, topology.mbs * topology.dp)
-    rule = f"every batch size must be a multiple of mbs x dp = {topology.mbs} x {topology.dp}"
-    require(not failing, "ramp", ", ".join(map(str, failing)), rule)
-
-
-def first_full_gbs(topology: Topology) -> int:
-    """The smallest batch size with a microbatch for every stage, pp x mbs x dp; below it some stage is always idle.
-
-    The prequel ('main-2') writes "12*2*4=384 (PP*MBS*DP)" for PP 12, MBS 2, DP 8; the product is 192, where its
-    later runs start ('main-5').
-    """
-    return topology.pp * topology.mbs * topology.dp
-
-
-def parallel_sizes(plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration) -> list[Split]:
-    """The plan's tp x pp, and the best others at the smallest and the largest batch size on that many GPUs."""
-    t = plan.topology
-    found = [(t.tp, t.pp)]
-    for gbs in {min(batches), max(batches)}:
-        space = space_around(t, [gpus], [gbs], MICROBATCHES, plan.engine)
-        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_per_sizes(OTHER_SIZES).rows
-        found += [(c.topology.tp, c.topology.pp) for c in best]
-    return list(dict.fromkeys(found))
-
-
-def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Split] = ()) -> list[Topology]:
+def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[tuple[int, int]] = ()) -> list[Topology]:
     """Topologies for `gbs` on at most `gpus` GPUs, with the plan's tp x pp or those of `others`.
 
     The plan's own topology where it fits and `adapt` is false; else every DP and microbatch, with the plan's or full
@@ -153,37 +109,21 @@ def topologies(plan: Plan, gbs: int, gpus: int, adapt: bool, others: Sequence[Sp
     t = plan.topology
     if t.gpus <= gpus and not adapt:
         return [dataclasses.replace(t, gbs=gbs)]
-    pairs = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
-    found: list[dict[str, Any]] = [
-        {"tp": tp, "pp": pp, "dp": dp, "mbs": mbs, "recompute": recompute}
+
+    def changed(tp: int, pp: int, **fields: Any) -> Iterator[Topology]:
+        cut, chunks = t.sequence_parallel and tp > 1, t.interleaving if pp > 1 else 1  # what these sizes can have
+        with contextlib.suppress(ValueError):
+            yield dataclasses.replace(t, tp=tp, pp=pp, sequence_parallel=cut, interleaving=chunks, gbs=gbs, **fields)
+
+    batches = [(mbs, dp) for mbs in sorted({*MICROBATCHES, t.mbs}) if gbs % mbs == 0 for dp in divisors(gbs // mbs)]
+    return [
+        topology
         for tp, pp in others or [(t.tp, t.pp)]
-        for mbs, dp in pairs
+        for mbs, dp in batches
         for recompute in sorted({t.recompute, "full"})
         if tp * pp * dp <= gpus
-    ]
-    made = (_changed(t, gbs=gbs, **fields) for fields in found)
-    return [topology for topology in made if topology and invalid_reason(plan.shape, topology) is None]
-
-
-def _changed(t: Topology, tp: int, pp: int, **fields: Any) -> Topology | None:
-    """The topology on other sizes, without what these cannot have; None where it cannot be."""
-    cut, chunks = t.sequence_parallel and tp > 1, t.interleaving if pp > 1 else 1
-    try:
-        return dataclasses.replace(t, tp=tp, pp=pp, sequence_parallel=cut, interleaving=chunks, **fields)
-    except ValueError:
-        return None
-
-
-def choices(
-    plan: Plan, batches: Sequence[int], gpus: int, calibration: Calibration, adapt: bool, others: Sequence[Split] = ()
-) -> list[list[ScheduledTopology]]:
-    """For each batch size every topology that fits the GPU, and the plan's own, with its predicted seconds."""
-    found = [topologies(plan, gbs, gpus, adapt, others) for gbs in batches]
-    predicted = iter(scheduled(plan, [t for group in found for t in group], calibration))
-    rows = [[(t, next(predicted)) for t in group] for group in found]
-    return [
-        [choice for t, choice in group if choice.oom_probability <= IMPOSSIBLE or t == _own(plan, t.gbs)]
-        for group in rows
+        for topology in changed(tp, pp, dp=dp, mbs=mbs, recompute=recompute)
+        if invalid_reason(plan.shape, topology) is None
     ]
 
 
@@ -193,19 +133,15 @@ def scheduled(plan: Plan, options: Sequence[Topology], calibration: Calibration)
         return []
     columns, per_node = stacked([columns_of(plan.shape, t, plan.engine) for t in options]), plan.cluster.gpus_per_node
     seconds, memory = iteration_columns(columns, plan.cluster, calibration).total, memory_bytes(columns, plan.cluster)
-    columnwise = seconds, memory, oom_probability(memory, plan.cluster)
+    numbers = (
+        np.broadcast_to(v, len(options)).tolist() for v in (seconds, memory, oom_probability(memory, plan.cluster))
+    )
     found = []
-    for t, s, m, p in zip(options, *(np.broadcast_to(v, len(options)).tolist() for v in columnwise), strict=True):
+    for t, s, m, p in zip(options, *numbers, strict=True):
         sizes: dict[str, Any] = {name: getattr(t, name) for name in ("tp", "pp", "dp", "mbs", "recompute")}
         nodes = -(-t.gpus // per_node)
         found.append(ScheduledTopology(nodes=nodes, seconds=s, memory_bytes=m, oom_probability=p, **sizes))
     return found
-
-
-def _own(plan: Plan, gbs: int) -> Topology | None:
-    """The plan's topology at that batch size; None where it does not divide."""
-    t = plan.topology
-    return dataclasses.replace(t, gbs=gbs) if gbs % (t.mbs * t.dp) == 0 else None
 
 
 def schedule_on(
@@ -220,18 +156,27 @@ def schedule_on(
 ) -> Schedule | None:
     """The phases on at most `gpus` GPUs; the plan's topology is kept where it fits, unless `adapt`.
 
-    TP and PP stay unless `reshape_s`, the seconds of their change, is given. None where no replica fits by number, or
-    for some batch size by memory. ValueError names batch sizes that no DP and microbatch divide.
+    TP and PP stay unless `reshape_s`, the seconds of their change, is given: then the best four at the smallest and at
+    the full batch are tried too. None where no replica fits by number, or for some batch size by memory. ValueError
+    names batch sizes that no DP and microbatch divide.
     """
-    if gpus < plan.topology.tp * plan.topology.pp:
+    t = plan.topology
+    if gpus < t.tp * t.pp:
         return None
-    batches = [phase.gbs for phase in phases]
-    others = [] if reshape_s is None else parallel_sizes(plan, batches, gpus, calibration)
-    options = choices(plan, batches, gpus, calibration, adapt, others)
-    empty = [gbs for gbs, found in zip(batches, options, strict=True) if not found]
-    none = [gbs for gbs in empty if not topologies(plan, gbs, gpus, adapt, others)]
+    batches, others = [phase.gbs for phase in phases], [(t.tp, t.pp)]
+    for gbs in {min(batches), max(batches)} if reshape_s is not None else ():
+        space = space_around(t, [gpus], [gbs], MICROBATCHES, plan.engine)
+        best = search_space(plan.shape, plan.cluster, space, calibration, top=60).best_per_sizes(4).rows
+        others += [(c.topology.tp, c.topology.pp) for c in best]
+    found = [topologies(plan, gbs, gpus, adapt, list(dict.fromkeys(others))) for gbs in batches]
+    none = [gbs for gbs, options in zip(batches, found, strict=True) if not options]
     rule = f"no DP and microbatch of the plan's tp x pp divide it on {gpus} GPUs"
     require(not none, "ramp", ", ".join(map(str, none)), rule)
-    if empty:
-        return None
-    return optimize(phases, options, restart_s, day_worth, reshape_s or 0.0)
+    predicted = iter(scheduled(plan, [each for options in found for each in options], calibration))
+    kept: list[Options] = []
+    for options in found:
+        own = None if options[0].gbs % (t.mbs * t.dp) else dataclasses.replace(t, gbs=options[0].gbs)
+        pairs = [(each, next(predicted)) for each in options]
+        # the plan's own topology stays whatever memory it needs: its risk is shown with it
+        kept.append([choice for each, choice in pairs if choice.oom_probability <= IMPOSSIBLE or each == own])
+    return optimize(phases, kept, restart_s, day_worth, reshape_s or 0.0) if all(kept) else None

@@ -1,4 +1,4 @@
-"""Monte Carlo simulation of a training run: thousands of runs at once, in arrays over runs and phases."""
+"""Monte Carlo simulation of a training run: thousands of runs at once, in arrays over runs (N) and pieces (J)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trilane.forecasting.capacity import CapacityWindow
-from trilane.forecasting.failures import CHANGE, NODE_FAILURE, NODE_YEAR_S, QUEUE, FailureModel
+from trilane.forecasting.failures import NODE_FAILURE, NODE_YEAR_S, Cause, FailureModel
 from trilane.utils.progress import progress
 from trilane.utils.validation import require
 
-MOST_UNDONE, MOST_LOST = 0.9, 10.0  # lost work and lost time, relative to the work: above it a run never ends
+MOST_UNDONE = 0.9  # of the work that interruptions undo: a run that loses more never ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A window of capacity and what every phase would take in it; empty arrays where nothing can run.
+    """A window of capacity and what every piece would take in it; empty arrays where nothing can run.
 
     `queue_share` is the wait in the queue per second of work, where the capacity is shared and jobs must end;
     `spare_nodes` the nodes in reserve.
@@ -27,11 +27,6 @@ class Stretch:
     nodes: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (J,)
     queue_share: float = 0.0
     spare_nodes: int = 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing can run in the window."""
-        return self.seconds.size == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +43,7 @@ class Uncertainty:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
-    """N simulated runs: total and charged seconds, seconds until the end of each phase, lost seconds by cause."""
+    """N simulated runs: total and charged seconds, seconds until the end of each piece, lost seconds by cause."""
 
     wall_s: np.ndarray  # (N,)
     gpu_s: np.ndarray  # (N,)
@@ -83,7 +78,7 @@ class _Draws:
 class Simulation:
     """`runs` simulated runs; with rng None one run, every random number replaced by its mean.
 
-    same        (J,) the batch size's index of each phase; phases of one index share the error of their prediction
+    same        (J,) the batch size's index of each piece; pieces of one index share the error of their prediction
     shares      certain extra time per second of work: evaluation, saving, ends of jobs
     interval_s  seconds between checkpoints
 
@@ -91,7 +86,6 @@ class Simulation:
     by node-years), the cost of each (lost work, uniform in the interval; idle time; waiting for a node; queue;
     start-up). If that ends within the stretch the run is finished; else the same share of work and interruptions falls
     into it. Left out: interruptions during a start-up, correlated failures, speeds that drift during a run.
-    State: `now` and `gpu_s` (N,), the share `done` of each phase and its end `reached` (N, J).
     """
 
     def __init__(
@@ -109,11 +103,12 @@ class Simulation:
         noise = draws.lognormal(uncertainty.common) * uncertainty.slowdown
         self.factor = noise[:, None] * draws.lognormal(uncertainty.independent, int(same.max()) + 1)[:, same]  # (N, J)
         self.rates = [draws.lognormal(stop.spread) for stop in risks.stops]
-        self.done, self.now, self.gpu_s = np.zeros((runs, len(same))), np.zeros(runs), np.zeros(runs)
+        self.done = np.zeros((runs, len(same)))  # share of each piece
+        self.now, self.gpu_s, self.started = np.zeros(runs), np.zeros(runs), np.zeros(runs, bool)
         self.reached = np.full((runs, len(same)), np.nan)
-        self.lost = {name: np.zeros(runs) for name in (*shares, QUEUE, CHANGE, *(s.name for s in risks.stops))}
-        self.started = np.zeros(runs, bool)
-        self.held = np.zeros(len(same))  # GPUs of each phase in the previous stretch
+        causes = (*shares, Cause.QUEUE, Cause.CHANGE, *(stop.name for stop in risks.stops))
+        self.lost = {name: np.zeros(runs) for name in causes}
+        self.held = np.zeros(len(same))  # GPUs of each piece in the previous stretch
 
     def run(self, stretches: Sequence[Stretch]) -> Outcomes:
         """Simulate the runs through the stretches."""
@@ -123,11 +118,11 @@ class Simulation:
 
     def simulate(self, stretch: Stretch) -> None:
         """Advance every unfinished run to the end of the stretch or of its work."""
-        window = stretch.window
+        window, idle = stretch.window, stretch.seconds.size == 0
         active = (self.now < window.end_s) & (self.done[:, -1] < 1)
         self.now = np.where(active, np.maximum(self.now, window.start_s), self.now)
-        held, self.held = self.held, np.zeros(self.done.shape[1]) if stretch.idle else stretch.gpus
-        if stretch.idle or not active.any():
+        held, self.held = self.held, np.zeros(self.done.shape[1]) if idle else stretch.gpus
+        if idle or not active.any():
             return
         whole = stretch.seconds * self.factor
         rest = whole * (1 - self.done) * active[:, None]
@@ -135,20 +130,20 @@ class Simulation:
         stops, charged = self.stops(work, rest @ stretch.nodes, stretch)
         certain = {name: work * share for name, share in self.shares.items()}
         # a job restarts where its number of GPUs changes, or after a window without any
-        phase = (self.done < 1).argmax(axis=1)
-        restarted = self.started & active & (stretch.gpus[phase] != held[phase])
+        piece = (self.done < 1).argmax(axis=1)
+        restarted = self.started & active & (stretch.gpus[piece] != held[piece])
         left = np.maximum(window.end_s - self.now, 0.0)
         queued = np.minimum(left, np.where(restarted, window.shared * self.risks.queue_s, 0.0))
         starting = np.minimum(left - queued, np.where(restarted, self.risks.startup_s, 0.0))
         entering = queued + starting
-        stops[QUEUE] = work * stretch.queue_share
+        stops[Cause.QUEUE] = work * stretch.queue_share
         needed = work + sum(certain.values()) + sum(stops.values())
         share = np.where(active, np.minimum(1.0, (left - entering) / np.maximum(needed, 1e-9)), 0.0)
         part = self.advance(whole, rest, share * work, self.now + entering, needed / np.maximum(work, 1e-9))
         gpus = (part @ stretch.gpus) / np.maximum(part.sum(axis=1), 1e-9)
         self.gpu_s += gpus * (share * (work + sum(certain.values()) + charged) + np.where(share > 0, starting, 0.0))
-        self.lost[QUEUE] += queued
-        self.lost[CHANGE] += starting
+        self.lost[Cause.QUEUE] += queued
+        self.lost[Cause.CHANGE] += starting
         for name, seconds in (*certain.items(), *stops.items()):
             self.lost[name] += share * seconds
         ends = np.where(share >= 1, self.now + entering + needed, window.end_s)
@@ -158,9 +153,9 @@ class Simulation:
     def advance(
         self, whole: np.ndarray, rest: np.ndarray, worked: np.ndarray, begin: np.ndarray, stretched: np.ndarray
     ) -> np.ndarray:
-        """Do `worked` seconds of work, phase after phase; returns the seconds of each phase (N, J).
+        """Do `worked` seconds of work, piece after piece; returns the seconds of each piece (N, J).
 
-        `stretched` is the elapsed time per second of work, for the dates at which phases end.
+        `stretched` is the elapsed time per second of work, for the dates at which pieces end.
         """
         ends = rest.cumsum(axis=1)
         part = np.clip(worked[:, None] - (ends - rest), 0, rest)
@@ -174,19 +169,17 @@ class Simulation:
 
         Repeated work can be interrupted too: T = W + rate T interval / 2, so T = W / (1 - rate interval / 2).
         """
-        kinds = self.risks.stops
-        means = [
-            rate * (s.per_node_year * node_s + s.per_year * work) / NODE_YEAR_S
-            for s, rate in zip(kinds, self.rates, strict=True)
-        ]
-        seconds, busy = np.maximum(work, 1e-9), work > 0
+        kinds, seconds, busy = self.risks.stops, np.maximum(work, 1e-9), work > 0
+        rates = zip(kinds, self.rates, strict=True)
+        means = [rate * (s.per_node_year * node_s + s.per_year * work) / NODE_YEAR_S for s, rate in rates]
         undone = sum(means) * self.interval_s / 2 / seconds
         nodes = float(np.median((node_s / seconds)[busy]))
         counts = [mean / (1 - np.minimum(undone, MOST_UNDONE)) for mean in means]
         where = (nodes, self.interval_s, stretch.window.shared, stretch.spare_nodes)
         costs = [self.risks.stop_cost(stop, *where) for stop in kinds]
         shares = [float(np.median((n * cost[0] / seconds)[busy])) for n, cost in zip(counts, costs, strict=True)]
-        require_progress(self.risks, self.interval_s, float(np.median(undone[busy])), shares)
+        if kinds:
+            self.require_progress(float(np.median(undone[busy])), shares)
         lost: dict[str, np.ndarray] = {}
         charged = np.zeros(self.draws.runs)
         for stop, count, (each, variance, charged_share) in zip(kinds, counts, costs, strict=True):
@@ -194,17 +187,14 @@ class Simulation:
             charged += lost[stop.name] * charged_share
         return lost, charged
 
-
-def require_progress(risks: FailureModel, interval_s: float, undone: float, shares: Sequence[float]) -> None:
-    """ValueError where interruptions undo most of the work, or take ten times its time (`shares` of it, by kind)."""
-    if not shares or (undone < MOST_UNDONE and sum(shares) < MOST_LOST):
-        return
-    if undone >= MOST_UNDONE and risks.checkpoint_s:
-        rule = "such a run would undo most of its work, as interruptions come sooner than checkpoints"
-        require(False, "checkpoint-minutes", f"{interval_s / 60:g}", rule)
-    worst = risks.stops[int(np.argmax(shares))]
-    field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"
-    rule = (
-        "such a run would lose ten times its work, or undo most of it; needs fewer interruptions or a shorter interval"
-    )
-    require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)
+    def require_progress(self, undone: float, shares: Sequence[float]) -> None:
+        """ValueError where interruptions undo most of the work, or take ten times as long (`shares`, by kind)."""
+        if undone < MOST_UNDONE and sum(shares) < 10:
+            return
+        if undone >= MOST_UNDONE and self.risks.checkpoint_s:
+            rule = "such a run would undo most of its work, as interruptions come sooner than checkpoints"
+            require(False, "checkpoint-minutes", f"{self.interval_s / 60:g}", rule)
+        worst = self.risks.stops[int(np.argmax(shares))]
+        field = "failures-per-node-year" if worst.name == NODE_FAILURE else f"stop {worst.name}"
+        rule = "such a run would lose ten times its work, or undo most of it; needs fewer interruptions"
+        require(False, field, f"{worst.per_node_year or worst.per_year:g}", rule)

@@ -8,9 +8,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from trilane.forecasting.forecast import Forecast
-from trilane.forecasting.record import Described
-from trilane.forecasting.timeline import Job
+from trilane.forecasting.forecast import Described, Forecast, Job
 from trilane.report.plots.interactive import CONFIG, Interactive, card, chart, rounded, tooltips, wrapped
 from trilane.report.plots.style import COLORS, INK, LIMIT
 from trilane.utils.numbers import amount
