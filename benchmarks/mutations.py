@@ -250,12 +250,11 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
     ],
     ("logs", "analysis/steady_state.py", "analysis/test_measure.py"): [
         ("at - at[:1] < warm_up", "at - at[:1] <= warm_up"),
-        ("every >= np.maximum(first, 1)", "every > np.maximum(first, 1)"),
+        ("every >= np.maximum(at - step, 1)", "every > np.maximum(at - step, 1)"),
+        ("0.03 * wanted", "0.3 * wanted"),
     ],
     ("logs", "analysis/measure.py", "analysis/test_measure.py"): [
         ("(high - low) / 2 / seconds", "(high - low) / seconds"),
-    ],
-    ("logs", "analysis/numerics.py", "analysis/test_measure.py"): [
         (" & ~(np.nan_to_num(skipped) > 0)", ""),
     ],
     ("logs", "analysis/spikes.py", "analysis/test_spikes.py"): [
@@ -382,7 +381,7 @@ TABLE: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ('(config.recompute == "selective")', '(config.recompute != "none")'),
         ("- 6.0 * batch", "- 12.0 * batch"),
     ],
-    ("counts", "analysis/phase_times.py", "analysis"): [
+    ("counts", "analysis/measure.py", "analysis/test_measure.py"): [
         ("(m * config.interleaving + p - 1)", "(m * config.interleaving)"),
     ],
     ("counts", "forecasting/request.py", "forecasting/test_forecast.py"): [

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from support import REPOSITORY, small_plan
 
-from trilane.analysis import flops, loss_curve, phase_times
-from trilane.analysis.measure import measure_log
+from trilane.analysis import flops, loss_curve
+from trilane.analysis.measure import ideal_bubble, measure_log, phases
 from trilane.analysis.run_config import RunConfig, run_config
 from trilane.analysis.steady_state import ranges, steady_state
 from trilane.config.model import parse_shape
@@ -241,9 +241,9 @@ def test_the_full_batch_counts_however_short_it_was_and_where_it_was_not_reached
 
 
 def test_the_ideal_bubble_is_that_of_the_paper():
-    assert phase_times.ideal_bubble(RunConfig(pp=4, gbs=8, mbs=1, dp=1)) == pytest.approx(3 / 11)
-    assert phase_times.ideal_bubble(RunConfig(pp=4, gbs=8, mbs=1, dp=1, interleaving=2)) == pytest.approx(3 / 19)
-    assert phase_times.ideal_bubble(RunConfig(pp=1)) == 0 and math.isnan(phase_times.ideal_bubble(RunConfig(pp=2)))
+    assert ideal_bubble(RunConfig(pp=4, gbs=8, mbs=1, dp=1)) == pytest.approx(3 / 11)
+    assert ideal_bubble(RunConfig(pp=4, gbs=8, mbs=1, dp=1, interleaving=2)) == pytest.approx(3 / 19)
+    assert ideal_bubble(RunConfig(pp=1)) == 0 and math.isnan(ideal_bubble(RunConfig(pp=2)))
 
 
 def test_timers_become_phases_once_each_and_waits_a_share():
@@ -253,16 +253,16 @@ def test_timers_become_phases_once_each_and_waits_a_share():
         "backward-embedding-all-reduce": 0.1, "optimizer-clip-main-grad": 0.03, "optimizer-inner-step": 0.05,
         "batch-generator": 0.01, "forward-backward": 1.6,
     }  # fmt: skip
-    found = phase_times.phases(log(2, timers=megatron))
+    found = phases(log(2, timers=megatron))
     wanted = dict(optimizer=0.08, data_parallel=0.05, pipeline_wait=0.4, forward=0.4, backward=0.8)
     assert found == pytest.approx(wanted)
-    assert phase_times.measured_bubble(log(2, timers=megatron), 2.0) == pytest.approx(0.2)
+    assert measure_log(log(2, timers=megatron)).waited == pytest.approx(0.2)
     deepspeed = dict(iteration=[1], fwd_microstep=0.3, bwd_microstep=0.7, bwd_inner_microstep=0.5)
     deepspeed |= dict(bwd_allreduce_microstep=0.2, step_microstep=0.1)
-    assert phase_times.phases(log(1, timers=deepspeed)) == pytest.approx(
+    assert phases(log(1, timers=deepspeed)) == pytest.approx(
         dict(optimizer=0.1, data_parallel=0.2, forward=0.3, backward=0.5)
     )
-    assert phase_times.phases(log(1)) == {} and math.isnan(phase_times.measured_bubble(log(1), 2.0))
+    assert phases(log(1)) == {} and math.isnan(measure_log(log(1)).waited)
 
 
 def test_numerics_are_counted():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import REPOSITORY
 
-from trilane.analysis.numerics import numerics
+from trilane.analysis.measure import numerics
 from trilane.logs.dialects import tables
 from trilane.logs.run import read_log, read_logs
 from trilane.utils.validation import DATA

@@ -1,15 +1,17 @@
-"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, status."""
+"""Measurement: what one run's log amounts to: seconds per iteration, tokens, TFLOPs, memory, loss, numerics, phases."""
 
+import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trilane.analysis import flops
-from trilane.analysis.numerics import Numerics, numerics
-from trilane.analysis.phase_times import ideal_bubble, measured_bubble
 from trilane.analysis.plausibility import HARMLESS, shape_problems
 from trilane.analysis.run_config import RunConfig, of_window, run_config
 from trilane.analysis.steady_state import (
@@ -23,11 +25,35 @@ from trilane.analysis.steady_state import (
 )
 from trilane.config.cluster import Gpu
 from trilane.config.plan import Plan, read_plan
+from trilane.logs.dialects import megatron
 from trilane.logs.endings import caveat
 from trilane.logs.problems import Problem
 from trilane.logs.run import RunLog
 from trilane.logs.run_folder import read_run_folder
+from trilane.utils.tables import as_json
 from trilane.workspace.status import Status
+
+# Timers of Megatron and DeepSpeed by phase, of which the first that fits takes a timer, and those that include others.
+TIMERS: dict[str, Any] = json.loads((resources.files("trilane") / "data/timers.json").read_text("utf-8"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Skipped steps, NaN, gradient norms and loss scale over a whole log; NaN for a number that it does not print.
+
+    skipped          iterations whose optimizer step was not taken (fp16 overflow)
+    nan_iterations   those that the framework counts as NaN, or whose loss it prints as NaN; Megatron leaves it out then
+    grad_norm        median over the log; `grad_norm_max` its largest
+    loss_scale       the last; `loss_scale_min` the lowest, `loss_scale_drops` how often it fell
+    """
+
+    skipped: int
+    nan_iterations: int
+    grad_norm: float
+    grad_norm_max: float
+    loss_scale: float
+    loss_scale_min: float
+    loss_scale_drops: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,46 +110,25 @@ class Measurement:
         """What a table's notes add to the status: an engine not megatron, a rate that is the log's, contradictions."""
         printed = "narayanan" not in self.flops_per_s and "printed" in self.flops_per_s
         engine = self.plan.engine if self.plan and self.plan.engine != "megatron" else ""
-        wrong = dict.fromkeys(problem.column for problem in self.log.problems)
-        contradicted = f"contradicted: {', '.join(wrong)}" if wrong else ""
-        return ", ".join(filter(None, (engine, "TFLOPs as printed" if printed else "", contradicted)))
+        wrong = ", ".join(dict.fromkeys(problem.column for problem in self.log.problems))
+        found = (engine, "TFLOPs as printed" if printed else "", f"contradicted: {wrong}" if wrong else "")
+        return ", ".join(filter(None, found))
 
     @property
     def time_problems(self) -> tuple[Problem, ...]:
         """The log's problems that leave open how long an iteration takes, or what it computes."""
         return tuple(problem for problem in self.log.problems if problem.column not in HARMLESS)
 
-    def row(self) -> dict[str, Any]:
-        """The run as a table's row of numbers in base units (`tflops` excepted); NaN where unknown."""
-        c = self.config
-        degrees = {name: getattr(c, name) for name in ("dp", "tp", "pp")}
-        return {
-            "gpus": c.gpus or math.nan,
-            "parameters": c.parameters or math.nan,
-            **{name: n if c.gpus or n > 1 else math.nan for name, n in degrees.items()},
-            "mbs": c.mbs or math.nan,
-            "gbs": c.gbs or math.nan,
-            "memory_bytes": self.memory_bytes,
-            "sec_per_it": self.sec_per_it,
-            "tflops": self.flops_per_s_per_gpu / 1e12,
-            "status": self.status,
-        }
-
     def to_json(self) -> dict[str, Any]:
         """The run as one JSON object; null where a value is unknown."""
         log, left_out = self.log, self.window.left_out
+        names = ("dialect", "status", "status_basis", "evidence", "rank", "hosts", "gpus", "collectives", "exclude")
         values = {
-            "file": str(log.source),
-            "dialect": log.dialect,
-            "status": log.status,
-            "status_basis": log.status_basis,
-            "evidence": log.evidence,
-            "rank": log.rank,
+            "file": log.source,
+            **{name: getattr(log, name) for name in names},
             "asked_gib": log.asked_bytes / 2**30,
-            **{name: list(getattr(log, name)) for name in ("hosts", "gpus", "collectives")},
-            "exclude": log.exclude,
             "caveat": caveat(log.status, log.evidence),
-            "arguments": dict(log.arguments),
+            "arguments": log.arguments,
             "iterations": len(log.iterations),
             "first_iteration": log.first_iteration,
             "last_iteration": log.last_iteration,
@@ -133,22 +138,24 @@ class Measurement:
             "sec_per_it_spread": self.spread,
             "left_out": [{"reason": part.reason, "iterations": ranges(part.iterations)} for part in left_out],
             "tokens_per_s": self.tokens_per_s,
-            "tflops": {name: _finite(rate / 1e12) for name, rate in self.flops_per_s.items()},
+            "tflops": {name: rate / 1e12 for name, rate in self.flops_per_s.items()},
             "mfu": self.utilization.get("mfu"),
             "hfu": self.utilization.get("hfu"),
             "max_memory_gib": self.memory_bytes / 2**30,
             "last_loss": self.last_loss,
-            "validation": [{n: _finite(v) for n, v in row.items()} for row in log.validation.to_dict("records")],
+            "validation": log.validation.to_dict("records"),
             "skipped_iterations": self.numerics.skipped,
             "nan_iterations": self.numerics.nan_iterations,
             "notes": [*log.notes, *filter(None, [self.window.note, self.config.note])],
-            "problems": [asdict(problem) for problem in log.problems],
+            "problems": log.problems,
         }
-        return {name: _finite(value) for name, value in values.items()}
+        return as_json(values)
 
 
 def measure(folder: Path | str, warm_up: int = WARM_UP, status: Status | None = None) -> Measurement:
     """The measurement of a run folder, also of one without an iteration; `status` in place of the folder's own.
+
+        measure("outputs/demo/runs/tp1-pp2-dp1").tokens_per_s
 
     Seconds come from steps.jsonl, since run.log rounds them to 0.1 ms; all else from run.log and status.json.
     Raises ValueError where the folder holds no plan.
@@ -170,13 +177,13 @@ def measure_log(
     config = of_window(config, log, window.counts)
     every = log.column("sec_per_it") if "sec_per_it" in log.iterations else np.full(len(log.iterations), math.nan)
     counted = every[window.counts]
-    seconds = float(np.median(counted)) if len(counted) else mean_seconds(log)
-    low, high = np.quantile(counted, [0.25, 0.75]) if len(counted) else (math.nan, math.nan)
-    tokens = config.gbs * config.seq_length
+    quartiles = np.quantile(counted, [0.25, 0.5, 0.75]).tolist() if len(counted) else [math.nan, mean_seconds(log), 0.0]
+    low, seconds, high = quartiles
     loss = log.column("lm_loss")
     loss = loss[np.isfinite(loss)]
     rates = flops.rates(config, seconds)
     wrong = shape_problems(log, config, window.counts, rates)
+    is_timed = seconds > 0
     return Measurement(
         name=name or log.source.name,
         log=replace(log, problems=(*log.problems, *wrong)) if wrong else log,
@@ -185,13 +192,13 @@ def measure_log(
         plan=plan,
         iterations=len(counted),
         sec_per_it=seconds,
-        spread=float(high - low) / 2 / seconds if seconds > 0 else math.nan,
-        tokens_per_s=tokens / seconds if tokens and seconds > 0 else math.nan,
+        spread=(high - low) / 2 / seconds if is_timed else math.nan,
+        tokens_per_s=(config.gbs * config.seq_length / seconds or math.nan) if is_timed else math.nan,
         flops_per_s={**flops.printed_rates(log), **rates},
         utilization=flops.utilization(config, seconds),
         lost_share=share_beyond(every[WARM_UP:], seconds),
         bubble=ideal_bubble(config),
-        waited=measured_bubble(log, seconds, window),
+        waited=phases(log, window).get("pipeline_wait", math.nan) / seconds if is_timed else math.nan,
         memory_bytes=float(max(memory_by_rank(log).values(), default=math.nan)),
         first_loss=float(loss[0]) if len(loss) else math.nan,
         last_loss=float(loss[-1]) if len(loss) else math.nan,
@@ -206,6 +213,64 @@ def memory_by_rank(log: RunLog) -> dict[int, float]:
     return dict(memory.set_index("rank")[most].dropna()) if most else {}
 
 
-def _finite(value: Any) -> Any:
-    """A float without a value is null in JSON."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def numerics(log: RunLog) -> Numerics:
+    """The numerics of one run. A loss scale of -1, which Megatron prints where there is none, and a norm that is 0 in
+    every line, as DeepSpeed's engines left it in 2021, count as not printed.
+    """
+    skipped, lost, loss = (log.column(name) for name in ("skipped", "nan", "lm_loss"))
+    broken = np.isnan(loss) & ~(np.nan_to_num(skipped) > 0) if len(skipped) == len(loss) else np.isnan(loss)
+    by_dialect = broken.sum() if megatron.FAMILY & set(log.dialect.split(" + ")) else 0
+    if not np.isfinite(skipped).any():  # DeepSpeed's engine counts those since the start
+        skipped = log.column("skipped_total")
+        skipped = skipped[np.isfinite(skipped)][-1:]
+    norm, scale = log.column("grad_norm"), log.column("loss_scale")
+    norm, scale = norm[np.isfinite(norm)], scale[(scale > 0) & np.isfinite(scale)]
+    norm = norm if norm.any() else norm[:0]
+    return Numerics(
+        skipped=int(skipped[np.isfinite(skipped)].sum()),
+        nan_iterations=max(int(lost[np.isfinite(lost)].sum()), int(by_dialect)),
+        grad_norm=float(np.median(norm)) if len(norm) else math.nan,
+        grad_norm_max=float(norm.max()) if len(norm) else math.nan,
+        loss_scale=float(scale[-1]) if len(scale) else math.nan,
+        loss_scale_min=float(scale.min()) if len(scale) else math.nan,
+        loss_scale_drops=int((np.diff(scale) < 0).sum()),
+    )
+
+
+def phases(log: RunLog, window: SteadyState | None = None) -> dict[str, float]:
+    """Median seconds per iteration of each phase by the timers of the printing rank; {} without timers.
+
+    With a window, over the iterations that count, where timers were printed for any of them.
+
+    Megatron prints the mean over its log interval. `pipeline_wait` is what that rank spends in sends, receives and the
+    all-reduce of the shared embedding: on the last stage these include the pipeline's fill and drain, so it is an upper
+    bound of the bubble. `batch-generator` runs inside forward-compute and is left out where the log has that.
+    """
+    timers, found = log.timers, dict[str, float]()
+    if window is not None and "iteration" in timers and "iteration" in log.iterations:
+        counted = timers[timers["iteration"].isin(log.iterations["iteration"][window.counts])]
+        timers = counted if len(counted) else timers
+    medians = {n: float(timers[n].median()) for n in timers if n != "iteration" and timers[n].notna().any()}
+    for name in (name for name in medians if not _includes_others(name, medians)):
+        phase = next((p for p, pattern in TIMERS["phases"].items() if re.search(pattern, name)), None)
+        if phase and not (phase == "data" and "forward-compute" in medians):
+            found[phase] = found.get(phase, 0.0) + medians[name]
+    return {name: found[name] for name in TIMERS["phases"] if name in found}
+
+
+def _includes_others(name: str, printed: Collection[str]) -> bool:
+    """Whether the timer includes others that were printed too, so that both would count twice."""
+    inner = TIMERS["include"].get(name, "$^")
+    return bool(re.search(TIMERS["include_others"], name)) or any(re.search(inner, other) for other in printed)
+
+
+def ideal_bubble(config: RunConfig) -> float:
+    """Share of an iteration that an ideal 1F1B pipeline is idle: (p - 1) / (m v + p - 1); NaN where m is unknown.
+
+    p stages, m microbatches, v chunks a stage (interleaving). Narayanan et al. 2021, arXiv:2104.04473, section 2.2,
+    who state it relative to the ideal time: (p - 1) / (m v). Left out: unequal stages, transfers.
+    """
+    p, m = config.pp, config.microbatches
+    if p == 1:
+        return 0.0
+    return (p - 1) / (m * config.interleaving + p - 1) if m else math.nan

@@ -1,7 +1,7 @@
 """Steady state: which iterations of a run count, which are left out for what reason, and what they cost."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -12,12 +12,6 @@ from trilane.utils.files import damaged_lines, json_lines, read_text
 from trilane.workspace.run_folder import MOST_ITERATIONS, STEPS
 
 WARM_UP = 5  # iterations left out at the start: allocation, first use of each kernel
-MOST_S = 1e9  # an iteration of 30 years is a damaged number
-LEAST_RATE = 0.1  # steps per second: a rate rounded to 0.001 is then right to 0.5 %
-# Of the full size: batches filled by their tokens (--max-tokens of fairseq: 0.3 %) fall as often as they rise, a ramp
-# only rises. So close to it, the seconds differ by less than repeats of one run, by 4.9 % (compare.SINGLE_DEVIATION).
-VARIES = 0.03
-MOST_RANGES = 4  # of iterations that are left out for one reason are listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +35,7 @@ class SteadyState:
 
     @property
     def sentence(self) -> str:
-        """Which iterations are left out and why, in words."""
+        """Which iterations are left out and why."""
         parts = "; ".join(map(str, self.left_out)) or "none"
         return f"left out: {parts}" + (f"; {self.note}" if self.note else "")
 
@@ -55,67 +49,50 @@ def steady_state(log: RunLog, warm_up: int = WARM_UP, gbs: float = 0, seq_length
 
     Left out, the first reason counts: no time printed; the warm-up (at most half of the lines); skipped, where the
     optimizer did not step; a smaller batch size or sequence length (not one that varies by some percent); the line
-    after an evaluation or a checkpoint, whose time versions before 2024 include. A reason that would leave
-    nothing is ignored, with a note.
-
-    Evaluations and checkpoints are known by `eval_interval` and `save_interval` among the arguments. Those that a log
-    does not announce are not left out; they hardly move the median of the rest.
+    after an evaluation or a checkpoint, whose time versions before 2024 include, where `eval_interval` and
+    `save_interval` are among the arguments. A reason that would leave nothing is ignored, with a note.
     """
-    table = log.iterations
-    if not len(table) or "sec_per_it" not in table:
-        return SteadyState(counts=np.zeros(len(table), bool), left_out=())
-    at, seconds = table["iteration"].to_numpy(float), table["sec_per_it"].to_numpy(float)
-    counts, left_out, notes = np.isfinite(seconds), list[LeftOut](), list[str]()
-    if not counts.all():
-        left_out.append(_left_out("no time printed", at, ~counts))
-    for name, full in (("global_batch_size", gbs), ("seq_length", seq_length)):
-        if full and name in table and (reached := table[name].max()) < full:
-            notes.append(f"{name}={full:.0f} was not reached: {reached:.0f}, the largest, counts")
-    for reason, bad in _reasons(log, at, warm_up, {"global_batch_size": gbs, "seq_length": seq_length}):
-        if not (bad & counts).any():
-            continue
-        if not (counts & ~bad).any():
+    if "sec_per_it" not in log.iterations:
+        return SteadyState(counts=np.zeros(len(log.iterations), bool), left_out=())
+    at, full = log.column("iteration"), {"global_batch_size": gbs, "seq_length": seq_length}
+    counts, left_out, notes = np.ones(len(at), bool), list[LeftOut](), list[str]()
+    for name, size in full.items():
+        if size and name in log.iterations and (reached := log.iterations[name].max()) < size:
+            notes.append(f"{name}={size:.0f} was not reached: {reached:.0f}, the largest, counts")
+    for reason, bad in _reasons(log, at, warm_up, full):
+        if (counts & ~bad).any() or reason == "no time printed":
+            named = at[bad & counts & (at < 2**53)]  # neither NaN nor what a broken line makes of a number
+            found = LeftOut(reason=reason, iterations=tuple(named.astype(int).tolist()))
+            left_out += [found] if (bad & counts).any() else []
+            counts = counts & ~bad
+        elif (bad & counts).any():
             notes.append(f"all that is left is {reason}, so it counts")
-            continue
-        left_out.append(_left_out(reason, at, bad & counts))
-        counts &= ~bad
     return SteadyState(counts=counts, left_out=tuple(left_out), note="; ".join(notes))
 
 
-def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: Mapping[str, float]) -> list[tuple[str, np.ndarray]]:
-    table, lines = log.iterations, len(at)
-    step = interval(at)
-    warm = (at - at[:1] < warm_up) & (np.arange(lines) < max(1, lines // 2)) & (lines > 1) & (warm_up > 0)
-    reasons = [("warm-up", warm)]
-    if "skipped" in table:
-        reasons.append(("skipped", table["skipped"].to_numpy(float) > 0))
+def _reasons(log: RunLog, at: np.ndarray, warm_up: int, full: dict[str, float]) -> Iterator[tuple[str, np.ndarray]]:
+    lines = len(at)
+    yield "no time printed", ~np.isfinite(log.column("sec_per_it"))
+    yield "warm-up", (at - at[:1] < warm_up) & (np.arange(lines) < max(1, lines // 2)) & (lines > 1) & (warm_up > 0)
+    if "skipped" in log.iterations:
+        yield "skipped", log.column("skipped") > 0
     for name, words in (("global_batch_size", "batch size"), ("seq_length", "sequence length")):
-        if name in table:
-            values = table[name].to_numpy(float)
-            if (values == values[0]).all():  # nearly always, and a long log has millions
-                continue
+        values = log.column(name)
+        if len(values) and not (values == values[0]).all():
             sizes = np.unique(values[np.isfinite(values)])
             wanted = full[name] if full[name] in sizes else sizes.max(initial=0)
-            full_size = _full(values, float(wanted))
-            others = ", ".join(f"{v:.0f}" for v in np.unique(values[~full_size & np.isfinite(values)]))
-            reasons.append((f"{words} {others}, not {wanted:.0f}", ~full_size))
+            # Batches filled by their tokens (fairseq's --max-tokens: 0.3 %) fall as often as they rise, a ramp only
+            # rises; within 3 % seconds differ by less than repeats of one run, by 4.9 %.
+            near = np.abs(values - wanted) <= 0.03 * wanted
+            small = ~near if (np.diff(values[near]) < 0).any() else values != wanted
+            others = ", ".join(f"{v:.0f}" for v in np.unique(values[small & np.isfinite(values)]))
+            yield f"{words} {others}, not {wanted:.0f}", small
+    step = interval(at)
     for name, words in (("eval_interval", "after an evaluation"), ("save_interval", "after a checkpoint")):
         every = log.arguments.get(name)
         if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-            reasons.append((words, _follows(at, step, every)))
-    return reasons
-
-
-def _full(values: np.ndarray, wanted: float) -> np.ndarray:
-    """Whether each size is the full one; those close to it are, where they do not only rise as a ramp does."""
-    near = np.abs(values - wanted) <= VARIES * wanted
-    return near if (np.diff(values[near]) < 0).any() else values == wanted
-
-
-def _follows(at: np.ndarray, step: float, every: int) -> np.ndarray:
-    """Whether a line's iterations, at - step + 1 to at, include one right after a multiple of `every`."""
-    first, last = at - step, at - 1  # the iterations before those of the line
-    return (np.floor(last / every) * every >= np.maximum(first, 1)) & (last >= every)
+            # a line's iterations, at - step + 1 to at, include one right after a multiple of `every`
+            yield words, (np.floor((at - 1) / every) * every >= np.maximum(at - step, 1)) & (at - 1 >= every)
 
 
 def interval(at: np.ndarray) -> float:
@@ -124,17 +101,12 @@ def interval(at: np.ndarray) -> float:
     return float(np.median(steps[steps > 0])) if (steps > 0).any() else 1.0
 
 
-def _left_out(reason: str, at: np.ndarray, which: np.ndarray) -> LeftOut:
-    named = at[which & (at < 2**53)]  # neither NaN nor what a broken line makes of a number
-    return LeftOut(reason=reason, iterations=tuple(named.astype(int).tolist()))
-
-
-def ranges(numbers: tuple[int, ...]) -> str:
-    """ "1-5, 100, 200 and 7 more": consecutive numbers as ranges, at most MOST_RANGES of them."""
+def ranges(numbers: tuple[int, ...], most: int = 4) -> str:
+    """ "1-5, 100, 200 and 7 more": consecutive numbers as ranges, at most four of them."""
     runs = [[n for _, n in group] for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = sum(map(len, runs[MOST_RANGES:]))
-    return ", ".join(words[:MOST_RANGES]) + (f" and {more} more" if more else "")
+    more = sum(map(len, runs[most:]))
+    return ", ".join(words[:most]) + (f" and {more} more" if more else "")
 
 
 def exact_seconds(log: RunLog) -> RunLog:
@@ -144,7 +116,7 @@ def exact_seconds(log: RunLog) -> RunLog:
     for step in json_lines(text):
         match step:
             case {"iteration": int(number), "sec_per_it": int() | float() as seconds}:
-                if 0 < number < MOST_ITERATIONS and 0 < seconds < MOST_S:
+                if 0 < number < MOST_ITERATIONS and 0 < seconds < 1e9:  # one of 30 years is a damaged number
                     exact[number] = seconds
     if damaged := damaged_lines(text):
         log = replace(log, notes=(*log.notes, f"{damaged} damaged lines of steps.jsonl are left out"))
@@ -158,23 +130,19 @@ def mean_seconds(log: RunLog) -> float:
     """Seconds per iteration of a log that prints none: the Trainer's runtime over its steps, or DeepSpeed's batch over
     its rate; NaN where there is neither.
     """
-    steps = log.arguments.get("total_optimization_steps")
-    if not steps and "train_iters" in log.iterations and (total := log.iterations["train_iters"].iloc[-1]) > 0:
-        steps = int(total)  # of a progress bar
+    bar = int(np.nan_to_num(log.column("train_iters")[-1:].sum()))  # the total of a progress bar
+    steps, batch = log.arguments.get("total_optimization_steps") or bar, log.arguments.get("deepspeed.train_batch_size")
     if "train_runtime" in log.summary:
+        rate = log.summary.get("train_steps_per_second", 0.0)
         if isinstance(steps, int) and steps > 0:
             return log.summary["train_runtime"] / steps
-        rate = log.summary.get("train_steps_per_second", 0.0)  # rounded to 0.001
-        return 1 / rate if rate > LEAST_RATE else math.nan
-    batch = log.arguments.get("deepspeed.train_batch_size")
-    if "samples_per_second" in log.iterations and isinstance(batch, int):
-        return batch / float(log.iterations["samples_per_second"].median())
-    return math.nan
+        return 1 / rate if rate > 0.1 else math.nan  # it is rounded to 0.001, then 0.5 %
+    rates = log.column("samples_per_second")
+    return batch / float(np.nanmedian(rates)) if len(rates) and isinstance(batch, int) else math.nan
 
 
 def share_beyond(seconds: np.ndarray, median: float) -> float:
     """Share of all seconds that iterations took beyond the median: stalls, evaluations, checkpoints; NaN if none."""
-    seconds = seconds[np.isfinite(seconds)] if not np.isfinite(seconds).all() else seconds
-    slow = seconds[seconds > median]  # half of a long log, so that it is not copied whole
-    whole = float(seconds.sum())
-    return float((slow.sum() - median * len(slow)) / whole) if whole > 0 else math.nan
+    seconds = seconds[np.isfinite(seconds)]
+    beyond, whole = float(np.maximum(seconds - median, 0).sum()), float(seconds.sum())
+    return beyond / whole if whole > 0 else math.nan

@@ -8,10 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from trilane.analysis.measure import Measurement
+from trilane.analysis.measure import TIMERS, Measurement, phases
 from trilane.analysis.measure import memory_by_rank as bytes_by_rank
 from trilane.analysis.next_run import NextRuns
-from trilane.analysis.phase_times import ORDER, phases
 from trilane.analysis.recalibrate import NOTHING, Recalibration
 from trilane.diagnose.hang import Verdict
 from trilane.report.plots.interactive import Interactive, axis_name, chart, rounded, tooltips
@@ -141,7 +140,7 @@ def phases_measured(measurements: Sequence[Measurement]) -> Interactive | Text:
     timed = [(m.name, found, m.sec_per_it) for m in measurements if (found := phases(m.log, m.window))]
     if not timed:
         return Text("No log has timers of an iteration, so only the prediction splits it (below).")
-    order = dict.fromkeys(["data", *ORDER], 0.0)
+    order = dict.fromkeys(["data", *TIMERS["phases"]], 0.0)
     rows = {
         name: {**order, **found, "covered by no timer": max(s - sum(found.values()), 0.0)} for name, found, s in timed
     }
